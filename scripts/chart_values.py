@@ -79,6 +79,8 @@ SET_BY_THE_CHART: Final = (
     "log_dir",
     "certificates",
     "metrics_port",
+    "metrics_host",
+    "metrics_insecure",
 )
 
 
@@ -280,7 +282,7 @@ class Relay(Strict):
 
 
 class SharedFolder(Strict):
-    """Folder of the machine in which host and node share the control page."""
+    """Folder of the machine in which hosts have their control pages, and the node finds them."""
 
     path: Annotated[str, _pattern("/[^ ]+")] = _said("on the machine and in the pod", "/run/rose")
     group: int = _said("group that host pods and nodes share", 10_777, ge=1)
@@ -310,9 +312,9 @@ class Node(Strict):
 
     config: NodeValues = _said(
         "the node's file, but for what the chart sets; `replicas` run in mode Active alone",
-        NodeValues(host={"page": "/run/rose/page"}),
+        NodeValues(discover={"folder": "/run/rose"}),
     )
-    metrics_port: Port = _said("of /metrics, on the node's loopback", 9100)
+    metrics_port: Port = _said("of /metrics; on loopback unless `monitoring.podMonitor`", 9100)
     node_selector: Labels = _said(
         "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}
     )
@@ -481,7 +483,7 @@ def defaults() -> dict[str, Any]:
     whole: dict[str, Any] = json.loads(Values().model_dump_json(by_alias=True))
     whole["policy"] = {}
     whole["gateway"]["options"] = {}
-    whole["node"]["config"] = {"host": {"page": "/run/rose/page"}}
+    whole["node"]["config"] = {"discover": {"folder": "/run/rose"}}
     for image in whole["images"].values():
         if not image["digest"]:
             # One that is missing is named by the schema as missing.

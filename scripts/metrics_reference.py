@@ -21,12 +21,12 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
 from elastic_scheduler.capacity.advice import Lendable
 from elastic_scheduler.turn_journal import End
-from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
-from rose.node.config import HostConfig
 from rose.node.guest.supervisor import EngineState
+from rose.node.host_metrics import HostFigures, LatencyHistogram
 from rose.node.memory_gauges import Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.scheduler.demand import JobFigures
@@ -66,6 +66,8 @@ LABELS: Final = {
     "end": "how an attempt ended: " + ", ".join(f"`{end.value}`" for end in End),
     "enough": "`true`, `false`",
     "event": "`leads`, `steps_down`",
+    "host": "names of hosts that a node found, `discover.at_most` at a time; empty for the one of"
+    " its file",
     "how": "how it came to be over, or to run: `expired`, `released`, `revoked`; `started`,"
     " `adopted`",
     "job": "registered jobs, 48 at most; `(others)` beyond 256 names that are counted; forgotten a"
@@ -84,7 +86,8 @@ LABELS: Final = {
     "page_layout": "version of the control page",
     "reason": "of a grant: the words of `FreezeReason`; of a node: "
     + ", ".join(f"`{kind}`" for _, kind in LIMIT_KINDS),
-    "replica": "replicas of the node's file; a gateway: replicas that it sent turns to",
+    "replica": "replicas of the node's file, a guest for each host that is found; a gateway:"
+    " replicas that it sent turns to",
     "share": "`SCHED_IDLE`, `nice`, `plain`",
     "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
     + "; of an offered replica: `leased`, `free`",
@@ -125,10 +128,14 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     """A node whose guests did all that is counted, for every reason there is."""
     names = [f"guest-{number}" for number in range(replicas)]
     state = HostState(kv_total=4, granules_total=2)
+    hosts = [
+        HostFigures(f"host-{at}", LatencyHistogram(0.5), LatencyHistogram(0.15), state, (1, 0))
+        for at in range(replicas)
+    ]
     views = [
         ReplicaFigures(
             name, "healthy", 0, 1, grant=Grant(GrantMode.FREEZE, 1, reason="host_dead"),
-            guest=GuestState(), host=state, held=Held(1, "kernel"), reclaim_s=5.0,
+            guest=GuestState(), held=Held(1, "kernel"), reclaim_s=5.0,
         )
         for name in names
     ]  # fmt: skip
@@ -137,16 +144,13 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     health = NodeHealth(
         restarted=dict.fromkeys(tasks, 0),
         running=dict.fromkeys(tasks, True),
-        requests=(1, 0),
         certificate=(0.0, 1.0),
     )
-    host = HostConfig(page=Path("page"), ttft_target_s=0.5, tpot_target_s=0.15)
-    metrics = NodeMetrics(host, lambda: views, lambda: health)
+    metrics = NodeMetrics(lambda: hosts, lambda: views, lambda: health)
     for name in names:
         for event, fields in _life(name):
             metrics.heard(event, fields)
         metrics.activated({"replica": name, "wire_bytes": 1, "pause_s": 0.1})
-    metrics.served(LatencyRecord(1, 10**8, 10**7, 1, 1, 1, "r"))
     return metrics
 
 

@@ -149,7 +149,7 @@ def _hosts(snapshot: pb.SnapshotReply) -> Table:
     )
     for host in snapshot.hosts:
         table.add_row(
-            escape(host.node),
+            escape(f"{host.node}/{host.host}" if host.host else host.node),
             str(host.running),
             str(host.waiting),
             f"{host.ttft_p95_s * 1e3:.0f} / {host.ttft_target_s * 1e3:.0f} ms",

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,8 @@ from rose.engines.launch import (
     engine_bytes,
 )
 from rose.errors import RefusedError, RoseError
-from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.config import DiscoverConfig, HostConfig, NodeConfig, ReplicaConfig
+from rose.node.discovery import look
 from rose.node.grants.host_watch import HostProcess
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
@@ -102,7 +103,8 @@ _NS = 1e9
 def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Finding]:
     """Findings about one host."""
     yield checked("page", partial(_page, host))
-    yield checked("host", partial(_alive, host))
+    if not host.name:  # one that was found holds its seat
+        yield checked("host", partial(_alive, host))
     if host.page.exists():
         yield checked("host seat", partial(_seat, host))
         yield checked("host heartbeat", partial(_heartbeat, host))
@@ -541,7 +543,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
-    config = NodeConfig.load(parser.parse_args(argv).config)
+    parser.add_argument(
+        "--discover", type=Path, metavar="DIR", help="the folder in which the node finds its hosts"
+    )
+    args = parser.parse_args(argv)
+    config = NodeConfig.load(args.config, args.discover)
     found = list[Finding]()
     for finding in diagnose(config):
         found.append(finding)
@@ -555,10 +561,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
     """Check everything; nothing is changed and nothing is raised."""
     gpus = gpus or Gpus()
-    if config.host:
+    if config.discover:
+        config = yield from discovery_checks(config, config.discover, gpus)
+    elif config.host:
         yield from host_checks(config.host, daemon_runs=daemon_of(config) is not None)
     yield from gpu_checks(config, gpus)
     yield from node_checks(config, gpus)
+
+
+def discovery_checks(
+    config: NodeConfig, discover: DiscoverConfig, gpus: Gpus
+) -> Generator[Finding, None, NodeConfig]:
+    """Findings about the hosts in a shared folder; returns the node without them."""
+    seen = look(discover.folder, discover.page_group)
+    for reason in seen.unusable.values():
+        what, _, do = reason.partition("; ")
+        yield wrong("hosts", what, do or "its host serves on, and has no guest")
+    if not seen.hosts:
+        do = "give hosts ROSE_ROLE=host and ROSE_HOST_DIR, the folder as they see it"
+        yield note("hosts", f"none in {discover.folder}", do)
+    daemon_runs = daemon_of(config) is not None
+    for slot, found in enumerate(seen.hosts.values()):
+        yield ok("hosts", f"{found.name} serves {found.said.model}")
+        if not found.alone:
+            do = "give each host a GPU of its own"
+            yield wrong(f"{found.name} guest", "another host is on its GPU", do)
+        host = found.config(discover)
+        for finding in host_checks(host, daemon_runs=daemon_runs and bool(config.guests)):
+            yield replace(finding, subject=f"{found.name} {finding.subject}")
+        try:
+            yield from gpu_checks(config.with_host(host, slot), gpus)
+        except RoseError as error:
+            what, _, do = str(error).partition("; ")
+            yield wrong(f"{found.name} guest", what, do or "it is watched, and has no guest")
+    return config.with_host(None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Configuration file of a node daemon: its host, its replicas, and how it fetches weights."""
+"""Configuration file of a node daemon: its hosts, its replicas, and how it fetches weights."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from executor import PressureLimits, PressurePolicy
-from rose.addresses import checked_url
+from rose.addresses import checked_url, is_loopback
 from rose.engines import Device, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
@@ -53,6 +53,7 @@ Label = Annotated[str, Field(min_length=1, max_length=253)]
 class HostConfig(Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
+    name: in metrics and logs, of a host that was found; the one of a file needs none.
     page_group: name or number of the group that shares the page, for a host of another user; empty
     for the owner alone. The host's ROSE_PAGE_GROUP says the same.
     headroom_bytes: memory of the machine, and of the GPU, that no guest may take from it.
@@ -63,6 +64,7 @@ class HostConfig(Frozen):
     """
 
     page: Path
+    name: str = Field(default="", max_length=100)
     page_group: str = ""
     pid: int | None = Field(default=None, gt=0)
     ttft_target_s: float = Field(default=0.5, gt=0)
@@ -81,8 +83,26 @@ class HostConfig(Frozen):
         return url
 
 
+class DiscoverConfig(Frozen):
+    """Hosts that this node finds: their pages in `folder`, and in the folders right below it.
+
+    A host says its GPU and its targets itself; ttft_target_s, tpot_target_s: of one that names
+    none. at_most: hosts beyond that are left alone. The rest is as of a host that the file names.
+    """
+
+    folder: Path
+    page_group: str = ""
+    at_most: int = Field(default=8, gt=0, le=64)
+    ttft_target_s: float = Field(default=0.5, gt=0)
+    tpot_target_s: float = Field(default=0.15, gt=0)
+    headroom_bytes: int = Field(default=512 << 20, ge=0)
+    step_profile: Path | None = None
+
+
 class ReplicaConfig(Frozen):
     """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
+
+    Beside hosts that are found a guest is one for each of them: ID-0, ID-1, on ports from `port`.
 
     model: the name by which jobs name its model, that of its folder when left out.
     models: folders of other models by their names, to which it may be switched for a job.
@@ -126,7 +146,7 @@ class ReplicaConfig(Frozen):
     kv_low_watermark: float = Field(default=0.80, gt=0, le=1)
     kv_base_bytes: int | None = Field(default=None, gt=0)
     kv_backend: Literal["auto", "madvise", "cuda"] = "auto"
-    device: Gpu | None = None
+    device: Gpu | Literal["host"] | None = None
     engine_python: Path | None = None
     cuda_graphs: bool = True
     mps_priority: Literal["low"] | None = None
@@ -168,6 +188,20 @@ class ReplicaConfig(Frozen):
                 "mps_priority and mps_thread_percentage need a GPU; name it in `device`"
             )
         return self
+
+    def beside(self, host: HostConfig, slot: int | None) -> Self:
+        """This guest for one host; `slot` numbers one that was found.
+
+        Raises ConfigError where the host cannot have it.
+        """
+        changed: dict[str, object] = {}
+        if self.device == "host":
+            if host.device is None:
+                raise ConfigError(f"{self.id}: its host names no single GPU that it could share")
+            changed["device"] = host.device
+        if slot is not None:
+            changed |= {"id": f"{self.id}-{slot}", "port": self.port + slot}
+        return self.model_copy(update=changed)
 
     @property
     def wants_mps(self) -> bool:
@@ -363,11 +397,14 @@ class NodeConfig(Frozen):
     certificates: this node's own; on all but loopback the scheduler asks for one.
     labels: what capacity policies select nodes by; `rose.dev/deployment` names the hosts that share
     one router's load.
+    discover: where hosts are found that come and go, in place of the one `host`.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
-    metrics_port: loopback port of `/metrics`, None serves none.
+    metrics_port: port of `/metrics`, None serves none. metrics_host: its address; beyond loopback
+    it speaks TLS with the node's certificate. metrics_insecure: or without, since the network is
+    fenced.
     verify_key: hex of the key that signs this cluster's weights. unsigned: take weights of whoever
     announces them; without a key a node starts only where this is said.
     """
@@ -377,6 +414,7 @@ class NodeConfig(Frozen):
     run_dir: Path
     log_dir: Path
     host: HostConfig | None = None
+    discover: DiscoverConfig | None = None
     replicas: tuple[ReplicaConfig, ...]
     verify_key: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     unsigned: bool = False
@@ -389,6 +427,8 @@ class NodeConfig(Frozen):
     fanout: FanoutConfig | None = None
     transport: TransportConfig = TransportConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
+    metrics_host: str = "127.0.0.1"
+    metrics_insecure: bool = False
     logs: LogConfig = LogConfig()
 
     @property
@@ -397,10 +437,18 @@ class NodeConfig(Frozen):
         return self.run_dir / "KILL"
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read and check the file; ConfigError names the first thing that is wrong."""
+    def load(cls, path: Path, discover: Path | None = None) -> Self:
+        """Read and check the file; ConfigError names the first thing that is wrong.
+
+        `discover`: look for hosts in this folder, whatever the file says of a host.
+        """
         try:
-            config = cls.model_validate(json.loads(path.read_text()))
+            said = json.loads(path.read_text())
+            if discover is not None and isinstance(said, dict):
+                own = said.get("discover")
+                said["host"] = None
+                said["discover"] = {**(own if isinstance(own, dict) else {}), "folder": discover}
+            config = cls.model_validate(said)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -409,22 +457,75 @@ class NodeConfig(Frozen):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-        if config.host is None and any(r.kind == "guest" for r in config.replicas):
-            raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
-        guests = [replica.id for replica in config.replicas if replica.kind == "guest"]
-        if len(guests) > 1:
-            raise ConfigError(
-                f"{path}: {' and '.join(guests)} would share one host; give each host one guest"
-            )
+        config._check_hosts(path)
         config._check_identity(path)
         config._check_weights(path)
         config._check_profiles(path)
         config._check_fanout(path)
-        return config
+        return config if config.host is None else config.with_host(config.host)
+
+    def with_host(self, host: HostConfig | None, slot: int | None = None) -> Self:
+        """This node as if its file named this host, or none: then without guests.
+
+        `slot`: of a host that was found; it has the guest for it alone. Raises ConfigError where
+        the host cannot have its guest.
+        """
+        alone = () if slot is not None else self.dedicated
+        beside = () if host is None else self.guests
+        replicas = tuple(
+            each.beside(host, slot) if host is not None and each in beside else each
+            for each in self.replicas
+            if each in alone or each in beside
+        )
+        return self.model_copy(update={"host": host, "discover": None, "replicas": replicas})
+
+    @property
+    def guests(self) -> tuple[ReplicaConfig, ...]:
+        """Replicas that share a host's GPU."""
+        return tuple(replica for replica in self.replicas if replica.kind == "guest")
+
+    @property
+    def dedicated(self) -> tuple[ReplicaConfig, ...]:
+        """Replicas that have their GPU alone."""
+        return tuple(replica for replica in self.replicas if replica.kind == "dedicated")
+
+    def _check_hosts(self, path: Path) -> None:
+        guests = self.guests
+        if self.host is not None and self.discover is not None:
+            raise ConfigError(f"{path}: host and discover; leave one of them out")
+        if self.host is None and self.discover is None and guests:
+            raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
+        if len(guests) > 1:
+            names = " and ".join(guest.id for guest in guests)
+            raise ConfigError(f"{path}: {names} would share one host; give each host one guest")
+        if self.discover is not None and guests:
+            self._check_ports(path, guests[0].port, self.discover.at_most)
+
+    def _check_ports(self, path: Path, first: int, count: int) -> None:
+        """Guests of hosts that are found have ports in a row."""
+        taken = {replica.port: replica.id for replica in self.dedicated}
+        if self.metrics_port is not None:
+            taken[self.metrics_port] = "metrics_port"
+        if self.relay is not None:
+            taken[self.relay.port] = "relay"
+        last = first + count - 1
+        if last >= 1 << 16:
+            raise ConfigError(f"{path}: {count} guests from port {first} on end beyond 65535")
+        for port, name in taken.items():
+            if first <= port <= last:
+                raise ConfigError(
+                    f"{path}: {name} has port {port}, and guests have {first} to {last}"
+                )
 
     def _check_identity(self, path: Path) -> None:
         files = self.certificates.files
         if files is None:
+            if not (self.metrics_insecure or is_loopback(self.metrics_host)):
+                raise ConfigError(
+                    f"{path}: metrics_host {self.metrics_host!r} is reached from other machines,"
+                    " and whoever reaches it reads what each host and guest does; give"
+                    ' certificates, or fence the network and say "metrics_insecure": true'
+                )
             return
         own = files.insist(Role.NODE)
         if own.name != self.node:
@@ -459,8 +560,9 @@ class NodeConfig(Frozen):
 
     def _check_profiles(self, path: Path) -> None:
         """A guest would not start with a profile that cannot be used: say so before it tries."""
-        if self.host and self.host.step_profile:
-            check_profile(self.host.step_profile)
+        for hosts in (self.host, self.discover):
+            if hosts and hosts.step_profile:
+                check_profile(hosts.step_profile)
         for replica in self.replicas:
             if replica.step_profile and replica.kind != "guest":
                 raise ConfigError(

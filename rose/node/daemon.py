@@ -4,37 +4,42 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import aiohttp
 
-from executor import ControlPage, LatencyRecord
+from executor import ControlPage, PageError
+from rose.addresses import is_loopback
 from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
-from rose.node.config import NodeConfig
+from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
+from rose.node.discovery import LOOK_S, Came, FoundHost, HostBook, Left, Refused, look
 from rose.node.grants.caps import Contact, ToldCaps
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
-from rose.node.grants.host_load import HostLoad, SloCounter
-from rose.node.grants.host_scrape import HostScrape
 from rose.node.grants.host_scrape import watch as watch_metrics
-from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.grants.host_watch import HOST_LATENCY
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
 from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.host import LOOK_EVERY_S, Host
+from rose.node.host_metrics import HostFigures
 from rose.node.memory_gauges import Gpus, Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.reclaimer import Reclaimer
 from rose.node.replica import Replica
 from rose.node.scheduler_session import SchedulerSession, build_reports, view_of
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
-from rose.node.wiring import HostSide, Wiring
+from rose.node.wiring import Wiring
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 from rose.security.audit_log import AuditLog, audit_file
 
+DISCOVERY = "discovery"
 STOPPING = "node stops"
+HOST_LEFT = "its host left"
+SHARED_GPU = "another host is on its GPU, and a guest goes by one"
 TRIM_EVERY_S = 60.0
 MEASURE_EVERY_S = 0.25
 # What takes capacity, gives it back, ends a guest or decides which weights it runs.
@@ -59,6 +64,18 @@ class GuardDiedError(RoseError):
     """The grant loop broke; its guest is frozen and the node must be started anew."""
 
 
+@dataclass(slots=True)
+class Room:
+    """A host and the replicas beside it; without a host, those that have a GPU alone.
+
+    The one host of a node's file has a room that stays, each that is found one for as long as it is
+    there.
+    """
+
+    host: Host | None
+    replicas: list[Replica] = field(default_factory=list)
+
+
 class NodeDaemon:
     """One node. `run` returns when `stop` was called and nothing it started is left."""
 
@@ -66,7 +83,7 @@ class NodeDaemon:
         """Raises CardError where a replica's GPU cannot be used."""
         self._config = config
         self._gpus = gpus or Gpus()
-        self._gpus.insist_all(config)
+        self._gpus.insist_all(config.with_host(None) if config.discover else config)
         self._logs = Logs(config.log_dir, config.logs.limits)
         self._events = self._logs.events(config.node)
         self._background = Background(self._events.write)
@@ -77,22 +94,17 @@ class NodeDaemon:
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
-        self._metrics = NodeMetrics(config.host, self._views, self._health)
+        self._metrics = NodeMetrics(self._hosts, self._views, self._health)
         self._events.listen(self._heard)
         self._audit = AuditLog(audit_file(config.log_dir, config.node), config.node)
-        self._slo = SloCounter()
-        self._load = HostLoad()
-        self._scrape: HostScrape | None = None
-        self._host: HostSide | None = None
+        self._host: Host | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
-            latencies = self._logs.records(HOST_LATENCY)
-            watch = HostWatch(latencies, self._served, page.latency.cursor)
-            targets = config.host.ttft_target_s, config.host.tpot_target_s
-            self._slo = SloCounter(*targets)
-            if config.host.metrics_url:
-                self._scrape = HostScrape(*targets, config.host.metrics_model)
-            self._host = HostSide(config.host, page, watch)
+            self._host = Host(config.host, page, self._logs.records(HOST_LATENCY))
+        self._book = HostBook(config.discover.at_most if config.discover else 0)
+        self._rooms: dict[str, Room] = {}
+        # Requests of hosts that left, which met their targets and did not.
+        self._left_requests = 0, 0
         self._guards: dict[str, GuardThread] = {}
         self._reclaimers: dict[str, Reclaimer] = {}
         self._replicas: dict[str, Replica] = {}
@@ -125,7 +137,7 @@ class NodeDaemon:
         """Serve until stopped. Raises what broke, once everything it started is ended."""
         private_folder(self._config.run_dir)
         if self._config.metrics_port:
-            await self._metrics.serve(self._config.metrics_port)
+            await self._serve_metrics(self._config.metrics_port)
         connector = aiohttp.TCPConnector(limit=64)
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -143,40 +155,161 @@ class NodeDaemon:
                 failed.result()
             failed.cancel()
 
+    async def _serve_metrics(self, port: int) -> None:
+        host, files = self._config.metrics_host, self._certificates
+        # A process of this machine needs no proof of who answers on loopback.
+        tls = files.server_context(everybody=True) if files and not is_loopback(host) else None
+        await self._metrics.serve(port, host, tls)
+
     def _build(self, source: WeightSource) -> None:
-        activations = self._logs.records("activations.jsonl")
-        activations.listen(self._activated)
+        self._source = source
+        self._activations = self._logs.records("activations.jsonl")
+        self._activations.listen(self._activated)
+        if self._config.discover:
+            self._rooms[""] = self._furnish(self._config.with_host(None), None)
+        else:
+            self._rooms[""] = self._furnish(self._config, self._host)
+        self._events.write("node_started", node=self._config.node)
+
+    def _furnish(self, config: NodeConfig, host: Host | None) -> Room:
+        """The room of a host, or of none, with all replicas that `config` has."""
+        room = Room(host)
         assembly = Wiring(
-            self._config, self._events, self._harvest, self._kill_switch,
-            self._logs.records(GUEST_SAMPLES), self._host, self._guards, self._gpus,
-            self._caps, self._reclaimers,
+            config, self._events, self._harvest, self._kill_switch,
+            self._logs.records(GUEST_SAMPLES), host, self._guards, self._gpus, self._caps,
+            self._reclaimers,
         )  # fmt: skip
-        for config in self._config.replicas:
-            self._replicas[config.id] = replica = Replica(
-                config,
-                assembly.supervisor_of(config),
-                source,
-                activations,
+        for each in config.replicas:
+            replica = Replica(
+                each,
+                assembly.supervisor_of(each),
+                self._source,
+                self._activations,
                 self._events,
                 self._session.say,
                 self._session.changed,
             )
-            if config.kind == "guest" and self._host:
-                assembly.guard_of(replica, self._host, self._guard_broke.set)
-        self._events.write("node_started", node=self._config.node)
+            self._replicas[each.id] = replica
+            room.replicas.append(replica)
+            if each.kind == "guest" and host:
+                assembly.guard_of(replica, host, self._guard_broke.set)
+        return room
 
     def _start(self, http: aiohttp.ClientSession) -> None:
-        host = self._config.host
-        if host and host.metrics_url and self._scrape:
-            scraping = partial(watch_metrics, host.metrics_url, self._scrape, http)
+        host = self._host
+        if host and host.config.metrics_url and host.scrape:
+            scraping = partial(watch_metrics, host.config.metrics_url, host.scrape, http)
             self._background.start("scrape", scraping, restarts=None)
         # Without its scheduler a node's leases run out: it looks for one for ever.
         self._background.start("session", self._session.run, restarts=None)
         self._background.start("guards", self._watch_guards, restarts=0)
         self._background.start("held memory", self._measure_held, restarts=None)
         self._background.start("engine logs", self._trim_engine_logs, restarts=None)
+        self._background.start("host latencies", self._look_at_hosts, restarts=None)
         for replica in self._replicas.values():
             replica.start(self._background)
+        if self._config.discover:
+            # Its first look comes at once: guests of an earlier daemon wait, and not for long.
+            finding = partial(self._find_hosts, self._config.discover)
+            self._background.start(DISCOVERY, finding, restarts=None)
+
+    async def _find_hosts(self, discover: DiscoverConfig) -> None:
+        while True:
+            await self._look_for_hosts(discover)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look_for_hosts(self, discover: DiscoverConfig) -> None:
+        """In a thread: a folder that hangs must not hold up leases."""
+        seen = await asyncio.to_thread(look, discover.folder, discover.page_group)
+        acts = self._book.step(seen)
+        await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, Left)))
+        for act in acts:
+            match act:
+                case Refused():
+                    self._refused(act)
+                case Came():
+                    await self._take_in(act, discover)
+
+    async def _take_in(self, came: Came, discover: DiscoverConfig) -> None:
+        """A host that cannot be taken in is tried again; what broke is the task's to tell."""
+        try:
+            await self._open(came.host, came.slot, discover)
+        except PageError as error:
+            for refused in self._book.untaken(came.host, str(error)):
+                self._refused(refused)
+        except BaseException as error:
+            self._book.untaken(came.host, repr(error))
+            raise
+
+    def _refused(self, refused: Refused) -> None:
+        self._events.write("host_refused", page=str(refused.page), message=refused.reason)
+
+    async def _open(self, found: FoundHost, slot: int, discover: DiscoverConfig) -> None:
+        """Make the room of a host; one that cannot have a guest is watched. Raises PageError."""
+        named: dict[str, object] = {"host": found.name, "page": str(found.page)}
+        config = found.config(discover)
+        page = ControlPage.open(found.page, discover.page_group)
+        try:
+            if page.inode != found.inode:
+                raise PageError(f"{found.page} is another file by now")  # noqa: TRY301
+            host = Host(config, page, self._logs.records(HOST_LATENCY), page.take_guard())
+        except PageError:
+            page.close()
+            raise
+        self._events.write("host_found", **named, slot=slot, model=found.said.model)
+        try:
+            beside = await self._beside(found, config, slot)
+            room = self._rooms[found.name] = self._furnish(beside, host)
+        except BaseException:
+            host.close()
+            raise
+        for replica in room.replicas:
+            replica.start(self._background)
+
+    async def _beside(self, found: FoundHost, config: HostConfig, slot: int) -> NodeConfig:
+        """This node with the one host, and with its guest where it can have one."""
+        try:
+            wanted = self._config.with_host(config, slot)
+            if wanted.replicas and not found.alone:
+                raise RoseError(SHARED_GPU)  # noqa: TRY301
+            if wanted.replicas:
+                # A driver may hang.
+                await asyncio.to_thread(self._gpus.insist_all, wanted)
+        except RoseError as error:
+            self._events.write("host_without_guest", host=found.name, message=str(error))
+            return self._config.with_host(None, slot)
+        return wanted
+
+    async def _close(self, name: str) -> None:
+        """End the guest of a host that left, and let go of its page."""
+        room = self._rooms.get(name)
+        if room is None or room.host is None:
+            return
+        for replica in room.replicas:
+            await replica.leave(self._background, HOST_LEFT)
+            await self._forget(replica.config.id)
+        del self._rooms[name]
+        good, bad = room.host.requests
+        self._left_requests = self._left_requests[0] + good, self._left_requests[1] + bad
+        room.host.close()
+        self._events.write("host_left", host=name)
+        self._session.changed()
+
+    async def _forget(self, name: str) -> None:
+        if reclaimer := self._reclaimers.get(name):
+            await reclaimer.end()
+        if guard := self._guards.get(name):
+            await asyncio.to_thread(guard.stop)
+        for kept in (self._reclaimers, self._guards, self._replicas, self._still_held):
+            kept.pop(name, None)
+
+    async def _look_at_hosts(self) -> None:
+        """Latencies of hosts that have no guest; the others' are read by its guard."""
+        while True:
+            for room in self._rooms.values():
+                if room.host:
+                    room.host.look()
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch_guards(self) -> None:
         await self._guard_broke.wait()
@@ -188,7 +321,7 @@ class NodeDaemon:
     async def _trim_engine_logs(self) -> None:
         """What an engine prints goes to a file of its own, which it never closes."""
         while True:
-            for replica in self._replicas.values():
+            for replica in list(self._replicas.values()):
                 log = replica.supervisor.spec.log
                 if await asyncio.to_thread(trim_output, log, self._config.logs.limits):
                     self._events.write("engine_log_trimmed", engine=replica.config.id)
@@ -196,6 +329,7 @@ class NodeDaemon:
 
     async def _end(self) -> None:
         self._background.let_end()
+        await self._background.end([DISCOVERY])  # or it would take hosts in meanwhile
         await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
         for guard in self._guards.values():
             guard.stop()
@@ -205,28 +339,13 @@ class NodeDaemon:
         await asyncio.to_thread(self._logs.close)
         await asyncio.to_thread(self._audit.close)
 
-    def _add_scraped(self, host: rose_pb2.HostTelemetry, seen: HostScrape, now_s: float) -> None:
-        """The same, of a host without the plugin."""
-        host.source = "scrape"
-        host.slo_good, host.slo_bad = seen.good, seen.bad
-        host.running, host.waiting = seen.running(now_s) or (0, 0)
-        said = seen.summary(now_s)
-        host.window_requests, host.window_s = said.requests, said.window_s
-        host.ttft_p50_s, host.ttft_p95_s = said.ttft_p50_s, said.ttft_p95_s
-        host.tpot_p50_s, host.tpot_p95_s = said.tpot_p50_s, said.tpot_p95_s
-        share = seen.busy_share(now_s)
-        if share is not None:
-            host.busy_share = share
-
     def _health(self) -> NodeHealth:
-        counted = self._scrape or self._slo
         return NodeHealth(
             self._logs.dropped,
             self._background.restarted(),
             self._background.running(),
             killed=self._kill_switch.engaged,
             cut_off_s=self._contact.lost_s(),
-            requests=(counted.good, counted.bad) if self._host else None,
             certificate=self._certificates.validity_s if self._certificates else None,
         )
 
@@ -240,11 +359,10 @@ class NodeDaemon:
         self._audit.write("activated", dict(record))
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
-        watch = self._host.watch if self._host else None
-        reports = build_reports(self._config, self._replicas, self._guards, watch)
+        node = self._config.node
+        hosts = [room.host.telemetry(node) for room in self._rooms.values() if room.host]
+        reports = build_reports(node, self._replicas, self._guards, hosts, self._left_requests)
         for report in reports:
-            if report.telemetry.HasField("host"):
-                self._add_load(report.telemetry.host)
             for guest in report.telemetry.guests:
                 self._add_held(guest)
         return reports
@@ -257,13 +375,16 @@ class NodeDaemon:
 
     async def _measure_held(self) -> None:
         """In a thread: a kernel or driver that hangs must not hold up leases."""
-        proofs = {name: StopProof() for name in self._reclaimers}
+        proofs: dict[str, StopProof] = {}
         while True:
+            proofs = {name: proofs.get(name) or StopProof() for name in self._reclaimers}
             for name, proof in proofs.items():
                 held: Held | None = None
                 barred = self._barred(name)
                 if barred:
                     held = await asyncio.to_thread(self._held, name)
+                if name not in self._guards:
+                    continue  # Its host left meanwhile.
                 self._still_held[name] = amount = held.amount if held else None
                 deadline_s = self._caps.reclaim_s(self._replicas[name].config.reclaim_s)
                 duty, order_s = self._guards[name].duty(), self._harvest.off_since_s(name)
@@ -275,24 +396,11 @@ class NodeDaemon:
     def _barred(self, name: str) -> bool:
         return self._kill_switch.engaged or self._harvest.off(name)
 
-    def _served(self, record: LatencyRecord) -> None:
-        self._slo.count(record)
-        self._metrics.served(record)
-
-    def _add_load(self, host: rose_pb2.HostTelemetry) -> None:
-        """What capacity policies go by."""
-        if self._scrape is not None:
-            self._add_scraped(host, self._scrape, time.monotonic())
-            return
-        host.source = "plugin"
-        host.slo_good, host.slo_bad = self._slo.good, self._slo.bad
-        seen = next((guard.host for guard in self._guards.values() if guard.host), None)
-        share = self._load.busy_share(None if seen is None else seen.busy_ns)
-        if share is not None:
-            host.busy_share = share
+    def _hosts(self) -> list[HostFigures]:
+        return [room.host.figures() for room in list(self._rooms.values()) if room.host]
 
     def _views(self) -> list[ReplicaFigures]:
-        return [self._view(name, replica) for name, replica in self._replicas.items()]
+        return [self._view(name, replica) for name, replica in list(self._replicas.items())]
 
     def _view(self, name: str, replica: Replica) -> ReplicaFigures:
         guard = self._guards.get(name)

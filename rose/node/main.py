@@ -1,5 +1,7 @@
 """`rose node --config FILE`: run a node daemon until it is told to stop.
 
+With `--discover DIR` it guards whatever hosts have their pages in that folder, up to eight.
+
 SIGTERM, SIGINT  drain, end the guests, leave
 SIGUSR1          set the kill switch: guests end at once and stay away until `rose unkill RUN_DIR`
 SIGKILL          guests freeze, and end themselves unless the next daemon adopts them in time
@@ -35,6 +37,12 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     )
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
     parser.add_argument(
+        "--discover",
+        type=Path,
+        metavar="DIR",
+        help="find the hosts of this machine in a folder that they share (their ROSE_HOST_DIR)",
+    )
+    parser.add_argument(
         "--standby",
         action="store_true",
         help="wait until the daemon that runs this node ends, then adopt its guests",
@@ -43,7 +51,7 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     log_to_stderr(logging.INFO)
     try:
         # No peer that keeps the loop busy may keep the guard's thread waiting.
-        run_fairly(_run(config.load(args.config), standby=args.standby))
+        run_fairly(_run(config.load(args.config, args.discover), standby=args.standby))
     except (RoseError, PageError) as error:
         sys.stderr.write(f"rose node: {error}\n")
         return EXIT_BAD_INPUT

@@ -6,12 +6,12 @@ without a control page for its figures now and then.
 
 import asyncio
 import contextlib
+import ssl
 from collections import Counter as Tallied
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,18 +19,18 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor import Grant, GrantMode, GuestState
 from executor.control_page.page import LAYOUT_VERSION
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.addresses import bound
 from rose.errors import ConfigError, UnavailableError
-from rose.node.config import HostConfig
+from rose.node.host_metrics import HostFigures, host_families
 from rose.node.memory_gauges import Held
+from rose.node.metrics_server import MetricsServer
 from rose.node.replica_client import ReplicaClient
 
 INTERVAL_S = 1.0
@@ -77,7 +77,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Figures of one replica now; without a control page there is no grant, guest or host.
+    """Figures of one replica now; without a control page there is no grant or guest.
 
     `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
     `reclaim_s`: how long a reclaim may take.
@@ -91,7 +91,6 @@ class ReplicaFigures:
     granted: int = 0
     grant: Grant | None = None
     guest: GuestState | None = None
-    host: HostState | None = None
     owed_bytes: int = 0
     held: Held | None = None
     reclaim_s: float | None = None
@@ -102,8 +101,7 @@ class NodeHealth:
     """Health of the daemon: log records dropped; restarts, and whether it runs, by task.
 
     killed: its kill switch is set. cut_off_s: since when no scheduler is heard, 0 while one is.
-    requests: of its host, those that met both targets and those that missed one. certificate: Unix
-    times between which its own one counts.
+    certificate: Unix times between which its own one counts.
     """
 
     dropped: int = 0
@@ -111,7 +109,6 @@ class NodeHealth:
     running: Mapping[str, bool] = field(default_factory=dict)
     killed: bool = False
     cut_off_s: float = 0.0
-    requests: tuple[int, int] | None = None
     certificate: tuple[float, float] | None = None
 
 
@@ -135,16 +132,18 @@ class Tally:
 
 
 class LiveMetrics(Collector):
-    """Asks for the views of all replicas, and for the node's health, at each scrape."""
+    """Asks for the views of all hosts and replicas, and for the node's health, at each scrape."""
 
     def __init__(
         self,
+        hosts: Callable[[], Iterable[HostFigures]],
         replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
         tally: Tally | None = None,
         shown: Callable[[frozenset[str]], object] = lambda names: None,
     ) -> None:
         """`shown`: told the replicas of each scrape, before what is counted by them is read."""
+        self._hosts = hosts
         self._replicas = replicas
         self._health = health
         self._tally = tally or Tally()
@@ -183,8 +182,7 @@ class LiveMetrics(Collector):
         )
         yield _held(views)
         yield from _of_guests([view for view in views if view.guest])
-        # A node has one host, which all of its guests share.
-        yield from _of_host(next((view.host for view in views if view.host), None))
+        yield from host_families(self._hosts())
         yield _gauge(
             "rose_policy_version",
             "Version of its job's weights that the replica has proven.",
@@ -282,15 +280,6 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
         "For how long the node has heard no scheduler; 0 while it does.",
         value=health.cut_off_s,
     )
-    if health.requests is not None:
-        requests = CounterMetricFamily(
-            "rose_host_requests",
-            "Requests of the host, by whether they met both of its targets.",
-            labels=["targets"],
-        )
-        for targets, count in zip(("met", "missed"), health.requests, strict=True):
-            requests.add_metric([targets], float(count))
-        yield requests
     if health.certificate is not None:
         begin_s, end_s = health.certificate
         yield GaugeMetricFamily(
@@ -320,38 +309,9 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
     )
     for name, restarted in health.restarted.items():
         restarts.add_metric([name], float(restarted))
-        running.add_metric([name], float(health.running[name]))
+        running.add_metric([name], float(health.running.get(name, False)))
     yield restarts
     yield running
-
-
-def _of_host(host: HostState | None) -> Iterator[Metric]:
-    if host is None:
-        return
-    for name, what, value in (
-        ("rose_host_running", "Requests that run in the host.", host.running),
-        ("rose_host_waiting", "Requests that wait in the host.", host.waiting),
-        (
-            "rose_host_kv_usage",
-            "Share of the host's KV blocks in use, 0 to 1.",
-            host.kv_used / max(1, host.kv_total),
-        ),
-        ("rose_host_lent_bytes", "KV memory that the host lends now.", host.bytes_lent),
-        (
-            "rose_host_lent_granules",
-            "Granules of KV memory that the host lends now.",
-            host.granules_lent,
-        ),
-        (
-            "rose_host_reserve_missing_granules",
-            "Granules that the host needs back for its reserve.",
-            host.reserve_missing,
-        ),
-    ):
-        yield GaugeMetricFamily(name, what, value=value)
-    yield CounterMetricFamily(
-        "rose_host_busy_seconds", "Time in which the host was in a step.", value=host.busy_ns / _NS
-    )
 
 
 def _modes(views: list[ReplicaFigures]) -> Metric:
@@ -408,18 +368,16 @@ def _filled(
 
 
 FROZEN_MODES = ("freeze", "drain", "kill")
-# Shares of the target; 1.0 makes attainment a bucket of its own.
-LADDER = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 PAUSE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RECLAIM_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class NodeMetrics:
-    """Counts what the event log hears and what hosts' users experience."""
+    """Counts what the event log hears."""
 
     def __init__(
         self,
-        host: HostConfig | None,
+        hosts: Callable[[], Iterable[HostFigures]],
         replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
@@ -430,7 +388,7 @@ class NodeMetrics:
         # Replicas that the log named, and those whose series were begun.
         self._named: set[str] = set()
         self._begun: set[str] = set()
-        live = LiveMetrics(replicas, health, self._tally, self._show)
+        live = LiveMetrics(hosts, replicas, health, self._tally, self._show)
         self.registry.register(live)
         self._freezes = self._counter(
             "rose_guest_freezes",
@@ -483,11 +441,7 @@ class NodeMetrics:
             ("version", "page_layout"),
         )
         build.labels(_version(), str(LAYOUT_VERSION)).set(1)
-        self._ttft = self._tpot = None
-        if host:
-            targets = {"ttft": host.ttft_target_s, "tpot": host.tpot_target_s}
-            self._ttft, self._tpot = (self._latency(n, s) for n, s in targets.items())
-        self._server: WSGIServer | None = None
+        self._server: MetricsServer | None = None
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
         """Take one event of the log (any thread)."""
@@ -539,48 +493,31 @@ class NodeMetrics:
         self._wire.labels(replica).inc(float(str(record["wire_bytes"])))
         self._pause.labels(replica).observe(float(str(record["pause_s"])))
 
-    def served(self, record: LatencyRecord) -> None:
-        """Take the latencies of one of the host's requests."""
-        if self._ttft and self._tpot:
-            self._ttft.observe(record.ttft_ns / _NS)
-            if record.tpot_ns:
-                self._tpot.observe(record.tpot_ns / _NS)
-
-    async def serve(self, port: int) -> None:
-        """Answer on loopback; ConfigError when the port stays taken."""
+    async def serve(
+        self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Answer there; ConfigError when the port stays taken."""
 
         async def bind() -> None:
-            self._server, _ = start_http_server(port, "127.0.0.1", self.registry)
+            self._server = MetricsServer(self.registry, host, port, tls)
 
         try:
             await bound(bind)
         except OSError as error:
             raise ConfigError(
-                f"metrics_port {port} is busy: {error.strerror}; choose another"
+                f"metrics_port {port} of {host} cannot be served: {error.strerror}; choose another"
             ) from error
 
     def close(self) -> None:
         """Stop answering."""
         if self._server:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
 
     def _counter(self, name: str, what: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, what, labels, registry=self.registry)
 
     def _gauge(self, name: str, what: str, labels: tuple[str, ...]) -> Gauge:
         return Gauge(name, what, labels, registry=self.registry)
-
-    def _latency(self, name: str, target_s: float) -> Histogram:
-        self._gauge(
-            f"rose_host_{name}_target_seconds", f"The host's target of its {name.upper()}.", ()
-        ).set(target_s)
-        return Histogram(
-            f"rose_host_{name}_seconds",
-            f"The host's {name.upper()} by request; its target is one of the bounds.",
-            buckets=[target_s * share for share in LADDER],
-            registry=self.registry,
-        )
 
 
 def _version() -> str:

@@ -95,6 +95,12 @@ class Reclaimer:
         assert self._task is not None
         return await self._task
 
+    async def end(self) -> None:
+        """Reclaim no more: the guest is gone."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
     def _ended(self, task: "asyncio.Task[Finished]") -> None:
         if not task.cancelled() and (error := task.exception()):
             self._log("reclaim_broke", message=f"{type(error).__name__}: {error}")

@@ -19,6 +19,7 @@ from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0
+END_PATIENCE_S = 10.0
 
 
 class Replica:
@@ -104,16 +105,27 @@ class Replica:
         self.updates.serve(lease.job, lease.version, other_model=other)
 
     def start(self, background: Background) -> None:
-        """Begin with what runs for as long as the node does."""
-        name = self.config.id
+        """Begin with what runs for as long as it does."""
         # What it started may still run: a second supervisor would start another one beside it.
-        background.start(f"{name}: supervisor", self.supervisor.run, restarts=0)
-        background.start(f"{name}: lease", self.lease_agent.run)
+        background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
+        background.start(self._task("lease"), self.lease_agent.run)
         # Without these two a replica gets stale, or its load is not known: nothing worse.
-        background.start(f"{name}: updates", self.updates.run, restarts=None)
+        background.start(self._task("updates"), self.updates.run, restarts=None)
         if self.config.kind != "guest":
             # A guest says it all on the control page, for nothing.
-            background.start(f"{name}: gauge", self.gauge.run, restarts=None)
+            background.start(self._task("gauge"), self.gauge.run, restarts=None)
+
+    async def leave(self, background: Background, reason: str) -> None:
+        """End all of it, while the node goes on."""
+        names = [self._task(part) for part in ("supervisor", "lease", "updates", "gauge")]
+        background.let_end(names)
+        await self.stop(reason)
+        # Its last act is to let go of the guest's record; cut off in it, it would leave a lock.
+        await background.ended(self._task("supervisor"), END_PATIENCE_S)
+        await background.end(names)
+
+    def _task(self, part: str) -> str:
+        return f"{self.config.id}: {part}"
 
     async def stop(self, reason: str) -> None:
         """Give the lease back, end its turns, then the engine."""

@@ -22,10 +22,10 @@ from executor import GuestState
 from rose.clock import Stall, boot_clock_s
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.config import NodeConfig, ReplicaConfig
+from rose.node.config import ReplicaConfig
 from rose.node.grants.caps import Contact
 from rose.node.grants.guard_thread import GuardThread
-from rose.node.grants.host_watch import HostWatch
+from rose.node.host import summed
 from rose.node.lease_agent import check_order
 from rose.node.memory_gauges import Held
 from rose.node.metrics import ReplicaFigures
@@ -43,21 +43,26 @@ _KINDS = {
 
 
 def build_reports(
-    config: NodeConfig,
+    node: str,
     replicas: Mapping[str, Replica],
     guards: Mapping[str, GuardThread],
-    watch: HostWatch | None,
+    hosts: Sequence[rose_pb2.HostTelemetry] = (),
+    left: tuple[int, int] = (0, 0),
 ) -> list[rose_pb2.NodeReport]:
-    """Offers of all replicas, then telemetry of host and guests."""
+    """Offers of all replicas, then telemetry of hosts and guests.
+
+    `left`: requests of hosts that are gone, which met their targets and did not.
+    """
     offers = rose_pb2.Offers(offers=[_offer(replica) for replica in replicas.values()])
     telemetry = rose_pb2.Telemetry(
-        guests=[_guest(replica, guards.get(name)) for name, replica in replicas.items()]
+        guests=[_guest(replica, guards.get(name)) for name, replica in replicas.items()],
+        hosts=hosts if len(hosts) > 1 else (),
     )
-    if config.host and watch:
-        telemetry.host.CopyFrom(_host(config, guards, watch))
+    if hosts:
+        telemetry.host.CopyFrom(summed(hosts, left))
     return [
-        rose_pb2.NodeReport(node=config.node, offers=offers),
-        rose_pb2.NodeReport(node=config.node, telemetry=telemetry),
+        rose_pb2.NodeReport(node=node, offers=offers),
+        rose_pb2.NodeReport(node=node, telemetry=telemetry),
     ]
 
 
@@ -77,7 +82,6 @@ def view_of(replica: Replica, guard: GuardThread | None, held: Held | None) -> R
         granted=guard.granted,
         grant=guard.grant,
         guest=guard.guest,
-        host=guard.host,
         owed_bytes=guard.owed_bytes,
         held=held,
     )
@@ -102,28 +106,6 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         ttl_s=OFFER_TTL_S,
         epoch=replica.lease_agent.core.status().epoch,
         held=replica.lease_agent.held(),
-    )
-
-
-def _host(
-    config: NodeConfig, guards: Mapping[str, GuardThread], watch: HostWatch
-) -> rose_pb2.HostTelemetry:
-    assert config.host is not None
-    state = next((guard.host for guard in guards.values() if guard.host), None)
-    summary = watch.summary()
-    return rose_pb2.HostTelemetry(
-        node=config.node,
-        busy_ns=state.busy_ns if state else 0,
-        running=state.running if state else 0,
-        waiting=state.waiting if state else 0,
-        window_requests=summary.requests,
-        window_s=summary.window_s,
-        ttft_p50_s=summary.ttft_p50_s,
-        ttft_p95_s=summary.ttft_p95_s,
-        tpot_p50_s=summary.tpot_p50_s,
-        tpot_p95_s=summary.tpot_p95_s,
-        ttft_target_s=config.host.ttft_target_s,
-        tpot_target_s=config.host.tpot_target_s,
     )
 
 

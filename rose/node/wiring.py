@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from executor import ControlPage, GrantController, GuardConfig, PageUnreadable
+from executor import GrantController, GuardConfig, PageUnreadable
 from rose.engines import share_of
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
+from rose.node.config import NodeConfig, ReplicaConfig
 from rose.node.grants.caps import ToldCaps
 from rose.node.grants.guard_thread import GuardThread
-from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
 from rose.node.guest.guest_record import GuestLock
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KILLED, KillSwitch
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor, SupervisorHooks
+from rose.node.host import Host
 from rose.node.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
 from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica import Replica
@@ -30,25 +30,20 @@ OVERDUE = "it keeps KV memory that its host took back"
 HOST_BUSY = "its host is busy, and a start runs on the same GPU"
 
 
-@dataclass(frozen=True, slots=True)
-class HostSide:
-    """What a node with a host has beside its replicas."""
-
-    config: HostConfig
-    page: ControlPage
-    watch: HostWatch
-
-
 @dataclass(slots=True)
 class Wiring:
-    """What the parts of one node share. `guards` and `reclaimers` fill as guards are made."""
+    """What the parts of one room share: a host, and the replicas beside it; or replicas alone.
+
+    config: of the node, as if it had no other host. `guards` and `reclaimers` are the node's, and
+    fill as guards are made.
+    """
 
     config: NodeConfig
     events: EventLog
     harvest: HarvestSwitch
     kill_switch: KillSwitch
     samples: JsonlLog
-    host: HostSide | None
+    host: Host | None
     guards: dict[str, GuardThread]
     gpus: Gpus
     caps: ToldCaps
@@ -82,7 +77,7 @@ class Wiring:
             claim,
         )
 
-    def guard_of(self, guest: Replica, host: HostSide, on_broken: Callable[[], None]) -> None:
+    def guard_of(self, guest: Replica, host: Host, on_broken: Callable[[], None]) -> None:
         """Start the grant loop of a guest. `on_broken` is called when it ends unasked."""
         config = guest.config
         limits = GuardConfig(
@@ -120,6 +115,7 @@ class Wiring:
             self.caps,
         )
         self.guards[config.id] = guard
+        host.guarded = True
         guard.start()
 
     def _cgroup_of(self, guest: ReplicaConfig) -> Path | None:

@@ -15,7 +15,7 @@ import logging
 import selectors
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class TaskDiedError(RoseError):
 
 @dataclass(slots=True)
 class _Kept:
-    """One task. `restarts` None: for ever."""
+    """One task. `restarts` None: for ever. `ending`: it may end."""
 
     name: str
     work: Work
@@ -89,6 +89,8 @@ class _Kept:
     died_s: float = 0.0
     why: str = ""
     running: bool = True
+    ending: bool = False
+    task: "asyncio.Task[None] | None" = None
 
 
 class Background:
@@ -98,7 +100,6 @@ class Background:
         """`on_event(event, **fields)`: takes `task_died`."""
         self._on_event = on_event
         self._kept: list[_Kept] = []
-        self._tasks: list[asyncio.Task[None]] = []
         self._failure: RoseError | None = None
         self._failed = asyncio.Event()
         self._ending = False
@@ -112,7 +113,7 @@ class Background:
         self._kept.append(kept)
         task = asyncio.create_task(self._keep(kept), name=name)
         task.add_done_callback(self._unkept)
-        self._tasks.append(task)
+        kept.task = task
 
     async def failed(self) -> None:
         """Return never. Raises the error of the task that was not started again."""
@@ -121,12 +122,12 @@ class Background:
         raise self._failure
 
     def restarted(self) -> dict[str, int]:
-        """How often each task was started again."""
-        return {kept.name: kept.restarted for kept in self._kept}
+        """How often each task was started again (any thread)."""
+        return {kept.name: kept.restarted for kept in list(self._kept)}
 
     def running(self) -> dict[str, bool]:
-        """Which tasks run now."""
-        return {kept.name: kept.running for kept in self._kept}
+        """Which tasks run now (any thread)."""
+        return {kept.name: kept.running for kept in list(self._kept)}
 
     def troubles(self) -> list[str]:
         """Tasks that are down or were lately, a line each."""
@@ -137,16 +138,34 @@ class Background:
             if not kept.running or (kept.died and kept.died_s > since_s)
         ]
 
-    def let_end(self) -> None:
-        """From now on tasks may end: the process does."""
-        self._ending = True
+    def let_end(self, names: Collection[str] | None = None) -> None:
+        """From now on these tasks may end, or all, since the process does."""
+        self._ending = self._ending or names is None
+        for kept in self._kept:
+            kept.ending = kept.ending or names is None or kept.name in names
+
+    async def ended(self, name: str, patience_s: float) -> None:
+        """Return once a task that may end has ended, or patience is at its end."""
+        tasks = [kept.task for kept in self._kept if kept.name == name and kept.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=patience_s)
+
+    async def end(self, names: Collection[str]) -> None:
+        """Cancel these tasks, and forget them."""
+        self.let_end(names)
+        await self._cancel([kept for kept in self._kept if kept.name in names])
+        self._kept = [kept for kept in self._kept if kept.name not in names]
 
     async def close(self) -> None:
         """Cancel all."""
-        self._ending = True
-        for task in self._tasks:
+        self.let_end()
+        await self._cancel(self._kept)
+
+    async def _cancel(self, ended: Collection[_Kept]) -> None:
+        tasks = [kept.task for kept in ended if kept.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, kept: _Kept) -> None:
         loop = asyncio.get_running_loop()
@@ -155,7 +174,7 @@ class Background:
             kept.running = True
             error = await _end_of(kept.work)
             kept.running = False
-            if self._ending:
+            if self._ending or kept.ending:
                 return
             kept.died = 1 if loop.time() - began_s >= STEADY_S else kept.died + 1
             kept.died_s, kept.why = loop.time(), described(error)

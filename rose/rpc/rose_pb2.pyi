@@ -334,21 +334,27 @@ class Telemetry(_message.Message):
 
     HOST_FIELD_NUMBER: _builtins.int
     GUESTS_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def host(self) -> Global___HostTelemetry:
-        """absent on a node without host"""
+        """absent on a node without host; of several: their sum"""
 
     @_builtins.property
     def guests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GuestTelemetry]: ...
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostTelemetry]:
+        """each of several"""
+
     def __init__(
         self,
         *,
         host: Global___HostTelemetry | None = ...,
         guests: _abc.Iterable[Global___GuestTelemetry] | None = ...,
+        hosts: _abc.Iterable[Global___HostTelemetry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guests", b"guests", "host", b"host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guests", b"guests", "host", b"host", "hosts", b"hosts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,6 +380,7 @@ class HostTelemetry(_message.Message):
     SLO_GOOD_FIELD_NUMBER: _builtins.int
     SLO_BAD_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     busy_ns: _builtins.int
     """cumulative"""
@@ -396,6 +403,8 @@ class HostTelemetry(_message.Message):
     """requests that missed one"""
     source: _builtins.str
     """plugin: every request was seen; scrape: /metrics, some seconds old"""
+    host: _builtins.str
+    """its name; empty for the one of a node's file, and for a sum"""
     def __init__(
         self,
         *,
@@ -415,10 +424,11 @@ class HostTelemetry(_message.Message):
         slo_good: _builtins.int = ...,
         slo_bad: _builtins.int = ...,
         source: _builtins.str = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015

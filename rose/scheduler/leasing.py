@@ -689,7 +689,12 @@ def snapshot(
             )
             for lease in leasing.leases()
         ],
-        hosts=[telemetry.host for telemetry in told if telemetry.HasField("host")],
+        hosts=[
+            host
+            for telemetry in told
+            if telemetry.HasField("host")
+            for host in telemetry.hosts or (telemetry.host,)
+        ],
         guests=[guest for telemetry in told for guest in telemetry.guests],
         harvest=MODE_TO[capacity.shown_mode],
         latest_version=jobs.latest(only.job) if only else 0,

@@ -58,6 +58,7 @@ class Complaints:
 
 # A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
 MAX_REPLICAS = 256
+MAX_HOSTS = 64
 MAX_JOBS = 256
 MAX_MODELS = 64
 MAX_SWITCHES = 4_096

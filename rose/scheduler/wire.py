@@ -13,6 +13,7 @@ from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.demand import MOST, JobFigures, Switched
 from rose.scheduler.limits import (
+    MAX_HOSTS,
     MAX_JOBS,
     MAX_LABELS,
     MAX_MODELS,
@@ -183,10 +184,11 @@ def offer_of(message: pb.Offer, node: str) -> Offer:
 def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
     """Kept and shown as it is, so its texts are cut and its figures are figures."""
     check_number(telemetry.guests, MAX_REPLICAS, "guests of a node's telemetry")
+    check_number(telemetry.hosts, MAX_HOSTS, "hosts of a node's telemetry")
     kept = pb.Telemetry()
     kept.CopyFrom(telemetry)
     kept.DiscardUnknownFields()  # type: ignore[no-untyped-call,unused-ignore]
-    said: list[pb.HostTelemetry | pb.GuestTelemetry] = list(kept.guests)
+    said: list[pb.HostTelemetry | pb.GuestTelemetry] = [*kept.guests, *kept.hosts]
     if kept.HasField("host"):
         said.append(kept.host)
     for message in said:

@@ -492,8 +492,7 @@ class SimulatedNode(LoopProcess):
     # ---- scheduler ----
 
     def _reports(self) -> list[pb.NodeReport]:
-        config = SimpleNamespace(node=self.name, host=None)
-        offers, telemetry = build_reports(config, self._replicas, {}, None)  # type: ignore[arg-type]
+        offers, telemetry = build_reports(self.name, self._replicas, {})  # type: ignore[arg-type]
         self._reported += 1
         # The host is idle and says so now and then.
         return [offers] if self._reported % TELEMETRY_EACH else [offers, telemetry]

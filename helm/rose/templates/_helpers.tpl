@@ -164,8 +164,14 @@ seccompProfile: { type: RuntimeDefault }
 {{- define "rose.nodeConfig" -}}
 {{- $node := .Values.node -}}
 {{- $config := deepCopy $node.config -}}
+{{- $group := toString (int64 $node.sharedFolder.group) -}}
 {{- if $config.host -}}
-{{- $_ := set $config.host "page_group" ($config.host.page_group | default (toString (int64 $node.sharedFolder.group))) -}}
+{{- /* Who names a host wants no other. */ -}}
+{{- $_ := unset $config "discover" -}}
+{{- $_ := set $config.host "page_group" ($config.host.page_group | default $group) -}}
+{{- else if $config.discover -}}
+{{- if eq $config.discover.folder "/run/rose" }}{{ $_ := set $config.discover "folder" $node.sharedFolder.path }}{{ end -}}
+{{- $_ := set $config.discover "page_group" ($config.discover.page_group | default $group) -}}
 {{- end -}}
 {{- if not (include "rose.active" .) -}}
 {{- /* Without replicas nobody takes weights, and nothing on the machine is asked for. */ -}}
@@ -178,10 +184,28 @@ seccompProfile: { type: RuntimeDefault }
 {{- $_ := set $config "run_dir" "/var/lib/rose/node" -}}
 {{- $_ := set $config "log_dir" "/var/log/rose" -}}
 {{- $_ := set $config "metrics_port" (int $node.metricsPort) -}}
+{{- if .Values.monitoring.podMonitor -}}
+{{- $_ := set $config "metrics_host" "0.0.0.0" -}}
+{{- if .Values.tls.insecure }}{{ $_ := set $config "metrics_insecure" true }}{{ end -}}
+{{- end -}}
 {{- if not .Values.tls.insecure -}}
 {{- $_ := set $config "certificates" (dict "ca" "/etc/rose/tls/ca.crt" "certificate" "/etc/rose/tls/tls.crt" "key" "/etc/rose/tls/tls.key") -}}
 {{- end -}}
 {{- $config | toJson | replace "$(" "$$(" | replace "@NODE_NAME@" "$(NODE_NAME)" -}}
+{{- end }}
+
+{{- /* Of a node's /metrics: beyond loopback it shows its certificate. */ -}}
+{{- define "rose.nodeMetricsScheme" -}}
+{{- if and .Values.monitoring.podMonitor (not .Values.tls.insecure) }}https{{ else }}http{{ end -}}
+{{- end }}
+
+{{- /* A secret with the CA of nodes, for who scrapes them. */ -}}
+{{- define "rose.nodeCa" -}}
+{{- if .Values.tls.secrets.nodes -}}
+{{ .Values.tls.secrets.nodes }}
+{{- else if .Values.tls.certManager.nodes -}}
+{{ include "rose.name" . }}-node-{{ first .Values.tls.certManager.nodes }}-tls
+{{- end -}}
 {{- end }}
 
 {{- /* An item of `from` or `to`: pods of this release: (list $ "node") */ -}}

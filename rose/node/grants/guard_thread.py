@@ -182,11 +182,12 @@ class GuardThread:
 
     def tick(self) -> Grant:
         """Write one grant. Nothing that the page says can make this raise: it freezes the guest."""
-        grant = self._grant()
+        lost = self._page.cut_short
+        grant = self._silenced() if lost else self._grant()
         if grant.reason != self._reason:
             self._reason = grant.reason
             self._changed(grant)
-        if self._ticks % SAMPLE_EVERY_TICKS == 0:
+        if self._ticks % SAMPLE_EVERY_TICKS == 0 and not lost:
             self._duty.update(self._clock_ns(), self.guest)
             self._sample(grant)
             self._watch.drain(self._page)
@@ -197,6 +198,12 @@ class GuardThread:
         mode = grant.mode.name.lower()
         self._events.write("grant", replica=self._name, mode=mode, reason=grant.reason)
         logger.info("%s %s: %s", self._name, mode, explained(grant.reason))
+
+    def _silenced(self) -> Grant:
+        """No grant can be written to a page that lost its end; the last one expires."""
+        self.host, self.host_idle = None, False
+        self.grant = Grant(reason=FreezeReason.PAGE_REPLACED)
+        return self.grant
 
     def _grant(self) -> Grant:
         view = self._page.host_view()

@@ -97,8 +97,13 @@ class HostWatch:
         log: JsonlLog,
         on_record: Callable[[LatencyRecord], None] = lambda _: None,
         cursor: Cursor = START,
+        host: str = "",
     ) -> None:
-        """`cursor`: the first records to take; those before it an earlier daemon has taken."""
+        """`cursor`: the first records to take; those before it an earlier daemon has taken.
+
+        `host`: its name, for the log's lines, where a node may have several.
+        """
+        self._named = {"host": host} if host else {}
         self._on_record = on_record
         self._log = log
         self._window: deque[LatencyRecord] = deque(maxlen=4_096)
@@ -117,7 +122,7 @@ class HostWatch:
         self._cursor = drained.cursor
         for record in drained.records:
             self._window.append(record)
-            self._log.write(_as_json(record))
+            self._log.write(_as_json(record) | self._named)
             self._on_record(record)
 
     def summary(self) -> HostSummary:

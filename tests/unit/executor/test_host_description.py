@@ -72,8 +72,10 @@ def test_an_engine_describes_itself_once_it_has_the_seat(
     monkeypatch.delitem(os.environ, "ROSE_CONTROL_PAGE")
     second.scheduler.attach()
     assert HostDescription.read(path) == said, "one that has no seat describes nothing"
-    for each in (second, rig):
-        each.scheduler.shutdown()
+    second.scheduler.shutdown()
+    assert path.exists()
+    rig.scheduler.shutdown()
+    assert list(tmp_path.glob("chat-0*")) == [], "a host that ends in order leaves nothing behind"
 
 
 @pytest.fixture

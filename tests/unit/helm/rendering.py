@@ -38,13 +38,13 @@ GUEST: Object = {
     "kind": "guest",
     "model_dir": "/models/policy",
     "port": 8100,
-    "device": 0,
+    "device": "host",
     "kv_bytes": 4_294_967_296,
 }
 ACTIVE: Object = {
     "mode": "Active",
     "images": {"node": {"digest": DIGEST}},
-    "node": {"config": {"verify_key": KEY, "host": {"device": 0}, "replicas": [GUEST]}},
+    "node": {"config": {"verify_key": KEY, "replicas": [GUEST]}},
 }
 RELAY: Object = {
     "relay": {

@@ -84,7 +84,8 @@ def test_no_gpu_is_requested_unless_active(mode: str, access: str) -> None:
 def test_a_node_that_only_advises_has_no_replicas_and_looks_for_no_card() -> None:
     config = node_file(ACTIVE, {"mode": "Advisory"})
     assert config["replicas"] == []
-    assert "device" not in config["host"]
+    named = {"node": {"config": {"host": {"page": "/run/rose/page", "device": 0}}}}
+    assert "device" not in node_file(ACTIVE, named, {"mode": "Advisory"})["host"]
 
 
 def test_a_node_that_only_advises_is_small() -> None:
@@ -443,6 +444,11 @@ def test_scrapers_ask_for_the_name_of_the_role() -> None:
     assert endpoint["scheme"] == "https"
     assert endpoint["tlsConfig"]["serverName"] == server_name(Role.SCHEDULER, "rose")
     assert found["PodMonitor/r-gateway"]["metadata"]["labels"]["team"] == "sre"
+    (endpoint,) = found["PodMonitor/r-node"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["tlsConfig"]["serverName"] == server_name(Role.NODE, "rose")
+    assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == "own-nodes"
+    peers = found["NetworkPolicy/r-node"]["spec"]["ingress"][1]
+    assert peers["ports"] == [{"protocol": "TCP", "port": 9100}]
 
 
 def test_scraped_ports_are_there() -> None:
@@ -455,7 +461,7 @@ def test_scraped_ports_are_there() -> None:
         (pod,) = [
             other["spec"]["template"]["spec"]
             for name, other in found.items()
-            if name.startswith(("Deployment/", "StatefulSet/"))
+            if name.startswith(("Deployment/", "StatefulSet/", "DaemonSet/"))
             and wanted.items() <= other["spec"]["template"]["metadata"]["labels"].items()
         ]
         ports = [port["name"] for c in pod["containers"] for port in c["ports"]]

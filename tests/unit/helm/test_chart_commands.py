@@ -147,8 +147,26 @@ def test_the_nodes_file_is_one(
     assert config.node == "n0"
     assert len(config.replicas) == (1 if values is ACTIVE else 0)
     assert config.unsigned == (values is not ACTIVE)
-    assert config.host
-    assert config.host.page_group == "10777"
+    assert config.host is None
+    assert config.discover
+    assert (config.discover.folder, config.discover.page_group) == (Path("/run/rose"), "10777")
+    assert config.metrics_host == "127.0.0.1"
+
+
+def test_a_node_that_is_scraped_leaves_loopback_with_its_certificate(
+    tmp_path: Path, certificates: dict[Role, Path]
+) -> None:
+    scraped = {"monitoring": {"podMonitor": True}}
+    file = tmp_path / "node.json"
+    text = json.dumps(node_file(SECRETS, scraped))
+    file.write_text(text.replace(TLS, f"{certificates[Role.NODE]}/"))
+    config = NodeConfig.load(file)
+    assert (config.metrics_host, config.metrics_insecure) == ("0.0.0.0", False)
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert "https://127.0.0.1" in node_container(SECRETS, scraped)[probe]["exec"]["command"][2]
+    assert node_file(scraped)["metrics_insecure"] is True, "where nothing has certificates"
+    folder = {"node": {"sharedFolder": {"path": "/srv/rose"}}}
+    assert node_file(folder)["discover"]["folder"] == "/srv/rose"
 
 
 def test_what_the_operator_writes_reaches_the_nodes_file() -> None:
@@ -156,7 +174,7 @@ def test_what_the_operator_writes_reaches_the_nodes_file() -> None:
         "node": {
             "config": {
                 "labels": {"rose.dev/deployment": "chat"},
-                "host": {"ttft_target_s": 0.3},
+                "host": {"page": "/run/rose/page", "ttft_target_s": 0.3},
                 "receiver": {"bytes_per_s": 1_000_000_000_000},
             }
         }
@@ -165,6 +183,8 @@ def test_what_the_operator_writes_reaches_the_nodes_file() -> None:
     assert config.labels == {"rose.dev/deployment": "chat"}
     assert config.host
     assert config.host.ttft_target_s == 0.3
+    assert config.host.page_group == "10777"
+    assert config.discover is None, "who names a host wants no other"
     assert config.receiver.bytes_per_s == 1_000_000_000_000
 
 

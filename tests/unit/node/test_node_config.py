@@ -7,7 +7,7 @@ import pytest
 
 from rose.engines import process_spec
 from rose.errors import ConfigError
-from rose.node.config import NodeConfig
+from rose.node.config import HostConfig, NodeConfig
 from slo import StepProfile
 
 REPLICA = {"id": "guest", "kind": "guest", "model_dir": "m", "port": 9000}
@@ -168,3 +168,67 @@ def test_two_guests_of_one_host_are_refused(tmp_path: Path) -> None:
     replicas = [REPLICA, REPLICA | {"id": "other", "port": 9001}]
     with pytest.raises(ConfigError, match="guest and other would share one host"):
         _load(tmp_path, NODE | {"host": {"page": "p"}, "replicas": replicas})
+
+
+FOUND = {"folder": "/run/rose", "page_group": "10777"}
+DEDICATED = REPLICA | {"id": "d", "kind": "dedicated", "port": 9_100}
+
+
+def test_each_host_that_is_found_has_the_guest_of_the_file_under_a_number(tmp_path: Path) -> None:
+    replicas = [REPLICA | {"device": "host"}, DEDICATED]
+    config = _load(tmp_path, NODE | {"discover": FOUND, "replicas": replicas})
+    host = HostConfig(page=Path("a.page"), name="a", device="GPU-0a")
+    beside = config.with_host(host, 3)
+    (guest,) = beside.replicas
+    assert (guest.id, guest.port, guest.device) == ("guest-3", 9_003, "GPU-0a")
+    assert (beside.host, beside.discover) == (host, None)
+    assert [each.id for each in config.with_host(None).replicas] == ["d"]
+    with pytest.raises(ConfigError, match="names no single GPU"):
+        config.with_host(host.model_copy(update={"device": None}), 0)
+
+
+def test_a_guest_is_on_the_gpu_of_the_host_that_the_file_names(tmp_path: Path) -> None:
+    said = {"host": {"page": "p", "device": 1}, "replicas": [DEDICATED, REPLICA]}
+    said["replicas"][1] |= {"device": "host"}  # type: ignore[index]
+    config = _load(tmp_path, NODE | said)
+    assert [(each.id, each.device) for each in config.replicas] == [("d", None), ("guest", 1)]
+
+
+def test_the_command_line_names_a_folder_in_place_of_any_host(tmp_path: Path) -> None:
+    path = tmp_path / "node.json"
+    said = {"host": {"page": "p"}, "replicas": [REPLICA], "discover": {"at_most": 2}}
+    path.write_text(json.dumps(NODE | said))
+    config = NodeConfig.load(path, Path("/run/rose"))
+    assert config.host is None
+    assert config.discover
+    assert (config.discover.folder, config.discover.at_most) == (Path("/run/rose"), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"host": {"page": "p"}}, "leave one of them out"),
+        ({"replicas": [REPLICA | {"port": 65_530}]}, "beyond 65535"),
+        ({"replicas": [REPLICA, DEDICATED | {"port": 9_007}]}, "d has port 9007"),
+        ({"metrics_port": 9_001}, "metrics_port has port 9001"),
+        ({"replicas": [REPLICA, REPLICA | {"id": "b"}]}, "would share one host"),
+        ({"discover": {}}, "discover.folder"),
+        ({"discover": "x"}, "discover"),
+    ],
+)
+def test_a_file_that_cannot_serve_several_hosts_says_why(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _load(tmp_path, NODE | {"discover": FOUND, "replicas": [REPLICA]} | change)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "10.0.0.1", "node-0"])
+def test_metrics_for_the_network_want_a_certificate_or_the_operators_word(
+    tmp_path: Path, host: str
+) -> None:
+    said = NODE | {"replicas": [], "metrics_port": 1, "metrics_host": host}
+    with pytest.raises(ConfigError, match="metrics_insecure"):
+        _load(tmp_path, said)
+    assert _load(tmp_path, said | {"metrics_insecure": True}).metrics_host == host
+    assert _load(tmp_path, said | {"metrics_host": "::1"}).metrics_port == 1

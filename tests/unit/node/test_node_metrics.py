@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,28 +13,28 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord
+from executor import Grant, GrantMode, GuestState, HostState
 from rose.addresses import free_port
 from rose.errors import ConfigError
-from rose.node.config import HostConfig
+from rose.node.host_metrics import HostFigures, LatencyHistogram
 from rose.node.memory_gauges import Held
 from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.security import Role
+from tests.certificates import Certificates
 
-HOST = HostConfig(page=Path("page"), ttft_target_s=0.45, tpot_target_s=0.04)
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
 GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_000)
 STATE = HostState(
     running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
 )
+HOST = HostFigures("", LatencyHistogram(0.45), LatencyHistogram(0.04), STATE, (98, 2))
 HELD = Held(17 << 30, "driver, by process")
-VIEW = ReplicaFigures(
-    "g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, STATE, owed_bytes=128, held=HELD
-)
+VIEW = ReplicaFigures("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, owed_bytes=128, held=HELD)
 
 
 @pytest.fixture
 def metrics() -> Iterator[NodeMetrics]:
-    made = NodeMetrics(HOST, lambda: [VIEW])
+    made = NodeMetrics(lambda: [HOST], lambda: [VIEW])
     yield made
     made.close()
 
@@ -67,14 +68,35 @@ async def test_the_page_waits_a_moment_for_its_port(metrics: NodeMetrics) -> Non
     await serving
 
 
-def test_the_targets_are_bounds_of_the_latency_histograms(metrics: NodeMetrics) -> None:
-    for ttft_s, tpot_s in ((0.2, 0.03), (0.45, 0.05), (0.6, 0.0)):
-        metrics.served(LatencyRecord(1, round(ttft_s * 1e9), round(tpot_s * 1e9), 1, 1, 1, "r"))
-    found = samples(metrics)
-    assert found["rose_host_ttft_seconds_bucket,0.45"] == 2
-    assert found["rose_host_tpot_seconds_bucket,0.04"] == 1
-    assert found["rose_host_tpot_seconds_count"] == 2, "one token has no time per output token"
-    assert found["rose_host_ttft_target_seconds"] == 0.45
+def test_the_targets_are_bounds_of_the_latency_histograms() -> None:
+    ttft, tpot = LatencyHistogram(0.45), LatencyHistogram(0.04)
+    for seconds in (0.2, 0.45, 0.6):
+        ttft.observe(seconds)
+    found = collected(NodeMetrics(lambda: [HostFigures("h", ttft, tpot)], list))
+    assert found["rose_host_ttft_seconds_bucket,h,0.45"] == 2
+    assert found["rose_host_ttft_seconds_bucket,h,+Inf"] == 3
+    assert found["rose_host_ttft_seconds_count,h"] == 3
+    assert found["rose_host_ttft_seconds_sum,h"] == pytest.approx(1.25)
+    assert found["rose_host_tpot_seconds_count,h"] == 0
+    assert found["rose_host_ttft_target_seconds,h"] == 0.45
+
+
+def test_each_host_has_series_of_its_own_and_none_once_it_left() -> None:
+    hosts = [
+        replace(HOST, name=name, ttft=LatencyHistogram(target_s))
+        for name, target_s in (("a", 0.5), ("b", 2.0))
+    ]
+    made = NodeMetrics(lambda: hosts, lambda: [VIEW])
+    found = collected(made)
+    assert (found["rose_host_running,a"], found["rose_host_running,b"]) == (3, 3)
+    assert found["rose_host_ttft_seconds_bucket,a,0.5"] == 0
+    assert found["rose_host_ttft_seconds_bucket,b,2.0"] == 0
+    hosts.pop()
+    left = [name for name in collected(made) if name.startswith("rose_host")]
+    assert left
+    assert not [name for name in left if ",b" in name]
+    hosts.clear()
+    assert not [name for name in collected(made) if name.startswith("rose_host")]
 
 
 def test_freezes_are_counted_by_their_reason(metrics: NodeMetrics) -> None:
@@ -101,7 +123,7 @@ def test_a_guest_is_shown_as_it_is_now(metrics: NodeMetrics) -> None:
 
 @pytest.mark.parametrize("held", [None, Held(None, "kernel")])
 def test_memory_that_cannot_be_measured_is_not_shown_as_none(held: Held | None) -> None:
-    made = NodeMetrics(HOST, lambda: [replace(VIEW, held=held)])
+    made = NodeMetrics(lambda: [HOST], lambda: [replace(VIEW, held=held)])
     assert not any("rose_guest_memory_bytes" in name for name in samples(made))
     made.close()
 
@@ -119,15 +141,15 @@ def test_starts_and_reclaims_and_places_come_from_the_event_log(metrics: NodeMet
 
 def test_what_the_host_lends_and_the_guest_owes_is_shown(metrics: NodeMetrics) -> None:
     found = samples(metrics)
-    assert found["rose_host_lent_bytes"] == 640
-    assert found["rose_host_lent_granules"] == 5
-    assert found["rose_host_reserve_missing_granules"] == 0
-    assert found["rose_host_kv_usage"] == 0.25
+    assert found["rose_host_lent_bytes,"] == 640
+    assert found["rose_host_lent_granules,"] == 5
+    assert found["rose_host_reserve_missing_granules,"] == 0
+    assert found["rose_host_kv_usage,"] == 0.25
     assert found["rose_guest_owed_bytes,g0"] == 128
 
 
 def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
-    metrics = NodeMetrics(HOST, lambda: [replace(VIEW, host=None)])
+    metrics = NodeMetrics(lambda: [replace(HOST, state=None)], lambda: [VIEW])
     assert not any(name.startswith("rose_host_lent") for name in samples(metrics))
     metrics.close()
 
@@ -143,7 +165,7 @@ def test_the_ladder_is_counted_by_level_and_outcome(metrics: NodeMetrics) -> Non
 
 
 def test_what_alerts_count_is_0_before_it_first_happens() -> None:
-    made = NodeMetrics(HOST, lambda: [replace(VIEW, reclaim_s=5.0)])
+    made = NodeMetrics(lambda: [HOST], lambda: [replace(VIEW, reclaim_s=5.0)])
     found = samples(made)
     assert found["rose_reclaim_deadline_seconds,g0"] == 5
     assert found["rose_late_reclaims_total,g0"] == 0
@@ -171,21 +193,21 @@ def test_updates_are_counted_with_their_bytes_and_pauses(metrics: NodeMetrics) -
 
 
 def test_the_nodes_own_state_is_shown() -> None:
-    health = NodeHealth(killed=True, cut_off_s=7.5, requests=(98, 2), certificate=(1e9, 2e9))
-    found = collected(NodeMetrics(HOST, lambda: [VIEW], lambda: health))
+    health = NodeHealth(killed=True, cut_off_s=7.5, certificate=(1e9, 2e9))
+    found = collected(NodeMetrics(lambda: [HOST], lambda: [VIEW], lambda: health))
     assert found["rose_kill_switch_active"] == 1
     assert found["rose_node_cut_off_seconds"] == 7.5
-    assert found["rose_host_requests_total,met"] == 98
-    assert found["rose_host_requests_total,missed"] == 2
+    assert found["rose_host_requests_total,,met"] == 98
+    assert found["rose_host_requests_total,,missed"] == 2
     assert found["rose_certificate_not_before_timestamp_seconds"] == 1e9
     assert found["rose_certificate_not_after_timestamp_seconds"] == 2e9
-    without = collected(NodeMetrics(None, lambda: [VIEW]))
+    without = collected(NodeMetrics(list, lambda: [VIEW]))
     assert not any(name.startswith(("rose_host_requests", "rose_cert")) for name in without)
 
 
 def test_a_replica_that_is_gone_leaves_no_series_and_a_placement_no_old_one() -> None:
     views = [VIEW]
-    made = NodeMetrics(HOST, lambda: views)
+    made = NodeMetrics(lambda: [HOST], lambda: views)
     for share in ("SCHED_IDLE", "nice"):
         made.heard("engine_placed", {"engine": "g0", "share": share})
     made.heard("grant", {"replica": "g0", "mode": "freeze", "reason": "host_dead"})
@@ -204,7 +226,27 @@ async def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
     port = free_port()
     await metrics.serve(port)
     with pytest.raises(ConfigError, match=f"metrics_port {port}"):
-        await NodeMetrics(None, list).serve(port)
+        await NodeMetrics(list, list).serve(port)
+
+
+async def test_beyond_loopback_it_is_served_over_tls_to_scrapers_without_a_certificate(
+    metrics: NodeMetrics, tmp_path: Path
+) -> None:
+    made = Certificates(tmp_path / "ca")
+    tls = made.of(Role.NODE, "n0").server_context(everybody=True)
+    await metrics.serve(port := free_port(), "127.0.0.1", tls)
+    context = ssl.create_default_context(cafile=str(made.ca.file))
+    context.check_hostname = False
+
+    def scrape() -> bytes:
+        url = f"https://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, context=context) as answer:
+            text: bytes = answer.read()
+        return text
+
+    # One that connects and never speaks keeps nobody waiting.
+    with socket.create_connection(("127.0.0.1", port)):
+        assert b"rose_build_info" in await asyncio.to_thread(scrape)
 
 
 def test_a_scrape_costs_the_daemon_little(metrics: NodeMetrics) -> None:

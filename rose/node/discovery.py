@@ -1,0 +1,237 @@
+"""Discovery of hosts in a shared folder: who is there, who came, who left.
+
+    FOLDER/NAME.page         a host of this machine
+    FOLDER/POD/NAME.page     a host in a pod that sees no folder but its own
+
+A host is there while a process holds the seat of its page and has described itself since it took
+it. `look` reads the folder, with suspicion: several users may write there. What it cannot use is no
+host, so it gets no guest. `HostBook` is the state machine of what follows from a look:
+
+    found ──► Came       gone for GONE_LOOKS, or another life of it ──► Left
+    unusable ──► Refused, once for each reason
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from executor import ControlPage, PageError
+from executor.control_page.byte_locks import SEAT, is_held
+from executor.control_page.host_description import SUFFIX, HostDescription, host_name
+from rose.node.config import DiscoverConfig, HostConfig
+
+LOOK_S: Final = 1.0
+GONE_LOOKS: Final = 3
+MOST_ENTRIES: Final = 1_024
+MOST_REFUSED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHost:
+    """One life of a host. `alone`: no other host is on its GPUs, so that a guest may be.
+
+    inode: of its page.
+    """
+
+    name: str
+    page: Path
+    inode: tuple[int, int]
+    said: HostDescription
+    alone: bool = True
+
+    def config(self, discover: DiscoverConfig) -> HostConfig:
+        """As a node's file would name it; several GPUs are none that a guest could share."""
+        return HostConfig(
+            page=self.page,
+            name=self.name,
+            page_group=discover.page_group,
+            ttft_target_s=self.said.ttft_s or discover.ttft_target_s,
+            tpot_target_s=self.said.tpot_s or discover.tpot_target_s,
+            headroom_bytes=discover.headroom_bytes,
+            device=self.said.devices[0] if len(self.said.devices) == 1 else None,
+            step_profile=discover.step_profile,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look found: hosts by name, and why pages are of no use."""
+
+    hosts: Mapping[str, FoundHost] = field(default_factory=dict)
+    unusable: Mapping[Path, str] = field(default_factory=dict)
+
+
+def look(folder: Path, group: str = "") -> Look:
+    """Look for hosts. It raises nothing that the folder's content could cause."""
+    hosts: dict[str, FoundHost] = {}
+    unusable: dict[Path, str] = {}
+    try:
+        pages = sorted(_pages(folder))
+    except OSError as error:
+        return Look({}, {folder: f"{folder} cannot be read: {error.strerror}"})
+    for page in pages:
+        try:
+            found = _host_at(page, group)
+            if found is None:
+                continue
+            if found.name in hosts:
+                raise PageError(f"{page}: there is a host {found.name} at {hosts[found.name].page}")  # noqa: TRY301
+        except (PageError, OSError) as error:
+            unusable[page] = str(error)
+        else:
+            hosts[found.name] = found
+    return Look(_told_apart(hosts), unusable)
+
+
+def _pages(folder: Path) -> Iterator[Path]:
+    """Files that may be pages, of at most MOST_ENTRIES entries a folder."""
+    for name in _names(folder):
+        path = folder / name
+        if name.endswith(SUFFIX):
+            yield path
+        elif not name.startswith(".") and path.is_dir() and not path.is_symlink():
+            try:
+                yield from (path / each for each in _names(path) if each.endswith(SUFFIX))
+            except OSError:
+                continue  # a pod that just went, or a folder of somebody else
+
+
+def _names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, MOST_ENTRIES)]
+
+
+def _host_at(path: Path, group: str) -> FoundHost | None:
+    """Raises PageError or OSError; None where nobody is."""
+    name = host_name(path)
+    if not _seated(path):
+        return None
+    with ControlPage.open(path, group) as page:
+        seat = None if page.cut_short else page.seat.peek()
+        inode = page.inode
+        said = HostDescription.read(path)
+    if said is None:
+        raise PageError(
+            f"{path}: its host describes itself nowhere; give it ROSE_HOST_DIR in place of"
+            " ROSE_CONTROL_PAGE"
+        )
+    if seat is None or seat.taken_ns != said.seated_ns:
+        raise PageError(f"{path}: its host has not described itself since it started")
+    return FoundHost(name, path, inode, said)
+
+
+def _seated(path: Path) -> bool:
+    """Whether a process holds the seat; pages of the dead are looked at no further."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_held(descriptor, SEAT)
+    finally:
+        os.close(descriptor)
+
+
+def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
+    """A guest goes by one host, so there can be none where two hosts are on one GPU."""
+    users: dict[str, int] = {}
+    for host in hosts.values():
+        for device in set(host.said.devices):
+            users[device] = users.get(device, 0) + 1
+    return {
+        name: replace(host, alone=all(users[device] == 1 for device in host.said.devices))
+        for name, host in hosts.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A host is there. `slot`: its number among those of this node, which numbers its guest."""
+
+    host: FoundHost
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A host, or this life of it, is there no more."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A page is of no use, for a reason in a line."""
+
+    page: Path
+    reason: str
+
+
+class HostBook:
+    """State machine of the hosts of one node; at most `at_most` at a time."""
+
+    def __init__(self, at_most: int) -> None:
+        self._slots: list[FoundHost | None] = [None] * at_most
+        self._missed: dict[str, int] = {}
+        self._refused: dict[Path, str] = {}
+        self._untaken: dict[str, str] = {}
+
+    def step(self, seen: Look) -> list[Came | Left | Refused]:
+        """What changed: those who left come first, since their slots are free again."""
+        left = [Left(host.name) for host in self.status() if self._gone(host, seen)]
+        for slot, host in enumerate(self._slots):
+            if host is not None and Left(host.name) in left:
+                self._slots[slot] = None
+        self._untaken = {n: why for n, why in self._untaken.items() if n in seen.hosts}
+        known = {host.name for host in self.status()}
+        came, unusable = [], dict(seen.unusable)
+        for name, host in sorted(seen.hosts.items()):
+            if name in known:
+                continue
+            if None not in self._slots:
+                unusable[host.page] = (
+                    f"{host.page}: this node has {len(self._slots)} hosts already; raise"
+                    " discover.at_most"
+                )
+                continue
+            slot = self._slots.index(None)
+            self._slots[slot] = host
+            came.append(Came(host, slot))
+        return [*left, *self._refusals(unusable), *came]
+
+    def untaken(self, host: FoundHost, reason: str) -> list[Refused]:
+        """A host that came could not be taken in: it comes again with the next look."""
+        self._slots = [None if each == host else each for each in self._slots]
+        told = self._untaken.get(host.name) == reason
+        self._untaken[host.name] = reason
+        return [] if told else [Refused(host.page, reason)]
+
+    def status(self) -> list[FoundHost]:
+        """Hosts that are there."""
+        return [host for host in self._slots if host is not None]
+
+    def _gone(self, known: FoundHost, seen: Look) -> bool:
+        found = seen.hosts.get(known.name)
+        if found is not None:
+            self._missed.pop(known.name, None)
+            return found != known
+        # A page that was written at that moment is no reason to end a guest; it is frozen anyway.
+        missed = self._missed.get(known.name, 0) + 1
+        self._missed[known.name] = missed
+        if missed < GONE_LOOKS:
+            return False
+        del self._missed[known.name]
+        return True
+
+    def _refusals(self, unusable: Mapping[Path, str]) -> list[Refused]:
+        """Each once, however many there are."""
+        fresh = [
+            Refused(page, reason)
+            for page, reason in unusable.items()
+            if self._refused.get(page) != reason
+        ]
+        self._refused = dict(islice(unusable.items(), MOST_REFUSED))
+        return fresh[:MOST_REFUSED]

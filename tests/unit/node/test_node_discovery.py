@@ -1,0 +1,240 @@
+"""Hosts in a shared folder: who is there, who came and left, and what is no host."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from found_hosts import FolderHost
+
+from executor import ControlPage
+from executor.control_page.page import PAGE_BYTES
+from rose.node import discovery
+from rose.node.config import DiscoverConfig
+from rose.node.discovery import GONE_LOOKS, Came, FoundHost, HostBook, Left, Look, Refused, look
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    hosts.clear()
+    yield tmp_path
+    for host in hosts:
+        host.close()
+
+
+hosts: list[FolderHost] = []
+
+
+def host(folder: Path, name: str, *devices: str) -> FolderHost:
+    hosts.append(FolderHost(folder, name, *devices))
+    return hosts[-1]
+
+
+def ended(host: FolderHost) -> None:
+    hosts.remove(host)
+    host.close()
+
+
+def said(seen: Look) -> str:
+    (reason,) = seen.unusable.values()
+    return reason
+
+
+# ---- the folder ----
+
+
+def test_a_host_is_found_with_what_it_says_of_itself(folder: Path) -> None:
+    host(folder, "a", "GPU-0a")
+    pod = folder / "5f1c"
+    pod.mkdir()
+    host(pod, "b", "GPU-0b", "GPU-0c")
+    seen = look(folder)
+    assert not seen.unusable
+    discover = DiscoverConfig(folder=folder, tpot_target_s=0.2, headroom_bytes=7)
+    one, several = (seen.hosts[name].config(discover) for name in "ab")
+    assert (one.name, one.page, one.device) == ("a", folder / "a.page", "GPU-0a")
+    assert (one.ttft_target_s, one.tpot_target_s) == (0.5, 0.2), "its own where it names one"
+    assert one.headroom_bytes == 7
+    assert several.device is None, "a guest shares one GPU"
+
+
+def test_only_a_living_process_makes_a_host(folder: Path) -> None:
+    ended(host(folder, "a"))
+    assert look(folder) == Look(), "its page and its description are still there"
+
+
+def test_a_description_of_an_earlier_life_is_none(folder: Path) -> None:
+    earlier = host(folder, "a", "GPU-0a")
+    left_behind = earlier.said
+    ended(earlier)
+    later = host(folder, "a")
+    assert look(folder).hosts["a"].said == later.said
+    replace(left_behind, seated_ns=left_behind.seated_ns - 1).write(later.path)
+    seen = look(folder)
+    assert not seen.hosts
+    assert "has not described itself since it started" in said(seen)
+    later.path.with_suffix(".json").unlink()
+    assert "ROSE_HOST_DIR" in said(look(folder)), "as of a plugin that is older than this"
+
+
+def damage_magic(found: FolderHost) -> None:
+    with found.path.open("r+b") as file:
+        file.write(b"NOROSE")
+
+
+def cut(found: FolderHost) -> None:
+    os.truncate(found.path, 100)
+
+
+def cut_the_end(found: FolderHost) -> None:
+    os.truncate(found.path, PAGE_BYTES - 1)
+
+
+def open_to_all(found: FolderHost) -> None:
+    found.path.chmod(0o666)
+
+
+def tear_description(found: FolderHost) -> None:
+    found.path.with_suffix(".json").write_text('{"model": "ch')
+
+
+def tear_seat(found: FolderHost) -> None:
+    with ControlPage.open(found.path) as page:
+        at = page.seat.start
+    with found.path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff" * 16)
+
+
+UNUSABLE = {
+    "no page": (damage_magic, "is not a control page"),
+    "cut": (cut, "layout|cut short"),
+    "cut at its end": (cut_the_end, "cut short"),
+    "open to others": (open_to_all, "open to other users"),
+    "torn description": (tear_description, "describes no host"),
+    "torn seat": (tear_seat, "has not described itself"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_what_cannot_be_used_is_no_host_and_the_others_are(folder: Path, what: str) -> None:
+    damage, reason = UNUSABLE[what]
+    host(folder, "good")
+    damage(host(folder, "bad"))
+    seen = look(folder)
+    assert list(seen.hosts) == ["good"]
+    assert list(seen.unusable) == [folder / "bad.page"]
+    assert re.search(reason, said(seen))
+    assert "\n" not in said(seen)
+
+
+def test_what_only_looks_like_a_page_is_left_alone(folder: Path) -> None:
+    found = host(folder, "a")
+    (folder / "b.page").symlink_to(found.path)
+    (folder / "c.page").mkdir()
+    os.mkfifo(folder / "d.page")
+    (folder / "e").symlink_to(folder)
+    (folder / ".f.page").touch()
+    (folder / "g\n.page").touch()
+    (folder / "notes.txt").touch()
+    seen = look(folder)
+    assert list(seen.hosts) == ["a"]
+    assert not {folder / "e" / "a.page", folder / "d.page"} & seen.unusable.keys()
+
+
+def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
+    assert "cannot be read" in said(look(folder / "none"))
+
+
+def test_only_so_many_entries_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "MOST_ENTRIES", 3)
+    for number in range(9):
+        (folder / f"{number}.page").touch()
+    assert len(list(discovery._pages(folder))) == 3
+
+
+def test_of_two_hosts_of_one_name_the_second_is_named(folder: Path) -> None:
+    host(folder, "a")
+    pod = folder / "pod"
+    pod.mkdir()
+    host(pod, "a")
+    seen = look(folder)
+    assert seen.hosts["a"].page == folder / "a.page"
+    assert "there is a host a at" in said(seen)
+
+
+def test_two_hosts_on_one_gpu_are_told_apart_from_those_that_are_alone(folder: Path) -> None:
+    for name, devices in (("a", ["GPU-0"]), ("b", ["GPU-1", "GPU-0"]), ("c", ["GPU-2"]), ("d", [])):
+        host(folder, name, *devices)
+    alone = {name: found.alone for name, found in look(folder).hosts.items()}
+    assert alone == {"a": False, "b": False, "c": True, "d": True}
+
+
+# ---- the state machine ----
+
+
+@pytest.fixture
+def found(folder: Path) -> FoundHost:
+    host(folder, "a")
+    return look(folder).hosts["a"]
+
+
+def seeing(*hosts: FoundHost) -> Look:
+    return Look({each.name: each for each in hosts})
+
+
+def test_a_host_comes_once_and_leaves_when_it_stays_away(found: FoundHost) -> None:
+    book = HostBook(8)
+    assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.step(seeing(found)) == []
+    for _ in range(GONE_LOOKS - 1):
+        assert book.step(Look()) == []
+    assert book.step(seeing(found)) == [], "a page that could not be read just then"
+    acts = [book.step(Look()) for _ in range(GONE_LOOKS)]
+    assert acts == [[], [], [Left("a")]]
+    assert book.step(Look()) == []
+    assert book.status() == []
+
+
+def test_another_life_of_a_host_is_another_host(found: FoundHost) -> None:
+    book = HostBook(8)
+    book.step(seeing(found))
+    for later in (
+        replace(found, said=replace(found.said, seated_ns=found.said.seated_ns + 1)),
+        replace(found, inode=(0, 1)),
+        replace(found, alone=False),
+    ):
+        assert book.step(seeing(later)) == [Left("a"), Came(later, 0)]
+
+
+def test_slots_are_used_again_and_one_host_too_many_waits(found: FoundHost) -> None:
+    a, b, c = (replace(found, name=name, page=Path(f"{name}.page")) for name in "abc")
+    book = HostBook(2)
+    acts = book.step(seeing(c, b, a))
+    assert acts[1:] == [Came(a, 0), Came(b, 1)]
+    (refused,) = acts[:1]
+    assert isinstance(refused, Refused)
+    assert "at_most" in refused.reason
+    assert book.step(seeing(a, b, c)) == [], "which is said once"
+    gone = [book.step(seeing(b, c)) for _ in range(GONE_LOOKS)][-1]
+    assert gone == [Left("a"), Came(c, 0)]
+
+
+def test_a_reason_is_said_once_and_again_when_it_is_another(found: FoundHost) -> None:
+    book, page = HostBook(8), Path("p.page")
+    torn, old = (Look({}, {page: reason}) for reason in ("torn", "old"))
+    said = [book.step(seen) for seen in (torn, torn, old, Look(), old)]
+    assert said == [[Refused(page, "torn")], [], [Refused(page, "old")], [], [Refused(page, "old")]]
+
+
+def test_a_host_that_could_not_be_taken_in_comes_again(found: FoundHost) -> None:
+    book = HostBook(8)
+    book.step(seeing(found))
+    assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]
+    assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.untaken(found, "has a daemon") == [], "which is said once"
+    book.step(Look())
+    book.step(seeing(found))
+    assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]

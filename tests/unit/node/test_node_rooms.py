@@ -1,0 +1,201 @@
+"""A node of several hosts: each is found, guarded and measured by itself, and leaves by itself."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from found_hosts import FolderHost
+from node_bench import Bench, standin_spec
+from prometheus_client import generate_latest
+
+from executor import LatencyRecord
+from rose.engines import launch
+from rose.node import NodeDaemon, daemon
+from rose.node.guest import supervisor
+from rose.node.memory_gauges import Gpus
+from rose.process.child import group_alive
+from rose.rpc import rose_pb2 as pb
+from tests.fakes.nvml import CARD, StandInReader
+from tests.patience import PATIENCE_S
+
+GPU = "GPU-0a"
+
+
+class RoomsBench(Bench):
+    """With the node in this process, and a folder in place of a host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        self.hosts: dict[str, FolderHost] = {}
+        super().__init__(folder, "dedicated", id="guest")
+        self.settings["replicas"][0]["kind"] = "guest"
+        self.settings["discover"] = {"folder": str(self.shared)}
+        self.node = NodeDaemon(self.config, Gpus(lambda: StandInReader(replace(CARD, uuid=GPU))))
+
+    def host(self, name: str, *devices: str) -> FolderHost:
+        self.hosts[name] = FolderHost(self.shared, name, *devices)
+        self.hosts[name].host.seat.start()
+        return self.hosts[name]
+
+    def ended(self, name: str) -> None:
+        self.hosts.pop(name).close()
+
+    async def rows(self, what: str, holds: Callable[[dict[str, pb.Replica]], Any]) -> Any:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    seen = await self.stub.Snapshot(pb.SnapshotRequest())
+                    if holds(rows := {row.id: row for row in seen.replicas}):
+                        return rows
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"never {what}: {self._story()}") from None
+
+    def metrics(self) -> str:
+        return generate_latest(self.node._metrics.registry).decode()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoomsBench]:
+    bench = RoomsBench(tmp_path)
+    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(daemon, "LOOK_S", 0.02)
+    monkeypatch.setattr(daemon, "LOOK_EVERY_S", 0.02)
+    await bench.start()
+    yield bench
+    for host in bench.hosts.values():
+        host.close()
+    await bench.close()
+
+
+@pytest.fixture
+async def running(bench: RoomsBench) -> AsyncIterator[RoomsBench]:
+    task = asyncio.create_task(bench.node.run())
+    yield bench
+    bench.node.stop()
+    await task
+
+
+def both_leased(rows: dict[str, pb.Replica]) -> bool:
+    return len(rows) == 2 and all(row.leased for row in rows.values())
+
+
+async def test_each_host_has_a_guest_that_goes_with_it(running: RoomsBench) -> None:
+    bench = running
+    for name in "ab":
+        bench.host(name)
+    rows = await bench.rows("both leased", both_leased)
+    ports = {int(row.url.rpartition(":")[2]) for row in rows.values()}
+    first = bench.settings["replicas"][0]["port"]
+    assert (rows.keys(), ports) == ({"guest-0", "guest-1"}, {first, first + 1})
+    assert {each["slot"] for each in bench.noted("host_found")} == {0, 1}
+    assert 'rose_host_running{host="a"}' in bench.metrics()
+    pids = [bench.node._replicas[name].supervisor.pid for name in ("guest-0", "guest-1")]
+
+    bench.ended("a")
+    await bench.until_noted("host_left")
+    assert all(pids)
+    assert not group_alive(pids[0] or 0)
+    assert group_alive(pids[1] or 0), "the other one stays"
+    await bench.rows("one left", lambda rows: rows.keys() == {"guest-1"})
+    assert '"a"' not in bench.metrics()
+    assert "guest-0" not in bench.metrics()
+
+    bench.host("a")
+    await bench.rows("both leased again", both_leased)
+    assert len(bench.noted("host_found")) == 3
+    assert bench.noted("task_died") == []
+
+
+async def test_a_page_that_is_cut_short_ends_its_guest_and_nothing_else(
+    running: RoomsBench,
+) -> None:
+    bench = running
+    for name in "ab":
+        bench.host(name)
+    await bench.rows("both leased", both_leased)
+    cut = bench.hosts["a"].path
+    bench.hosts["a"].host.seat.cease()
+    bench.hosts["a"].host.seat._thread.join()  # type: ignore[union-attr]
+    os.truncate(cut, 64)
+    await bench.until_noted("host_left")
+    await bench.rows("one left", lambda rows: rows.keys() == {"guest-1"})
+    (refused,) = bench.noted("host_refused")
+    assert (refused["page"], "cut short" in refused["message"]) == (str(cut), True)
+    grants = [each["reason"] for each in bench.noted("grant") if each["replica"] == "guest-0"]
+    assert grants[-1] in ("page_replaced", "node stops"), "it froze before"
+    cut.unlink()
+    del bench.hosts["a"]
+
+
+async def test_two_hosts_on_one_gpu_are_watched_and_have_no_guest(running: RoomsBench) -> None:
+    bench = running
+    for name in "ab":
+        bench.host(name, GPU)
+    await bench.until_noted("host_without_guest", times=2)
+    assert "another host is on its GPU" in bench.noted("host_without_guest")[0]["message"]
+    assert bench.calls("start") == []
+    assert 'rose_host_running{host="b"}' in bench.metrics()
+    bench.ended("b")
+    await bench.rows("leased", lambda rows: [row.leased for row in rows.values()] == [True])
+
+
+async def test_a_second_daemon_leaves_hosts_of_the_first_alone(
+    running: RoomsBench, tmp_path: Path
+) -> None:
+    bench = running
+    bench.host("a")
+    await bench.rows("leased", lambda rows: [row.leased for row in rows.values()] == [True])
+    said = bench.config.model_dump() | {"run_dir": tmp_path / "r2", "log_dir": tmp_path / "l2"}
+    config = type(bench.config).model_validate(said | {"metrics_port": None, "node": "n1"})
+    second = NodeDaemon(config)
+    task = asyncio.create_task(second.run())
+    log = tmp_path / "l2" / "events-n1.jsonl"
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            refused = bench._events_in(log, "host_refused")
+            if refused:
+                break
+            await asyncio.sleep(0.02)
+    assert "has a node daemon already" in refused[0]["message"]
+    second.stop()
+    await task
+    assert len(bench.calls("start")) == 1
+
+
+async def test_eight_hosts_are_told_one_by_one_and_as_one(
+    bench: RoomsBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.settings["replicas"] = []
+    node = NodeDaemon(bench.config)
+    task = asyncio.create_task(node.run())
+    for number in range(9):
+        host = bench.host(f"h{number}", f"GPU-{number}")
+        host.host.tell(running=number, busy_ns=5)
+        lane = host.page.take_lane()
+        lane.append(LatencyRecord(1, 10**8, 10**7 if number else 10**9, 1, 1, 1, "r"))
+        lane.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            seen = await bench.stub.Snapshot(pb.SnapshotRequest())
+            if len(seen.hosts) == 8:
+                break
+            await asyncio.sleep(0.02)
+    assert sorted(host.host for host in seen.hosts) == [f"h{number}" for number in range(8)]
+    assert {host.node for host in seen.hosts} == {"n0"}
+    whole = node._reports()[1].telemetry.host
+    assert (whole.running, whole.busy_ns, whole.host) == (sum(range(8)), 40, "")
+    assert "at_most" in bench.noted("host_refused")[0]["message"]
+    node.stop()
+    await task
+
+
+def test_a_node_whose_hosts_left_tells_no_host(bench: RoomsBench) -> None:
+    assert not bench.node._reports()[1].telemetry.HasField("host")
