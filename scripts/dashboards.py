@@ -163,13 +163,13 @@ HOST = Dashboard(
         Panel(
             "Requests of the host",
             [
-                (f"rose_host_running{{{NODE}}}", "running {{instance}}"),
-                (f"rose_host_waiting{{{NODE}}}", "waiting {{instance}}"),
+                (f"rose_host_running{{{NODE}}}", "running {{instance}} {{host}}"),
+                (f"rose_host_waiting{{{NODE}}}", "waiting {{instance}} {{host}}"),
             ],
         ),
         Panel(
             "KV blocks of the host",
-            [(f"rose_host_kv_usage{{{NODE}}}", "used {{instance}}")],
+            [(f"rose_host_kv_usage{{{NODE}}}", "used {{instance}} {{host}}")],
             "percentunit",
         ),
         Panel(
@@ -181,7 +181,7 @@ HOST = Dashboard(
         Panel(
             "Memory lent and missing",
             [
-                (f"rose_host_lent_bytes{{{NODE}}}", "lent {{instance}}"),
+                (f"rose_host_lent_bytes{{{NODE}}}", "lent {{instance}} {{host}}"),
                 (f"rose_guest_owed_bytes{{{NODE}}}", "owed {{replica}}"),
             ],
             "bytes",
@@ -474,7 +474,7 @@ BYTES = Dashboard(
         ),
         Panel(
             "KV memory that hosts lend",
-            [(f"rose_host_lent_bytes{{{NODE}}}", "{{instance}}")],
+            [(f"rose_host_lent_bytes{{{NODE}}}", "{{instance}} {{host}}")],
             "bytes",
         ),
         Panel(

@@ -574,9 +574,9 @@ def discovery_checks(
 ) -> Generator[Finding, None, NodeConfig]:
     """Findings about the hosts in a shared folder; returns the node without them."""
     seen = look(discover.folder, discover.page_group)
-    for reason in seen.unusable.values():
+    for page, reason in seen.unusable.items():
         what, _, do = reason.partition("; ")
-        yield wrong("hosts", what, do or "its host serves on, and has no guest")
+        yield wrong(f"host {page.stem!r}", what, do or "its host serves on, and has no guest")
     if not seen.hosts:
         do = "give hosts ROSE_ROLE=host and ROSE_HOST_DIR, the folder as they see it"
         yield note("hosts", f"none in {discover.folder}", do)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from executor import Veto
+from executor import ControlPage, Veto
 from rose.addresses import free_port
 from rose.cli.doctor import Finding, Severity, check_memory, checked, diagnose
 from rose.cli.main import main as rose
 from rose.engines.launch import BrokenPlugin, broken_plugins
+from tests.unit.node.found_hosts import FolderHost
 from tests.unit.node.node_bench import Bench
 
 
@@ -219,3 +220,24 @@ async def test_a_host_that_another_process_started_is_named(bench: Bench) -> Non
     other.kill()
     await other.wait()
     assert "host_foreign" in found["host seat"]
+
+
+async def test_hosts_in_a_folder_are_looked_at_one_by_one(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    bench.settings.pop("host")
+    bench.settings["discover"] = {"folder": str(folder)}
+    assert (await findings(bench))["hosts"].level is Severity.NOTE, "none is there"
+    hosts = [FolderHost(folder, name) for name in ("a", "b")]
+    with ControlPage.create(folder / "c.page") as page:
+        seat = page.take_host()
+        said = await wrongs(bench)
+        assert "ROSE_HOST_DIR" in said["host 'c'"], "it describes itself nowhere"
+        seat.close()
+    found = await findings(bench)
+    assert found["a host seat"].level is found["b clock"].level is Severity.OK
+    assert not {"host", "a host", "r0"} & found.keys()
+    bench.settings["replicas"][0]["device"] = "host"
+    assert "names no single GPU" in (await wrongs(bench))["a guest"]
+    for host in hosts:
+        host.close()

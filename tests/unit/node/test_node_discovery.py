@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,10 @@ from executor.control_page.page import PAGE_BYTES
 from rose.node import discovery
 from rose.node.config import DiscoverConfig
 from rose.node.discovery import GONE_LOOKS, Came, FoundHost, HostBook, Left, Look, Refused, look
+from rose.node.grants.host_watch import HostProcess
+from rose.process.procfs import pid_namespace
+from tests.awaited import until
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -170,6 +177,43 @@ def test_two_hosts_on_one_gpu_are_told_apart_from_those_that_are_alone(folder: P
         host(folder, name, *devices)
     alone = {name: found.alone for name, found in look(folder).hosts.items()}
     assert alone == {"a": False, "b": False, "c": True, "d": True}
+
+
+IN_A_POD = """
+import sys
+from pathlib import Path
+from tests.unit.node.found_hosts import FolderHost
+host = FolderHost(Path(sys.argv[1]), "pod")
+host.host.seat.start()
+print("seated", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_host_in_a_process_namespace_of_its_own_lives_and_dies_for_all_to_see(
+    folder: Path,
+) -> None:
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no process namespaces")
+    pod = subprocess.Popen(
+        [*unshare, sys.executable, "-c", IN_A_POD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert pod.stdout
+    assert pod.stdout.readline() == b"seated\n"
+    page = look(folder).hosts["pod"].page
+    with ControlPage.open(page) as seen:
+        view = seen.host_view()
+        assert view.seat
+        assert view.seat.pid_namespace != pid_namespace(), "its number means nothing here"
+        assert HostProcess(None).doubt(view.seat) is None
+        assert view.believed(time.monotonic_ns()), "a guest may run by it"
+        pod.kill()
+        pod.communicate()
+        until(lambda: not seen.host_view().seated, PATIENCE_S, "the kernel gives up its seat")
+    assert look(folder) == Look()
 
 
 # ---- the state machine ----

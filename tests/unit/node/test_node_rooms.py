@@ -199,3 +199,24 @@ async def test_eight_hosts_are_told_one_by_one_and_as_one(
 
 def test_a_node_whose_hosts_left_tells_no_host(bench: RoomsBench) -> None:
     assert not bench.node._reports()[1].telemetry.HasField("host")
+
+
+async def test_the_next_daemon_finds_the_hosts_again_and_adopts_their_guests(
+    bench: RoomsBench,
+) -> None:
+    folder = str(bench.settings.pop("discover")["folder"])
+    bench.settings["replicas"][0]["orphan_s"] = 20.0
+    for name in "ab":
+        bench.host(name)
+    first = bench.spawn("--discover", folder)
+    before = await bench.rows("both leased", both_leased)
+    first.kill()
+    first.wait()
+    bench.spawn("--discover", folder)
+    await bench.until_noted("engine_adopted", times=2)
+    epochs = {name: row.lease_epoch for name, row in before.items()}
+    await bench.rows(
+        "both leased anew",
+        lambda rows: both_leased(rows) and all(rows[n].lease_epoch > epochs[n] for n in epochs),
+    )
+    assert len(bench.calls("start")) == 2

@@ -153,8 +153,15 @@ def test_a_report_of_demand_that_is_no_figure_is_refused(field: str, value: floa
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_telemetry_that_is_no_figure_is_refused(value: float) -> None:
-    told = pb.Telemetry(host=pb.HostTelemetry(ttft_p95_s=value))
-    with pytest.raises(ConfigError, match="ttft_p95_s"):
+    host = pb.HostTelemetry(ttft_p95_s=value)
+    for told in (pb.Telemetry(host=host), pb.Telemetry(hosts=[host])):
+        with pytest.raises(ConfigError, match="ttft_p95_s"):
+            wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
+
+
+def test_telemetry_of_too_many_hosts_is_refused() -> None:
+    told = pb.Telemetry(hosts=[pb.HostTelemetry()] * 65)
+    with pytest.raises(ConfigError, match="hosts of a node.s telemetry: 65"):
         wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
 
 
