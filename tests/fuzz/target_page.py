@@ -1,5 +1,6 @@
 """Fuzz targets of what other processes write: sections of the control page, its latency ring, loans
-of pages, and records of guests. Nothing but the documented errors may come of any bytes.
+of pages, what hosts say of themselves, and records of guests. Nothing but the documented errors may
+come of any bytes.
 """
 
 import functools
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from executor.control_page import seqlock_records as sections
+from executor.control_page.host_description import HostDescription
 from executor.control_page.latency_ring import LANES, RING_BYTES, START, LatencyRing
 from executor.control_page.seqlock_records import (
     HEADER_BYTES,
@@ -33,7 +35,7 @@ from executor.cuda.page_messages import (
     encode,
 )
 from executor.cuda.page_server import LoanLedger
-from executor.errors import LoanError, PageUnreadable
+from executor.errors import LoanError, PageError, PageUnreadable
 from rose.node.guest.guest_record import running_guests
 
 _SEED: Final = 0xFFFFFFFF
@@ -148,6 +150,19 @@ def run_guest_record(data: bytes) -> None:
         assert record.identity.running
 
 
+def run_host_description(data: bytes) -> None:
+    """What lies beside a page in a folder that several users share."""
+    page = Path(_run_dir().name) / "h.page"
+    page.touch()
+    page.with_suffix(".json").write_bytes(data)
+    page.with_suffix(".json").chmod(0o600)
+    with suppress(PageError):
+        said = HostDescription.read(page)
+        assert said is not None
+        said.write(page)
+        assert HostDescription.read(page) == said
+
+
 @functools.cache
 def _run_dir() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="rose-fuzz-")
@@ -180,5 +195,8 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "run_frame": _FRAMES,
     "run_lent": _FRAMES,
     "run_loans": (bytes(range(64)),),
+    "run_host_description": (
+        b'{"model":"m","ttft_s":0.5,"tpot_s":0,"devices":["GPU-0a"],"seated_ns":7}',
+    ),
     "run_guest_record": (b'{"identity":{"pid":1,"started":2,"boot":"b"},"spec":"s","secret":"x"}',),
 }
