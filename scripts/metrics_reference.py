@@ -263,6 +263,7 @@ BUDGET_REPLICAS: Final = 8
 BUDGET_NODES: Final = 1_000
 BUDGET_JOBS: Final = 48
 PER_GUEST: Final = 150
+PER_HOST: Final = 40
 PER_NODE: Final = 8
 PER_JOB: Final = 20
 PER_REPLICA: Final = 3
@@ -322,13 +323,13 @@ A scrape in which everything that can be counted was counted, every reason and e
 
 | process | series |
 | --- | --- |
-| node with {BUDGET_REPLICAS} guests | {counted["node"]:,} |
+| node with {BUDGET_REPLICAS} hosts and guests | {counted["node"]:,} |
 | scheduler of {BUDGET_NODES:,} nodes and {BUDGET_JOBS} jobs | {counted["scheduler"]:,} |
 | gateway of {BUDGET_NODES:,} replicas | {counted["gateway"]:,} |
 
-A test keeps them within {PER_GUEST} for a guest, {PER_NODE} for a node at the scheduler,
+A test keeps them within {PER_GUEST} for a guest, {PER_HOST} for a host, {PER_NODE} for a node at the scheduler,
 {PER_JOB} for a job there, and {PER_REPLICA} for a replica at a gateway.
-No request, session, lease or text is a label; a replica that is gone leaves no series on its node.
+No request, session, lease or text is a label; a replica or host that is gone leaves no series on its node.
 """
 
 

@@ -32,12 +32,12 @@ def test_no_label_holds_what_grows_without_end() -> None:
 
 
 def test_a_node_keeps_within_its_series() -> None:
-    def series(guests: int) -> int:
-        return int(reference.series(reference.text_of(reference.node_metrics(guests).registry)))
+    def series(replicas: int) -> int:
+        return int(reference.series(reference.text_of(reference.node_metrics(replicas).registry)))
 
     own = series(0)
-    assert own <= 80
-    assert series(8) - own <= 8 * reference.PER_GUEST
+    assert own <= 40
+    assert series(8) - own <= 8 * (reference.PER_GUEST + reference.PER_HOST)
 
 
 def test_a_scheduler_and_a_gateway_keep_within_their_series() -> None:

@@ -161,7 +161,7 @@ def test_telemetry_that_is_no_figure_is_refused(value: float) -> None:
 
 def test_telemetry_of_too_many_hosts_is_refused() -> None:
     told = pb.Telemetry(hosts=[pb.HostTelemetry()] * 65)
-    with pytest.raises(ConfigError, match="hosts of a node.s telemetry: 65"):
+    with pytest.raises(ConfigError, match="hosts of a node's telemetry: 65"):
         wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
 
 
