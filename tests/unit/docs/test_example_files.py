@@ -15,7 +15,7 @@ import pytest
 from elastic_scheduler.capacity import docs_table, effective, read_policies
 from executor.vllm.settings import EngineSettings
 from rose.client import RolloutClient
-from rose.node.config import NodeConfig
+from rose.node.config import HostConfig, NodeConfig
 from rose.weight_distribution import Begun, WeightPublisher
 from weight_transfer import SigningKey, TensorBits
 
@@ -89,6 +89,13 @@ def test_a_node_takes_its_file() -> None:
     [guest] = config.replicas
     assert guest.kind == "guest"
     assert guest.device == config.host.device, "they share a GPU"
+
+
+def test_a_node_that_finds_its_hosts_takes_its_file() -> None:
+    config = NodeConfig.load(EXAMPLES / "node-discover.json")
+    host = HostConfig(page=Path("a.page"), name="a", device="GPU-0a")
+    [guest] = config.with_host(host, 1).replicas
+    assert (guest.id, guest.device, guest.port) == ("guest-1", "GPU-0a", 8101)
 
 
 def test_scheduler_and_gateway_take_their_options(
