@@ -68,40 +68,38 @@ def look(folder: Path, group: str = "") -> Look:
     """Look for hosts. It raises nothing that the folder's content could cause."""
     hosts: dict[str, FoundHost] = {}
     unusable: dict[Path, str] = {}
-    try:
-        pages = sorted(_pages(folder))
-    except OSError as error:
-        return Look({}, {folder: f"{folder} cannot be read: {error.strerror}"})
-    for page in pages:
+    for page in sorted(_pages(folder, unusable)):
         try:
             found = _host_at(page, group)
             if found is None:
                 continue
             if found.name in hosts:
                 raise PageError(f"{page}: there is a host {found.name} at {hosts[found.name].page}")  # noqa: TRY301
-        except (PageError, OSError) as error:
+        except (PageError, OSError, ValueError) as error:  # of a file that shrinks just now
             unusable[page] = str(error)
         else:
             hosts[found.name] = found
     return Look(_told_apart(hosts), unusable)
 
 
-def _pages(folder: Path) -> Iterator[Path]:
+def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> Iterator[Path]:
     """Files that may be pages, of at most MOST_ENTRIES entries a folder."""
-    for name in _names(folder):
+    try:
+        with os.scandir(folder) as entries:
+            seen = [
+                (entry.name, entry.is_dir(follow_symlinks=False))
+                for entry in islice(entries, MOST_ENTRIES)
+            ]
+    except OSError as error:
+        # Also a pod's folder that its kubelet made for root alone.
+        unusable[folder] = f"{folder} cannot be read: {error.strerror}; let its group read it"
+        return
+    for name, is_folder in seen:
         path = folder / name
         if name.endswith(SUFFIX):
             yield path
-        elif not name.startswith(".") and path.is_dir() and not path.is_symlink():
-            try:
-                yield from (path / each for each in _names(path) if each.endswith(SUFFIX))
-            except OSError:
-                continue  # a pod that just went, or a folder of somebody else
-
-
-def _names(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in islice(entries, MOST_ENTRIES)]
+        elif below and is_folder and not name.startswith("."):
+            yield from _pages(path, unusable, below=False)
 
 
 def _host_at(path: Path, group: str) -> FoundHost | None:

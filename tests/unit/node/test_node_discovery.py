@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from found_hosts import FolderHost
@@ -151,15 +152,30 @@ def test_what_only_looks_like_a_page_is_left_alone(folder: Path) -> None:
     assert not {folder / "e" / "a.page", folder / "d.page"} & seen.unusable.keys()
 
 
-def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_folder_that_cannot_be_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "cannot be read" in said(look(folder / "none"))
+    (folder / "of-root").mkdir()
+    host(folder, "a")
+    scan = os.scandir
+
+    def refused(path: Path) -> Any:
+        if path.name == "of-root":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    seen = look(folder)
+    assert list(seen.hosts) == ["a"]
+    assert "of-root cannot be read: Permission denied" in said(seen)
 
 
 def test_only_so_many_entries_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "MOST_ENTRIES", 3)
     for number in range(9):
         (folder / f"{number}.page").touch()
-    assert len(list(discovery._pages(folder))) == 3
+    assert len(list(discovery._pages(folder, {}))) == 3
 
 
 def test_of_two_hosts_of_one_name_the_second_is_named(folder: Path) -> None:
