@@ -92,6 +92,7 @@ class Host:
             tpot_p95_s=said.tpot_p95_s,
             ttft_target_s=self.config.ttft_target_s,
             tpot_target_s=self.config.tpot_target_s,
+            kv_share=state.kv_used / state.kv_total if state and state.kv_total else None,
         )
         if self.scrape:
             told.running, told.waiting = self.scrape.running(now_s) or (0, 0)
@@ -137,6 +138,9 @@ def summed(
     told.ClearField("busy_share")
     if shares:
         told.busy_share = sum(shares) / len(shares)
+    told.ClearField("kv_share")
+    if kv := [each.kv_share for each in hosts if each.HasField("kv_share")]:
+        told.kv_share = max(kv)
     return told
 
 

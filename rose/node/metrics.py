@@ -10,7 +10,6 @@ import ssl
 from collections import Counter as Tallied
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
 from prometheus_client import (
@@ -32,6 +31,7 @@ from rose.node.host_metrics import HostFigures, host_families
 from rose.node.memory_gauges import Held
 from rose.node.metrics_server import MetricsServer
 from rose.node.replica_client import ReplicaClient
+from rose.release import release
 
 INTERVAL_S = 1.0
 # Events of the log, and what of the weights was refused.
@@ -440,7 +440,7 @@ class NodeMetrics:
             "1, with the version of the daemon and of its control page.",
             ("version", "page_layout"),
         )
-        build.labels(_version(), str(LAYOUT_VERSION)).set(1)
+        build.labels(release(), str(LAYOUT_VERSION)).set(1)
         self._server: MetricsServer | None = None
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
@@ -519,9 +519,3 @@ class NodeMetrics:
     def _gauge(self, name: str, what: str, labels: tuple[str, ...]) -> Gauge:
         return Gauge(name, what, labels, registry=self.registry)
 
-
-def _version() -> str:
-    try:
-        return version("rose-rollout")
-    except PackageNotFoundError:
-        return "unknown"

@@ -30,6 +30,7 @@ from rose.node.lease_agent import check_order
 from rose.node.memory_gauges import Held
 from rose.node.metrics import ReplicaFigures
 from rose.node.replica import Replica
+from rose.release import release
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
 from rose.rpc.silence import read_unless_silent
@@ -199,6 +200,8 @@ class SchedulerSession:
             jobs=True,
             heartbeats=True,
             takes_renewals=True,
+            release=release(),
+            obeys=True,
         )
         self._contact = contact or Contact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
@@ -293,6 +296,8 @@ class SchedulerSession:
         try:
             check_order(command)
             self._obey(command)
+            if order := command.harvest.order:
+                self.say(rose_pb2.NodeReport(obeyed=rose_pb2.Obeyed(order=order)))
         except Exception as error:  # noqa: BLE001 - a scheduler's mistake must not end a node
             kind, message = command.WhichOneof("command"), str(error) or repr(error)
             self._events.write("command_refused", command=kind, message=message[:300])

@@ -92,6 +92,7 @@ class NodeReport(_message.Message):
     REVOCATION_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     ACTIVATION_FIELD_NUMBER: _builtins.int
+    OBEYED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     @_builtins.property
     def hello(self) -> Global___Hello:
@@ -115,6 +116,10 @@ class NodeReport(_message.Message):
     def activation(self) -> Global___Activation:
         """a replica now runs a version, or failed to"""
 
+    @_builtins.property
+    def obeyed(self) -> Global___Obeyed:
+        """a mode was told with a number, and holds now"""
+
     def __init__(
         self,
         *,
@@ -125,12 +130,13 @@ class NodeReport(_message.Message):
         revocation: Global___Revocation | None = ...,
         released: Global___Released | None = ...,
         activation: Global___Activation | None = ...,
+        obeyed: Global___Obeyed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "hello", b"hello", "offers", b"offers", "released", b"released", "report", b"report", "revocation", b"revocation", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "hello", b"hello", "obeyed", b"obeyed", "offers", b"offers", "released", b"released", "report", b"report", "revocation", b"revocation", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "hello", b"hello", "node", b"node", "offers", b"offers", "released", b"released", "report", b"report", "revocation", b"revocation", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "hello", b"hello", "node", b"node", "obeyed", b"obeyed", "offers", b"offers", "released", b"released", "report", b"report", "revocation", b"revocation", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "offers", "telemetry", "revocation", "released", "activation"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "offers", "telemetry", "revocation", "released", "activation", "obeyed"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -168,6 +174,8 @@ class Hello(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
     TAKES_RENEWALS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OBEYS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     cluster: _builtins.str
     """nodes of one label are near each other"""
@@ -181,6 +189,10 @@ class Hello(_message.Message):
     """an empty command means to it that the leader lives; others get none"""
     takes_renewals: _builtins.bool
     """leases may be renewed together; others are told each by itself"""
+    release: _builtins.str
+    """of ROSE, for people; empty: unknown"""
+    obeys: _builtins.bool
+    """it answers a numbered Harvest by Obeyed"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what capacity policies select nodes by"""
@@ -196,10 +208,12 @@ class Hello(_message.Message):
         jobs: _builtins.bool = ...,
         heartbeats: _builtins.bool = ...,
         takes_renewals: _builtins.bool = ...,
+        release: _builtins.str = ...,
+        obeys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "protocol", b"protocol", "relay_url", b"relay_url", "takes_caps", b"takes_caps", "takes_renewals", b"takes_renewals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "obeys", b"obeys", "protocol", b"protocol", "relay_url", b"relay_url", "release", b"release", "takes_caps", b"takes_caps", "takes_renewals", b"takes_renewals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +395,7 @@ class HostTelemetry(_message.Message):
     SLO_BAD_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     busy_ns: _builtins.int
     """cumulative"""
@@ -405,6 +420,8 @@ class HostTelemetry(_message.Message):
     """plugin: every request was seen; scrape: /metrics, some seconds old"""
     host: _builtins.str
     """its name; empty for the one of a node's file, and for a sum"""
+    kv_share: _builtins.float
+    """of its KV cache that is in use; absent while nobody knows"""
     def __init__(
         self,
         *,
@@ -425,14 +442,20 @@ class HostTelemetry(_message.Message):
         slo_bad: _builtins.int = ...,
         source: _builtins.str = ...,
         host: _builtins.str = ...,
+        kv_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_share", b"busy_share", "kv_share", b"kv_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "kv_share", b"kv_share", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    _WhichOneofReturnType__kv_share: _TypeAlias = _typing.Literal["kv_share"]  # noqa: Y015
+    _WhichOneofArgType__kv_share: _TypeAlias = _typing.Literal["_kv_share", b"_kv_share"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_share) -> _WhichOneofReturnType__kv_share | None: ...
 
 Global___HostTelemetry: _TypeAlias = HostTelemetry  # noqa: Y015
 
@@ -529,6 +552,26 @@ class Revocation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Revocation: _TypeAlias = Revocation  # noqa: Y015
+
+@_typing.final
+class Obeyed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    order: _builtins.int
+    """of the Harvest: from now on no replica does what that mode forbids"""
+    def __init__(
+        self,
+        *,
+        order: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Obeyed: _TypeAlias = Obeyed  # noqa: Y015
 
 @_typing.final
 class Released(_message.Message):
@@ -861,18 +904,22 @@ class Harvest(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     mode: Global___HarvestMode.ValueType
     replica: _builtins.str
     """empty: all, and modes of single replicas are forgotten (they follow)"""
+    order: _builtins.int
+    """to be answered by Obeyed, with all commands before it; 0: no answer"""
     def __init__(
         self,
         *,
         mode: Global___HarvestMode.ValueType = ...,
         replica: _builtins.str = ...,
+        order: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "order", b"order", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1757,6 +1804,7 @@ class NodeCapacity(_message.Message):
     ADVISED_S_FIELD_NUMBER: _builtins.int
     ADVISED_BYTE_S_FIELD_NUMBER: _builtins.int
     ADVISED_COMPUTE_S_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     mode: Global___HarvestMode.ValueType
     """what holds, the operator's stop included"""
@@ -1775,6 +1823,8 @@ class NodeCapacity(_message.Message):
     """of lend_bytes"""
     advised_compute_s: _builtins.float
     """of lend_compute"""
+    kv_share: _builtins.float
+    """of its host's KV cache that is in use"""
     @_builtins.property
     def limits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """why not more, in words"""
@@ -1801,19 +1851,24 @@ class NodeCapacity(_message.Message):
         advised_s: _builtins.float = ...,
         advised_byte_s: _builtins.float = ...,
         advised_compute_s: _builtins.float = ...,
+        kv_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "busy_share", b"busy_share", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "busy_share", b"busy_share", "kv_share", b"kv_share", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "advised_byte_s", b"advised_byte_s", "advised_compute_s", b"advised_compute_s", "advised_s", b"advised_s", "busy_share", b"busy_share", "fields", b"fields", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute", "limits", b"limits", "mode", b"mode", "node", b"node", "policies", b"policies", "policy_mode", b"policy_mode", "would", b"would"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "_lend_bytes", b"_lend_bytes", "_lend_compute", b"_lend_compute", "advised_byte_s", b"advised_byte_s", "advised_compute_s", b"advised_compute_s", "advised_s", b"advised_s", "busy_share", b"busy_share", "fields", b"fields", "kv_share", b"kv_share", "lend_bytes", b"lend_bytes", "lend_compute", b"lend_compute", "limits", b"limits", "mode", b"mode", "node", b"node", "policies", b"policies", "policy_mode", b"policy_mode", "would", b"would"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    _WhichOneofReturnType__kv_share: _TypeAlias = _typing.Literal["kv_share"]  # noqa: Y015
+    _WhichOneofArgType__kv_share: _TypeAlias = _typing.Literal["_kv_share", b"_kv_share"]  # noqa: Y015
     _WhichOneofReturnType__lend_bytes: _TypeAlias = _typing.Literal["lend_bytes"]  # noqa: Y015
     _WhichOneofArgType__lend_bytes: _TypeAlias = _typing.Literal["_lend_bytes", b"_lend_bytes"]  # noqa: Y015
     _WhichOneofReturnType__lend_compute: _TypeAlias = _typing.Literal["lend_compute"]  # noqa: Y015
     _WhichOneofArgType__lend_compute: _TypeAlias = _typing.Literal["_lend_compute", b"_lend_compute"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_share) -> _WhichOneofReturnType__kv_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lend_bytes) -> _WhichOneofReturnType__lend_bytes | None: ...
     @_typing.overload
@@ -1878,10 +1933,14 @@ class SnapshotReply(_message.Message):
     STORE_STALLED_S_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     harvest: Global___HarvestMode.ValueType
     latest_version: _builtins.int
     store_stalled_s: _builtins.float
     """how long a write has waited for the store, 0 while it answers: nothing new is leased"""
+    release: _builtins.str
+    """of ROSE, that the scheduler is of"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
     @_builtins.property
@@ -1906,6 +1965,8 @@ class SnapshotReply(_message.Message):
     def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwayNode]:
         """known and not attached: what they hold nobody measures"""
 
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedNode]: ...
     def __init__(
         self,
         *,
@@ -1921,14 +1982,62 @@ class SnapshotReply(_message.Message):
         store_stalled_s: _builtins.float = ...,
         capacity: _abc.Iterable[Global___NodeCapacity] | None = ...,
         away: _abc.Iterable[Global___AwayNode] | None = ...,
+        nodes: _abc.Iterable[Global___AttachedNode] | None = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "capacity", b"capacity", "guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "overrides", b"overrides", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "capacity", b"capacity", "guests", b"guests", "harvest", b"harvest", "hosts", b"hosts", "jobs", b"jobs", "latest_version", b"latest_version", "leases", b"leases", "nodes", b"nodes", "overrides", b"overrides", "release", b"release", "replicas", b"replicas", "store_stalled_s", b"store_stalled_s", "troubles", b"troubles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotReply: _TypeAlias = SnapshotReply  # noqa: Y015
+
+@_typing.final
+class AttachedNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OBEYS_FIELD_NUMBER: _builtins.int
+    OBEYED_S_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    silent_s: _builtins.float
+    """since it said anything"""
+    cluster: _builtins.str
+    release: _builtins.str
+    """of ROSE, empty while it does not say"""
+    obeys: _builtins.bool
+    """it says when a mode holds that it was told"""
+    obeyed_s: _builtins.float
+    """from telling it its newest mode until it said so; absent: it has not yet"""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of which it said anything, offered or not"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        silent_s: _builtins.float = ...,
+        cluster: _builtins.str = ...,
+        release: _builtins.str = ...,
+        obeys: _builtins.bool = ...,
+        obeyed_s: _builtins.float | None = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_obeyed_s", b"_obeyed_s", "obeyed_s", b"obeyed_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_obeyed_s", b"_obeyed_s", "cluster", b"cluster", "node", b"node", "obeyed_s", b"obeyed_s", "obeys", b"obeys", "release", b"release", "replicas", b"replicas", "silent_s", b"silent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__obeyed_s: _TypeAlias = _typing.Literal["obeyed_s"]  # noqa: Y015
+    _WhichOneofArgType__obeyed_s: _TypeAlias = _typing.Literal["_obeyed_s", b"_obeyed_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__obeyed_s) -> _WhichOneofReturnType__obeyed_s | None: ...
+
+Global___AttachedNode: _TypeAlias = AttachedNode  # noqa: Y015
 
 @_typing.final
 class AwayNode(_message.Message):

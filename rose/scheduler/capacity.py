@@ -72,6 +72,9 @@ class Capacity:
             HarvestModes(stop, saved.overrides), policies.values(), saved.halted
         )
         self._told: dict[int, object] = {}
+        # Counts what nodes are told; and stops, each of which every node confirms anew.
+        self._orders = self._stops = 0
+        self._kv_share: dict[str, float] = {}
         self._advice = AdviceBook()
 
     @property
@@ -108,6 +111,8 @@ class Capacity:
                 if self._opens(event):
                     self.gate.apply(cli_policy())
                 self.stop.set_mode(event.mode, event.replica)
+                if event.replica is None and event.mode is not HarvestMode.ACTIVE:
+                    self._stops += 1
                 self.gate.changed()
                 return []
             case PolicyApplied():
@@ -173,6 +178,8 @@ class Capacity:
             busy = host.busy_share if host.HasField("busy_share") else None
             self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
             self.gate.watched(view.node, scraped=host.source == SCRAPE)
+            if host.HasField("kv_share"):
+                self._kv_share[view.node] = host.kv_share
         said = [guest.lend_bytes for guest in telemetry.guests if guest.HasField("lend_bytes")]
         if said:
             self._advice.heard(view.node, min(MOST_BYTES, sum(said)))
@@ -186,13 +193,14 @@ class Capacity:
             return self._recorded(acts)
         verdicts = ((each.node, each.would, each.policy) for each in self.gate.verdicts())
         self._advice.judged(verdicts, self.gate.busy_share, now_s)
-        return self._recorded(acts) + self._tell(fleet.nodes)
+        return self._recorded(acts) + self._tell(fleet.nodes, now_s)
 
     def detached(self, view: NodeView) -> None:
         """A node is lost."""
         self._told.pop(view.stream, None)
         self.gate.forget(view.node)
         self._advice.forget(view.node)
+        self._kv_share.pop(view.node, None)
 
     def _recorded(self, acts: Iterable[Note | Halt]) -> list[Action]:
         return [
@@ -212,17 +220,19 @@ class Capacity:
 
     def greet(self, view: NodeView, now_s: float) -> list[Action]:
         """A node attached: it is told what holds for it, as far as that hangs on it alone."""
-        return self._recorded(self.gate.greet(_fact(view), now_s)) + self._tell([view])
+        return self._recorded(self.gate.greet(_fact(view), now_s)) + self._tell([view], now_s)
 
-    def _tell(self, views: Iterable[NodeView]) -> list[Action]:
+    def _tell(self, views: Iterable[NodeView], now_s: float) -> list[Action]:
         """Modes and caps of each node that are not what it was told last."""
         actions: list[Action] = []
-        stop = self.stop.mode, tuple(sorted(self.stop.overrides.items()))
+        stop = self._stops, self.stop.mode, tuple(sorted(self.stop.overrides.items()))
         for view in views:
             verdict = self.gate.verdict(view.node)
             said = stop, verdict.mode, verdict.policy
             if verdict.settled and said != self._told.get(view.stream):
                 self._told[view.stream] = said
+                self._orders += 1
+                view.ordered(self._orders, now_s)
                 actions += [Command(view.stream, each) for each in self._commands(view, verdict)]
         return actions
 
@@ -235,6 +245,8 @@ class Capacity:
         commands.append(harvest_command(stricter(self.stop.mode, verdict.mode)))
         for replica in sorted(self.stop.overrides):
             commands.append(harvest_command(self.gate.mode_of(replica, view.node), replica))
+        if view.obeys:
+            commands[-1].harvest.order = view.order
         return commands
 
     def advice_of(self, node: str) -> Advice:
@@ -297,7 +309,19 @@ class Capacity:
         share = self.gate.busy_share(verdict.node)
         if share is not None:
             row.busy_share = share
+        kv_share = self._kv_share.get(verdict.node)
+        if kv_share is not None:
+            row.kv_share = kv_share
+            row.limits.extend(_pressed(verdict.policy, kv_share))
         return row
+
+
+def _pressed(policy: EffectivePolicy, kv_share: float) -> Iterable[str]:
+    """Why guests' KV memory shrinks, where their host uses more of its cache than is allowed."""
+    if policy.watermarks is not None and kv_share > policy.watermarks.high:
+        whose = policy.decided_by.get("watermarks", "")
+        of = f" ({whose})" if whose else ""
+        yield f"watermarks.high (kv {kv_share:.0%} > {policy.watermarks.high:.0%}){of}"
 
 
 def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:

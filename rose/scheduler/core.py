@@ -56,6 +56,7 @@ from rose.scheduler.messages import (
     JobEnded,
     JobRegistered,
     LogRecord,
+    Obeyed,
     Offered,
     PolicyApplied,
     PolicyDeleted,
@@ -140,7 +141,9 @@ class SchedulerCore:
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None
             actions += self.capacity.judge(self._fleet, now_s, wall_s)
-        news = not isinstance(event, Tick | Offered | RatesMeasured | EpochReserved | RunRenewed)
+        news = not isinstance(
+            event, Tick | Offered | RatesMeasured | Obeyed | EpochReserved | RunRenewed
+        )
         # Of these the answer says what follows.
         at_once = isinstance(
             event, HarvestSet | JobEnded | JobDropped | PolicyApplied | PolicyDeleted
@@ -288,7 +291,7 @@ class SchedulerCore:
 
     def _hear(
         self,
-        event: Offered | RatesMeasured | TakenBack | ReplicaDrained | Activated,
+        event: Offered | RatesMeasured | TakenBack | ReplicaDrained | Activated | Obeyed,
         view: NodeView,
         now_s: float,
     ) -> list[Action]:
@@ -311,6 +314,9 @@ class SchedulerCore:
                 return self._leasing.drained(event.stream, event.replica, event.epoch)
             case Activated():
                 return self._activated(event, view)
+            case Obeyed():
+                view.obeyed(event.order, now_s)
+                return []
 
     def _guests(self, view: NodeView) -> Iterator[GuestReading]:
         for said in view.telemetry.guests:

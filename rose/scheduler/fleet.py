@@ -128,10 +128,25 @@ class NodeView:
     takes_caps: bool = False
     knows_jobs: bool = True
     takes_renewals: bool = False
+    release: str = ""
+    obeys: bool = False
+    # The newest order of modes, when it was given, and how long until the node said that it holds.
+    order: int = 0
+    ordered_s: float = 0.0
+    obeyed_s: float | None = None
     offers: dict[str, Offer] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)  # replicas that it ever offered
     offered_s: float = 0.0
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
+
+    def ordered(self, order: int, now_s: float) -> None:
+        """The node is told its modes anew."""
+        self.order, self.ordered_s, self.obeyed_s = order, now_s, None
+
+    def obeyed(self, order: int, now_s: float) -> None:
+        """The node says that an order holds; of an older one nobody asks any more."""
+        if order == self.order and self.obeyed_s is None:
+            self.obeyed_s = max(0.0, now_s - self.ordered_s)
 
     def lapsed(self, now_s: float) -> list[str]:
         """Replicas whose offers ran out before the node spoke again."""
@@ -195,6 +210,8 @@ class Fleet:
             takes_caps=event.takes_caps,
             knows_jobs=event.knows_jobs,
             takes_renewals=event.takes_renewals,
+            release=event.release,
+            obeys=event.obeys,
         )
 
     def detach(self, stream: int) -> NodeView | None:

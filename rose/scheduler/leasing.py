@@ -33,7 +33,7 @@ from elastic_scheduler.capacity import CapacityGate
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import Capacity
 from rose.scheduler.demand import DemandBook, JobFigures, Switched
-from rose.scheduler.fleet import Fleet, HealthBook
+from rose.scheduler.fleet import Fleet, HealthBook, NodeView
 from rose.scheduler.job_registry import JobRegistry
 from rose.scheduler.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
 from rose.scheduler.persistence import JobRecord, VersionRecord, save_epoch
@@ -718,6 +718,20 @@ def snapshot(
         ],
         capacity=capacity.rows(),
         away=[pb.AwayNode(node=node, away_s=away_s) for node, away_s in fleet.away(now_s)],
+        nodes=[_attached(view, now_s) for view in fleet.nodes],
+    )
+
+
+def _attached(view: NodeView, now_s: float) -> pb.AttachedNode:
+    offered = view.offers.keys() | {guest.replica for guest in view.telemetry.guests}
+    return pb.AttachedNode(
+        node=view.node,
+        silent_s=max(0.0, now_s - view.heard_s),
+        cluster=view.cluster,
+        release=view.release,
+        obeys=view.obeys,
+        obeyed_s=view.obeyed_s,
+        replicas=sorted(offered),
     )
 
 

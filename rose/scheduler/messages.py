@@ -75,7 +75,7 @@ class Attached:
     """A node opened a stream; `stream` is unique within this process.
 
     knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not. takes_renewals: its
-    leases may be renewed in one command.
+    leases may be renewed in one command. release: of ROSE. obeys: it says when a mode holds.
     """
 
     node: str
@@ -86,6 +86,16 @@ class Attached:
     takes_caps: bool = False
     knows_jobs: bool = True
     takes_renewals: bool = False
+    release: str = ""
+    obeys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Obeyed:
+    """The modes that the node was told with this order hold on it."""
+
+    stream: int
+    order: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +304,7 @@ StoredEvent = (
 
 Event = (
     Attached
+    | Obeyed
     | Detached
     | Offered
     | RatesMeasured

@@ -28,6 +28,7 @@ from rose.errors import (
     UnavailableError,
 )
 from rose.logs.eventlog import EventLog
+from rose.release import release
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
@@ -468,6 +469,7 @@ class SchedulerService(SchedulerServicer):
     ) -> pb.SnapshotReply:
         """Everything an operator may ask about."""
         reply = self._core.status(self._clock())
+        reply.release = release()
         reply.store_stalled_s = self._writer.stalled_s
         reply.troubles.extend(self._troubles())
         return reply

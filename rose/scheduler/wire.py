@@ -35,6 +35,7 @@ from rose.scheduler.messages import (
     JobDropped,
     JobEnded,
     JobRegistered,
+    Obeyed,
     Offered,
     RatesMeasured,
     ReplicaDrained,
@@ -94,6 +95,8 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
         hello.takes_caps,
         hello.jobs,
         hello.takes_renewals,
+        cut_text(hello.release),
+        hello.obeys,
     )
 
 
@@ -116,6 +119,8 @@ def event_of(report: pb.NodeReport, stream: int) -> Event | None:
             version = checked_version(done.version, f"the version of {replica}")
             job = _job(done.job, replica)
             return Activated(stream, replica, version, done.ok, cut_text(done.message), job)
+        case "obeyed":
+            return Obeyed(stream, report.obeyed.order)
         case _:
             return None
 

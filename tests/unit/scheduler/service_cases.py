@@ -23,13 +23,22 @@ from tests.patience import PATIENCE_S
 
 
 class FakeNode:
-    """Offers one guest and remembers what it is told."""
+    """Offers one guest and remembers what it is told. obeys: it says when a mode holds."""
 
-    def __init__(self, stub: SchedulerStub, node: str = "n0", *, heartbeats: bool = False) -> None:
+    def __init__(
+        self,
+        stub: SchedulerStub,
+        node: str = "n0",
+        *,
+        heartbeats: bool = False,
+        obeys: bool = False,
+        release: str = "",
+    ) -> None:
         self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
         self.node = node
         self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
-        self.say(hello=pb.Hello(protocol=1, heartbeats=heartbeats))
+        hello = pb.Hello(protocol=1, heartbeats=heartbeats, obeys=obeys, release=release)
+        self.say(hello=hello)
         self.call = stub.Attach(self._outgoing())
         self._listener = asyncio.create_task(self._listen())
 
@@ -59,6 +68,8 @@ class FakeNode:
     async def _listen(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for command in self.call:
+                if command.harvest.order:
+                    self.say(obeyed=pb.Obeyed(order=command.harvest.order))
                 self.told.put_nowait(command)
 
 
