@@ -27,7 +27,6 @@ from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION
 from executor.freeze_reason import explained
-from rose.cli.commands import SchedulerClient
 from rose.cli.main import Parser
 from rose.engines.launch import (
     MIN_FREE_BYTES_PER_ENGINE,
@@ -44,6 +43,7 @@ from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
 from rose.node.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
 from rose.nvml import Card, Client, Usage, version_text
+from rose.operate.client import SchedulerClient
 from rose.process import launcher
 from rose.process.filelock import holder_of
 from rose.process.procfs import group_members

@@ -7,25 +7,52 @@ rose jobs drop JOB    besides, its chain and its run are forgotten; refused whil
 """
 
 import argparse
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Final
 
-from rich.markup import escape
-from rich.table import Table
-
-from rose.cli.commands import SchedulerClient, console_of
+from rose.cli.output import Cell, Said, Table, Tone, View, say, show
+from rose.cli.tables import version
 from rose.errors import ConfigError, RefusedError
-from rose.rpc import rose_pb2 as pb
+from rose.operate.client import SchedulerClient
+from rose.operate.fleet import Fleet, Job, Replica, fleet_of
+
+COLUMNS: Final = (
+    "JOB", "MODEL", "VERSION", "STALENESS", "WEIGHT", "REPLICAS", "GUESTS", "TURNS", "RUN",
+)  # fmt: skip
+RIGHT: Final = frozenset({"VERSION", "WEIGHT", "REPLICAS", "TURNS"})
 
 
 def run_jobs(args: argparse.Namespace, scheduler: SchedulerClient) -> int:
     """Carry out `rose jobs`. Raises `RoseError`."""
-    if args.do == "list":
-        if args.job:
-            raise ConfigError(f"`rose jobs list` lists all of them; leave {args.job!r} out")
-        return list_jobs(scheduler.snapshot())
-    if not args.job:
+    _check(args)
+    if args.do in ("list", "show"):
+        show(
+            args,
+            lambda: (
+                show_job(fleet_of(scheduler.snapshot()), args.job)
+                if args.do == "show"
+                else list_jobs(fleet_of(scheduler.snapshot()))
+            ),
+        )
+        return 0
+    before = fleet_of(scheduler.snapshot())
+    if args.dry_run:
+        say(_would(args.do, _known(before, args.job)))
+    elif args.do == "end":
+        released = scheduler.end_job(args.job)
+        say(f"job {args.job} is ended; {released} leases are being released")
+    else:
+        job = next((each for each in before.jobs if each.name == args.job), None)
+        versions = scheduler.drop_job(args.job, force=args.force)
+        say(f"job {args.job} is dropped: {_dropped(job, versions)}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.do == "list" and args.job:
+        raise ConfigError(f"`rose jobs list` lists all of them; leave {args.job!r} out")
+    if args.do != "list" and not args.job:
         raise ConfigError(
             f"say which job to {args.do}: `rose jobs {args.do} JOB`; `rose jobs` lists them"
         )
@@ -33,110 +60,121 @@ def run_jobs(args: argparse.Namespace, scheduler: SchedulerClient) -> int:
         raise ConfigError(
             f"--force is of `rose jobs drop`; `rose jobs {args.do}` has no use for it"
         )
-    match args.do:
-        case "show":
-            return show_job(scheduler.snapshot(), args.job)
-        case "end":
-            released = scheduler.end_job(args.job)
-            return _say(f"job {args.job} is ended; {released} leases are being released")
-    before = next((each for each in scheduler.snapshot().jobs if each.job == args.job), None)
-    versions = scheduler.drop_job(args.job, force=args.force)
-    return _say(f"job {args.job} is dropped: {_dropped(before, versions)}")
+    acts = args.do in ("end", "drop")
+    if args.dry_run and not acts:
+        raise ConfigError(f"`rose jobs {args.do}` changes nothing; leave --dry-run out")
+    if acts and args.watch is not None:
+        raise ConfigError(f"--watch looks; `rose jobs {args.do}` acts, so leave it out")
 
 
-def _dropped(before: pb.JobView | None, versions: int) -> str:
+def _would(do: str, job: Job) -> str:
+    leases = f"{job.leased} leases would be released"
+    if do == "end":
+        return f"job {job.name} would be ended; {leases}"
+    lives = (
+        "; refused without --force, since its run lives"
+        if job.run and job.run.state == "live"
+        else ""
+    )
+    return f"job {job.name} would be dropped: its {job.chain} versions forgotten; {leases}{lives}"
+
+
+def _dropped(before: Job | None, versions: int) -> str:
     said = [f"{versions} versions are forgotten"]
-    if before is not None and before.HasField("run"):
-        fenced = ", which is fenced" if before.run.live else ""
+    if before is not None and before.run is not None:
+        fenced = ", which is fenced" if before.run.state == "live" else ""
         said.append(f"its run was that of {before.run.holder}{fenced}")
     if before is not None:
         said.append(f"{before.leased} leases are being released")
-        if before.latest_version:
-            said.append(f"a new run's first version is {before.latest_version + 1}")
+        if before.version:
+            said.append(f"a new run's first version is {before.version + 1}")
     return "; ".join(said)
 
 
-def list_jobs(snapshot: pb.SnapshotReply) -> int:
-    """Print a row for each job: what it has, what it may have, and whether a trainer lives."""
-    if not snapshot.jobs:
-        return _say("no job is registered")
-    names = ("job", "model", "version", "staleness", "weight", "replicas", "guests", "turns", "run")
-    table = Table(*names, box=None)
-    for job in snapshot.jobs:
-        quota = f" of {job.max_guests}" if job.max_guests else ""
-        table.add_row(
-            escape(job.job),
-            escape(job.model or "-"),
-            str(job.latest_version),
-            f"<= {job.max_staleness}",
-            f"{job.weight:g}",
-            str(job.leased),
-            f"{job.guests}{quota}",
-            str(job.turns) if job.demand_known else "unknown",
-            _run_state(job),
-        )
-    console_of().print(table)
-    return 0
+def jobs_table(jobs: Sequence[Job], title: str = "") -> Table:
+    """A row for each job: what it has, what it may have, and whether a trainer lives."""
+    return Table(COLUMNS, tuple(map(_row, jobs)), title, RIGHT)
 
 
-def show_job(snapshot: pb.SnapshotReply, name: str) -> int:
-    """Print a job's run, its versions, and which replica serves which. RefusedError for none."""
-    job = next((each for each in snapshot.jobs if each.job == name), None)
+def _row(job: Job) -> tuple[Said, ...]:
+    quota = f" of {job.max_guests}" if job.max_guests else ""
+    return (
+        job.name,
+        job.model or "-",
+        str(job.version),
+        f"<= {job.max_staleness}",
+        f"{job.weight:g}",
+        str(job.leased),
+        f"{job.guests}{quota}",
+        "unknown" if job.turns is None else str(job.turns),
+        _run_state(job),
+    )
+
+
+def list_jobs(fleet: Fleet) -> View:
+    """A row for each job."""
+    lines = () if fleet.jobs else ("no job is registered",)
+    return View(fleet.jobs, lines, (jobs_table(fleet.jobs),))
+
+
+def show_job(fleet: Fleet, name: str) -> View:
+    """Return a job's run, its versions, and which replica serves which. RefusedError for none."""
+    job = _known(fleet, name)
+    rows = [row for row in fleet.replicas if row.job == name]
+    table = Table(
+        ("REPLICA", "KIND", "NODE", "SERVES", "STATE"),
+        tuple(
+            (
+                row.name,
+                row.kind,
+                row.node,
+                version(row),
+                Cell("serving", Tone.GOOD) if row.healthy else Cell("syncing", Tone.CARE),
+            )
+            for row in rows
+        ),
+    )
+    data = {"job": job, "replicas": rows}
+    return View(data, (_run_line(job), _chain_line(job), _served(rows)), (table,))
+
+
+def _known(fleet: Fleet, name: str) -> Job:
+    job = next((each for each in fleet.jobs if each.name == name), None)
     if job is None:
         raise RefusedError(f"job {name} is not registered; `rose jobs` lists those that are")
-    console = console_of()
-    rows = [row for row in snapshot.replicas if row.job == name]
-    for line in (_run_line(job), _chain_line(job), _served(rows)):
-        console.print(line, markup=False, highlight=False)
-    if rows:
-        table = Table("replica", "kind", "node", "serves", "state", box=None)
-        for row in rows:
-            kind = pb.ReplicaKind.Name(row.kind).removeprefix("REPLICA_KIND_").lower()
-            foreign = row.held_job not in ("", name)
-            serves = f"{row.policy_version} of {row.held_job}" if foreign else row.policy_version
-            state = "serving" if row.healthy else "syncing"
-            table.add_row(escape(row.id), kind, escape(row.node), escape(str(serves)), state)
-        console.print(table)
-    return 0
+    return job
 
 
-def _run_state(job: pb.JobView) -> str:
-    if not job.HasField("run"):
+def _run_state(job: Job) -> Said:
+    if job.run is None:
         return "none yet" if job.standing else "-"
-    return "ended" if job.run.ended else "live" if job.run.live else "silent"
+    return Cell(job.run.state, Tone.GOOD if job.run.state == "live" else Tone.CARE)
 
 
-def _run_line(job: pb.JobView) -> str:
-    if not job.HasField("run"):
+def _run_line(job: Job) -> str:
+    if job.run is None:
         standing = "no trainer has registered it: dedicated replicas only"
-        return f"job {job.job}: {standing if job.standing else 'its trainer names no run'}"
+        return f"job {job.name}: {standing if job.standing else 'its trainer names no run'}"
     run = job.run
-    since = datetime.fromtimestamp(run.since_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    state = f"last sign {run.silent_s:.0f} s ago"
-    if run.ended:
-        state = "ended"
-    elif not run.live:
+    since = datetime.fromtimestamp(run.since_unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    state = "ended" if run.state == "ended" else f"last sign {run.silent_s:.0f} s ago"
+    if run.state == "silent":
         state += ", so another may begin"
-    return f"job {job.job}: run {run.run} of {run.holder}, since {since}; {state}"
+    return f"job {job.name}: run {run.run} of {run.holder}, since {since}; {state}"
 
 
-def _chain_line(job: pb.JobView) -> str:
+def _chain_line(job: Job) -> str:
     model = job.model or "what replicas start with"
     if not job.chain:
         return f"versions: none yet; version 0 is {model}"
     begins = f"a base, version {job.first_version}" if job.base else model
-    return f"versions: newest {job.latest_version}; {job.chain} known, from {begins} on"
+    return f"versions: newest {job.version}; {job.chain} known, from {begins} on"
 
 
-def _served(rows: Iterable[pb.Replica]) -> str:
+def _served(rows: Iterable[Replica]) -> str:
     counts: dict[int, int] = {}
     for row in rows:
         if row.healthy:
-            counts[row.policy_version] = counts.get(row.policy_version, 0) + 1
-    each = [f"version {version} by {count}" for version, count in sorted(counts.items())]
+            counts[row.version] = counts.get(row.version, 0) + 1
+    each = [f"version {number} by {count}" for number, count in sorted(counts.items())]
     return f"served: {', '.join(each) or 'by no replica'}"
-
-
-def _say(line: str) -> int:
-    sys.stdout.write(line + "\n")
-    return 0

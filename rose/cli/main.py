@@ -1,9 +1,7 @@
 """The `rose` command and its parser: a person gets one line, a script an exit code.
 
-0 done, 1 failed unexpectedly (or a claim of the demo failed), 2 bad input or an unreachable
-service, 130 interrupted.
-
-Errors are one line, and for a typo the nearest known word is suggested.
+Errors are one line, and for a typo the nearest known word is suggested. `rose.cli.exit_codes` has
+the codes.
 """
 
 import argparse
@@ -18,16 +16,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rose.cli.commands import add_operator_commands
+from rose.cli.commands import add_reading_commands
+from rose.cli.completion import add_completion_command
+from rose.cli.examples import examples_of
+from rose.cli.exit_codes import ExitCode, code_of
+from rose.cli.explain import add_explain_command
 from rose.cli.policy import add_policy_commands
+from rose.cli.stops import add_stop_commands
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
+from rose.release import release
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` with one line instead of printing a usage page and exiting."""
+    """Raises `ConfigError` with one line instead of printing a usage page and exiting.
+
+    Its help ends with examples of the command.
+    """
+
+    def format_help(self) -> str:
+        """What `--help` prints."""
+        return super().format_help() + examples_of(self.prog)
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -99,8 +110,6 @@ def nearest(word: str, known: list[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-EXIT_UNEXPECTED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
-
 # Commands with options of their own: everything after the name goes to their main(argv).
 PROCESSES = {
     "scheduler": ("rose.scheduler.main", "lease what nodes offer to jobs"),
@@ -135,20 +144,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except RoseError as error:
-        return _complain(str(error), EXIT_BAD_INPUT)
+        return _complain(str(error), code_of(error))
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (`rose status | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        return _complain(_what_to_install(error.name), EXIT_BAD_INPUT)
+        return _complain(_what_to_install(error.name), ExitCode.BAD_INPUT)
     except Exception as error:  # noqa: BLE001 -- the last resort: no traceback reaches a user
         return _complain(
             f"unexpected {type(error).__name__}: {_first_line(error)}; the traceback is in"
             f" {_keep_traceback(error)}, please report it",
-            EXIT_UNEXPECTED,
+            ExitCode.FOUND,
         )
 
 
@@ -165,14 +174,19 @@ def _run(words: Sequence[str]) -> int:
     if words and words[0] in PROCESSES:
         module = importlib.import_module(PROCESSES[words[0]][0])
         return int(module.main(words[1:]))
-    args = _parser(words).parse_args(words)
+    args = make_parser(words).parse_args(words)
     return int(args.run(args))
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of a command line: of processes it has the names alone."""
+    codes = "; ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     parser: argparse.ArgumentParser = Parser(
-        prog="rose", description="Lend idle LLM serving capacity to RL rollouts."
+        prog="rose",
+        description="Lend idle LLM serving capacity to RL rollouts.",
+        epilog=f"exit codes: {codes}",
     )
+    parser.add_argument("--version", action="version", version=f"rose {release()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     if "demo" in words[:1]:
         # Imported only when asked for: it brings the libraries of the trainer and the pictures.
@@ -185,8 +199,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
     for name, (_, what) in PROCESSES.items():
         commands.add_parser(name, help=what)
-    add_operator_commands(commands)
+    add_reading_commands(commands)
     add_policy_commands(commands)
+    add_stop_commands(commands)
+    add_explain_command(commands)
+    add_completion_command(commands)
     return parser
 
 

@@ -1,92 +1,57 @@
-"""Capacity policies and the operator's stop: `rose policy`, hold, drain, resume, stop-all.
-
-`rose stop-all` returns when every guest that the scheduler knows is gone, as its node measured, or
-says which is not, and of which nothing is known; without a scheduler it leaves the stop in the
-store, where the next one finds it.
-"""
+"""`rose policy`: capacity policies in force, changes of them, and what holds for a node and why."""
 
 import argparse
-import asyncio
 import json
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
+import msgspec
 
-from rose.cli.commands import SchedulerClient, add_scheduler_options
-from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
+from rose.cli.exit_codes import ExitCode
+from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
+from rose.cli.output import (
+    Cell,
+    Format,
+    Said,
+    Table,
+    Tone,
+    View,
+    add_output_options,
+    bytes_of,
+    note,
+    say,
+    share_of,
+    show,
+    write,
+)
+from rose.errors import ConfigError, RefusedError
+from rose.operate.fleet import Capacity, Fleet, Mode, Replica, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
-from rose.security.certificates import taken_certificates
-from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 
 if TYPE_CHECKING:
     # What checks policies takes long to import, for commands that have nothing to do with them.
     from elastic_scheduler.capacity import CapacityPolicy
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-EXIT_DIFFERENT: Final = 1
-# Of `stop-all`: something is there still; nobody measured that nothing is.
-EXIT_LEFT: Final = 1
-EXIT_UNPROVED: Final = 3
-# The longest `staleAfter` that a policy may say: a node without a scheduler lends nothing then.
-STALE_AFTER_S: Final = 5.0
-WITHIN_S: Final = 10.0
-POLL_S: Final = 0.1
-_GIB: Final = 1 << 30
-# A node of 0.2.0 never measures.
-MEASURED_S: Final = 2.0
-STOPS: Final = {
-    "hold": (pb.HARVEST_MODE_HOLD, "grant no new leases; those that live are kept"),
-    "drain": (pb.HARVEST_MODE_HOLD_AND_DRAIN, "grant no new leases and take back those that live"),
-    "resume": (
-        pb.HARVEST_MODE_ACTIVE,
-        "end a hold, a drain or a stop: policies alone decide again",
-    ),
-}
+COLUMNS: Final = (
+    ("NAME", "name"),
+    ("MODE", "mode"),
+    ("STOP", "stopPolicy"),
+    ("NODES", "nodeSelector"),
+    ("COMPUTE", "maxHarvest.compute"),
+    ("MEMORY", "maxHarvest.memory"),
+    ("MOST NODES", "maxHarvest.nodes"),
+    ("SLACK", "slackShare"),
+    ("OBJECTIVE", "sloBudget.objective"),
+    ("CANARY", "canary.percent"),
+)
+# Averages over less say nothing that the figures of the moment do not.
+LEAST_ADVISED_S: Final = 60.0
 
 
-class PolicyClient(SchedulerClient):
-    """Calls of a scheduler about policies. Raises as `SchedulerClient` does."""
-
-    def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return RefusedError(
-                f"the scheduler at {self._address} is of an older release and knows no policies;"
-                " upgrade it, or use `rose harvest`"
-            )
-        return super()._meaning(code, details)
-
-    def policies(self) -> list[pb.PolicyView]:
-        """All policies in force."""
-        ask = pb.ListPoliciesRequest()
-        return list(self._call(lambda s: s.ListPolicies(ask, timeout=self._timeout_s)).policies)
-
-    def apply(self, policy: "CapacityPolicy", *, dry_run: bool = False) -> bool:
-        """Put a policy in force, or only have it checked; whether that changes anything."""
-        ask = pb.ApplyPolicyRequest(policy=policy.to_json(), dry_run=dry_run)
-        return self._call(lambda s: s.ApplyPolicy(ask, timeout=self._timeout_s)).changed
-
-    def delete(self, name: str) -> None:
-        """Take a policy out of force."""
-        ask = pb.DeletePolicyRequest(name=name)
-        self._call(lambda s: s.DeletePolicy(ask, timeout=self._timeout_s))
-
-    def explain(self, node: str) -> list[pb.NodeCapacity]:
-        """Which policy decided what, of one node, or of all ("")."""
-        ask = pb.ExplainPolicyRequest(node=node)
-        return list(self._call(lambda s: s.ExplainPolicy(ask, timeout=self._timeout_s)).nodes)
-
-    def stop(self, mode: "pb.HarvestMode.ValueType", replica: str = "") -> int:
-        """Set the operator's stop, and no policy; returns the leases it released."""
-        ask = pb.SetHarvestRequest(mode=mode, replica=replica, stop_alone=True)
-        return self._call(lambda s: s.SetHarvest(ask, timeout=self._timeout_s)).released
-
-
-def add_policy_commands(subparsers: "Subparsers") -> None:
+def add_policy_commands(subparsers: Subparsers) -> None:
     """Add them to the command line; `args.run` is what carries one out."""
     policy = subparsers.add_parser("policy", help="say what may be lent, where and when")
     verbs = policy.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -100,60 +65,90 @@ def add_policy_commands(subparsers: "Subparsers") -> None:
     ):
         verb = verbs.add_parser(name, help=what)
         verb.set_defaults(run=run)
+        _add_arguments(verb, name)
         add_scheduler_options(verb)
-        if name in ("apply", "diff"):
-            verb.add_argument("file", type=Path, metavar="FILE", help="JSON: a policy, or a list")
-        elif name in ("set", "delete"):
+
+
+def _add_arguments(verb: argparse.ArgumentParser, name: str) -> None:
+    match name:
+        case "apply" | "diff":
+            verb.add_argument(
+                "file", type=Path, metavar="FILE", help="JSON or YAML: a policy, or a list"
+            )
+        case "set" | "delete":
             verb.add_argument("name", metavar="NAME")
-        elif name == "get":
+        case "get":
             verb.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all")
-        else:
+        case _:
             verb.add_argument("node", nargs="?", default="", metavar="NODE", help="default: all")
-        if name == "apply":
-            verb.add_argument("--dry-run", action="store_true", help="check it, change nothing")
-        if name == "set":
-            verb.add_argument("changes", nargs="+", metavar="FIELD=VALUE")
-    _add_stops(subparsers)
+    if name == "set":
+        verb.add_argument("changes", nargs="+", metavar="FIELD=VALUE")
+    if name in ("apply", "set", "delete"):
+        add_dry_run(verb)
+    else:
+        add_output_options(verb, watch=name == "explain")
 
 
-def _add_stops(subparsers: "Subparsers") -> None:
-    for name, (_, what) in STOPS.items():
-        stop = subparsers.add_parser(name, help=what)
-        stop.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
-        add_scheduler_options(stop)
-        stop.set_defaults(run=_stop, stop=name)
-    stop_all = subparsers.add_parser(
-        "stop-all", help="end all lending and all guests, and see them gone; `rose resume` ends it"
-    )
-    add_scheduler_options(stop_all)
-    stop_all.add_argument(
-        "--within", type=float, default=WITHIN_S, metavar="S", help=f"default {WITHIN_S:g}"
-    )
-    add_store_options(stop_all, "of the scheduler, for when none answers: ")
-    stop_all.set_defaults(run=_stop_all)
-
-
-def _client(args: argparse.Namespace) -> PolicyClient:
-    return PolicyClient(args.scheduler, certificates=taken_certificates(vars(args)))
-
-
-# ---- policies ----
+# ---- get ----
 
 
 def _get(args: argparse.Namespace) -> int:
-    views = _client(args).policies()
+    views = client_of(args).policies()
     if args.name:
         views = [_named(views, args.name)]
     said = [json.loads(view.policy) for view in views]
-    _print(json.dumps(said[0] if args.name else said, indent=2))
+    data = said[0] if args.name else said
+    lines = () if views else ("no policy is in force: nothing is lent",)
+    table = _fields_table(said[0]) if args.name else _policies_table(said, views)
+    write(View(data, lines, (table,)), Format(args.output))
     for view in views:
         if view.halted:
-            sys.stderr.write(f"{view.name}: canary halted: {view.halted}\n")
-    return 0
+            note(f"policy {view.name}: canary halted: {view.halted}")
+    return ExitCode.DONE
+
+
+def _policies_table(said: list[dict[str, Any]], views: list[pb.PolicyView]) -> Table:
+    rows: list[tuple[Said, ...]] = []
+    for policy, view in zip(said, views, strict=True):
+        flat = _paths(policy)
+        selector = policy.get("nodeSelector")
+        flat["nodeSelector"] = _selected(selector) if selector else "all"
+        mode = Cell("halted", Tone.BAD) if view.halted else flat.get("mode", "Advisory")
+        rest = (flat.get(path, "-") for _, path in COLUMNS[2:])
+        rows.append((flat["name"], mode, *rest))
+    return Table(tuple(title for title, _ in COLUMNS), tuple(rows))
+
+
+def _selected(selector: dict[str, Any]) -> str:
+    labels = [f"{key}={value}" for key, value in selector.get("matchLabels", {}).items()]
+    return ",".join([*labels, *selector.get("names", [])]) or "all"
+
+
+def _fields_table(policy: dict[str, Any]) -> Table:
+    return Table(("FIELD", "VALUE"), tuple(_paths(policy).items()))
+
+
+# ---- apply, diff, set, delete ----
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field that would change; none of a policy that is new, or whose halt would end."""
+
+    policy: str
+    field: str = ""
+    before: str = ""
+    after: str = ""
+    what: str = ""
+
+    def __str__(self) -> str:
+        if self.what:
+            return f"policy {self.policy}: {self.what}"
+        return f"policy {self.policy}: {self.field}: {self.before} -> {self.after}"
 
 
 def _apply(args: argparse.Namespace) -> int:
-    client = _client(args)
+    client = client_of(args)
     policies = _read(args.file)
     # All are checked before the first is in force.
     changes = [client.apply(policy, dry_run=True) for policy in policies]
@@ -161,33 +156,28 @@ def _apply(args: argparse.Namespace) -> int:
         if changed and not args.dry_run:
             client.apply(policy)
         what = ("would change" if args.dry_run else "applied") if changed else "unchanged"
-        _print(f"policy {policy.name}: {what}")
-    return 0
+        say(f"policy {policy.name}: {what}")
+    return ExitCode.DONE
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from elastic_scheduler.capacity import parse_policy
-
-    force = {view.name: view for view in _client(args).policies()}
-    different = False
-    for policy in _read(args.file):
-        view = force.get(policy.name)
-        now = {} if view is None else _flat(parse_policy(view.policy))
-        for line in _differences(policy.name, now, _flat(policy)):
-            different = True
-            _print(line)
-        if view is not None and view.halted:
-            different = True
-            _print(f"policy {policy.name}: applying it ends the halt of its canary: {view.halted}")
-    return EXIT_DIFFERENT if different else 0
+    force = {view.name: view for view in client_of(args).policies()}
+    found = [
+        difference
+        for policy in _read(args.file)
+        for difference in _differences(force.get(policy.name), policy)
+    ]
+    write(View(found, tuple(map(str, found))), Format(args.output))
+    return ExitCode.FOUND if found else ExitCode.DONE
 
 
 def _set(args: argparse.Namespace) -> int:
     from elastic_scheduler.capacity import policy_of
     from elastic_scheduler.errors import PolicyError
 
-    client = _client(args)
-    said = json.loads(_named(client.policies(), args.name).policy)
+    client = client_of(args)
+    view = _named(client.policies(), args.name)
+    said = json.loads(view.policy)
     for change in args.changes:
         path, equals, text = change.partition("=")
         if not (path and equals) or path == "name":
@@ -197,68 +187,26 @@ def _set(args: argparse.Namespace) -> int:
         policy = policy_of(said)
     except PolicyError as error:
         raise ConfigError(str(error)) from None
+    if args.dry_run:
+        client.apply(policy, dry_run=True)
+        say(*(map(str, _differences(view, policy)) or (f"policy {args.name}: unchanged",)))
+        return ExitCode.DONE
     changed = client.apply(policy)
-    _print(f"policy {args.name}: {'applied' if changed else 'unchanged'}")
-    return 0
+    say(f"policy {args.name}: {'applied' if changed else 'unchanged'}")
+    return ExitCode.DONE
 
 
 def _delete(args: argparse.Namespace) -> int:
-    _client(args).delete(args.name)
-    _print(f"policy {args.name}: deleted")
-    return 0
-
-
-def _explain(args: argparse.Namespace) -> int:
-    nodes = _client(args).explain(args.node)
-    for row in nodes:
-        for line in explained(row):
-            _print(line)
-    if not nodes:
-        _print("no node is attached")
-    return 0
-
-
-def explained(row: pb.NodeCapacity) -> Iterator[str]:
-    """Lines about one node: what holds, why not more, and whose each field is."""
-    mode, would = _mode(row.mode), _mode(row.would)
-    advice = f"; an Active policy would: {would}" if would != mode else ""
-    busy = (
-        f"; its host works {row.busy_share:.0%} of the time" if row.HasField("busy_share") else ""
-    )
-    yield f"{row.node}: {mode}{advice}{busy}"
-    yield from _in_figures(row)
-    for limit in row.limits:
-        yield f"  held back by {limit}"
-    for field in row.fields:
-        yield f"  {field.path}: {field.value} ({field.policy})"
-
-
-def _in_figures(row: pb.NodeCapacity) -> Iterator[str]:
-    """What it lends, or would, in bytes and share of compute: now, and on the average."""
-    verb = "lends up to" if row.mode == row.would else "would lend"
-    figures = []
-    if row.HasField("lend_bytes"):
-        figures.append(f"{row.lend_bytes / _GIB:.1f} GiB of KV memory")
-    if row.HasField("lend_compute"):
-        figures.append(f"{row.lend_compute:.0%} of compute")
-    if not figures:
-        return
-    yield f"  {verb} {' and '.join(figures)} now"
-    if row.advised_s > 0:
-        memory = row.advised_byte_s / row.advised_s / _GIB
-        compute = row.advised_compute_s / row.advised_s
-        yield (
-            f"  on the average of {row.advised_s / 60:.0f} min: {memory:.1f} GiB and {compute:.0%}"
-        )
-
-
-def _mode(mode: "pb.HarvestMode.ValueType") -> str:
-    return {
-        pb.HARVEST_MODE_ACTIVE: "lends",
-        pb.HARVEST_MODE_HOLD: "lends nothing new",
-        pb.HARVEST_MODE_HOLD_AND_DRAIN: "gives back what it lends",
-        pb.HARVEST_MODE_OFF: "lends nothing",
-    }.get(mode, "unknown")
+    client = client_of(args)
+    if args.dry_run:
+        _named(client.policies(), args.name)
+        held = [row.node for row in client.explain("") if args.name in row.policies]
+        named = f" ({', '.join(held[:5])}{', …' if len(held) > 5 else ''})" if held else ""
+        say(f"policy {args.name}: would be deleted; it holds for {len(held)} nodes{named}")
+        return ExitCode.DONE
+    client.delete(args.name)
+    say(f"policy {args.name}: deleted")
+    return ExitCode.DONE
 
 
 def _named(views: list[pb.PolicyView], name: str) -> pb.PolicyView:
@@ -270,38 +218,60 @@ def _named(views: list[pb.PolicyView], name: str) -> pb.PolicyView:
 
 
 def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
-    from elastic_scheduler.capacity import read_policies
+    from elastic_scheduler.capacity import policy_of, read_policies
     from elastic_scheduler.errors import PolicyError
 
     try:
-        return read_policies(file)
+        if file.suffix not in (".yaml", ".yml"):
+            return read_policies(file)
+        said = msgspec.yaml.decode(file.read_bytes())
+        return tuple(policy_of(each) for each in (said if isinstance(said, list) else [said]))
     except PolicyError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); check the path") from None
+    except msgspec.DecodeError as error:
+        line = str(error).splitlines()[0]
+        raise ConfigError(f"{file} is no YAML ({line}); write one policy, or a list") from None
 
 
-def _flat(policy: "CapacityPolicy") -> dict[str, str]:
-    """Every field by its path, defaults included."""
-    found: dict[str, str] = {}
-
-    def walk(value: Any, path: str) -> None:  # noqa: ANN401 - JSON
-        if isinstance(value, dict):
-            for key, each in value.items():
-                walk(each, f"{path}.{key}" if path else key)
-        else:
-            found[path] = json.dumps(value)
-
-    walk(policy.model_dump(mode="json", by_alias=True), "")
-    return found
+def _paths(value: dict[str, Any]) -> dict[str, str]:
+    """Every field by its path, values as people write them."""
+    return {
+        path: text if isinstance(text, str) else json.dumps(text) for path, text in _leaves(value)
+    }
 
 
-def _differences(name: str, now: dict[str, str], wanted: dict[str, str]) -> Iterator[str]:
-    if not now:
-        yield f"policy {name}: new"
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
+    if not isinstance(value, dict):
+        yield path, value
         return
-    for path in sorted(now.keys() | wanted.keys()):
-        before, after = now.get(path, "–"), wanted.get(path, "–")
-        if before != after:
-            yield f"policy {name}: {path}: {before} -> {after}"
+    for key, each in value.items():
+        yield from _leaves(each, f"{path}.{key}" if path else key)
+
+
+def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[Difference]:
+    """What putting a policy in force changes, defaults included."""
+    from elastic_scheduler.capacity import parse_policy
+
+    if view is None:
+        return [Difference(wanted.name, what="new")]
+    now, then = (
+        {path: json.dumps(value) for path, value in _leaves(dumped)}
+        for dumped in (
+            each.model_dump(mode="json", by_alias=True)
+            for each in (parse_policy(view.policy), wanted)
+        )
+    )
+    found = [
+        Difference(wanted.name, path, now.get(path, "–"), then.get(path, "–"))
+        for path in sorted(now.keys() | then.keys())
+        if now.get(path) != then.get(path)
+    ]
+    if view.halted:
+        what = f"applying it ends the halt of its canary: {view.halted}"
+        found.append(Difference(wanted.name, what=what))
+    return found
 
 
 def _put(said: dict[str, Any], path: list[str], value: object) -> None:
@@ -320,117 +290,104 @@ def _value(text: str) -> object:
         return text
 
 
-# ---- the operator's stop ----
+# ---- explain ----
 
 
-def _stop(args: argparse.Namespace) -> int:
-    mode, _ = STOPS[args.stop]
-    released = _client(args).stop(mode, args.replica)
-    whom = args.replica or "all replicas"
-    _print(f"{args.stop} of {whom}; {released} leases are being released")
-    return 0
+@dataclass(frozen=True, slots=True)
+class NodePolicy:
+    """What holds for a node, and what its guests do under it."""
+
+    node: str
+    capacity: Capacity
+    guests: tuple[Replica, ...]
 
 
-def _stop_all(args: argparse.Namespace) -> int:
-    client = _client(args)
-    began_s = time.monotonic()
-    try:
-        client.stop(pb.HARVEST_MODE_OFF)
-    except UnavailableError:
-        if args.store is None:
-            raise
-        name = taken_store(args)
-        if not name.is_etcd and not Path(name.name).exists():
-            raise ConfigError(
-                f"store {name.name} does not exist; give the --store of the scheduler"
-            ) from None
-        asyncio.run(_leave_in_store(name))
-        _print(f"no scheduler answers: {args.store} says stop, and the next one obeys it")
-        _print(f"nodes without a scheduler lend nothing after staleAfter ({STALE_AFTER_S:g} s)")
-        _print("no node was asked what is left: nothing is proved")
-        return EXIT_UNPROVED
-    return _see_gone(client, began_s, began_s + args.within)
+def _explain(args: argparse.Namespace) -> int:
+    client = client_of(args)
+
+    def read() -> View:
+        rows = client.explain(args.node)
+        fleet = fleet_of(client.snapshot()) if rows else None
+        found = [_policy_of(row, fleet) for row in rows]
+        lines = tuple(line for each in found for line in explained(each))
+        return View(found, lines or ("no node is attached",))
+
+    show(args, read)
+    return ExitCode.DONE
 
 
-async def _leave_in_store(name: StoreName) -> None:
-    # Imported here: they take long to import, for commands that have nothing to do with them.
-    from elastic_scheduler import HarvestMode
-    from rose.scheduler.persistence import save_mode, save_stop
-
-    store = open_store(name)
-    try:
-        for write in (save_stop(HarvestMode.OFF), save_mode(HarvestMode.OFF, None)):
-            assert write.value is not None
-            await store.put(write.key, write.value)
-    finally:
-        await store.close()
+def _policy_of(row: pb.NodeCapacity, fleet: Fleet | None) -> NodePolicy:
+    replicas = fleet.replicas_of(row.node) if fleet else []
+    return NodePolicy(row.node, capacity_of(row), tuple(r for r in replicas if r.is_guest))
 
 
-def _see_gone(client: PolicyClient, began_s: float, deadline_s: float) -> int:
-    """Until no guest holds anything, as measured; what is left at the deadline is said.
-
-    Also until each known node is attached, or was away for so long that it surely lends nothing.
-    """
-    while True:
-        snapshot = client.snapshot()
-        guests = guests_of(snapshot)
-        left = [line for guest in guests if (line := still_there(guest))]
-        unmeasured = unmeasured_of(snapshot)
-        now_s = time.monotonic()
-        measured = not unmeasured or now_s > began_s + MEASURED_S
-        settled = all(node.away_s > STALE_AFTER_S for node in snapshot.away)
-        if (measured and settled and not left) or now_s > deadline_s:
-            break
-        time.sleep(POLL_S)
-    for line in (*left, *map(_unproved, snapshot.away)):
-        _print(line)
-    if unmeasured:
-        _print(f"unproved: {', '.join(unmeasured)}: nobody measured what is left; ask its node")
-    took_s = time.monotonic() - began_s
-    away = f"; {len(snapshot.away)} known nodes are not attached" if snapshot.away else ""
-    _print(
-        f"stopped {len(guests) - len(left)}/{len(guests)} guests in {took_s:.1f} s: 0 bytes held,"
-        f" duty 0%{away}"
+def explained(found: NodePolicy, now: Callable[[], datetime] = datetime.now) -> Iterator[str]:
+    """Lines about one node: what it comes to, what holds, why not more, whose each field is."""
+    capacity = found.capacity
+    held = f"; held back by {'; '.join(capacity.limits)}" if capacity.limits else ""
+    yield f"{found.node}: {_harvest(capacity, now())}{held}"
+    advice = (
+        f"; an Active policy would: {WORDS[capacity.would]}"
+        if capacity.would is not capacity.mode
+        else ""
     )
-    if left:
-        return EXIT_LEFT
-    return EXIT_UNPROVED if unmeasured or snapshot.away else 0
+    yield f"  {WORDS[capacity.mode]}{advice}{_load(capacity)}"
+    yield from _in_figures(capacity)
+    for guest in found.guests:
+        if guest.engine is not None:
+            yield (
+                f"  {guest.name}: {guest.engine.grant}, duty {guest.engine.duty:.0%}:"
+                f" {guest.engine.why or guest.engine.state}"
+            )
+    for field in capacity.fields:
+        yield f"  {field.path}: {field.value} ({field.policy})"
 
 
-def _unproved(node: pb.AwayNode) -> str:
-    """What is known of a node that nobody can ask."""
-    lends = (
-        "it holds no lease any more, and lends nothing"
-        if node.away_s > STALE_AFTER_S
-        else f"it lends nothing from staleAfter ({STALE_AFTER_S:g} s) on"
-    )
-    return (
-        f"unproved: node {node.node} is not attached, last heard {node.away_s:.0f} s ago: {lends};"
-        " `rose kill RUN_DIR` there measures its guest"
-    )
+WORDS: Final = {
+    Mode.ACTIVE: "lends",
+    Mode.HOLD: "lends nothing new",
+    Mode.DRAIN: "gives back what it lends",
+    Mode.OFF: "lends nothing",
+    Mode.UNKNOWN: "unknown",
+}
 
 
-def unmeasured_of(snapshot: pb.SnapshotReply) -> list[str]:
-    """Guests of attached nodes of which nobody said what they hold, by name."""
-    measured = {guest.replica for guest in snapshot.guests if guest.HasField("held_bytes")}
-    told = {guest.replica for guest in guests_of(snapshot)}
-    offered = {each.id for each in snapshot.replicas if each.kind == pb.REPLICA_KIND_GUEST}
-    return sorted((told | offered) - measured)
+def _harvest(capacity: Capacity, now: datetime) -> str:
+    """`would harvest 38.0 GiB, 61% of compute since 09:12`: on the average of that time."""
+    lends = capacity.mode is capacity.would is Mode.ACTIVE
+    verb = "may harvest" if lends else "would harvest"
+    if capacity.lend_bytes is None and capacity.lend_compute is None:
+        return f"{verb} what its node has not said yet"
+    averaged = capacity.advised_s >= LEAST_ADVISED_S
+    memory = capacity.advised_bytes if averaged else capacity.lend_bytes
+    compute = capacity.advised_compute if averaged else capacity.lend_compute
+    figures = [
+        *([] if capacity.lend_bytes is None else [bytes_of(memory)]),
+        *([] if capacity.lend_compute is None else [f"{share_of(compute)} of compute"]),
+    ]
+    when = f"since {_since(capacity.advised_s, now)}" if averaged else "now"
+    return f"{verb} {', '.join(figures)} {when}"
 
 
-def guests_of(snapshot: pb.SnapshotReply) -> list[pb.GuestTelemetry]:
-    """Guests alone: dedicated replicas belong to the jobs, and a stop leaves them."""
-    kinds = {replica.id: replica.kind for replica in snapshot.replicas}
-    return [g for g in snapshot.guests if kinds.get(g.replica) != pb.REPLICA_KIND_DEDICATED]
+def _since(over_s: float, now: datetime) -> str:
+    """The time of day at which that began, with its date where it was no time of today."""
+    began = datetime.fromtimestamp(now.timestamp() - over_s)
+    return f"{began:%H:%M}" if began.date() == now.date() else f"{began:%b %d, %H:%M}"
 
 
-def still_there(guest: pb.GuestTelemetry) -> str:
-    """What is left of a guest, in words; empty for nothing."""
-    if guest.held_bytes or guest.duty > 0 or guest.state in ("healthy", "starting"):
-        held = f"{guest.held_bytes / (1 << 20):.1f} MiB"
-        return f"{guest.replica}: {guest.state}, holds {held}, duty {guest.duty:.0%}"
-    return ""
+def _load(capacity: Capacity) -> str:
+    busy, full = capacity.busy_share, capacity.kv_share
+    said = "" if busy is None else f"; its host works {busy:.0%} of the time"
+    return said if full is None else f"{said}; its host's KV cache is {full:.0%} full"
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
+def _in_figures(capacity: Capacity) -> Iterator[str]:
+    """What it lends, or would, in bytes and share of compute at this moment."""
+    verb = "lends up to" if capacity.mode is capacity.would else "would lend"
+    figures = []
+    if capacity.lend_bytes is not None:
+        figures.append(f"{bytes_of(capacity.lend_bytes)} of KV memory")
+    if capacity.lend_compute is not None:
+        figures.append(f"{share_of(capacity.lend_compute)} of compute")
+    if figures:
+        yield f"  {verb} {' and '.join(figures)} now"

@@ -28,10 +28,10 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from rose.cli.commands import SchedulerClient
 from rose.cli.main import Parser
 from rose.errors import ConfigError, RoseError
 from rose.node.config import NodeConfig
+from rose.operate.client import SchedulerClient
 from rose.security.certificates import add_certificate_options, taken_certificates
 
 LEFT_OUT = "(left out)"

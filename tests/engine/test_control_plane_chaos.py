@@ -16,7 +16,7 @@ import pytest
 from counted_turns import IN_FLIGHT, CountedTurns, counted_turns
 from little_cluster import JOB, LittleCluster, little_cluster, tensors
 
-from rose.cli.commands import SchedulerClient
+from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import WeightPublisher
 from tests.awaited import until_async

@@ -23,7 +23,7 @@ from rose.bench.micro.failover import (
     leased,
     register,
 )
-from rose.cli.commands import SchedulerClient
+from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.leader_channel import LeaderChannel

@@ -30,9 +30,9 @@ import msgspec
 from elastic_scheduler.capacity import parse_policy
 from executor import ControlPage, GuestState, HostState
 from rose.addresses import free_ports
-from rose.cli.policy import PolicyClient
 from rose.errors import RoseError, UnavailableError
 from rose.node.guest.guest_record import running_guests
+from rose.operate.client import PolicyClient
 from rose.process.child import group_alive
 from rose.process.procfs import group_bytes, group_cpu_s
 from rose.rpc import rose_pb2 as pb

@@ -79,10 +79,11 @@ def test_a_job_is_shown_with_its_run_its_versions_and_what_is_served(
         " last sign 2 s ago",
         "versions: newest 7; 3 known, from a base, version 5 on",
         "served: version 6 by 1, version 7 by 1",
-        " replica  kind       node  serves    state",
-        " g0       guest      n0    7         serving",
-        " d0       dedicated  n0    6         serving",
-        " d1       dedicated  n0    3 of old  syncing",
+        "",
+        "REPLICA  KIND       NODE  SERVES    STATE",
+        "d0       dedicated  n0    6         serving",
+        "d1       dedicated  n0    3 of old  syncing",
+        "g0       guest      n0    7         serving",
     ]
     assert said(capsys, "show", "idle", "--scheduler", address) == [
         "job idle: no trainer has registered it: dedicated replicas only",
@@ -112,6 +113,8 @@ def test_a_job_that_is_dropped_is_told_with_all_that_is_forgotten(
         (["drop"], "say which job"),
         (["list", "grpo"], "leave 'grpo' out"),
         (["end", "grpo", "--force"], "--force is of `rose jobs drop`"),
+        (["show", "grpo", "--dry-run"], "leave --dry-run out"),
+        (["end", "grpo", "--watch"], "--watch looks"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(

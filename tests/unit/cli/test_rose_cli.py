@@ -9,10 +9,11 @@ from types import ModuleType
 import grpc
 import pytest
 
-from rose.cli import commands
-from rose.cli.commands import summary
+from rose.cli import stops
 from rose.cli.main import main
+from rose.cli.tables import summary
 from rose.errors import ConfigError
+from rose.operate.fleet import fleet_of
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 
@@ -92,7 +93,6 @@ def scheduler() -> Iterator[tuple[AnsweringScheduler, str]]:
         (["status", "extra"], "'extra'"),
         (["revoke"], "REPLICA"),
         (["status", "--scheduler", "nowhere"], "HOST:PORT"),
-        (["status", "--scheduler", "127.0.0.1:1"], "no scheduler answers"),
         (["kill", "/no/such/folder"], "run folder"),
         (["scheduler", "--prot", "1"], "'--port'"),
     ],
@@ -212,7 +212,7 @@ def test_no_traceback_reaches_a_user(
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(commands, "_kill_file", fail)
+    monkeypatch.setattr(stops, "_kill_file", fail)
     assert main(["kill", "x"]) == code
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -232,5 +232,16 @@ def test_a_missing_extra_is_named(
 
 
 def test_the_status_says_that_the_store_does_not_answer() -> None:
-    assert "store" not in summary(pb.SnapshotReply())
-    assert "store has not answered for 7 s" in summary(pb.SnapshotReply(store_stalled_s=7.2))
+    assert "store" not in summary(fleet_of(pb.SnapshotReply()))
+    stalled = fleet_of(pb.SnapshotReply(store_stalled_s=7.2))
+    assert "store has not answered for 7 s" in summary(stalled)
+
+
+def test_a_scheduler_that_is_not_there_has_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["status"], ["policy", "set", "p", "mode=Off"], ["drain"], ["jobs", "end", "j"]):
+        assert main([*words, "--scheduler", "127.0.0.1:1"]) == 4
+        err = capsys.readouterr().err
+        assert "no scheduler answers" in err
+        assert err.count("\n") == 1

@@ -6,12 +6,12 @@ import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
 
-from rose.cli.commands import explain
-from rose.errors import ConfigError, RefusedError
+from rose.cli.explain import explain
+from rose.errors import ConfigError, RefusedError, UnavailableError
 from tests.fakes.replica import StandInReplica
 
 
-async def test_a_trajectory_can_be_asked_why(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_trajectory_can_be_asked_why() -> None:
     async with StandInReplica() as one, StandInReplica() as two:
         rows = entry(one, "guest-0"), entry(two, "own-0")
         async with gateway_with(*rows) as gateway, aiohttp.ClientSession() as http:
@@ -33,8 +33,8 @@ async def test_a_trajectory_can_be_asked_why(capsys: pytest.CaptureFixture[str])
             assert {name for name, _ in first["weighed"]} == {"guest-0", "own-0"}
             assert second["why"] == "holds the prefix"
             assert 0 <= second["age_s"] < 60
-            await asyncio.to_thread(explain, base_url(gateway), "episode/1")
-            lines = capsys.readouterr().out.splitlines()
+            found = await asyncio.to_thread(explain, base_url(gateway), "episode/1")
+            lines = [str(line) for line in found.lines]
             assert len(lines) == 2
             assert f"q2  -> {first['replica']}: holds the prefix" in lines[1]
             with pytest.raises(RefusedError, match="remembers no choice for 'unheard'"):
@@ -42,7 +42,7 @@ async def test_a_trajectory_can_be_asked_why(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_gateway_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="no gateway answers"):
+    with pytest.raises(UnavailableError, match="no gateway answers"):
         explain("http://127.0.0.1:1", "x")
     with pytest.raises(ConfigError, match="write http"):
         explain("file:///etc", "x")

@@ -12,7 +12,8 @@ import pytest
 from gateway_cases import entry, gateway_with, until
 from wire_cases import VLLM, vllm_body
 
-from rose.cli.commands import explain
+from rose.cli.explain import explain
+from rose.cli.output import View
 from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampling
 from rose.errors import ConfigError, RefusedError
 from rose.gateway import Gateway, GatewaySettings
@@ -200,14 +201,14 @@ async def test_the_trainers_client_shows_its_newest_token(case: Case) -> None:
             await client.generate([1, 2], Sampling(max_tokens=2))
         file.write_text(issue(case.key, JOB, "eval"))
         await client.generate([1, 2], Sampling(max_tokens=2), request_id="q")
-    assert (await _explained(case, "q", issue(case.key, JOB, "eval"))) == 0
+    assert len((await _explained(case, "q", issue(case.key, JOB, "eval"))).lines) == 1
     with pytest.raises(RefusedError, match="remembers no choice"):
         await _explained(case, "q", issue(case.key, JOB))
     with pytest.raises(RefusedError, match="--token-file"):
         await _explained(case, "q", "")
 
 
-async def _explained(case: Case, subject: str, token: str) -> int:
+async def _explained(case: Case, subject: str, token: str) -> View:
     reader = case.certificates.of(Role.NODE, "reader")
     return await asyncio.to_thread(explain, case.url, subject, "", token, reader)
 

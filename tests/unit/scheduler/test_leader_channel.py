@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from rose.addresses import free_port
-from rose.cli.commands import SchedulerClient
 from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.leader_channel import (

@@ -10,8 +10,9 @@ from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import policy_of
-from rose.cli.policy import explained
+from rose.cli.policy import NodePolicy, explained
 from rose.errors import ConfigError, RefusedError
+from rose.operate.fleet import capacity_of
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.capacity import MAX_OVERRIDES, MOST_BYTES, policy_applied
 from rose.scheduler.messages import (
@@ -81,7 +82,8 @@ def test_advice_says_bytes_and_compute() -> None:
     assert (row.mode, row.would) == (pb.HARVEST_MODE_OFF, pb.HARVEST_MODE_ACTIVE)
     assert (row.lend_bytes, row.lend_compute) == (1 << 30, 0.75)
     assert (row.advised_byte_s, row.advised_compute_s) == (2.0 * (1 << 30), 1.5)
-    assert "  would lend 1.0 GiB of KV memory and 75% of compute now" in [*explained(row)]
+    said = [*explained(NodePolicy("n0", capacity_of(row), ()))]
+    assert "  would lend 1.0 GiB of KV memory and 75% of compute now" in said
     apply(bench, mode="Advisory", stopPolicy="Hold")
     [note] = [a for a in bench.actions if isinstance(a, LogRecord) and a.event == "capacity_advice"]
     assert (note.fields["would"], note.fields["bytes"], note.fields["compute"]) == ("hold", 0, 0.0)

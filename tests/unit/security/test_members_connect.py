@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rose.cli.commands import SchedulerClient
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.gateway import GatewaySettings
 from rose.gateway.replicas.table import ReplicaEntry
@@ -16,6 +15,7 @@ from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
 from rose.node.config import NodeConfig
 from rose.node.scheduler_session import SchedulerSession
+from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.main import SchedulerSettings, serve, settings_of
 from rose.security import CertificateFiles, Role

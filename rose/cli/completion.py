@@ -1,0 +1,41 @@
+"""`rose completion bash|zsh|fish`: a script that completes commands, options, choices and files.
+
+shtab writes it from the parsers: nothing of ROSE is started when somebody presses the tab key.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from rose.cli.exit_codes import ExitCode
+from rose.cli.options import Subparsers
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+def add_completion_command(subparsers: Subparsers) -> None:
+    """Add it to the command line; `args.run` is what carries it out."""
+    parser = subparsers.add_parser("completion", help="print a script that completes `rose`")
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=_complete)
+
+
+def _complete(args: argparse.Namespace) -> int:
+    sys.stdout.write(script(args.shell))
+    return ExitCode.DONE
+
+
+def script(shell: str) -> str:
+    """Return the script for a shell, of all commands that are installed here."""
+    # Imported here: parsers of all processes are needed, and nothing else.
+    import shtab
+
+    from rose.cli.parsers import every_command, whole_parser
+
+    parser = whole_parser()
+    for _, command in (("", parser), *every_command(parser)):
+        for action in command._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it
+    return str(shtab.complete(parser, shell=shell))

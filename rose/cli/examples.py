@@ -1,0 +1,94 @@
+"""An example or two of every command, as its help and the reference show them.
+
+A test runs each of them: those of processes that serve, or need an engine, as far as their command
+line goes, all others to their end, against a scheduler with stand-in nodes.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "status": ("rose status", "rose status --watch 5", "rose status -o json"),
+        "nodes": ("rose nodes", "rose nodes serving-0 -o yaml"),
+        "replicas": ("rose replicas --node serving-0", "rose replicas --job grpo -o json"),
+        "top": ("rose top", "rose top --node serving-0 --once"),
+        "jobs": ("rose jobs", "rose jobs show grpo", "rose jobs end grpo --dry-run"),
+        "explain": ("rose explain episode-1 --gateway http://127.0.0.1:8000",),
+        "policy": ("rose policy explain serving-0",),
+        "policy get": ("rose policy get", "rose policy get chat -o yaml"),
+        "policy apply": (
+            "rose policy apply policy.json --dry-run",
+            "rose policy apply policy.json",
+        ),
+        "policy diff": ("rose policy diff policy.json",),
+        "policy set": (
+            "rose policy set chat slackShare=0.2 --dry-run",
+            "rose policy set chat mode=Advisory maxHarvest.nodes=25%",
+        ),
+        "policy delete": ("rose policy delete chat --dry-run",),
+        "policy explain": ("rose policy explain serving-0", "rose policy explain -o json"),
+        "hold": ("rose hold", "rose hold --replica guest-0"),
+        "drain": ("rose drain --dry-run", "rose drain"),
+        "stop-all": ("rose stop-all --dry-run", "rose stop-all"),
+        "resume": ("rose resume",),
+        "harvest": ("rose harvest hold --dry-run",),
+        "revoke": ("rose revoke guest-0 --reason stuck",),
+        "kill": ("rose kill run/serving-0 --dry-run", "rose kill run/serving-0"),
+        "unkill": ("rose unkill run/serving-0",),
+        "audit": ("rose audit verify run/s1/audit-scheduler.jsonl",),
+        "audit verify": ("rose audit verify run/s1/audit-scheduler.jsonl",),
+        "audit tail": ("rose audit tail -n 5 run/s1/audit-scheduler.jsonl",),
+        "usage": ("rose usage --since 7d run/s1/usage.jsonl",),
+        "support-bundle": (
+            "rose support-bundle --out help.tar.gz --log-dir run/s1 --scheduler 127.0.0.1:7400",
+        ),
+        "doctor": ("rose doctor --config node.json",),
+        "certs": ("rose certs init --cluster prod",),
+        "certs init": ("rose certs init --cluster prod",),
+        "certs issue": ("rose certs issue operator ada", "rose certs issue node serving-0"),
+        "certs show": ("rose certs show certs/operator-ada.pem",),
+        "token": ("rose token issue --job grpo --ttl 1h --out grpo.token",),
+        "token key": ("rose token key --out token.key",),
+        "token issue": ("rose token issue --job grpo --ttl 1h --out grpo.token",),
+        "completion": (
+            "rose completion bash > ~/.local/share/bash-completion/completions/rose",
+            "rose completion zsh > ~/.zfunc/_rose",
+            "rose completion fish > ~/.config/fish/completions/rose.fish",
+        ),
+        "scheduler": ("rose scheduler --store run/rose.sqlite --log-dir run/s1 --port 7400",),
+        "gateway": ("rose gateway --port 8000 --scheduler 127.0.0.1:7400",),
+        "node": ("rose node --config node.json",),
+        "front": ("rose front --port 8100 --weights-root outputs",),
+        "publish": ("rose publish --watch outputs/checkpoints --job grpo",),
+        "profile": ("rose profile --model models/m-7b --out step_profile.json",),
+        "relay": (
+            "rose relay --store relay --origin http://10.0.0.9:7500 --job grpo --port 7600"
+            " --verify-key token.key.pub",
+        ),
+        "weights": ("rose weights diff old new -o delta",),
+        "weights diff": ("rose weights diff old new -o delta --codec compact",),
+        "weights apply": ("rose weights apply old delta -o new",),
+        "weights inspect": ("rose weights inspect delta",),
+        "weights verify": ("rose weights verify new delta",),
+        "demo": ("rose demo --steps 3",),
+        "demo verify": ("rose demo verify out/demo",),
+    }
+)
+"""By the words of a command, without `rose`."""
+
+SERVES: Final = frozenset(
+    {"scheduler", "gateway", "node", "front", "publish", "profile", "relay", "weights", "demo"}
+)
+"""Commands that serve until they are told to end, or need engines and checkpoints."""
+
+
+def examples_of(program: str) -> str:
+    """The part of a command's help with its examples; empty where it has none."""
+    words = program.removeprefix("rose").strip()
+    found = EXAMPLES.get(words, ())
+    if not found:
+        return ""
+    title = "examples" if len(found) > 1 else "example"
+    return f"\n{title}:\n" + "".join(f"  {each}\n" for each in found)

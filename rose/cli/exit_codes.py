@@ -1,0 +1,52 @@
+"""Exit codes of `rose`, all of them, for scripts. `docs/operators/cli.md` has this table.
+
+A command that changes several things checks them all first: with DONE all of it is done, with
+BAD_INPUT nothing.
+"""
+
+from enum import IntEnum
+from typing import Self
+
+from rose.errors import RoseError, UnavailableError
+
+
+class ExitCode(IntEnum):
+    """How a command ended; `meaning` says it to a person."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> Self:
+        """`code`: of the process."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    DONE = 0, "done; of a stop: every node confirmed it, every guest is measured to be gone"
+    FOUND = (
+        1,
+        "something is not as it should be: `policy diff` differs, `stop-all` and `kill` left"
+        " something, `doctor`, `audit verify` and `weights verify` found a fault, a claim of the"
+        " demo failed; or an unexpected error, with a line that names its traceback",
+    )
+    BAD_INPUT = (
+        2,
+        "the input is wrong or was refused: an unknown option, file, field, node, job or replica,"
+        " no permission, another release; nothing was changed",
+    )
+    UNPROVED = (
+        3,
+        "`stop-all`: nothing is known to be left, and a node has not confirmed, is not attached or"
+        " has not measured; they are named",
+    )
+    NOBODY_ANSWERS = (
+        4,
+        "no scheduler answers as the leader, or no gateway, or a store; ask again, or give another"
+        " address",
+    )
+    INTERRUPTED = 130, "interrupted (Ctrl-C), as `top` and `--watch` are ended"
+
+
+def code_of(error: RoseError) -> ExitCode:
+    """The exit code of a command that ends with this error."""
+    return ExitCode.NOBODY_ANSWERS if isinstance(error, UnavailableError) else ExitCode.BAD_INPUT

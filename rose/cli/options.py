@@ -1,0 +1,35 @@
+"""Options that several commands share: which scheduler, and what shows who asks."""
+
+import argparse
+from typing import Final, TypeAlias
+
+from rose.operate.client import PolicyClient
+from rose.security.certificates import add_certificate_options, taken_certificates
+
+# argparse offers this type to annotations only.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
+
+
+def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--scheduler`, and what it may ask for."""
+    parser.add_argument(
+        "--scheduler",
+        default=DEFAULT_SCHEDULER,
+        metavar="HOST:PORT",
+        help=f"several with commas find the one that leads (default {DEFAULT_SCHEDULER})",
+    )
+    add_certificate_options(parser)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run`."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would change, and change nothing"
+    )
+
+
+def client_of(args: argparse.Namespace) -> PolicyClient:
+    """The client of parsed options."""
+    return PolicyClient(args.scheduler, certificates=taken_certificates(vars(args)))

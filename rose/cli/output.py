@@ -1,0 +1,334 @@
+"""The one way in which verbs say what they found: as tables, JSON or YAML, once or again and again.
+
+    read ──► View(data, lines, tables) ──► -o table   lines, then tables, for a person
+                                       ──► -o json    data: the read model's fields
+                                       ──► -o yaml    the same
+
+On a terminal tables are cut to its width and have colours (NO_COLOR is obeyed). In a pipe nothing
+is cut, coloured or padded. With --watch a terminal shows the newest view alone; a pipe gets a view
+after the other, of JSON one a line, of YAML one a document.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from rose.errors import UnavailableError
+
+# No table is wider: in a pipe no cell is cut.
+PIPE_WIDTH: Final = 10_000
+GAP: Final = 2
+# A column that is cut to less tells its reader nothing.
+READABLE: Final = 16
+WATCH_S: Final = 2.0
+
+
+class Format(StrEnum):
+    """How a view is written."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class Tone(StrEnum):
+    """What a cell means to its reader; never the only place where it says so."""
+
+    PLAIN = ""
+    GOOD = "green"
+    CARE = "yellow"
+    BAD = "bold red"
+    FAINT = "dim"
+    HEAD = "bold"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text with a tone."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Said = Cell | str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under names of columns; right: columns of figures. Left out where it has no row.
+
+    spare: columns that a narrow terminal does without, the first one first.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Said, ...], ...]
+    title: str = ""
+    right: frozenset[str] = frozenset()
+    spare: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a verb found: data for scripts, lines and tables for people."""
+
+    data: object
+    lines: tuple[Said, ...] = ()
+    tables: tuple[Table, ...] = field(default=())
+
+
+def add_output_options(parser: argparse.ArgumentParser, *, watch: bool = False) -> None:
+    """Add `-o`, and `--watch` for what may be looked at again."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=[each.value for each in Format],
+        default=Format.TABLE.value,
+        help="how it is written (default table)",
+    )
+    if watch:
+        parser.add_argument(
+            "--watch",
+            nargs="?",
+            type=_pause_s,
+            const=WATCH_S,
+            metavar="SECONDS",
+            help=f"again and again, every so many seconds (default {WATCH_S:g}); Ctrl-C ends it",
+        )
+
+
+def _pause_s(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3_600:
+        raise argparse.ArgumentTypeError(f"{text} is no pause of 0.1 to 3600 s")
+    return seconds
+
+
+def show(
+    args: argparse.Namespace,
+    read: Callable[[], View],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Print what `read` finds, as `add_output_options` was told to; with --watch until Ctrl-C.
+
+    A first read that fails raises; of a later one its error is shown, and it is tried again.
+    """
+    form = Format(args.output)
+    every_s: float | None = getattr(args, "watch", None)
+    if every_s is None:
+        write(read(), form)
+    elif form is Format.TABLE and sys.stdout.isatty():
+        live(lambda height: rendered(read()), every_s, sleep)
+    else:
+        _stream(read, form, every_s, sleep)
+
+
+def write(view: View, form: Format = Format.TABLE) -> None:
+    """Print one view to standard output."""
+    sys.stdout.write(_text(view, form))
+    sys.stdout.flush()
+
+
+def say(*lines: str) -> None:
+    """Print lines of a verb that only acts."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def note(line: str) -> None:
+    """Print a line beside the output, where it disturbs no script."""
+    sys.stderr.write(f"rose: {line}\n")
+
+
+def _text(view: View, form: Format) -> str:
+    match form:
+        case Format.JSON:
+            plain = msgspec.json.encode(view.data)
+            return msgspec.json.format(plain, indent=2).decode() + "\n"
+        case Format.YAML:
+            return msgspec.yaml.encode(view.data).decode()
+        case Format.TABLE:
+            return text_of(rendered(view))
+
+
+def text_of(drawn: RenderableType) -> str:
+    """As it is printed here: cut and coloured on a terminal, whole and plain in a pipe."""
+    console = console_of()
+    with console.capture() as taken:
+        console.print(drawn)
+    return "".join(f"{line.rstrip()}\n" for line in taken.get().splitlines())
+
+
+def console_of() -> Console:
+    """Make a console: as wide as the terminal, or as wide as any table where nobody watches."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
+
+
+def rendered(view: View) -> Group:
+    """Lines, then tables, for a console."""
+    parts: list[RenderableType] = [_styled(line) for line in view.lines]
+    for table in view.tables:
+        if table.rows:
+            if parts:
+                parts.append(Text(""))
+            parts.append(_Drawn(table))
+    return Group(*parts)
+
+
+def _styled(said: Said) -> Text:
+    return Text(said.text, style=said.tone.value) if isinstance(said, Cell) else Text(said)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A table as a console draws it: its widest columns are cut until it fits."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self.table
+        if table.title:
+            yield Text(table.title, style=Tone.HEAD.value)
+        widths, kept = fitted(table, options.max_width)
+        drawn = RichTable(
+            box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style=Tone.HEAD.value
+        )
+        for at, width in zip(kept, widths, strict=True):
+            name = table.columns[at]
+            drawn.add_column(
+                name,
+                justify="right" if name in table.right else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                width=width,
+            )
+        for row in table.rows:
+            drawn.add_row(*(_styled(row[at]) for at in kept))
+        yield drawn
+        if len(kept) < len(table.columns):
+            hidden = ", ".join(n for at, n in enumerate(table.columns) if at not in kept)
+            yield Text(f"no room for {hidden}", style=Tone.FAINT.value)
+
+
+def fitted(table: Table, room: int) -> tuple[list[int], list[int]]:
+    """Widths of the columns that are kept, and which these are.
+
+    The widest are cut to one width; where that is too little to read, spare columns are left out.
+    """
+    natural = [
+        max(cell_len(str(cell)) for cell in (name, *(row[at] for row in table.rows)))
+        for at, name in enumerate(table.columns)
+    ]
+    kept = list(range(len(table.columns)))
+    spare = list(table.spare)
+    while True:
+        widths = [natural[at] for at in kept]
+        most = room - GAP * (len(kept) - 1)
+        cut = max(widths)
+        while cut > 1 and sum(min(width, cut) for width in widths) > most:
+            cut -= 1
+        if cut >= min(READABLE, max(widths)) or not spare:
+            return [min(width, cut) for width in widths], kept
+        name = spare.pop(0)
+        kept = [at for at in kept if table.columns[at] != name]
+
+
+def live(
+    draw: Callable[[int], RenderableType],
+    every_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Keep a terminal's screen at the newest drawing, of so many lines at most, until Ctrl-C.
+
+    The last one stays on the terminal when it ends.
+    """
+    console = console_of()
+    drawn = draw(console.height)
+    shown: RenderableType = drawn
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            while True:
+                screen.update(shown, refresh=True)
+                sleep(every_s)
+                try:
+                    shown = drawn = draw(console.height)
+                except UnavailableError as error:
+                    shown = Group(Text(f"{error}; what was there last:", Tone.BAD.value), drawn)
+    finally:
+        console.print(drawn)
+
+
+def _stream(
+    read: Callable[[], View], form: Format, every_s: float, sleep: Callable[[float], None]
+) -> None:
+    view: View | None = read()
+    while True:
+        if view is not None:
+            sys.stdout.write(_document(view, form))
+            sys.stdout.flush()
+        sleep(every_s)
+        try:
+            view = read()
+        except UnavailableError as error:
+            view = None
+            note(str(error))
+
+
+def _document(view: View, form: Format) -> str:
+    match form:
+        case Format.JSON:
+            return msgspec.json.encode(view.data).decode() + "\n"
+        case Format.YAML:
+            return f"---\n{_text(view, form)}"
+        case Format.TABLE:
+            return f"{_text(view, form)}\n"
+
+
+# ---- figures, each written the same everywhere ----
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_of(amount: float | None) -> str:
+    """`38.0 GiB`; `-` for an unknown one."""
+    if amount is None:
+        return "-"
+    for unit in _UNITS:
+        if amount < 1_024 or unit == _UNITS[-1]:
+            break
+        amount /= 1_024
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def share_of(share: float | None) -> str:
+    """`61%`; `-` for an unknown one."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def ago(seconds: float | None) -> str:
+    """`4.2 s`, `7 min`, `3 h`, `2 d`; `-` for an unknown time."""
+    if seconds is None:
+        return "-"
+    for most_s, unit_s, unit in ((60, 1, "s"), (3_600, 60, "min"), (86_400, 3_600, "h")):
+        if seconds < most_s:
+            digits = 1 if unit == "s" and seconds < 10 else 0
+            return f"{seconds / unit_s:.{digits}f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def milliseconds(seconds: float) -> str:
+    """`41 ms`, `1.2 s`."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

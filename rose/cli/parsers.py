@@ -1,0 +1,77 @@
+"""Parsers of all commands as one tree, for what describes them: completion, reference, tests.
+
+Each process makes its parser in its `main`, when it is told to run: here they are asked for it, and
+nothing is parsed or run.
+"""
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from rose.cli.main import PROCESSES, make_parser
+
+
+class _Built(BaseException):
+    """A parser is whole, and would now be used."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser of `rose`, with the options of its processes, as far as they are installed."""
+    try:
+        parser = make_parser(["demo"])
+    except ModuleNotFoundError:  # the demo is no part of the package
+        parser = make_parser([])
+    commands = commands_of(parser)
+    for name, (module, _) in PROCESSES.items():
+        try:
+            commands[name] = parser_of(importlib.import_module(module).main)
+        except ModuleNotFoundError:  # of an extra that this environment lacks
+            continue
+    return parser
+
+
+def parser_of(main: Callable[[Sequence[str]], int]) -> argparse.ArgumentParser:
+    """The parser that a process's `main` makes."""
+    with _only_built():
+        try:
+            main([])
+        except _Built as built:
+            return built.parser
+    raise AssertionError(f"{main} has no parser")
+
+
+@contextmanager
+def _only_built() -> Iterator[None]:
+    def parse_args(self: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        raise _Built(self)
+
+    kept = argparse.ArgumentParser.parse_args
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_args = kept  # type: ignore[method-assign]
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Commands of a parser by their names; a change of it changes the parser."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices  # type: ignore[return-value]  # they are of this type
+    return {}
+
+
+def every_command(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Each command by its words, `policy get`, with its parser, in the order of the help."""
+    for name, child in commands_of(parser).items():
+        words = (*path, name)
+        yield " ".join(words), child
+        yield from every_command(child, words)

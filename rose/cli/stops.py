@@ -1,0 +1,328 @@
+"""Verbs that stop lending, and let it go on: hold, drain, resume, stop-all, revoke, kill, unkill.
+
+`rose stop-all` returns when every node has confirmed and every guest is gone, as its node measured,
+or says which is not, and of which nothing is known; without a scheduler it leaves the stop in the
+store, where the next one finds it.
+"""
+
+import argparse
+import asyncio
+import difflib
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from rose.cli.exit_codes import ExitCode
+from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
+from rose.cli.output import Format, View, add_output_options, note, say, write
+from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
+from rose.operate.client import PolicyClient
+from rose.operate.fleet import WIRE_MODES, Fleet, Mode, Replica, fleet_of
+from rose.operate.stop import STALE_AFTER_S, Proof, proof_of
+from rose.rpc import rose_pb2 as pb
+from rose.store.opening import StoreName, add_store_options, open_store, taken_store
+
+KILL_FILE: Final = "KILL"
+MODES: Final = {
+    "off": Mode.OFF,
+    "hold": Mode.HOLD,
+    "drain": Mode.DRAIN,
+    "active": Mode.ACTIVE,
+}
+STOPS: Final = {
+    "hold": (Mode.HOLD, "grant no new leases; those that live are kept"),
+    "drain": (Mode.DRAIN, "grant no new leases and take back those that live"),
+    "resume": (
+        Mode.ACTIVE,
+        "end a hold, a drain or a stop: policies alone decide again",
+    ),
+}
+POLL_S: Final = 0.1
+# `reclaimDeadline` where no policy says another.
+DEADLINE_S: Final = 5.0
+# A guest that is gone by the deadline is measured, and its duty of the last second is 0, so late.
+PROOF_S: Final = 2.0
+
+
+def add_stop_commands(subparsers: Subparsers) -> None:
+    """Add them to the command line; `args.run` is what carries one out."""
+    for name, (_, what) in STOPS.items():
+        stop = subparsers.add_parser(name, help=what)
+        stop.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
+        add_dry_run(stop)
+        add_scheduler_options(stop)
+        stop.set_defaults(run=_stop, stop=name)
+    _add_stop_all(subparsers)
+
+    harvest = subparsers.add_parser("harvest", help="say how much may be lent, as 0.2.0 did")
+    harvest.add_argument("mode", choices=tuple(MODES), help="off and drain also end what is lent")
+    harvest.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
+    add_dry_run(harvest)
+    add_scheduler_options(harvest)
+    harvest.set_defaults(run=_harvest)
+
+    revoke = subparsers.add_parser("revoke", help="end a replica's lease now")
+    revoke.add_argument("replica", metavar="REPLICA")
+    revoke.add_argument("--reason", default="operator", metavar="TEXT", help="for the event log")
+    add_dry_run(revoke)
+    add_scheduler_options(revoke)
+    revoke.set_defaults(run=_revoke)
+    _add_kill(subparsers)
+
+
+def _add_stop_all(subparsers: Subparsers) -> None:
+    stop_all = subparsers.add_parser(
+        "stop-all", help="end all lending and all guests, and see them gone; `rose resume` ends it"
+    )
+    stop_all.add_argument(
+        "--within",
+        type=_seconds,
+        metavar="S",
+        help="wait no longer (default: the longest reclaimDeadline of all policies, 5 s without)",
+    )
+    add_dry_run(stop_all)
+    add_scheduler_options(stop_all)
+    add_store_options(stop_all, "of the scheduler, for when none answers: ")
+    add_output_options(stop_all)
+    stop_all.set_defaults(run=_stop_all)
+
+
+def _add_kill(subparsers: Subparsers) -> None:
+    for name, run, what in (
+        ("kill", _kill, "end all guests of a node now, whatever else is down"),
+        ("unkill", _unkill, "let them start again"),
+    ):
+        parser = subparsers.add_parser(name, help=what)
+        parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
+        if run is _kill:
+            parser.add_argument(
+                "--within",
+                type=_seconds,
+                default=DEADLINE_S,
+                metavar="S",
+                help=f"by when everything must be back (default {DEADLINE_S:g})",
+            )
+        add_dry_run(parser)
+        parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 600:
+        raise argparse.ArgumentTypeError(f"{text} is no time of up to 600 s")
+    return seconds
+
+
+# ---- hold, drain, resume, harvest, revoke ----
+
+
+def _stop(args: argparse.Namespace) -> int:
+    mode, _ = STOPS[args.stop]
+    client = client_of(args)
+    whom = args.replica or "all replicas"
+    if args.dry_run:
+        would = _would(fleet_of(client.snapshot()), mode, args.replica)
+        say(f"{args.stop} of {whom}: {would}")
+        return ExitCode.DONE
+    released = client.stop(WIRE_MODES[mode], args.replica)
+    say(f"{args.stop} of {whom}; {released} leases are being released")
+    if args.replica:
+        # Afterwards, since a stop waits for nothing.
+        with suppress(UnavailableError):
+            _look_for(fleet_of(client.snapshot()), args.replica)
+    return ExitCode.DONE
+
+
+def _harvest(args: argparse.Namespace) -> int:
+    client, mode = client_of(args), MODES[args.mode]
+    whom = args.replica or "all replicas"
+    if args.dry_run:
+        would = _would(fleet_of(client.snapshot()), mode, args.replica)
+        say(f"harvest of {whom}: {args.mode}: {would}")
+        return ExitCode.DONE
+    released = client.set_harvest(WIRE_MODES[mode], args.replica)
+    say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
+    return ExitCode.DONE
+
+
+def _look_for(fleet: Fleet, replica: str) -> None:
+    """A stop of a replica that is not there is kept for it; a typo had better be seen."""
+    names = [each.name for each in fleet.replicas]
+    if replica and replica not in names:
+        near = difflib.get_close_matches(replica, names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        note(f"no replica {replica!r} is there now{hint}: it counts from when it is")
+
+
+def _would(fleet: Fleet, mode: Mode, replica: str = "") -> str:
+    guests = [r for r in fleet.replicas if r.is_guest and replica in ("", r.name)]
+    leased = [guest for guest in guests if guest.lease is not None]
+    if mode is Mode.ACTIVE:
+        nodes = sum(node.capacity is None or node.capacity.would is mode for node in fleet.nodes)
+        return f"policies alone would decide again; {nodes} of {len(fleet.nodes)} nodes would lend"
+    if mode is Mode.HOLD:
+        return f"no new lease would be granted; {len(leased)} are kept{_listed(leased)}"
+    ends = f" and {len(guests)} guests end" if mode is Mode.OFF else ""
+    return f"{len(leased)} leases would be released{_listed(leased)}{ends}"
+
+
+def _listed(leased: list[Replica]) -> str:
+    shown = ", ".join(f"{each.name} of {each.job or '?'}" for each in leased[:5])
+    return f" ({shown}{', …' if len(leased) > 5 else ''})" if leased else ""
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    client = client_of(args)
+    if args.dry_run:
+        found = {each.name: each for each in fleet_of(client.snapshot()).replicas}
+        replica = found.get(args.replica)
+        if replica is None or replica.lease is None:
+            raise RefusedError(f"{args.replica} has no lease; look at `rose status`")
+        say(f"{args.replica}: lease of epoch {replica.lease.epoch} would be revoked")
+        return ExitCode.DONE
+    epoch = client.revoke(args.replica, args.reason)
+    say(f"{args.replica}: lease of epoch {epoch} revoked")
+    return ExitCode.DONE
+
+
+# ---- stop-all ----
+
+
+def _stop_all(args: argparse.Namespace) -> int:
+    client = client_of(args)
+    if args.dry_run:
+        fleet = fleet_of(client.snapshot())
+        say(f"stop-all: {_would(fleet, Mode.OFF)}; {len(fleet.nodes)} nodes would be told")
+        return ExitCode.DONE
+    began_s = time.monotonic()
+    try:
+        client.stop(pb.HARVEST_MODE_OFF)
+    except UnavailableError:
+        if args.store is None:
+            raise
+        return _stop_in_store(args)
+    within_s = args.within or _deadline_s(client)
+    grace_s = 0.0 if args.within else PROOF_S
+    try:
+        proof = _see_gone(client, began_s, within_s, grace_s)
+    except UnavailableError as error:
+        note(f"the stop was taken, and nobody says what is left of it: {error}")
+        return ExitCode.UNPROVED
+    took_s = time.monotonic() - began_s
+    code = _code(proof)
+    data = {**asdict(proof), "took_s": round(took_s, 3), "exit_code": int(code)}
+    write(View(data, tuple(proof.lines(took_s))), Format(args.output))
+    return code
+
+
+def _code(proof: Proof) -> ExitCode:
+    if proof.left:
+        return ExitCode.FOUND
+    return ExitCode.DONE if proof.proved else ExitCode.UNPROVED
+
+
+def _deadline_s(client: PolicyClient) -> float:
+    """By when policies say that what was lent is back: the longest of them."""
+    # Imported here: it takes long, for commands that have nothing to do with policies.
+    from elastic_scheduler.capacity import CLI, parse_policy
+    from elastic_scheduler.errors import PolicyError
+
+    try:
+        policies = [parse_policy(view.policy) for view in client.policies() if view.name != CLI]
+    except (RoseError, PolicyError):  # of another release: the stop itself was taken
+        return DEADLINE_S
+    return max((policy.reclaim_deadline_s for policy in policies), default=DEADLINE_S)
+
+
+def _see_gone(client: PolicyClient, began_s: float, within_s: float, grace_s: float) -> Proof:
+    """Look until all is settled, or it is too late; only for the last measurements a bit longer."""
+    while True:
+        proof = proof_of(fleet_of(client.snapshot()))
+        waited_s = time.monotonic() - began_s
+        if proof.settled(waited_s):
+            return proof
+        only_measured = not proof.unheard
+        # The next look would be too late.
+        if waited_s + POLL_S > within_s + (grace_s if only_measured else 0.0):
+            return proof
+        time.sleep(POLL_S)
+
+
+def _stop_in_store(args: argparse.Namespace) -> int:
+    name = taken_store(args)
+    if not name.is_etcd and not Path(name.name).exists():
+        raise ConfigError(
+            f"store {name.name} does not exist; give the --store of the scheduler"
+        ) from None
+    asyncio.run(_leave_in_store(name))
+    say(
+        f"no scheduler answers: {args.store} says stop, and the next one obeys it",
+        f"nodes without a scheduler lend nothing after staleAfter ({STALE_AFTER_S:g} s)",
+        "no node was asked what is left: nothing is proved",
+    )
+    return ExitCode.UNPROVED
+
+
+async def _leave_in_store(name: StoreName) -> None:
+    # Imported here: they take long to import, for commands that have nothing to do with them.
+    from elastic_scheduler import HarvestMode
+    from rose.scheduler.persistence import save_mode, save_stop
+
+    store = open_store(name)
+    try:
+        for entry in (save_stop(HarvestMode.OFF), save_mode(HarvestMode.OFF, None)):
+            assert entry.value is not None
+            await store.put(entry.key, entry.value)
+    finally:
+        await store.close()
+
+
+# ---- kill, unkill ----
+
+
+def _kill(args: argparse.Namespace) -> int:
+    # Imported here: only this command looks at processes.
+    from rose.node.guest.guest_record import running_guests
+    from rose.node.guest.kill_switch import end_guests
+
+    file = _kill_file(args.folder)
+    if args.dry_run:
+        guests = running_guests(args.folder)
+        named = ", ".join(f"{name} (process {g.identity.pid})" for name, g in guests.items())
+        say(f"{file} would be set, and {len(guests)} guests end{f': {named}' if named else ''}")
+        return ExitCode.DONE
+    ended = end_guests(args.folder, file, args.within)
+    if ended.barred:
+        say(f"{file} is set: no guest starts until `rose unkill {args.folder}` takes it back")
+    else:
+        say(f"{file} cannot be written and no daemon runs: one that starts may start guests anew")
+    for guest in ended.guests:
+        say(f"{guest.name} (process {guest.pid}) {guest.outcome}")
+    done = ended.barred and all(guest.in_time for guest in ended.guests)
+    return ExitCode.DONE if done else ExitCode.FOUND
+
+
+def _unkill(args: argparse.Namespace) -> int:
+    file = _kill_file(args.folder)
+    if args.dry_run:
+        say(f"{file} would be removed" if file.exists() else f"{file} is not set")
+        return ExitCode.DONE
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        say(f"{file} was not set")
+        return ExitCode.DONE
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be removed ({error.strerror}); check its owner"
+        ) from error
+    say(f"{file} is gone: guests may start again")
+    return ExitCode.DONE
+
+
+def _kill_file(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the run folder of a node")
+    return folder / KILL_FILE

@@ -1,0 +1,238 @@
+"""Tables and lines about a fleet that several verbs share, from the read model alone."""
+
+from collections.abc import Iterable, Sequence
+
+from rose.cli.output import Cell, Said, Table, Tone, ago, bytes_of, share_of
+from rose.operate.fleet import Capacity, Fleet, Host, Job, Mode, Node, NodeState, Replica, names
+
+_TONES = {
+    "attached": Tone.GOOD,
+    "silent": Tone.CARE,
+    "away": Tone.BAD,
+    "healthy": Tone.GOOD,
+    "starting": Tone.CARE,
+    "backoff": Tone.CARE,
+    "failed": Tone.BAD,
+    "run": Tone.GOOD,
+    "throttle": Tone.CARE,
+    "freeze": Tone.CARE,
+    "drain": Tone.CARE,
+    "kill": Tone.BAD,
+    "active": Tone.GOOD,
+    "hold": Tone.CARE,
+    "off": Tone.FAINT,
+}
+# A latency this close to its target is worth a look.
+CLOSE = 0.8
+NEAR_FULL = 0.8
+
+
+def toned(word: str) -> Cell:
+    """A word of a state, in its colour."""
+    return Cell(word or "-", _TONES.get(word, Tone.PLAIN))
+
+
+def summary(fleet: Fleet) -> str:
+    """`harvest ACTIVE, job grpo at version 3 (staleness <= 1), 2 replicas, 1 leased`."""
+    own = ", ".join(f"{name} {_loud(mode)}" for name, mode in sorted(fleet.overrides.items()))
+    jobs = ", ".join(
+        f"job {job.name} at version {job.version} (staleness <= {job.max_staleness}{_demand(job)})"
+        for job in fleet.jobs
+    )
+    leased = sum(replica.lease is not None for replica in fleet.replicas)
+    stalled = (
+        f", nothing new is leased: its store has not answered for {fleet.store_stalled_s:.0f} s"
+        if fleet.store_stalled_s
+        else ""
+    )
+    return (
+        f"harvest {_loud(fleet.harvest)}{f' ({own})' if own else ''}, {jobs or 'no job'},"
+        f" {len(fleet.replicas)} replicas, {leased} leased{stalled}"
+    )
+
+
+def _loud(mode: Mode) -> str:
+    return mode.value.upper()
+
+
+def _demand(job: Job) -> str:
+    if job.turns is None or job.owed_tokens is None or job.made_tok_s is None:
+        return ""
+    return f"; {job.turns} turns, {job.owed_tokens:.0f} tokens owed, {job.made_tok_s:.0f} tokens/s"
+
+
+def headlines(fleet: Fleet) -> tuple[Said, ...]:
+    """The summary, then a line for each thing that somebody should look at."""
+    lines: list[Said] = [Cell(summary(fleet), Tone.HEAD)]
+    lines += [Cell(f"scheduler: {trouble}", Tone.BAD) for trouble in fleet.troubles]
+    for state, tone, what in (
+        (NodeState.SILENT, Tone.CARE, "attached, and silent"),
+        (NodeState.AWAY, Tone.BAD, "known, and not attached"),
+    ):
+        found = [node for node in fleet.nodes if node.state is state]
+        if found:
+            lines.append(Cell(f"{len(found)} nodes are {what}: {names(found)}", tone))
+    if skewed := fleet.skewed:
+        lines.append(
+            Cell(
+                f"{len(skewed)} nodes are not of the scheduler's release ({fleet.release}):"
+                f" {_releases(skewed)}; upgrade them, or the scheduler",
+                Tone.CARE,
+            )
+        )
+    return tuple(lines)
+
+
+def _releases(nodes: Iterable[Node]) -> str:
+    by: dict[str, list[Node]] = {}
+    for node in nodes:
+        by.setdefault(node.release or "an older one", []).append(node)
+    return "; ".join(f"{release}: {names(found)}" for release, found in sorted(by.items()))
+
+
+# ---- nodes ----
+
+NODE_COLUMNS = (
+    "NODE", "STATE", "RELEASE", "HEARD", "MODE", "LENDS", "TTFT P95/TARGET", "TPOT P95/TARGET",
+    "BUSY", "KV", "RUN+WAIT", "GUESTS", "HELD BACK BY",
+)  # fmt: skip
+
+
+def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
+    """A row for each node: its host's latency against its target, and what it lends."""
+    return Table(
+        NODE_COLUMNS,
+        tuple(_node_row(fleet, node) for node in nodes),
+        "nodes",
+        frozenset({"HEARD", "BUSY", "KV", "RUN+WAIT", "GUESTS"}),
+        ("RELEASE", "HEARD", "RUN+WAIT", "BUSY", "GUESTS", "LENDS", "KV", "STATE", "MODE"),
+    )
+
+
+def _node_row(fleet: Fleet, node: Node) -> tuple[Said, ...]:
+    capacity, host = node.capacity, node.host
+    leased = [r for r in fleet.replicas_of(node.name) if r.is_guest and r.lease is not None]
+    return (
+        node.name,
+        toned(node.state.value),
+        node.release or "-",
+        ago(node.heard_s),
+        _mode(fleet, capacity),
+        lends(capacity),
+        ttft(host),
+        tpot(host),
+        share_of(_busy(node)),
+        kv(node),
+        f"{host.running}+{host.waiting}" if host else "-",
+        str(len(leased)),
+        "; ".join(capacity.limits) if capacity and capacity.limits else "-",
+    )
+
+
+def _mode(fleet: Fleet, capacity: Capacity | None) -> Said:
+    if capacity is None:
+        return toned(fleet.harvest.value)
+    if capacity.mode is capacity.would:
+        return toned(capacity.mode.value)
+    return Cell(f"{capacity.mode.value}, would {capacity.would.value}", Tone.FAINT)
+
+
+def lends(capacity: Capacity | None) -> str:
+    """`38.0 GiB, 61%`: what it lends now, or would; `-` while nobody knows."""
+    if capacity is None or (capacity.lend_bytes is None and capacity.lend_compute is None):
+        return "-"
+    return f"{bytes_of(capacity.lend_bytes)}, {share_of(capacity.lend_compute)}"
+
+
+def ttft(host: Host | None) -> Said:
+    """`120 / 2000 ms`, in a colour that says how near to its target it is."""
+    if host is None:
+        return "-"
+    return _latency(host, host.ttft_p95_s, host.ttft_target_s, 0)
+
+
+def tpot(host: Host | None) -> Said:
+    """`31.0 / 150 ms`, as `ttft`."""
+    if host is None:
+        return "-"
+    return _latency(host, host.tpot_p95_s, host.tpot_target_s, 1)
+
+
+def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
+    target = f"{target_s * 1e3:.0f} ms"
+    if not host.window_requests and not at_s:
+        return Cell(f"idle / {target}", Tone.FAINT)
+    text = f"{at_s * 1e3:.{digits}f} / {target}"
+    if target_s <= 0 or at_s < CLOSE * target_s:
+        return Cell(text, Tone.GOOD)
+    return Cell(text, Tone.CARE) if at_s <= target_s else Cell(f"{text} MISSED", Tone.BAD)
+
+
+def _busy(node: Node) -> float | None:
+    if node.host and node.host.busy_share is not None:
+        return node.host.busy_share
+    return node.capacity.busy_share if node.capacity else None
+
+
+def kv(node: Node) -> Said:
+    """Share of the host's KV cache that is in use."""
+    share = node.host.kv_share if node.host else None
+    if share is None:
+        return "-"
+    return Cell(share_of(share), Tone.CARE if share > NEAR_FULL else Tone.PLAIN)
+
+
+# ---- replicas ----
+
+REPLICA_COLUMNS = (
+    "REPLICA", "KIND", "NODE", "HEALTHY", "JOB", "VERSION", "LEASE", "EXPIRES", "ENGINE", "GRANT",
+    "DUTY", "KV", "RUN+WAIT", "TOKENS", "WHY",
+)  # fmt: skip
+
+
+def replicas_table(replicas: Sequence[Replica], title: str = "replicas") -> Table:
+    """A row for each replica: who has it, what it does, and why."""
+    return Table(
+        REPLICA_COLUMNS,
+        tuple(map(_replica_row, replicas)),
+        title,
+        frozenset({"VERSION", "EXPIRES", "DUTY", "KV", "RUN+WAIT", "TOKENS"}),
+        ("KIND", "TOKENS", "RUN+WAIT", "EXPIRES", "VERSION", "KV", "ENGINE", "NODE", "LEASE"),
+    )
+
+
+def _replica_row(replica: Replica) -> tuple[Said, ...]:
+    lease, engine = replica.lease, replica.engine
+    whys = [engine.why if engine else "", lease.why if lease else ""]
+    return (
+        replica.name,
+        replica.kind,
+        replica.node or "-",
+        Cell("yes", Tone.GOOD) if replica.healthy else Cell("no", Tone.CARE),
+        lease.job if lease and lease.job else replica.job or "-",
+        version(replica),
+        f"epoch {lease.epoch}, {lease.state}" if lease else "-",
+        f"{lease.expires_in_s:.1f} s" if lease else "-",
+        engine_state(replica),
+        toned(engine.grant) if engine else "-",
+        share_of(engine.duty if engine else None),
+        bytes_of(engine.kv_bytes) if engine and engine.kv_bytes else "-",
+        f"{engine.running}+{engine.waiting}" if engine else "-",
+        str(engine.tokens_total) if engine else "-",
+        "; ".join(why for why in whys if why) or "-",
+    )
+
+
+def engine_state(replica: Replica) -> Said:
+    """State of its engine, and how often it was started again."""
+    if replica.engine is None:
+        return "-"
+    cell = toned(replica.engine.state)
+    again = replica.engine.restarts
+    return Cell(f"{cell.text}, {again} restarts", Tone.CARE) if again else cell
+
+
+def version(replica: Replica) -> str:
+    """`3`, and of weights that its lease is not for `3 of other`."""
+    of = f" of {replica.held_job}" if replica.held_job else ""
+    return f"{replica.version}{of}"

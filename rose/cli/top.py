@@ -1,0 +1,211 @@
+"""`rose top`: hosts' latency against its target, and beneath each what its guests do and why.
+
+A frame is drawn from two snapshots: rates of tokens are what came between them. Hosts that miss
+their targets, or come near, stand first. In a pipe, or with --once, it is drawn once.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rich.console import Group, RenderableType
+
+from rose.cli.options import Subparsers, add_scheduler_options, client_of
+from rose.cli.output import (
+    WATCH_S,
+    Cell,
+    Said,
+    Table,
+    Tone,
+    View,
+    add_output_options,
+    ago,
+    bytes_of,
+    live,
+    rendered,
+    share_of,
+    write,
+)
+from rose.cli.output import Format as OutputFormat
+from rose.cli.tables import headlines, kv, toned, tpot, ttft, version
+from rose.errors import RefusedError
+from rose.operate.client import SchedulerClient
+from rose.operate.fleet import Fleet, Node, NodeState, Replica, fleet_of
+
+BAR: Final = 10
+# Rates of the one frame that a pipe gets: over this time.
+ONCE_S: Final = 1.0
+COLUMNS: Final = (
+    "NODE / GUEST", "TTFT P95/TARGET", "TPOT P95/TARGET", "LOAD", "KV", "TOKENS/S", "DOES", "WHY",
+)  # fmt: skip
+SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A snapshot and tokens per second of each replica since the one before."""
+
+    fleet: Fleet
+    tok_s: dict[str, float]
+
+
+class Rates:
+    """Makes frames: keeps the counts of the snapshot before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[str, int] = {}
+        self._at_s: float | None = None
+
+    def frame(self, fleet: Fleet) -> Frame:
+        """Rates since the last call; a count that began anew has none."""
+        now_s = self._clock()
+        counts = {r.name: r.engine.tokens_total for r in fleet.replicas if r.engine}
+        over_s = now_s - self._at_s if self._at_s is not None else 0.0
+        rates = {
+            name: (count - self._counts[name]) / over_s
+            for name, count in counts.items()
+            if over_s > 0 and 0 <= self._counts.get(name, -1) <= count
+        }
+        self._counts, self._at_s = counts, now_s
+        return Frame(fleet, rates)
+
+
+def add_top_command(subparsers: Subparsers) -> None:
+    """Add it to the command line; `args.run` is what carries it out."""
+    top = subparsers.add_parser(
+        "top", help="live: hosts' latency against its target, what each guest does, and why"
+    )
+    top.add_argument("--node", default="", metavar="NODE", help="only this one (default: all)")
+    top.add_argument("--once", action="store_true", help="one frame, as in a pipe")
+    top.add_argument(
+        "--every",
+        type=float,
+        default=WATCH_S,
+        metavar="SECONDS",
+        help=f"between two frames (default {WATCH_S:g})",
+    )
+    add_scheduler_options(top)
+    add_output_options(top)
+    top.set_defaults(run=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    client: SchedulerClient = client_of(args)
+    rates = Rates()
+    form = OutputFormat(args.output)
+
+    def frame() -> Frame:
+        fleet = fleet_of(client.snapshot())
+        if args.node and fleet.node(args.node) is None:
+            raise RefusedError(f"there is no node {args.node!r}; `rose nodes` lists them")
+        return rates.frame(fleet)
+
+    if args.once or form is not OutputFormat.TABLE or not sys.stdout.isatty():
+        frame()
+        time.sleep(ONCE_S)
+        write(_view(frame(), args.node), form)
+        return 0
+
+    def draw(height: int) -> RenderableType:
+        view = _view(frame(), args.node)
+        return _fitted(view, height)
+
+    live(draw, max(0.2, args.every))
+    return 0
+
+
+def _view(frame: Frame, node: str) -> View:
+    nodes = [each for each in frame.fleet.nodes if node in ("", each.name)]
+    rows = [row for each in sorted(nodes, key=_urgency) for row in node_rows(frame, each)]
+    data = {"fleet": frame.fleet, "tok_s": frame.tok_s}
+    right = frozenset({"KV", "TOKENS/S"})
+    table = Table(COLUMNS, tuple(rows), right=right, spare=SPARE)
+    return View(data, headlines(frame.fleet), (table,))
+
+
+def _fitted(view: View, height: int) -> RenderableType:
+    """As many rows as the terminal has lines for; how many are left out is said."""
+    (table,) = view.tables
+    room = max(1, height - len(view.lines) - 4)
+    left_out = len(table.rows) - room
+    shown = replace(table, rows=table.rows[:room])
+    drawn = rendered(View(view.data, view.lines, (shown,)))
+    if left_out <= 0:
+        return drawn
+    note = f"{left_out} more rows: make the terminal higher, or give --node"
+    return Group(drawn, rendered(View(None, (Cell(note, Tone.FAINT),))))
+
+
+def _urgency(node: Node) -> tuple[float, str]:
+    """Order of hosts: the nearest to its target, or beyond it, first."""
+    return -(node.host.strain if node.host else 0.0), node.name
+
+
+def node_rows(frame: Frame, node: Node) -> Iterator[tuple[Said, ...]]:
+    """The node's row, then one for each of its replicas."""
+    host = node.host
+    replicas = frame.fleet.replicas_of(node.name)
+    total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
+    busy = host.busy_share if host else None
+    yield (
+        Cell(node.name, Tone.HEAD),
+        ttft(host),
+        tpot(host),
+        f"{bar(busy)} {share_of(busy)} busy" if busy is not None else "-",
+        kv(node),
+        f"{total:.0f}",
+        _does(node),
+        _held_back(node),
+    )
+    for replica in replicas:
+        yield _guest_row(frame, replica)
+
+
+def _does(node: Node) -> Said:
+    if node.state is not NodeState.ATTACHED:
+        return toned(node.state.value)
+    if node.host is None:
+        return "no host"
+    return f"serves {node.host.running}+{node.host.waiting}"
+
+
+def _held_back(node: Node) -> Said:
+    if node.state is not NodeState.ATTACHED:
+        return Cell(f"last heard {ago(node.heard_s)} ago", Tone.CARE)
+    limits = node.capacity.limits if node.capacity else ()
+    return f"held back by {'; '.join(limits)}" if limits else ""
+
+
+def _guest_row(frame: Frame, replica: Replica) -> tuple[Said, ...]:
+    engine, lease = replica.engine, replica.lease
+    rate = frame.tok_s.get(replica.name)
+    whose = f"{lease.job or replica.job} v{version(replica)}" if lease else "not leased"
+    return (
+        f"  {replica.name}",
+        Cell(whose, Tone.PLAIN if lease else Tone.FAINT),
+        Cell(f"until {lease.expires_in_s:.1f} s" if lease else "-", Tone.FAINT),
+        f"{bar(engine.duty)} {share_of(engine.duty)} duty" if engine else "-",
+        bytes_of(engine.kv_bytes) if engine and engine.kv_bytes else "-",
+        "-" if rate is None else f"{rate:.0f}",
+        _doing(replica),
+        (engine.why if engine else "") or (lease.why if lease else "") or "-",
+    )
+
+
+def _doing(replica: Replica) -> Said:
+    engine = replica.engine
+    if engine is None:
+        return "-"
+    if engine.state != "healthy":
+        return toned(engine.state)
+    return toned(engine.grant if engine.grant != "none" else engine.state)
+
+
+def bar(share: float | None) -> str:
+    """`█████     ` for a half."""
+    full = round(BAR * min(1.0, max(0.0, share or 0.0)))
+    return "█" * full + "·" * (BAR - full)

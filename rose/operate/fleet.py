@@ -1,0 +1,428 @@
+"""Read model of a fleet: what every verb of `rose` shows, from one snapshot of the scheduler.
+
+    SnapshotReply ──► Fleet: nodes with their hosts and capacity, replicas with leases and engines,
+                             jobs with their runs
+
+Names and units of its fields are those of `-o json`, and part of what scripts rely on: fields are
+added, and never change their meaning. A figure that nobody said is None, never 0.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from executor.freeze_reason import explained
+from rose.rpc import rose_pb2 as pb
+
+# A node reports twice a second; the scheduler counts its relay as gone after this.
+SILENT_S: Final = 3.0
+
+
+class Mode(StrEnum):
+    """How much may be lent, of a fleet, a node or a replica."""
+
+    UNKNOWN = "unknown"
+    OFF = "off"
+    DRAIN = "drain"
+    HOLD = "hold"
+    ACTIVE = "active"
+
+
+class NodeState(StrEnum):
+    """SILENT: its stream is open, and nothing came for a while. AWAY: known, and not attached."""
+
+    ATTACHED = "attached"
+    SILENT = "silent"
+    AWAY = "away"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Serving engine of a node. source: plugin, or scrape, whose figures are some seconds old."""
+
+    source: str
+    running: int
+    waiting: int
+    busy_share: float | None
+    kv_share: float | None
+    ttft_p95_s: float
+    ttft_target_s: float
+    tpot_p95_s: float
+    tpot_target_s: float
+    window_requests: int
+    window_s: float
+
+    @property
+    def strain(self) -> float:
+        """Worst of its latencies over their targets: above 1 it misses one."""
+        pairs = (
+            (self.ttft_p95_s, self.ttft_target_s),
+            (self.tpot_p95_s, self.tpot_target_s),
+        )
+        return max((at_s / target_s for at_s, target_s in pairs if target_s > 0), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyField:
+    """A field of the strictest of all policies that match a node, and the policy that set it."""
+
+    path: str
+    value: str
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What policies leave a node. would: under an Active policy, the stop aside.
+
+    lend_bytes, lend_compute: what `would` comes to now; advised_*: averages over `advised_s`.
+    """
+
+    policy_mode: str
+    mode: Mode
+    would: Mode
+    limits: tuple[str, ...]
+    policies: tuple[str, ...]
+    busy_share: float | None
+    kv_share: float | None
+    lend_bytes: int | None
+    lend_compute: float | None
+    advised_s: float
+    advised_bytes: float | None
+    advised_compute: float | None
+    fields: tuple[PolicyField, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. confirms: it says when a mode holds; confirmed_s: how long that took it.
+
+    heard_s: since it said anything, None where the scheduler does not say. release: of ROSE.
+    """
+
+    name: str
+    state: NodeState
+    heard_s: float | None
+    release: str
+    cluster: str
+    confirms: bool
+    confirmed_s: float | None
+    host: Host | None
+    capacity: Capacity | None
+    replicas: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Right of a job to a replica. why: the last decision about it."""
+
+    job: str
+    epoch: int
+    state: str
+    expires_in_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a replica's engine does. grant: of its node, `none` for one without a gate.
+
+    reason: why it may or may not run, a word of `FreezeReason`; why: the same in a sentence.
+    held_bytes: all memory that it holds as measured, said while it must not exist.
+    """
+
+    state: str
+    restarts: int
+    grant: str
+    reason: str
+    why: str
+    duty: float
+    running: int
+    waiting: int
+    tokens_total: int
+    kv_bytes: int
+    lend_bytes: int | None
+    held_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A guest, or a dedicated replica. held_job: whose weights it has, where not its lease's."""
+
+    name: str
+    kind: str
+    node: str
+    url: str
+    healthy: bool
+    job: str
+    version: int
+    held_job: str
+    model: str
+    mode: Mode | None
+    lease: Lease | None
+    engine: Engine | None
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether a stop of the harvest ends it: dedicated replicas belong to the jobs."""
+        return self.kind != DEDICATED
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trainer's run of a job. state: live, silent or ended."""
+
+    run: str
+    holder: str
+    since_unix_s: float
+    silent_s: float
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A registered job. turns, owed_tokens, made_tok_s: None where no gateway ever reported."""
+
+    name: str
+    model: str
+    version: int
+    max_staleness: int
+    weight: float
+    max_guests: int | None
+    leased: int
+    guests: int
+    turns: int | None
+    owed_tokens: float | None
+    made_tok_s: float | None
+    standing: bool
+    chain: int
+    first_version: int
+    base: bool
+    run: Run | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything that a scheduler knows. overrides: replicas with a mode of their own."""
+
+    release: str
+    harvest: Mode
+    overrides: Mapping[str, Mode]
+    troubles: tuple[str, ...]
+    store_stalled_s: float
+    nodes: tuple[Node, ...]
+    replicas: tuple[Replica, ...]
+    jobs: tuple[Job, ...]
+
+    def node(self, name: str) -> Node | None:
+        """The node of that name."""
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def replicas_of(self, node: str) -> list[Replica]:
+        """Replicas of a node, by name."""
+        return [replica for replica in self.replicas if replica.node == node]
+
+    @property
+    def skewed(self) -> list[Node]:
+        """Attached nodes of another release than the scheduler's, where both are known."""
+        return [
+            node
+            for node in self.nodes
+            if node.state is not NodeState.AWAY
+            and self.release
+            and node.release != self.release
+            and (node.release or not node.confirms)
+        ]
+
+
+DEDICATED: Final = "dedicated"
+_KINDS: Final = {pb.REPLICA_KIND_GUEST: "guest", pb.REPLICA_KIND_DEDICATED: DEDICATED}
+_MODES: Final = {
+    pb.HARVEST_MODE_OFF: Mode.OFF,
+    pb.HARVEST_MODE_HOLD: Mode.HOLD,
+    pb.HARVEST_MODE_HOLD_AND_DRAIN: Mode.DRAIN,
+    pb.HARVEST_MODE_ACTIVE: Mode.ACTIVE,
+}
+WIRE_MODES: Final = {mode: number for number, mode in _MODES.items()}
+
+
+def mode_of(number: "pb.HarvestMode.ValueType") -> Mode:
+    """A mode as people write it."""
+    return _MODES.get(number, Mode.UNKNOWN)
+
+
+def fleet_of(snapshot: pb.SnapshotReply) -> Fleet:
+    """Read a snapshot, also one of an older scheduler, which does not list its nodes."""
+    leases = {lease.replica: lease for lease in snapshot.leases}
+    engines = {guest.replica: guest for guest in snapshot.guests}
+    modes = {each.replica: mode_of(each.mode) for each in snapshot.overrides}
+    nodes = _nodes(snapshot)
+    node_of = {replica: node.name for node in nodes for replica in node.replicas}
+    offered = {row.id: row for row in snapshot.replicas}
+    replicas = [
+        _replica(
+            offered.get(name) or pb.Replica(id=name, node=node_of.get(name, "")),
+            leases.get(name),
+            engines.get(name),
+            modes.get(name),
+        )
+        for name in sorted(offered.keys() | engines.keys())
+    ]
+    return Fleet(
+        release=snapshot.release,
+        harvest=mode_of(snapshot.harvest),
+        overrides=modes,
+        troubles=tuple(snapshot.troubles),
+        store_stalled_s=snapshot.store_stalled_s,
+        nodes=tuple(nodes),
+        replicas=tuple(replicas),
+        jobs=tuple(map(_job, snapshot.jobs)),
+    )
+
+
+def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
+    hosts = {host.node: _host(host) for host in snapshot.hosts}
+    capacity = {row.node: capacity_of(row) for row in snapshot.capacity}
+    attached = {row.node: row for row in snapshot.nodes}
+    of_node: dict[str, set[str]] = {}
+    for row in snapshot.replicas:
+        of_node.setdefault(row.node, set()).add(row.id)
+    away = {node.node: node.away_s for node in snapshot.away}
+    names = attached.keys() | hosts.keys() | capacity.keys() | of_node.keys()
+    found = [
+        Node(name, NodeState.AWAY, away_s, "", "", False, None, None, None, ())
+        for name, away_s in away.items()
+        if name not in names
+    ]
+    for name in names:
+        said = attached.get(name, pb.AttachedNode(node=name))
+        heard_s = said.silent_s if name in attached else None
+        silent = heard_s is not None and heard_s > SILENT_S
+        found.append(
+            Node(
+                name,
+                NodeState.SILENT if silent else NodeState.ATTACHED,
+                heard_s,
+                said.release,
+                said.cluster,
+                said.obeys,
+                said.obeyed_s if said.HasField("obeyed_s") else None,
+                hosts.get(name),
+                capacity.get(name),
+                tuple(sorted(of_node.get(name, set()) | {*said.replicas})),
+            )
+        )
+    return sorted(found, key=lambda node: node.name)
+
+
+def _host(said: pb.HostTelemetry) -> Host:
+    return Host(
+        source=said.source or "unknown",
+        running=said.running,
+        waiting=said.waiting,
+        busy_share=said.busy_share if said.HasField("busy_share") else None,
+        kv_share=said.kv_share if said.HasField("kv_share") else None,
+        ttft_p95_s=said.ttft_p95_s,
+        ttft_target_s=said.ttft_target_s,
+        tpot_p95_s=said.tpot_p95_s,
+        tpot_target_s=said.tpot_target_s,
+        window_requests=said.window_requests,
+        window_s=said.window_s,
+    )
+
+
+def capacity_of(row: pb.NodeCapacity) -> Capacity:
+    """What policies leave a node, from a snapshot's row or an explanation."""
+    averaged = row.advised_s > 0
+    return Capacity(
+        policy_mode=row.policy_mode,
+        mode=mode_of(row.mode),
+        would=mode_of(row.would),
+        limits=tuple(row.limits),
+        policies=tuple(row.policies),
+        busy_share=row.busy_share if row.HasField("busy_share") else None,
+        kv_share=row.kv_share if row.HasField("kv_share") else None,
+        lend_bytes=row.lend_bytes if row.HasField("lend_bytes") else None,
+        lend_compute=row.lend_compute if row.HasField("lend_compute") else None,
+        advised_s=row.advised_s,
+        advised_bytes=row.advised_byte_s / row.advised_s if averaged else None,
+        advised_compute=row.advised_compute_s / row.advised_s if averaged else None,
+        fields=tuple(PolicyField(each.path, each.value, each.policy) for each in row.fields),
+    )
+
+
+def _replica(
+    row: pb.Replica,
+    lease: pb.LeaseView | None,
+    engine: pb.GuestTelemetry | None,
+    mode: Mode | None,
+) -> Replica:
+    foreign = bool(row.held_job and row.job and row.held_job != row.job)
+    return Replica(
+        name=row.id,
+        kind=_KINDS.get(row.kind, "unknown"),
+        node=row.node,
+        url=row.url,
+        healthy=row.healthy,
+        job=row.job,
+        version=row.policy_version,
+        held_job=row.held_job if foreign else "",
+        model=row.model,
+        mode=mode,
+        lease=None
+        if lease is None
+        else Lease(lease.job, lease.epoch, lease.state, lease.expires_in_s, lease.why),
+        engine=None if engine is None else _engine(engine),
+    )
+
+
+def _engine(said: pb.GuestTelemetry) -> Engine:
+    return Engine(
+        state=said.state,
+        restarts=said.restarts,
+        grant=said.mode,
+        reason=said.reason,
+        why=explained(said.reason) if said.reason else "",
+        duty=said.duty,
+        running=said.running,
+        waiting=said.waiting,
+        tokens_total=said.tokens_total,
+        kv_bytes=said.kv_bytes,
+        lend_bytes=said.lend_bytes if said.HasField("lend_bytes") else None,
+        held_bytes=said.held_bytes if said.HasField("held_bytes") else None,
+    )
+
+
+def _job(view: pb.JobView) -> Job:
+    known = view.demand_known
+    return Job(
+        name=view.job,
+        model=view.model,
+        version=view.latest_version,
+        max_staleness=view.max_staleness,
+        weight=view.weight,
+        max_guests=view.max_guests or None,
+        leased=view.leased,
+        guests=view.guests,
+        turns=view.turns if known else None,
+        owed_tokens=view.owed_tokens if known else None,
+        made_tok_s=view.made_tok_s if known else None,
+        standing=view.standing,
+        chain=view.chain,
+        first_version=view.first_version,
+        base=view.base,
+        run=_run(view.run) if view.HasField("run") else None,
+    )
+
+
+def _run(run: pb.RunView) -> Run:
+    state = "ended" if run.ended else "live" if run.live else "silent"
+    return Run(run.run, run.holder, run.since_s, run.silent_s, state)
+
+
+def names(found: Iterable[Node | Replica | Job], most: int = 5) -> str:
+    """`a, b, c and 7 more`: of a few all of them are named."""
+    every = sorted(each.name for each in found)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
