@@ -185,7 +185,8 @@ def _value(action: argparse.Action) -> str:
 
 def _row(action: argparse.Action) -> str:
     shown = f"{_name(action)} {_value(action)}".strip().replace("|", "\\|")
-    what = (action.help or "").replace("|", "\\|")
+    what = argparse.HelpFormatter("rose")._expand_help(action) if action.help else ""
+    what = what.replace("|", "\\|")
     if action.required and action.option_strings:
         what = f"{what}; needed" if what else "needed"
     return f"| `{shown}` | {what} |\n"

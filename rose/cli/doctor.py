@@ -1,10 +1,14 @@
-"""`rose doctor --config FILE`: checks of a node: the host, the node itself and its GPUs.
+"""`rose doctor [--config FILE] [--scheduler HOST:PORT]`: checks of a node, or of a cluster.
+
+Without a file the cluster is checked, by its scheduler's word; with one the machine, and the
+cluster where a scheduler is named.
 
 Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
 vLLM's plugins, placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a
 guest needs to return memory.
 
-Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used.
+Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used, 4 when no
+scheduler answers.
 """
 
 import argparse
@@ -28,6 +32,7 @@ from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION
 from executor.freeze_reason import explained
 from rose.cli.main import Parser
+from rose.cli.options import DEFAULT_SCHEDULER
 from rose.engines.launch import (
     MIN_FREE_BYTES_PER_ENGINE,
     broken_plugins,
@@ -43,10 +48,11 @@ from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
 from rose.node.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
 from rose.nvml import Card, Client, Usage, version_text
-from rose.operate.client import SchedulerClient
+from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher
 from rose.process.filelock import holder_of
 from rose.process.procfs import group_members
+from rose.security.certificates import add_certificate_options, taken_certificates
 
 
 class Severity(StrEnum):
@@ -542,20 +548,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
+    parser.add_argument("--config", type=Path, help="a node's JSON file: check this machine")
     parser.add_argument(
         "--discover", type=Path, metavar="DIR", help="the folder in which the node finds its hosts"
     )
+    parser.add_argument(
+        "--scheduler",
+        metavar="HOST:PORT",
+        help=f"check the cluster (without --config: that of {DEFAULT_SCHEDULER})",
+    )
+    add_certificate_options(parser)
     args = parser.parse_args(argv)
-    config = NodeConfig.load(args.config, args.discover)
+    subjects: list[tuple[str, Iterator[Finding]]] = []
+    if args.config is not None:
+        config = NodeConfig.load(args.config, args.discover)
+        subjects.append((f"node {config.node}", diagnose(config)))
+    if args.config is None or args.scheduler is not None:
+        subjects.append(("cluster", _of_cluster(args)))
+    return int(sum(_reported(*subject) for subject in subjects) > 0)
+
+
+def _of_cluster(args: argparse.Namespace) -> Iterator[Finding]:
+    # Imported here: it is built on the findings above.
+    from rose.cli.fleet_doctor import diagnose_fleet
+
+    certificates = taken_certificates(vars(args))
+    return diagnose_fleet(PolicyClient(args.scheduler or DEFAULT_SCHEDULER, 5.0, certificates))
+
+
+def _reported(subject: str, findings: Iterator[Finding]) -> bool:
+    """Print each finding as it comes; whether something is wrong."""
     found = list[Finding]()
-    for finding in diagnose(config):
+    for finding in findings:
         found.append(finding)
         sys.stdout.write(f"{finding}\n")
         sys.stdout.flush()
     wrong = sum(finding.level is Severity.WRONG for finding in found)
-    sys.stdout.write(f"node {config.node}: {len(found)} checks, {wrong} wrong\n")
-    return 1 if wrong else 0
+    sys.stdout.write(f"{subject}: {len(found)} checks, {wrong} wrong\n")
+    return wrong > 0
 
 
 def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "support-bundle": (
             "rose support-bundle --out help.tar.gz --log-dir run/s1 --scheduler 127.0.0.1:7400",
         ),
-        "doctor": ("rose doctor --config node.json",),
+        "doctor": ("rose doctor --scheduler 127.0.0.1:7400", "rose doctor --config node.json"),
         "certs": ("rose certs init --cluster prod",),
         "certs init": ("rose certs init --cluster prod",),
         "certs issue": ("rose certs issue operator ada", "rose certs issue node serving-0"),

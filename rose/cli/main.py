@@ -134,7 +134,7 @@ PROCESSES = {
     "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
     "usage": ("rose.cli.usage", "say what hosts lent to whom"),
     "support-bundle": ("rose.cli.support_bundle", "collect what helpers need, without secrets"),
-    "doctor": ("rose.cli.doctor", "say what stands in a node's way, and what to do"),
+    "doctor": ("rose.cli.doctor", "say what a machine or a cluster lacks, and how to mend it"),
 }
 
 

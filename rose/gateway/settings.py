@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
+from rose.cli.examples import examples_of
 from rose.cli.main import add_log_limits, taken_log_limits
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
@@ -179,6 +180,9 @@ COUNTS = (
 
 
 class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        return super().format_help() + examples_of(self.prog)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; --help lists all options")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from executor import PageError
+from rose.cli.examples import examples_of
 from rose.errors import RefusedError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.node.config import NodeConfig
@@ -33,7 +34,10 @@ _logger = logging.getLogger("rose.node")
 def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
     """Run a node whose file is read as `config`; exit code 2 with one line on bad input."""
     parser = argparse.ArgumentParser(
-        prog="rose node", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rose node",
+        description=__doc__,
+        epilog=examples_of("rose node"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
     parser.add_argument(
