@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from executor import PageError
-from rose.cli.examples import examples_of
 from rose.errors import RefusedError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.node.config import NodeConfig
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     parser = argparse.ArgumentParser(
         prog="rose node",
         description=__doc__,
-        epilog=examples_of("rose node"),
+        epilog="example:\n  rose node --config node.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
