@@ -6,12 +6,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rose.cli.options import Subparsers
 from rose.cli.output import View, add_output_options, show
-from rose.contract.gateway import EXPLAIN, Choosing, Explanation
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, UnavailableError
 from rose.security.certificates import (
     CertificateFiles,
@@ -19,6 +19,10 @@ from rose.security.certificates import (
     taken_certificates,
 )
 from rose.security.tokens import TokenFile
+
+if TYPE_CHECKING:
+    # It takes long to import, for commands that ask no gateway.
+    from rose.contract.gateway import Choosing
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
 EXPLAIN_TIMEOUT_S = 5.0
@@ -59,7 +63,7 @@ def explain(
     return View(found, tuple(map(line_of, found)))
 
 
-def line_of(decision: Choosing) -> str:
+def line_of(decision: "Choosing") -> str:
     """`12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (guest-0 0.41 s, own-1 0.5 s)`."""
     cheapest = sorted(decision.weighed, key=lambda pair: pair[1])[:SHOWN]
     costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
@@ -73,7 +77,9 @@ def line_of(decision: Choosing) -> str:
 
 def _ask(
     gateway: str, subject: str, job: str, token: str, certificates: CertificateFiles | None
-) -> list[Choosing]:
+) -> "list[Choosing]":
+    from rose.contract.gateway import EXPLAIN, Explanation
+
     base = gateway.rstrip("/")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
