@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.cli.main import Parser
+from rose.cli.output import Format, View, add_output_options, write
 from rose.security.audit_log import Record, opened, read, verify
 
 _KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.set_defaults(work=_verify)
     tail = commands.add_parser("tail", help="print the newest records")
     tail.add_argument("-n", type=int, default=20, metavar="COUNT", help="default 20")
+    add_output_options(tail)
     tail.set_defaults(work=_tail)
     for command in (check, tail):
         command.add_argument("file", type=Path, metavar="FILE", help="LOG_DIR/audit-NAME.jsonl")
@@ -57,11 +59,15 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _tail(args: argparse.Namespace) -> int:
+    records: list[Record] = []
+    lines: list[str] = []
     for place, line in deque(read(args.file), maxlen=max(0, args.n)):
         try:
-            sys.stdout.write(_line_of(opened(line)) + "\n")
+            records.append(opened(line))
+            lines.append(_line_of(records[-1]))
         except ValueError as error:
-            sys.stdout.write(f"{place}: {error}\n")
+            lines.append(f"{place}: {error}")
+    write(View(records, tuple(lines)), Format(args.output))
     return 0
 
 

@@ -27,7 +27,7 @@ from rich.text import Text
 from rose.errors import UnavailableError
 
 # No table is wider: in a pipe no cell is cut.
-PIPE_WIDTH: Final = 10_000
+PIPE_WIDTH: Final = 1_000_000
 GAP: Final = 2
 # A column that is cut to less tells its reader nothing.
 READABLE: Final = 16

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,8 @@ from rose.cli.output import (
     show,
     write,
 )
-from rose.errors import ConfigError, RefusedError
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.operate.client import PolicyClient
 from rose.operate.fleet import Capacity, Fleet, Mode, Replica, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
@@ -152,12 +153,23 @@ def _apply(args: argparse.Namespace) -> int:
     policies = _read(args.file)
     # All are checked before the first is in force.
     changes = [client.apply(policy, dry_run=True) for policy in policies]
-    for policy, changed in zip(policies, changes, strict=True):
+    for at, (policy, changed) in enumerate(zip(policies, changes, strict=True)):
         if changed and not args.dry_run:
-            client.apply(policy)
+            _apply_one(client, policy, [each.name for each in policies[at:]])
         what = ("would change" if args.dry_run else "applied") if changed else "unchanged"
         say(f"policy {policy.name}: {what}")
     return ExitCode.DONE
+
+
+def _apply_one(client: PolicyClient, policy: "CapacityPolicy", rest: Sequence[str]) -> None:
+    try:
+        client.apply(policy)
+    except UnavailableError as error:
+        # All were found good: only a scheduler that went away in between is in the way.
+        raise UnavailableError(
+            f"{error}; not known to be in force: {', '.join(rest)}: apply the file again, which"
+            " changes nothing twice"
+        ) from error
 
 
 def _diff(args: argparse.Namespace) -> int:

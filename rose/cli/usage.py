@@ -11,11 +11,13 @@ from pathlib import Path
 
 from rose.cli.certs import duration_s
 from rose.cli.main import Parser
+from rose.cli.output import Format, Table, View, add_output_options, write
 from rose.errors import ConfigError
 from rose.scheduler.usage import Lent
 
 DAY_S = 86_400.0
 COLUMNS = ("owner", "job")
+FIGURES = ("LEASED H", "GPU H", "GIB H", "TOKENS")
 GIB_H = (1 << 30) * 3_600.0
 
 
@@ -28,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--by", choices=(*COLUMNS, "both"), default="both", help="one sum a line (default both)"
     )
-    parser.add_argument("-o", choices=("table", "json"), default="table", help="default table")
+    add_output_options(parser)
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="LOG_DIR/usage.jsonl of each scheduler"
     )
     args = parser.parse_args(argv)
     columns = COLUMNS if args.by == "both" else (args.by,)
     sums = _summed(args.files, time.time() - args.since, columns)
-    sys.stdout.write(_json(columns, sums) if args.o == "json" else _table(columns, sums))
+    write(_view(columns, sums), Format(args.output))
     return 0
 
 
@@ -75,8 +77,8 @@ def _records(
                     raise ConfigError(f"{part}, line {number}, is no record of usage") from error
 
 
-def _json(columns: Sequence[str], sums: Sums) -> str:
-    rows = [
+def _view(columns: Sequence[str], sums: Sums) -> View:
+    data = [
         dict(zip(columns, key, strict=True))
         | {
             "leased_s": round(lent.seconds, 3),
@@ -86,30 +88,16 @@ def _json(columns: Sequence[str], sums: Sums) -> str:
         }
         for key, lent in sums.items()
     ]
-    return json.dumps(rows, indent=1) + "\n"
-
-
-def _table(columns: Sequence[str], sums: Sums) -> str:
-    if not sums:
-        return "nothing was lent in this time\n"
-    head = [*columns, "leased h", "GPU h", "GiB h", "tokens"]
-    rows = [
-        [
+    rows = tuple(
+        (
             *(part or "-" for part in key),
             f"{lent.seconds / 3600:.2f}",
             f"{lent.compute_s / 3600:.2f}",
             f"{lent.byte_s / GIB_H:.2f}",
             str(lent.tokens),
-        ]
+        )
         for key, lent in sums.items()
-    ]
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    left = len(columns)
-    return "".join(
-        "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        + "\n"
-        for row in [head, *rows]
     )
+    titles = (*(column.upper() for column in columns), *FIGURES)
+    lines = () if sums else ("nothing was lent in this time",)
+    return View(data, lines, (Table(titles, rows, right=frozenset(FIGURES)),))

@@ -9,7 +9,10 @@ import pytest
 from service_cases import Bench, FakeNode, running
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import CapacityPolicy
 from rose.cli.main import main
+from rose.errors import UnavailableError
+from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.scheduler.persistence import load
@@ -125,6 +128,28 @@ async def test_a_file_with_one_bad_policy_puts_none_in_force(
     assert await rose(bench, "policy", "apply", file) == 2
     assert "slackShare" in capsys.readouterr().err
     assert [each.name for each in bench.core.capacity.gate.policies] == ["cli"]
+
+
+async def test_an_apply_that_is_cut_off_says_what_is_not_known_to_be_in_force(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    apply = PolicyClient.apply
+
+    def cut_off(client: PolicyClient, policy: CapacityPolicy, *, dry_run: bool = False) -> bool:
+        if policy.name == "second" and not dry_run:
+            raise UnavailableError("no scheduler answers")
+        return apply(client, policy, dry_run=dry_run)
+
+    monkeypatch.setattr(PolicyClient, "apply", cut_off)
+    names = ("first", "second", "third")
+    file = write(tmp_path, *({**POLICY, "name": name} for name in names))
+    assert await rose(bench, "policy", "apply", file) == 4
+    out, err = capsys.readouterr()
+    assert out == "policy first: applied\n"
+    assert "not known to be in force: second, third: apply the file again" in err
 
 
 async def test_explain_says_what_holds_and_whose_each_field_is(
