@@ -29,7 +29,7 @@ from rose.cli.output import (
 )
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
-from rose.operate.fleet import Capacity, Fleet, Mode, Replica, capacity_of, fleet_of
+from rose.operate.fleet import Capacity, Mode, Replica, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
 if TYPE_CHECKING:
@@ -319,8 +319,8 @@ def _explain(args: argparse.Namespace) -> int:
 
     def read() -> View:
         rows = client.explain(args.node)
-        fleet = fleet_of(client.snapshot()) if rows else None
-        found = [_policy_of(row, fleet) for row in rows]
+        replicas = fleet_of(client.snapshot()).by_node() if rows else {}
+        found = [_policy_of(row, replicas.get(row.node, ())) for row in rows]
         lines = tuple(line for each in found for line in explained(each))
         return View(found, lines or ("no node is attached",))
 
@@ -328,8 +328,7 @@ def _explain(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _policy_of(row: pb.NodeCapacity, fleet: Fleet | None) -> NodePolicy:
-    replicas = fleet.replicas_of(row.node) if fleet else []
+def _policy_of(row: pb.NodeCapacity, replicas: Sequence[Replica]) -> NodePolicy:
     return NodePolicy(row.node, capacity_of(row), tuple(r for r in replicas if r.is_guest))
 
 

@@ -100,18 +100,19 @@ NODE_COLUMNS = (
 
 def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
     """A row for each node: its host's latency against its target, and what it lends."""
+    replicas = fleet.by_node()
     return Table(
         NODE_COLUMNS,
-        tuple(_node_row(fleet, node) for node in nodes),
+        tuple(_node_row(fleet, node, replicas[node.name]) for node in nodes),
         "nodes",
         frozenset({"HEARD", "BUSY", "KV", "RUN+WAIT", "GUESTS"}),
         ("RELEASE", "HEARD", "RUN+WAIT", "BUSY", "GUESTS", "LENDS", "KV", "STATE", "MODE"),
     )
 
 
-def _node_row(fleet: Fleet, node: Node) -> tuple[Said, ...]:
+def _node_row(fleet: Fleet, node: Node, replicas: Sequence[Replica]) -> tuple[Said, ...]:
     capacity, host = node.capacity, node.host
-    leased = [r for r in fleet.replicas_of(node.name) if r.is_guest and r.lease is not None]
+    leased = [r for r in replicas if r.is_guest and r.lease is not None]
     return (
         node.name,
         toned(node.state.value),

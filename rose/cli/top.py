@@ -7,7 +7,7 @@ their targets, or come near, stand first. In a pipe, or with --once, it is drawn
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -107,27 +107,33 @@ def _top(args: argparse.Namespace) -> int:
     if args.once or form is not OutputFormat.TABLE or not sys.stdout.isatty():
         frame()
         time.sleep(ONCE_S)
-        write(_view(frame(), args.node), form)
+        write(frame_view(frame(), args.node), form)
         return 0
 
     def draw(height: int) -> RenderableType:
-        view = _view(frame(), args.node)
-        return _fitted(view, height)
+        view = frame_view(frame(), args.node)
+        return fitted_view(view, height)
 
     live(draw, max(0.2, args.every))
     return 0
 
 
-def _view(frame: Frame, node: str) -> View:
+def frame_view(frame: Frame, node: str) -> View:
+    """Rows of all nodes, or of one, the most urgent first."""
     nodes = [each for each in frame.fleet.nodes if node in ("", each.name)]
-    rows = [row for each in sorted(nodes, key=_urgency) for row in node_rows(frame, each)]
+    replicas = frame.fleet.by_node()
+    rows = [
+        row
+        for each in sorted(nodes, key=_urgency)
+        for row in node_rows(frame, each, replicas[each.name])
+    ]
     data = {"fleet": frame.fleet, "tok_s": frame.tok_s}
     right = frozenset({"KV", "TOKENS/S"})
     table = Table(COLUMNS, tuple(rows), right=right, spare=SPARE)
     return View(data, headlines(frame.fleet), (table,))
 
 
-def _fitted(view: View, height: int) -> RenderableType:
+def fitted_view(view: View, height: int) -> RenderableType:
     """As many rows as the terminal has lines for; how many are left out is said."""
     (table,) = view.tables
     room = max(1, height - len(view.lines) - 4)
@@ -145,10 +151,9 @@ def _urgency(node: Node) -> tuple[float, str]:
     return -(node.host.strain if node.host else 0.0), node.name
 
 
-def node_rows(frame: Frame, node: Node) -> Iterator[tuple[Said, ...]]:
+def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator[tuple[Said, ...]]:
     """The node's row, then one for each of its replicas."""
     host = node.host
-    replicas = frame.fleet.replicas_of(node.name)
     total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
     busy = host.busy_share if host else None
     yield (

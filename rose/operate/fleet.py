@@ -219,9 +219,12 @@ class Fleet:
         """The node of that name."""
         return next((node for node in self.nodes if node.name == name), None)
 
-    def replicas_of(self, node: str) -> list[Replica]:
-        """Replicas of a node, by name."""
-        return [replica for replica in self.replicas if replica.node == node]
+    def by_node(self) -> dict[str, list[Replica]]:
+        """Replicas of each node, by name; every node has its row."""
+        found: dict[str, list[Replica]] = {node.name: [] for node in self.nodes}
+        for replica in self.replicas:
+            found.setdefault(replica.node, []).append(replica)
+        return found
 
     @property
     def skewed(self) -> list[Node]:

@@ -119,8 +119,8 @@ class Proof:
 def proof_of(fleet: Fleet) -> Proof:
     """Judge one look at a fleet in which a stop is in force."""
     guests = {
-        node.name: [replica for replica in fleet.replicas_of(node.name) if replica.is_guest]
-        for node in fleet.nodes
+        node: [replica for replica in replicas if replica.is_guest]
+        for node, replicas in fleet.by_node().items()
     }
     unheard = [node for node in fleet.nodes if _unheard(node, guests[node.name])]
     lost = {node.name for node in unheard if node.state is not NodeState.ATTACHED}
