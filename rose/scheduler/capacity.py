@@ -229,7 +229,10 @@ class Capacity:
         for view in views:
             verdict = self.gate.verdict(view.node)
             said = stop, verdict.mode, verdict.policy
-            if verdict.settled and said != self._told.get(view.stream):
+            if said == self._told.get(view.stream):
+                continue
+            view.obeyed_s = None  # it has confirmed something else
+            if verdict.settled:
                 self._told[view.stream] = said
                 self._orders += 1
                 view.ordered(self._orders, now_s)
