@@ -257,12 +257,14 @@ def _stop_in_store(args: argparse.Namespace) -> int:
             f"store {name.name} does not exist; give the --store of the scheduler"
         ) from None
     asyncio.run(_leave_in_store(name))
-    say(
+    code = ExitCode.UNPROVED
+    lines = (
         f"no scheduler answers: {args.store} says stop, and the next one obeys it",
         f"nodes without a scheduler lend nothing after staleAfter ({STALE_AFTER_S:g} s)",
         "no node was asked what is left: nothing is proved",
     )
-    return ExitCode.UNPROVED
+    write(View({"stored_in": args.store, "exit_code": int(code)}, lines), Format(args.output))
+    return code
 
 
 async def _leave_in_store(name: StoreName) -> None:
