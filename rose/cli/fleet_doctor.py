@@ -86,14 +86,14 @@ def _nodes(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _hosts(fleet: Fleet) -> Iterator[Finding]:
-    hostless = [n for n in fleet.nodes if n.state is NodeState.ATTACHED and n.host is None]
+    hostless = [n for n in fleet.nodes if n.state is NodeState.ATTACHED and not n.hosts]
     if hostless:
         yield note(
             "hosts",
             f"{len(hostless)} nodes have none: {names(hostless)}",
             "start the host with its plugin, where guests shall run beside one",
         )
-    missed = [node for node in fleet.nodes if node.host and node.host.strain > 1.0]
+    missed = [node for node in fleet.nodes if node.strain > 1.0]
     if missed:
         yield wrong(
             "latency",

@@ -103,18 +103,24 @@ def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
     replicas = fleet.by_node()
     return Table(
         NODE_COLUMNS,
-        tuple(_node_row(fleet, node, replicas[node.name]) for node in nodes),
+        tuple(
+            _node_row(fleet, node, host, replicas[node.name])
+            for node in nodes
+            for host in node.hosts or (None,)
+        ),
         "nodes",
         frozenset({"HEARD", "BUSY", "KV", "RUN+WAIT", "GUESTS"}),
         ("RELEASE", "HEARD", "RUN+WAIT", "BUSY", "GUESTS", "LENDS", "KV", "STATE", "MODE"),
     )
 
 
-def _node_row(fleet: Fleet, node: Node, replicas: Sequence[Replica]) -> tuple[Said, ...]:
-    capacity, host = node.capacity, node.host
+def _node_row(
+    fleet: Fleet, node: Node, host: Host | None, replicas: Sequence[Replica]
+) -> tuple[Said, ...]:
+    capacity = node.capacity
     leased = [r for r in replicas if r.is_guest and r.lease is not None]
     return (
-        node.name,
+        host_name(node, host),
         toned(node.state.value),
         node.release or "-",
         ago(node.heard_s),
@@ -122,8 +128,8 @@ def _node_row(fleet: Fleet, node: Node, replicas: Sequence[Replica]) -> tuple[Sa
         lends(capacity),
         ttft(host),
         tpot(host),
-        share_of(_busy(node)),
-        kv(node),
+        share_of(host.busy_share if host else None),
+        kv(host),
         f"{host.running}+{host.waiting}" if host else "-",
         str(len(leased)),
         "; ".join(capacity.limits) if capacity and capacity.limits else "-",
@@ -169,15 +175,14 @@ def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
     return Cell(text, Tone.CARE) if at_s <= target_s else Cell(f"{text} MISSED", Tone.BAD)
 
 
-def _busy(node: Node) -> float | None:
-    if node.host and node.host.busy_share is not None:
-        return node.host.busy_share
-    return node.capacity.busy_share if node.capacity else None
+def host_name(node: Node, host: Host | None) -> str:
+    """`serving-0`, and of one of several hosts `serving-0/chat`."""
+    return f"{node.name}/{host.name}" if host and host.name else node.name
 
 
-def kv(node: Node) -> Said:
+def kv(host: Host | None) -> Said:
     """Share of the host's KV cache that is in use."""
-    share = node.host.kv_share if node.host else None
+    share = host.kv_share if host else None
     if share is None:
         return "-"
     return Cell(share_of(share), Tone.CARE if share > NEAR_FULL else Tone.PLAIN)

@@ -30,10 +30,10 @@ from rose.cli.output import (
     write,
 )
 from rose.cli.output import Format as OutputFormat
-from rose.cli.tables import headlines, kv, toned, tpot, ttft, version
+from rose.cli.tables import headlines, host_name, kv, toned, tpot, ttft, version
 from rose.errors import RefusedError
 from rose.operate.client import SchedulerClient
-from rose.operate.fleet import Fleet, Node, NodeState, Replica, fleet_of
+from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of
 
 BAR: Final = 10
 # Rates of the one frame that a pipe gets: over this time.
@@ -148,34 +148,34 @@ def fitted_view(view: View, height: int) -> RenderableType:
 
 def _urgency(node: Node) -> tuple[float, str]:
     """Order of hosts: the nearest to its target, or beyond it, first."""
-    return -(node.host.strain if node.host else 0.0), node.name
+    return -node.strain, node.name
 
 
 def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator[tuple[Said, ...]]:
-    """The node's row, then one for each of its replicas."""
-    host = node.host
+    """A row for each of the node's hosts, then one for each of its replicas."""
     total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
-    busy = host.busy_share if host else None
-    yield (
-        Cell(node.name, Tone.HEAD),
-        ttft(host),
-        tpot(host),
-        f"{bar(busy)} {share_of(busy)} busy" if busy is not None else "-",
-        kv(node),
-        f"{total:.0f}",
-        _does(node),
-        _held_back(node),
-    )
+    for host in node.hosts or (None,):
+        busy = host.busy_share if host else None
+        yield (
+            Cell(host_name(node, host), Tone.HEAD),
+            ttft(host),
+            tpot(host),
+            f"{bar(busy)} {share_of(busy)} busy" if busy is not None else "-",
+            kv(host),
+            f"{total:.0f}",
+            _does(node, host),
+            _held_back(node),
+        )
     for replica in replicas:
         yield _guest_row(frame, replica)
 
 
-def _does(node: Node) -> Said:
+def _does(node: Node, host: Host | None) -> Said:
     if node.state is not NodeState.ATTACHED:
         return toned(node.state.value)
-    if node.host is None:
+    if host is None:
         return "no host"
-    return f"serves {node.host.running}+{node.host.waiting}"
+    return f"serves {host.running}+{host.waiting}"
 
 
 def _held_back(node: Node) -> Said:

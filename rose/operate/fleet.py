@@ -39,8 +39,12 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Serving engine of a node. source: plugin, or scrape, whose figures are some seconds old."""
+    """Serving engine of a node, with a name where the node has several.
 
+    source: plugin, or scrape, whose figures are some seconds old.
+    """
+
+    name: str
     source: str
     running: int
     waiting: int
@@ -108,9 +112,14 @@ class Node:
     cluster: str
     confirms: bool
     confirmed_s: float | None
-    host: Host | None
+    hosts: tuple[Host, ...]
     capacity: Capacity | None
     replicas: tuple[str, ...]
+
+    @property
+    def strain(self) -> float:
+        """That of its worst host."""
+        return max((host.strain for host in self.hosts), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +294,9 @@ def fleet_of(snapshot: pb.SnapshotReply) -> Fleet:
 
 
 def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
-    hosts = {host.node: _host(host) for host in snapshot.hosts}
+    hosts: dict[str, list[Host]] = {}
+    for host in snapshot.hosts:
+        hosts.setdefault(host.node, []).append(_host(host))
     capacity = {row.node: capacity_of(row) for row in snapshot.capacity}
     attached = {row.node: row for row in snapshot.nodes}
     of_node: dict[str, set[str]] = {}
@@ -294,7 +305,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
     away = {node.node: node.away_s for node in snapshot.away}
     names = attached.keys() | hosts.keys() | capacity.keys() | of_node.keys()
     found = [
-        Node(name, NodeState.AWAY, away_s, "", "", False, None, None, None, ())
+        Node(name, NodeState.AWAY, away_s, "", "", False, None, (), None, ())
         for name, away_s in away.items()
         if name not in names
     ]
@@ -311,7 +322,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
                 said.cluster,
                 said.obeys,
                 said.obeyed_s if said.HasField("obeyed_s") else None,
-                hosts.get(name),
+                tuple(hosts.get(name, ())),
                 capacity.get(name),
                 tuple(sorted(of_node.get(name, set()) | {*said.replicas})),
             )
@@ -321,6 +332,8 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
 
 def _host(said: pb.HostTelemetry) -> Host:
     return Host(
+        # Of a node of an earlier release there is one alone.
+        name=getattr(said, "host", ""),
         source=said.source or "unknown",
         running=said.running,
         waiting=said.waiting,

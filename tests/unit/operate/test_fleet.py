@@ -45,9 +45,9 @@ def test_nodes_are_attached_silent_or_away_and_those_of_other_releases_are_known
 def test_a_figure_that_nobody_said_is_unknown() -> None:
     fleet = fleet_of(snapshot())
     [n0, *_] = fleet.nodes
-    assert n0.host is not None
-    assert (n0.host.busy_share, n0.host.kv_share, n0.host.source) == (None, None, "unknown")
-    assert n0.host.strain == pytest.approx(1.5)
+    [host] = n0.hosts
+    assert (host.busy_share, host.kv_share, host.source) == (None, None, "unknown")
+    assert n0.strain == host.strain == pytest.approx(1.5)
     [g0] = fleet.replicas
     assert g0.engine is not None
     assert (g0.engine.held_bytes, g0.engine.lend_bytes) == (None, None)
@@ -82,8 +82,9 @@ def test_names_that_scripts_read_stay() -> None:
     said = msgspec.to_builtins(fleet_of(snapshot()))
     assert {*said} >= {"release", "harvest", "overrides", "nodes", "replicas", "jobs", "troubles"}
     [node, *_] = said["nodes"]
-    assert {*node} >= {"name", "state", "heard_s", "release", "confirmed_s", "host", "capacity"}
-    assert {*node["host"]} >= {"ttft_p95_s", "ttft_target_s", "tpot_p95_s", "kv_share"}
+    assert {*node} >= {"name", "state", "heard_s", "release", "confirmed_s", "hosts", "capacity"}
+    [host] = node["hosts"]
+    assert {*host} >= {"ttft_p95_s", "ttft_target_s", "tpot_p95_s", "kv_share"}
     [replica] = said["replicas"]
     assert {*replica} >= {"name", "kind", "node", "job", "version", "lease", "engine", "healthy"}
     assert replica["engine"]["why"] == "kv_pressure (the host needs its KV cache)"

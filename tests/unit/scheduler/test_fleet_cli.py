@@ -49,7 +49,7 @@ async def test_every_view_shows_one_fleet(
             assert cell in out
     assert await rose(bench, "nodes", "serving-0", "-o", "json") == 0
     [said] = json.loads(capsys.readouterr().out)
-    assert (said["host"]["kv_share"], said["release"]) == (0.83, "0.3.0.dev0")
+    assert (said["hosts"][0]["kv_share"], said["release"]) == (0.83, "0.3.0.dev0")
     await node.leave()
 
 
