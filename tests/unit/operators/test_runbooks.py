@@ -15,7 +15,9 @@ from rose.cli.main import main
 PAGES = sorted(RUNBOOKS.glob("*.md"))
 HEADINGS = ["Impact", "Diagnosis", "Steps"]
 # What a diagnosis may do: look.
-READS = {"status", "explain", "audit", "doctor", "jobs", "policy", "certs"}
+READS = {
+    "status", "nodes", "replicas", "top", "explain", "audit", "doctor", "jobs", "policy", "certs",
+}  # fmt: skip
 CHANGES = re.compile(r"rose (policy (set|apply|delete)|certs (init|issue)|jobs end)")
 
 
