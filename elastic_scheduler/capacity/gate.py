@@ -10,7 +10,7 @@ The ladder of a node's verdict, the first that applies:
     Advisory                                       nothing is lent; what Active would do is said
     beyond maxHarvest.nodes or deploymentShare     nothing is lent, its guests end
     blackout, SLO budget, busy host, HoldAndDrain  nothing new is lent, what is lent is given back
-    Hold                                           nothing new is lent
+    Hold, a policy that is withheld                nothing new is lent
     otherwise                                      lent within the caps
 
 The operator's stop state (`HarvestModes`) stands above all of it: the stricter of both holds.
@@ -149,6 +149,7 @@ class CapacityGate:
         self._halted = dict(halted or {})
         self._budgets, self._busy = BudgetHold(), BusyHold()
         self._scraped: set[str] = set()
+        self._withheld: dict[str, str] = {}
         self._held: dict[str, str] = {}
         self._dark: dict[str, list[str]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
@@ -201,6 +202,12 @@ class CapacityGate:
         self._halted.pop(name, None)
         self._forget()
         return self._policies.pop(name, None) is not None
+
+    def withhold(self, policies: Mapping[str, str]) -> None:
+        """Nodes of these policies are held, for the reason that is said; no others of this kind."""
+        if policies != self._withheld:
+            self._withheld = dict(policies)
+            self._changed = True
 
     # ---- what is heard ----
 
@@ -490,6 +497,9 @@ class CapacityGate:
             found += [(HarvestMode.HOLD_AND_DRAIN, why) for why in self._dark.get(name, ())]
         if held is not None:
             found.append((HarvestMode.HOLD_AND_DRAIN, held))
+        for name in policy.policies:
+            if name in self._withheld:
+                found.append((HarvestMode.HOLD, self._withheld[name]))
         if policy.stop_policy is not StopPolicy.NONE:
             drains = policy.stop_policy is StopPolicy.HOLD_AND_DRAIN
             mode = HarvestMode.HOLD_AND_DRAIN if drains else HarvestMode.HOLD

@@ -5,9 +5,13 @@
 Where no policy is in force nothing is lent. One named `cli` is implied, which lends everything as
 0.2.0 did, by a mode on the scheduler's command line, and by a store or an operator of 0.2.0 that
 opened the harvest; beside policies of an operator the strictest wins, as ever.
+
+A policy that an object of Kubernetes says is changed by that object alone. While nobody knows what
+its object says now, the policy holds for `staleAfter`, and then its nodes are held.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -38,6 +42,7 @@ from rose.scheduler.messages import (
     Command,
     HarvestSet,
     LogRecord,
+    ObjectsHeard,
     PolicyApplied,
     PolicyDeleted,
     Save,
@@ -56,8 +61,21 @@ SCRAPE: Final = "scrape"
 class Capacity:
     """Policies in force, and what each stream was told last."""
 
-    def __init__(self, saved: Saved, default_mode: HarvestMode = HarvestMode.OFF) -> None:
-        """`default_mode`: of the command line, for a store in which no operator set one."""
+    def __init__(
+        self,
+        saved: Saved,
+        default_mode: HarvestMode = HarvestMode.OFF,
+        *,
+        asks_objects: bool = False,
+    ) -> None:
+        """`default_mode`: of the command line, for a store in which no operator set one.
+
+        asks_objects: whether this scheduler asks an API server for policies.
+        """
+        self._asks_objects = asks_objects
+        self._of_objects = set(saved.objects)
+        self._objects_heard_s: float | None = None
+        self._objects_refused: frozenset[str] = frozenset()
         opened = default_mode is not HarvestMode.OFF
         self._cli_of_flag = opened
         stop = saved.mode
@@ -97,7 +115,8 @@ class Capacity:
                 return self._stop_writes(event)
             case PolicyApplied():
                 self._check_room(event)
-                return (save_policy(event.policy), *self._implied())
+                saved = save_policy(event.policy, of_object=event.of_object)
+                return (saved, *self._implied())
             case PolicyDeleted():
                 self._check_known(event)
                 implied = () if event.name == CLI else self._implied()
@@ -118,11 +137,14 @@ class Capacity:
             case PolicyApplied():
                 self._check_room(event)
                 changed = self.gate.apply(event.policy)
+                keep = self._of_objects.add if event.of_object else self._of_objects.discard
+                keep(event.policy.name)
                 said = json.loads(event.policy.to_json())
                 return [LogRecord("policy_applied", {"policy": said}), Answer(int(changed))]
             case PolicyDeleted():
                 self._check_known(event)
                 self.gate.delete(event.name)
+                self._of_objects.discard(event.name)
                 return [LogRecord("policy_deleted", {"policy": event.name}), Answer(1)]
 
     def would_change(self, event: PolicyApplied) -> bool:
@@ -158,16 +180,63 @@ class Capacity:
             )
 
     def _check_room(self, event: PolicyApplied) -> None:
+        self._check_whose(event.policy.name, of_object=event.of_object)
         try:
             self.gate.check_room(event.policy.name)
         except PolicyError as error:
             raise RefusedError(str(error)) from None
+
+    def _check_whose(self, name: str, *, of_object: bool) -> None:
+        """Each policy has one owner: an object, or whoever calls `rose policy`."""
+        known = any(policy.name == name for policy in self.gate.policies)
+        if of_object and (name == CLI or (known and name not in self._of_objects)):
+            raise RefusedError(
+                f"a policy {name!r} was put in force by `rose policy` or the scheduler's options;"
+                f" give the object another name, or `rose policy delete {name}`"
+            )
+        if not of_object and self._asks_objects and name in self._of_objects:
+            raise RefusedError(
+                f"policy {name!r} is an object of Kubernetes; change that: kubectl edit rcp {name}"
+            )
 
     def _check_known(self, event: PolicyDeleted) -> None:
         names = [policy.name for policy in self.gate.policies]
         if event.name not in names:
             known = ", ".join(names) or "none"
             raise RefusedError(f"there is no policy {event.name!r}; in force: {known}")
+        self._check_whose(event.name, of_object=event.of_object)
+
+    # ---- objects of Kubernetes ----
+
+    @property
+    def of_objects(self) -> frozenset[str]:
+        """Names of the policies in force that objects of Kubernetes say."""
+        return frozenset(self._of_objects)
+
+    def objects_heard(self, event: ObjectsHeard) -> None:
+        """Policies of objects are in force as the API server had them then."""
+        before_s = self._objects_heard_s
+        self._objects_heard_s = max(event.heard_s, before_s if before_s is not None else -math.inf)
+        self._objects_refused = event.refused
+
+    def _withheld(self, now_s: float) -> dict[str, str]:
+        """Policies whose objects nobody knows, or can take, as they are now; and why."""
+        if self._objects_heard_s is None:
+            # Of an earlier leader: as fresh as this term is.
+            self._objects_heard_s = now_s
+        found = {}
+        for name in self._of_objects:
+            old_s = now_s - self._objects_heard_s
+            if not self._asks_objects:
+                found[name] = (
+                    f"the API server is not asked for object {name}: start the scheduler with"
+                    f" --kubernetes, or `rose policy delete {name}`"
+                )
+            elif old_s > self.gate.policy(name).stale_after_s:
+                found[name] = f"the API server is not heard ({name})"
+            elif name in self._objects_refused:
+                found[name] = f"the object cannot be taken as it is now ({name})"
+        return found
 
     # ---- nodes ----
 
@@ -186,6 +255,7 @@ class Capacity:
 
     def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
         """Judge the nodes when it is time; what changed for each of them it is told."""
+        self.gate.withhold(self._withheld(now_s))
         before = self.gate.judgements
         acts = self.gate.judge(_facts(fleet), now_s, wall_s)
         # Verdicts change with a judgement alone, and this is asked at every step.
@@ -204,7 +274,13 @@ class Capacity:
 
     def _recorded(self, acts: Iterable[Note | Halt]) -> list[Action]:
         return [
-            Save(save_policy(self.gate.policy(act.policy), act.why))
+            Save(
+                save_policy(
+                    self.gate.policy(act.policy),
+                    act.why,
+                    of_object=act.policy in self._of_objects,
+                )
+            )
             if isinstance(act, Halt)
             else LogRecord(act.event, {**act.fields, **self._figures(act)})
             for act in acts

@@ -57,6 +57,7 @@ from rose.scheduler.messages import (
     JobRegistered,
     LogRecord,
     Obeyed,
+    ObjectsHeard,
     Offered,
     PolicyApplied,
     PolicyDeleted,
@@ -82,6 +83,7 @@ from rose.scheduler.persistence import (
     save_run,
     save_version,
 )
+from rose.scheduler.policy_views import PolicyView, policy_views
 from rose.scheduler.runs import RunBook
 from rose.scheduler.usage import GuestReading, UsageBook, owner_of
 
@@ -103,9 +105,14 @@ class SchedulerCore:
         leasing_policy: Policy | None = None,
         standing: Iterable[str] = (),
         run_ttl_s: float = RUN_TTL_S,
+        *,
+        asks_objects: bool = False,
     ) -> None:
-        """`standing`: jobs that have their dedicated replicas without a trainer too."""
-        self.capacity = Capacity(saved, default_mode)
+        """`standing`: jobs that have their dedicated replicas without a trainer too.
+
+        asks_objects: whether an API server is asked for capacity policies.
+        """
+        self.capacity = Capacity(saved, default_mode, asks_objects=asks_objects)
         self._fleet = Fleet()
         self._stored_nodes = saved.nodes
         self._relays = Relays()
@@ -137,12 +144,15 @@ class SchedulerCore:
         self.runs.at(now_s, event.wall_s if isinstance(event, Tick) else None)
         if isinstance(event, Tick):
             self._recall(event, now_s)
+        if isinstance(event, ObjectsHeard):
+            self.capacity.objects_heard(event)
         actions = self._react(event, now_s)
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None
             actions += self.capacity.judge(self._fleet, now_s, wall_s)
         news = not isinstance(
-            event, Tick | Offered | RatesMeasured | Obeyed | EpochReserved | RunRenewed
+            event,
+            Tick | Offered | RatesMeasured | Obeyed | EpochReserved | RunRenewed | ObjectsHeard,
         )
         # Of these the answer says what follows.
         at_once = isinstance(
@@ -214,6 +224,10 @@ class SchedulerCore:
         views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
         return snapshot(*views, self.demand, self.runs, now_s)
 
+    def policy_views(self, now_s: float) -> dict[str, PolicyView]:
+        """What became of each capacity policy on its nodes."""
+        return policy_views(self._fleet, self._leasing, self.capacity, now_s)
+
     def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
         """Everything that metrics count."""
         views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand, self.usage)
@@ -232,7 +246,7 @@ class SchedulerCore:
             case EpochReserved():
                 self._leasing.reserved(event.replica, event.epoch)
                 return []
-            case Tick():
+            case Tick() | ObjectsHeard():
                 return []
             case RunRenewed():
                 return self._renew(event)

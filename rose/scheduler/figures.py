@@ -30,6 +30,8 @@ LIMIT_KINDS = (
     ("SLO budget", "slo_budget"),
     ("busy", "busy"),
     ("stopPolicy", "stop_policy"),
+    ("the API server", "api_server"),
+    ("the object cannot", "object"),
     ("its node is of 0.2.0", "old_node"),
     ("other nodes are not counted", "settling"),
 )

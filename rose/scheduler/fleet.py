@@ -162,8 +162,8 @@ class Fleet:
     """All attached nodes, by their streams; and the names of those that were, lately."""
 
     def __init__(self) -> None:
-        # Those that are not attached: when they were heard last, the oldest first.
-        self._away: dict[str, float] = {}
+        # Those that are not attached, the oldest first: when they were heard last; their labels.
+        self._away: dict[str, tuple[float, Mapping[str, str]]] = {}
         self._nodes: dict[int, NodeView] = {}
         self._by_name: dict[str, NodeView] = {}
         # By replica: the streams that offer it, of which one at most is believed.
@@ -220,7 +220,7 @@ class Fleet:
         if view is not None:
             if self._by_name.get(view.node) is view:
                 del self._by_name[view.node]
-                self._left(view.node, view.heard_s)
+                self._left(view.node, view.heard_s, view.labels)
             self._index(view, {})
         return view
 
@@ -228,19 +228,23 @@ class Fleet:
         """Know of nodes that an earlier leader leased from, and that are not attached here."""
         for node in nodes:
             if node not in self._by_name and node not in self._away:
-                self._left(node, now_s)
+                self._left(node, now_s, {})
 
     def away(self, now_s: float) -> list[tuple[str, float]]:
         """Known nodes that are not attached, and for how long nothing was heard of them."""
-        for node, heard_s in list(self._away.items()):
+        for node, (heard_s, _) in list(self._away.items()):
             if now_s < heard_s + FORGOTTEN_S:
                 break
             del self._away[node]
-        return sorted((node, now_s - heard_s) for node, heard_s in self._away.items())
+        return sorted((node, now_s - heard_s) for node, (heard_s, _) in self._away.items())
 
-    def _left(self, node: str, heard_s: float) -> None:
+    def labels_away(self, node: str) -> Mapping[str, str]:
+        """Labels that a node had which is away; none of one that only an earlier leader saw."""
+        return self._away[node][1] if node in self._away else {}
+
+    def _left(self, node: str, heard_s: float, labels: Mapping[str, str]) -> None:
         self._away.pop(node, None)
-        self._away[node] = heard_s
+        self._away[node] = heard_s, labels
         if len(self._away) > MAX_AWAY:
             del self._away[next(iter(self._away))]
 

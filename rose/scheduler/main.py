@@ -23,6 +23,8 @@ from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.drf import HOLD_S
 from rose.addresses import check_exposure
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
+from rose.controller.controller import PolicyController
+from rose.controller.kube_api import KubeApi
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
@@ -89,6 +91,8 @@ class SchedulerSettings:
     metrics_host: str = "127.0.0.1"
     hold_s: float | None = None
     jobs: tuple[JobRecord, ...] = ()
+    kubernetes: bool = False
+    kubeconfig: Path | None = None
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -186,6 +190,17 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         metavar="HOST",
         help="address of /metrics (default: loopback; others over TLS, or with --insecure)",
     )
+    add(
+        "--kubernetes",
+        action="store_true",
+        help="act on RoseCapacityPolicy objects of the cluster that this pod runs in",
+    )
+    add(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        help="act on those of this file's cluster",
+    )
     add_certificate_options(parser)
     args = parser.parse_args(argv)
     return SchedulerSettings(
@@ -204,6 +219,8 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         args.metrics_host,
         args.hold_s,
         standing_jobs(args.job),
+        args.kubernetes or args.kubeconfig is not None,
+        args.kubeconfig,
     )
 
 
@@ -224,6 +241,8 @@ def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. Raises `RoseError` when it cannot begin or go on."""
+    # Before anything that has a deadline: the client takes long to import.
+    api = KubeApi.opened(settings.kubeconfig) if settings.kubernetes else None
     async with contextlib.AsyncExitStack() as stack:
         opened = open_store(settings.store)
         stack.push_async_callback(opened.close)
@@ -241,7 +260,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         port = _bind(server, settings)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, handlers, logs, events, audit, lent)
+            await _lead(settings, fenced, handlers, logs, events, audit, lent, api)
 
         me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
@@ -280,6 +299,7 @@ async def _lead(
     events: EventLog,
     audit: AuditLog,
     lent: JsonlLog,
+    api: KubeApi | None,
 ) -> None:
     """One term, until cancelled: a core of what is stored, and the service that feeds it."""
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
@@ -287,14 +307,23 @@ async def _lead(
     options = {} if settings.hold_s is None else {"hold_s": settings.hold_s}
     policy = make_policy(settings.policy, **options)
     names = [job.job for job in settings.jobs]
-    core = SchedulerCore(saved, settings.harvest, times, policy, standing=names)
+    core = SchedulerCore(
+        saved, settings.harvest, times, policy, standing=names, asks_objects=api is not None
+    )
+    controllers: list[PolicyController] = []
     background = Background(events.write)
     expiry = settings.certificates.troubles if settings.certificates else list[str]
     service = SchedulerService(
         core,
         store,
         events,
-        lambda: [*background.troubles(), *logs.troubles(), *expiry(), *audit.troubles()],
+        lambda: [
+            *background.troubles(),
+            *logs.troubles(),
+            *expiry(),
+            *audit.troubles(),
+            *(line for each in controllers for line in each.troubles()),
+        ],
         # Of this term: what is left of its streams must not go on in the next one.
         leads=store.leads,
         audit=audit.write,
@@ -303,6 +332,9 @@ async def _lead(
     background.start("stop", service.watch_stop, restarts=None)
     usage = UsageLog(lent.write)
     background.start("usage", partial(_keep_usage, core, usage), restarts=None)
+    if api is not None:
+        controllers.append(PolicyController(api, service, events.write))
+        background.start("objects", controllers[0].run, restarts=None)
     handlers.lead(service)
     try:
         await background.failed()

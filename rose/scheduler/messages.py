@@ -253,16 +253,35 @@ class HarvestSet:
 
 @dataclass(frozen=True, slots=True)
 class PolicyApplied:
-    """An operator put a capacity policy in force. Answered with 1 when that changed anything."""
+    """An operator put a capacity policy in force. Answered with 1 when that changed anything.
+
+    of_object: by an object of Kubernetes, which alone changes it from then on.
+    """
 
     policy: CapacityPolicy
+    of_object: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyDeleted:
-    """An operator took a capacity policy out of force. Answered with 1."""
+    """An operator took a capacity policy out of force. Answered with 1.
+
+    of_object: the object that it came from is there no more.
+    """
 
     name: str
+    of_object: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsHeard:
+    """Policies of objects are in force as the API server had them at `heard_s`.
+
+    refused: names of objects that cannot be taken as they are now.
+    """
+
+    heard_s: float
+    refused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +340,7 @@ Event = (
     | HarvestSet
     | PolicyApplied
     | PolicyDeleted
+    | ObjectsHeard
     | RevokeAsked
     | EpochReserved
     | Tick

@@ -5,7 +5,7 @@
 | `epochs/{replica}` | {"epoch", "job", "node", "at_s"}: newest lease epoch: whose, where, since |
 | `harvest` , `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
-| `policies/{name}` | {"policy", "halted"}: a capacity policy, and why its canary is halted |
+| `policies/{name}` | {"policy", "halted", "object"}: why its canary is halted, whose it is |
 | `jobs/{job}` | `JobRecord`: {"job", "max_staleness", "model", "weight", "max_guests", …} |
 | `runs/{job}` | {"job", "run", "process", "holder", "since_s", "ended"}: who trains it |
 | `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
@@ -98,7 +98,8 @@ class Saved:
     """Everything that a scheduler starts from. `mode` is None until an operator set one.
 
     `epoch_jobs`: the jobs of the newest epochs, of replicas for which one is known. `nodes`: nodes
-    that had a lease, and when they were granted the last one, Unix seconds.
+    that had a lease, and when they were granted the last one, Unix seconds. `objects`: names of
+    policies that objects of Kubernetes say.
     """
 
     epochs: dict[str, int] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class Saved:
     halted: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, float] = field(default_factory=dict)
     runs: tuple[RunRecord, ...] = ()
+    objects: frozenset[str] = frozenset()
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
@@ -145,6 +147,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
         versions=tuple({(each.job, each.version): each for each in versions}.values()),
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
         halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
+        objects=frozenset(name for name, said in policies.items() if said.get("object")),
         nodes=_nodes(entries),
         runs=tuple(RunRecord(**json.loads(entry.value)) for _, entry in _below(RUNS, entries)),
     )
@@ -216,9 +219,13 @@ def save_stop(mode: HarvestMode) -> StoreWrite:
     return StoreWrite(STOP, _encode({"mode": mode.value}))
 
 
-def save_policy(policy: CapacityPolicy, halted: str | None = None) -> StoreWrite:
-    """A capacity policy, and why its canary is halted."""
-    value = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
+def save_policy(
+    policy: CapacityPolicy, halted: str | None = None, *, of_object: bool = False
+) -> StoreWrite:
+    """A capacity policy, why its canary is halted, and whether an object of Kubernetes says it."""
+    value: dict[str, object] = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
+    if of_object:
+        value["object"] = True
     return StoreWrite(POLICIES + policy.name, _encode(value))
 
 

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import CapacityPolicy
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.errors import (
     ConfigError,
@@ -45,6 +46,7 @@ from rose.scheduler.messages import (
     Event,
     HarvestSet,
     LogRecord,
+    ObjectsHeard,
     PublishTable,
     Reserve,
     Save,
@@ -53,6 +55,7 @@ from rose.scheduler.messages import (
     Tick,
 )
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
+from rose.scheduler.policy_views import PolicyView
 from rose.security.rpc_access import CALLING
 from rose.store import ABSENT, LeadershipLostError, Store
 
@@ -183,6 +186,31 @@ class SchedulerService(SchedulerServicer):
             commits=len(self._commits),
             stalled_s=self._writer.stalled_s,
         )
+
+    async def ask(self, event: StoredEvent, by: str) -> int:
+        """Carry out a request of this process's own; returns its answer once it is durable.
+
+        by: in whose name, for the audit log. Raises the core's `RefusedError` and `ConfigError`,
+        TimeoutError while the store does not answer, LeadershipLostError.
+        """
+        # What follows from it is recorded under that name.
+        CALLING.set(by)
+        value = await asyncio.wait_for(asyncio.shield(self._begin(event)), self._answer_s)
+        assert value is not None
+        return value
+
+    def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
+        """Say that policies of objects are in force as they were at `heard_s`, of this clock."""
+        self._step(ObjectsHeard(heard_s, refused))
+
+    def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
+        """All capacity policies, by name; names of those that objects of Kubernetes said."""
+        capacity = self._core.capacity
+        return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
+
+    def policy_views(self) -> dict[str, PolicyView]:
+        """What became of each capacity policy on its nodes."""
+        return self._core.policy_views(self._clock())
 
     def refused(self, who: str, method: str, reason: str) -> None:
         """Record a call that its caller's certificate did not allow."""

@@ -1,0 +1,226 @@
+"""KubeApi: the few calls of the API server that the controller makes, each bounded in time.
+
+The official client reads kubeconfigs and a pod's token, and renews it; its connections carry the
+calls. Nothing else of it is used: its watch gives up at the first broken connection, and its
+informer does not work for custom objects. All methods block, and are for threads.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+from elastic_scheduler.capacity.crd import GROUP, PLURAL, VERSION
+from rose.controller.conditions import EVENTS_IN
+from rose.errors import ConfigError, UnavailableError
+
+PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
+JSON: Final = "application/json"
+# Names, uids, generations: a tenth of the objects.
+METADATA: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
+MERGE: Final = "application/merge-patch+json"
+CONNECT_S: Final = 1.0
+ANSWER_S: Final = 2.0
+# After that the server ends a watch in order; a little later it is given up as dead.
+WATCH_S: Final = 30
+DEAD_S: Final = 5.0
+CHUNK_BYTES: Final = 64 << 10
+MAX_BODY_BYTES: Final = 32 << 20
+MAX_WHY: Final = 300
+
+INSTALL: Final = "the Kubernetes client is not installed; pip install 'rose-rollout[kubernetes]'"
+NO_DEFINITION: Final = (
+    f"the cluster has no {PLURAL}.{GROUP}; install the chart with crds.install=true, or"
+    " kubectl apply --server-side -f helm/rose/files/crds/"
+)
+
+
+class ApiError(UnavailableError):
+    """A call that was refused or not answered; code: of HTTP, 0 without an answer."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Watch(Protocol):
+    """A watch that is open."""
+
+    def chunks(self) -> Iterator[bytes]:
+        """Bytes as they come, to its end. Raises ApiError when it breaks."""
+
+    def stop(self) -> None:
+        """End it, from any thread."""
+
+
+class KubeApi:
+    """Calls by one kubeconfig, or by a pod's own token."""
+
+    def __init__(self, pool: Any, configuration: Any) -> None:  # noqa: ANN401 - of the client
+        self._pool, self._configuration = pool, configuration
+
+    @classmethod
+    def opened(cls, kubeconfig: Path | None) -> Self:
+        """Read the kubeconfig, or what a pod has. Raises ConfigError with one line."""
+        try:
+            # It takes half a second and 40 MB, of processes that watch objects alone.
+            from kubernetes import client, config
+        except ImportError:
+            raise ConfigError(INSTALL) from None
+        configuration = client.Configuration()
+        try:
+            if kubeconfig is None:
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                config.load_kube_config(
+                    str(kubeconfig), client_configuration=configuration, persist_config=False
+                )
+        except (config.ConfigException, OSError, ValueError, TypeError) as error:
+            where = (
+                f"{kubeconfig} is no kubeconfig" if kubeconfig else "this is no pod with a token"
+            )
+            raise ConfigError(
+                f"{where} ({error}); give --kubeconfig FILE, or let the pod mount its token"
+            ) from None
+        return cls(client.ApiClient(configuration).rest_client.pool_manager, configuration)
+
+    # ---- objects ----
+
+    def list(self) -> bytes:
+        """All objects, as they are in etcd now."""
+        return self._read("GET", PATH)
+
+    def probe(self) -> bytes:
+        """Metadata of all objects, as the server has them at hand."""
+        return self._read("GET", f"{PATH}?resourceVersion=0", accept=METADATA)
+
+    def watch(self, resource_version: str) -> "HttpWatch":
+        """Open a watch. Raises ApiError."""
+        query = (
+            f"watch=true&resourceVersion={resource_version}&allowWatchBookmarks=true"
+            f"&timeoutSeconds={WATCH_S}"
+        )
+        answer = self._call("GET", f"{PATH}?{query}", read_s=WATCH_S + DEAD_S)
+        return HttpWatch(answer)
+
+    def write_status(
+        self, name: str, resource_version: str, status: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        """Write an object's status, unless the object has changed since; returns the object."""
+        body = {"metadata": {"resourceVersion": resource_version}, "status": status}
+        said = self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
+        found: Mapping[str, Any] = json.loads(said)
+        return found
+
+    def create_event(self, event: Mapping[str, object]) -> None:
+        """Write an event; one of that name that is there already will do."""
+        try:
+            self._read("POST", EVENTS, event)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+
+    # ---- HTTP ----
+
+    def _read(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        accept: str = JSON,
+        content: str = JSON,
+    ) -> bytes:
+        answer = self._call(method, path, body, accept=accept, content=content)
+        try:
+            data: bytes = answer.read(MAX_BODY_BYTES, decode_content=True)
+        except Exception as error:
+            raise ApiError(0, _told(error)) from error
+        finally:
+            answer.release_conn()
+        if len(data) >= MAX_BODY_BYTES:
+            raise ApiError(0, f"the API server's answer has more than {MAX_BODY_BYTES} bytes")
+        return data
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        accept: str = JSON,
+        content: str = JSON,
+        read_s: float = ANSWER_S,
+    ) -> Any:  # noqa: ANN401 - urllib3's answer
+        from urllib3 import Timeout
+        from urllib3.exceptions import HTTPError
+
+        headers = {"Accept": accept, "User-Agent": "rose-scheduler"}
+        if body is not None:
+            headers["Content-Type"] = content
+        try:
+            # It reads the token anew when it is a minute old.
+            for each in self._configuration.auth_settings().values():
+                headers[each["key"]] = each["value"]
+            answer = self._pool.request(
+                method,
+                self._configuration.host + path,
+                body=None if body is None else json.dumps(body).encode(),
+                headers=headers,
+                timeout=Timeout(connect=CONNECT_S, read=read_s),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+            )
+        except (HTTPError, OSError, ValueError) as error:
+            raise ApiError(0, f"the API server does not answer ({_told(error)})") from error
+        if answer.status >= 300:
+            raise _refusal(answer)
+        return answer
+
+
+class HttpWatch:
+    """A watch over HTTP."""
+
+    def __init__(self, answer: Any) -> None:  # noqa: ANN401 - urllib3's answer
+        self._answer = answer
+
+    def chunks(self) -> Iterator[bytes]:
+        """Bytes as they come, to its end. Raises ApiError when it breaks."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield from self._answer.stream(CHUNK_BYTES, decode_content=True)
+        except (HTTPError, OSError, ValueError) as error:
+            raise ApiError(0, f"the watch broke ({_told(error)})") from error
+        finally:
+            self._answer.close()
+
+    def stop(self) -> None:
+        """End it, from any thread."""
+        # Its reader wakes up with an error; it closes the connection.
+        self._answer.shutdown()
+
+
+def _refusal(answer: Any) -> ApiError:  # noqa: ANN401 - urllib3's answer
+    """Say what to do about a status that is no success."""
+    try:
+        said = json.loads(answer.read(MAX_BODY_BYTES, decode_content=True))
+        message = str(said.get("message", ""))
+    except Exception:  # noqa: BLE001 - it is a refusal, whatever is in it
+        message = ""
+    finally:
+        answer.close()
+    code: int = answer.status
+    if code == 404 and PATH in str(answer.url) and "/status" not in str(answer.url):
+        message = NO_DEFINITION
+    elif code == 403:
+        message = f"{message or 'not permitted'}; the chart's role RELEASE-controller has it"
+    elif code == 401:
+        message = "the API server does not know this token or certificate; renew it"
+    return ApiError(code, (message or f"the API server answers {code}")[:MAX_WHY])
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_WHY]
