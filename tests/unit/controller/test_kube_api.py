@@ -1,0 +1,175 @@
+"""The controller's calls over HTTP: what they ask for, and what a refusal tells."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import urllib3
+
+from rose.controller.kube_api import METADATA, NO_DEFINITION, PATH, ApiError, KubeApi
+from rose.errors import ConfigError
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as `answer` says: (code, chunks); None instead of a chunk cuts the connection."""
+
+    protocol_version = "HTTP/1.1"
+    answer: ClassVar[tuple[int, list[bytes | None]]] = (200, [])
+    asked: ClassVar[list[tuple[str, str, dict[str, str], bytes]]] = []
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        self.asked.append((self.command, self.path, dict(self.headers), body))
+        code, chunks = self.answer
+        self.send_response(code)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for chunk in chunks:
+            if chunk is None:
+                self.close_connection = True
+                return
+            self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    do_PATCH = do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Configuration:
+    """As the client's, of a token."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def auth_settings(self) -> dict[str, Any]:
+        return {"BearerToken": {"key": "authorization", "value": "bearer t0ken"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadingHTTPServer]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+@pytest.fixture
+def api(server: ThreadingHTTPServer) -> Iterator[KubeApi]:
+    Handler.asked = []
+    with urllib3.PoolManager() as pool:
+        yield KubeApi(pool, Configuration(f"http://127.0.0.1:{server.server_port}"))
+
+
+def answer(code: int, *chunks: bytes | None) -> None:
+    Handler.answer = code, [*chunks]
+
+
+def refusal(message: str) -> bytes:
+    return json.dumps({"kind": "Status", "message": message}).encode()
+
+
+def test_a_list_bears_the_token_and_is_whole(api: KubeApi) -> None:
+    answer(200, b'{"items"', b": []}")
+    assert api.list() == b'{"items": []}'
+    [(method, path, headers, _)] = Handler.asked
+    assert (method, path, headers["authorization"]) == ("GET", PATH, "bearer t0ken")
+
+
+def test_a_probe_asks_for_metadata_from_the_servers_memory(api: KubeApi) -> None:
+    answer(200, b"{}")
+    api.probe()
+    [(_, path, headers, _)] = Handler.asked
+    assert path.endswith("?resourceVersion=0")
+    assert headers["Accept"] == METADATA
+
+
+def test_a_watch_says_what_comes_and_that_it_broke(api: KubeApi) -> None:
+    answer(200, b"one", b"two")
+    assert b"".join(api.watch("7").chunks()) == b"onetwo"
+    assert "resourceVersion=7&allowWatchBookmarks=true&timeoutSeconds=30" in Handler.asked[-1][1]
+    answer(200, b"one", None)
+    chunks = api.watch("7").chunks()
+    assert next(chunks) == b"one"
+    with pytest.raises(ApiError, match="the watch broke"):
+        next(chunks)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "said"),
+    [
+        (403, "cannot list resource", "cannot list resource; the chart's role RELEASE-controller"),
+        (404, "not found", NO_DEFINITION),
+        (401, "Unauthorized", "renew it"),
+        (500, "etcdserver: request timed out", "etcdserver: request timed out"),
+        (503, "", "the API server answers 503"),
+    ],
+)
+def test_a_refusal_is_one_line_that_says_what_to_do(
+    api: KubeApi, code: int, message: str, said: str
+) -> None:
+    answer(code, refusal(message))
+    for call in (api.list, lambda: api.watch("1")):
+        with pytest.raises(ApiError) as caught:
+            call()
+        assert caught.value.code == code
+        assert said in str(caught.value)
+
+
+def test_a_status_is_written_only_to_the_object_that_was_judged(api: KubeApi) -> None:
+    answer(200, b"{}")
+    api.write_status("chat", "7", {"observedGeneration": 1})
+    [(method, path, headers, body)] = Handler.asked
+    assert (method, path) == ("PATCH", f"{PATH}/chat/status")
+    assert headers["Content-Type"] == "application/merge-patch+json"
+    assert json.loads(body) == {
+        "metadata": {"resourceVersion": "7"},
+        "status": {"observedGeneration": 1},
+    }
+    answer(404, refusal("chat not found"))
+    with pytest.raises(ApiError, match="chat not found"):
+        api.write_status("chat", "7", {})
+
+
+def test_an_event_that_is_there_already_will_do(api: KubeApi) -> None:
+    answer(409, refusal("already exists"))
+    api.create_event({"metadata": {"name": "e"}})
+    answer(403, refusal("cannot create events"))
+    with pytest.raises(ApiError, match="cannot create events"):
+        api.create_event({"metadata": {"name": "e"}})
+
+
+def test_a_server_that_is_not_there_does_not_answer() -> None:
+    with urllib3.PoolManager() as pool:
+        api = KubeApi(pool, Configuration("http://127.0.0.1:1"))
+        with pytest.raises(ApiError, match="does not answer"):
+            api.list()
+
+
+def test_without_the_client_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigError, match=r"rose-rollout\[kubernetes\]"):
+        KubeApi.opened(tmp_path / "config")
+
+
+def test_what_is_no_kubeconfig_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes")
+    file = tmp_path / "config"
+    for text in ("", "[]", "apiVersion: v1\nkind: Config\nclusters: []\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"config is no kubeconfig .*; give --kubeconfig"):
+            KubeApi.opened(file)
+    with pytest.raises(ConfigError, match="no pod with a token"):
+        KubeApi.opened(None)
