@@ -243,6 +243,17 @@ class Scheduler(Strict):
     resources: Resources = _said("of each", _resources("200m", "256Mi", "1Gi"))
 
 
+class Controller(Strict):
+    """Policies as objects of Kubernetes (docs/operators/policy-objects.md)."""
+
+    enabled: bool = _said(
+        "schedulers act on RoseCapacityPolicy objects, by a token of the API server", True
+    )
+    kubeconfig_secret: SecretName = _said(
+        "of another cluster, whose objects count: secret with its kubeconfig under `config`", ""
+    )
+
+
 class Gateway(Strict):
     """Gateways: HTTP front of all replicas."""
 
@@ -354,6 +365,9 @@ class Peers(Strict):
         ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},),
     )
     etcd: tuple[Kube, ...] = _said("an etcd that is there; any address when empty", ())
+    api_server: tuple[Kube, ...] = _said(
+        "API server of `controller`, on 443 and 6443; any address when empty", ()
+    )
 
 
 class NetworkPolicies(Strict):
@@ -388,9 +402,9 @@ class Subject(Strict):
 
 
 class Rbac(Strict):
-    """Roles of people; no process of ROSE calls the API server."""
+    """Roles of people, and of the controller."""
 
-    create: bool = _said("viewer and editor of capacity policies", True)
+    create: bool = _said("viewer and editor of capacity policies; the controller's", True)
     aggregate: bool = _said("add them to the cluster's roles view, edit and admin", True)
     operators: tuple[Subject, ...] = _said("who may read the operator's certificate", ())
 
@@ -428,6 +442,7 @@ class Values(Strict):
     tls: Tls = _said("identities", Tls())
     store: Store = _said("etcd", Store())
     scheduler: Scheduler = _said("schedulers", Scheduler())
+    controller: Controller = _said("policies as objects", Controller())
     gateway: Gateway = _said("gateways", Gateway())
     relay: Relay = _said("relay", Relay())
     node: Node = _said("nodes", Node())
@@ -435,7 +450,7 @@ class Values(Strict):
     pod_disruption_budgets: bool = _said("one pod of a kind at a time", True)
     monitoring: Monitoring = _said("Prometheus and Grafana", Monitoring())
     crds: Crds = _said("definitions", Crds())
-    rbac: Rbac = _said("roles of people", Rbac())
+    rbac: Rbac = _said("roles", Rbac())
     test: HelmTest = _said("`helm test`", HelmTest())
 
 

@@ -143,6 +143,10 @@ seccompProfile: { type: RuntimeDefault }
 {{- end }}
 
 {{- /* The root is read only: what is compiled while it runs goes to /tmp. */ -}}
+{{- define "rose.asksApiServer" -}}
+{{- if and (include "rose.hasControl" .) .Values.controller.enabled (not .Values.controller.kubeconfigSecret) }}yes{{ end }}
+{{- end }}
+
 {{- define "rose.env" -}}
 - { name: HOME, value: /tmp }
 - { name: NUMBA_CACHE_DIR, value: /tmp/numba }

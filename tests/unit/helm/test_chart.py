@@ -295,7 +295,9 @@ def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Ob
         assert context.get("runAsUser", pod["securityContext"]["runAsUser"]) > 10_000
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert pod["automountServiceAccountToken"] is False
+    # What asks the API server has a token; test_chart_controller.py has which that is.
+    asks = pod["serviceAccountName"] == "r-scheduler"
+    assert pod["automountServiceAccountToken"] is asks
     assert "@sha256:" in container["image"]
     assert container["resources"]["limits"]["memory"]
     for each in ("hostNetwork", "hostPID", "hostIPC"):
@@ -351,6 +353,8 @@ def test_nobody_gets_more_than_policies_and_one_secret() -> None:
         if "secrets" in rule["resources"]:
             assert rule["resourceNames"] == ["own-operator"]
             assert rule["verbs"] == ["get"]
+        elif rule["resources"] == ["events"]:
+            assert rule["verbs"] == ["create"]
         else:
             assert rule["apiGroups"] == ["rose.dev"]
     (subject,) = objects(values)["RoleBinding/r-operator"]["subjects"]

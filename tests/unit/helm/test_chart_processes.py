@@ -165,6 +165,8 @@ def machine() -> Iterator[Machine]:
     ports = {each: str(free_port()) for each in ("2379", "2380", "2381")}
     values = {
         "store": {"own": {"members": 1}},
+        # This machine is no pod.
+        "controller": {"enabled": False},
         "scheduler": {"replicas": 1, "port": free_port(), "metricsPort": free_port()},
         "gateway": {"port": free_port()},
         "node": {"metricsPort": free_port()},
