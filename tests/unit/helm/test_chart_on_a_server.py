@@ -1,73 +1,38 @@
 """Install, test, upgrade, rollback and uninstall, on a real API server.
 
-ROSE_KUBECONFIG names the file by which an administrator reaches one that may be written to: of
-envtest, kind, or any that serves core types, RBAC and batch/v1. It needs no controllers: what would
-run jobs and pods is stood in for here. A server without CronJobs of batch/v1 or policy/v1 gets the
-chart without those objects.
+tests/api_server.py says which; it serves batch/v1 too. It needs no controllers: what would run jobs
+and pods is stood in for here. A server without CronJobs of batch/v1 or policy/v1 gets the chart
+without those objects.
 """
 
 import contextlib
 import json
-import os
 import shutil
-import ssl
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from helm_python import Config, HelmError
 
+from tests.api_server import APPLY, KUBECONFIG, MARKS, POLL_S, STRATEGIC, ApiServer
 from tests.awaited import until
-from tests.unit.helm.rendering import CHART, LEAST, NAMESPACE, Object, joined
+from tests.unit.helm.rendering import (
+    ACTIVE,
+    CHART,
+    LEAST,
+    NAMESPACE,
+    RELAY,
+    SECRETS,
+    Object,
+    joined,
+    objects,
+)
 
-KUBECONFIG = os.environ.get("ROSE_KUBECONFIG", "")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not KUBECONFIG, reason="ROSE_KUBECONFIG names no API server"),
-]
+pytestmark = MARKS
 RELEASE = "r"
-POLL_S = 0.2
-
-
-class ApiServer:
-    """Speaks JSON to the server of a kubeconfig that has a client's certificate."""
-
-    def __init__(self, kubeconfig: Path) -> None:
-        said = yaml.safe_load(kubeconfig.read_text())
-        cluster, user = said["clusters"][0]["cluster"], said["users"][0]["user"]
-        self._url = cluster["server"]
-        self._tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
-        self._tls.load_cert_chain(user["client-certificate"], user["client-key"])
-
-    def call(self, path: str, method: str = "GET", body: Object | None = None) -> Object:
-        kind = "application/strategic-merge-patch+json" if method == "PATCH" else "application/json"
-        request = urllib.request.Request(
-            self._url + path,
-            method=method,
-            data=json.dumps(body).encode() if body else None,
-            headers={"Content-Type": kind},
-        )
-        with urllib.request.urlopen(request, context=self._tls, timeout=10) as answer:
-            return json.load(answer)  # type: ignore[no-any-return]
-
-    def has(self, path: str) -> bool:
-        try:
-            self.call(path)
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                raise
-            return False
-        return True
-
-    def serves(self, group: str, kind: str) -> bool:
-        found = self.has(f"/apis/{group}") and self.call(f"/apis/{group}")["resources"]
-        return bool(found and kind in {each["kind"] for each in found})
 
 
 class StandIn:
@@ -96,7 +61,9 @@ class StandIn:
         for each in self._server.call(path)["items"]:
             if said := status(each):
                 name = each["metadata"]["name"]
-                self._server.call(f"{path}/{name}/status", "PATCH", {"status": said})
+                self._server.call(
+                    f"{path}/{name}/status", "PATCH", {"status": said}, kind=STRATEGIC
+                )
 
     @staticmethod
     def _job(job: Object) -> Object | None:
@@ -184,3 +151,22 @@ def test_a_release_lives_and_leaves(server: ApiServer, stand_in: StandIn, chart:
 
     helm.uninstall(RELEASE, timeout=60)
     until(lambda: not server.has(daemons), 30, "the DaemonSet is gone", every_s=POLL_S)
+
+
+@pytest.mark.parametrize(
+    "values", [{}, SECRETS, RELAY, ACTIVE], ids=["least", "tls", "relay", "on"]
+)
+def test_what_is_rendered_is_applied_by_the_server(server: ApiServer, values: Object) -> None:
+    asked = 0
+    for each in objects(values).values():
+        known = server.resources(each["apiVersion"]).get(each["kind"])
+        if known is None:
+            continue
+        asked += 1
+        group = "/apis/" if "/" in each["apiVersion"] else "/api/"
+        space = each["metadata"].get("namespace", NAMESPACE)
+        where = f"namespaces/{space}/" if known["namespaced"] else ""
+        path = f"{group}{each['apiVersion']}/{where}{known['name']}/{each['metadata']['name']}"
+        query = "?fieldManager=rose&force=true&dryRun=All"
+        server.call(path + query, "PATCH", each, kind=APPLY)
+    assert asked > 20
