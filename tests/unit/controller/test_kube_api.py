@@ -13,6 +13,7 @@ import urllib3
 
 from rose.controller.kube_api import METADATA, NO_DEFINITION, PATH, ApiError, KubeApi
 from rose.errors import ConfigError
+from rose.scheduler.main import main
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -162,6 +163,16 @@ def test_without_the_client_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ConfigError, match=r"rose-rollout\[kubernetes\]"):
         KubeApi.opened(tmp_path / "config")
+
+
+def test_a_scheduler_without_the_client_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    store = str(tmp_path / "s.sqlite")
+    assert main(["--store", store, "--log-dir", str(tmp_path), "--kubernetes"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rose scheduler: the Kubernetes client is not installed; pip install")
 
 
 def test_what_is_no_kubeconfig_is_named(tmp_path: Path) -> None:
