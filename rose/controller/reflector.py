@@ -174,7 +174,7 @@ class Reflector:
         self._objects: dict[str, Object] = {}
         self._version = ""
         self._phase = _Phase.IDLE
-        self._open = self._synced = False
+        self._open = self._synced = self._relisted = False
         self._opened_s = 0.0
         self._lines = _Lines()
         self._failures = self._doubts = 0
@@ -244,7 +244,7 @@ class Reflector:
             for line in self._lines.cut(chunk):
                 changed = self._take(_json(line))
                 actions += [changed] if changed else []
-        except _ExpiredError as error:
+        except _ServerEndedError as error:
             return [*actions, *self._list_anew(str(error), now_s, expired=error.code == GONE)]
         except _NoEventError as error:
             return [*actions, *self._list_anew(str(error), now_s, expired=False)]
@@ -257,7 +257,7 @@ class Reflector:
             raise _NoEventError("an event without an object")
         if kind == "ERROR":
             code = each.get("code")
-            raise _ExpiredError(str(each.get("message", ""))[:200], code)
+            raise _ServerEndedError(str(each.get("message", ""))[:200], code)
         version = _revision(each)
         if not version:
             raise _NoEventError("an event without a resourceVersion")
@@ -276,26 +276,33 @@ class Reflector:
         return Changed(name) if _revision(before) != version else None
 
     def _list_anew(self, why: str, now_s: float, *, expired: bool) -> list[Action]:
-        """The watch cannot go on; after one that was well and is only too old, without a pause."""
+        """The watch cannot go on."""
+        self._rested(now_s)
+        return [StopWatch(), *self._forget(why, GONE if expired else 0)]
+
+    def _forget(self, why: str, code: int) -> list[Action]:
+        """List anew: at once where the past is merely gone, as after any longer outage."""
         self._version = ""
-        if now_s >= self._opened_s + STEADY_S:
-            self._failures = 0
-        stop: list[Action] = [StopWatch()]
-        if expired and self._failures == 0:
-            self._failures = 1
-            return [*stop, *self._begin()]
-        return [*stop, *self._fail(why, GONE if expired else 0)]
+        if code == GONE and not self._relisted:
+            self._relisted = True
+            return self._begin()
+        return self._fail(why, code)
 
     def _ended(self, event: Ended, now_s: float) -> list[Action]:
         watched = self._phase is _Phase.WATCHING
+        steady = watched and self._rested(now_s)
         if watched and event.code == GONE:
-            self._version = ""
-            return self._fail(event.why, GONE)
-        if watched and self._open and now_s >= self._opened_s + STEADY_S:
-            self._failures = 0
-            if not event.why:
-                return self._begin()
+            return self._forget(event.why, GONE)
+        if steady and not event.why:
+            return self._begin()
         return self._fail(event.why or "the watch ended at once", event.code)
+
+    def _rested(self, now_s: float) -> bool:
+        """Whether the watch was well for a while; then what failed before counts no more."""
+        steady = self._open and now_s >= self._opened_s + STEADY_S
+        if steady:
+            self._failures, self._relisted = 0, False
+        return steady
 
     def _fail(self, why: str, code: int) -> list[Action]:
         self._phase, self._open = _Phase.PAUSING, False
@@ -330,8 +337,8 @@ class Reflector:
         return self._list_anew(why, now_s, expired=False)
 
 
-class _ExpiredError(Exception):
-    """The API server ended the watch by an ERROR event."""
+class _ServerEndedError(Exception):
+    """The API server ended the watch by an ERROR event, of which `code` 410 means: too old."""
 
     def __init__(self, message: str, code: object) -> None:
         super().__init__(message)

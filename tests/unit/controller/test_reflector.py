@@ -154,8 +154,9 @@ def test_what_was_deleted_in_a_gap_is_gone_after_the_next_list() -> None:
 
 def test_a_410_as_the_answer_to_a_watch_lists_anew() -> None:
     bench = watching(obj("a", 3))
-    bench.step(Ended("gone", 410))
-    assert bench.step(Woke()) == [AskList()]
+    assert bench.step(Ended("gone", 410)) == [AskList()]
+    bench.step(listing(60))
+    assert isinstance(bench.step(Ended("gone", 410))[0], Pause), "and not for ever without a pause"
 
 
 @pytest.mark.parametrize(
