@@ -58,7 +58,7 @@ def judged(
 ) -> PolicyStatus:
     """Return what is to be said of an object; view: of the policy in force that it said last."""
     generation = int(each["metadata"].get("generation", 0))
-    before = {said["type"]: said for said in _conditions(each)}
+    before = {said.get("type"): said for said in _conditions(each)}
     conditions = []
     for kind, judge in _JUDGES.items():
         status, reason, message = judge(refusal, view)
@@ -109,7 +109,7 @@ def events_of(each: Object, status: PolicyStatus, wall_s: float) -> Iterator[dic
 
     So one that is told twice, by two leaders or after a lost answer, is there once.
     """
-    before = {said["type"]: said for said in _conditions(each)}
+    before = {said.get("type"): said for said in _conditions(each)}
     for now in status.conditions:
         old = before.get(now.type)
         same = old is not None and (old.get("status"), old.get("reason")) == (

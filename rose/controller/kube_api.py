@@ -104,14 +104,10 @@ class KubeApi:
         answer = self._call("GET", f"{PATH}?{query}", read_s=WATCH_S + DEAD_S)
         return HttpWatch(answer)
 
-    def write_status(
-        self, name: str, resource_version: str, status: Mapping[str, object]
-    ) -> Mapping[str, Any]:
-        """Write an object's status, unless the object has changed since; returns the object."""
+    def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
+        """Write an object's status, unless the object has changed since."""
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
-        said = self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
-        found: Mapping[str, Any] = json.loads(said)
-        return found
+        self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
 
     def create_event(self, event: Mapping[str, object]) -> None:
         """Write an event; one of that name that is there already will do."""
@@ -154,7 +150,6 @@ class KubeApi:
         read_s: float = ANSWER_S,
     ) -> Any:  # noqa: ANN401 - urllib3's answer
         from urllib3 import Timeout
-        from urllib3.exceptions import HTTPError
 
         headers = {"Accept": accept, "User-Agent": "rose-scheduler"}
         if body is not None:
@@ -173,7 +168,8 @@ class KubeApi:
                 redirect=False,
                 preload_content=False,
             )
-        except (HTTPError, OSError, ValueError) as error:
+        except Exception as error:
+            # A program that the kubeconfig names for tokens may fail in any way.
             raise ApiError(0, f"the API server does not answer ({_told(error)})") from error
         if answer.status >= 300:
             raise _refusal(answer)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ class Server:
         self.watches.append(stream)
         return stream
 
-    def write_status(self, name: str, resource_version: str, status: Object) -> Mapping[str, Any]:
+    def write_status(self, name: str, resource_version: str, status: Object) -> None:
         self._answer()
         if name not in self.objects:
             raise ApiError(404, f"{name} not found")
@@ -96,7 +96,6 @@ class Server:
             raise ApiError(409, "the object has been modified")
         self.statuses.append((name, status))
         self._write(name, each["metadata"]["generation"], each["spec"], status)
-        return {}
 
     def create_event(self, event: Object) -> None:
         self._answer()
