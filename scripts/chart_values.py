@@ -283,6 +283,7 @@ class Relay(Strict):
 
     enabled: bool = _said("run it", False)
     port: Port = _said("of HTTP", 7600)
+    metrics_port: Port = _said("of /metrics", 9400)
     jobs: tuple[RelayJob, ...] = _said("whose weights", ())
     unsigned: bool = _said("keep what nobody signed", False)
     bytes_per_s: int | None = _said("of the link to the publisher", None, ge=1)
@@ -380,7 +381,7 @@ class NetworkPolicies(Strict):
 class Monitoring(Strict):
     """What Prometheus and Grafana get; a switch each."""
 
-    pod_monitor: bool = _said("PodMonitor of schedulers, gateways and etcd", False)
+    pod_monitor: bool = _said("PodMonitor of schedulers, gateways, the relay and etcd", False)
     prometheus_rule: bool = _said("PrometheusRule of files/rules", False)
     dashboards: bool = _said("ConfigMaps of files/dashboards, for Grafana's sidecar", False)
     interval: Annotated[str, _pattern("[0-9]+s")] = _said("between scrapes", "15s")

@@ -34,32 +34,17 @@ from rose.scheduler.figures import LIMIT_KINDS, SchedulerFigures
 from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.service import ServiceFigures
 from rose.scheduler.usage import Lent
+from rose.weight_distribution.relay_metrics import RelayMetrics
+from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
 CALLS: Final = ("get", "list", "txn", "grant_lease", "keep_lease", "revoke_lease")
-PROCESSES: Final = ("node", "scheduler", "gateway")
-
-# What a gateway's text says of itself is names and types.
-OF_GATEWAY: Final = {
-    "rose_gateway_tokens": "Tokens that came from a replica and are in the journal.",
-    "rose_gateway_attempt_ends": "Attempts of turns, by how they ended.",
-    "rose_gateway_live_turns": "Turns that run at a replica now.",
-    "rose_gateway_turns": "Turns that were delivered whole.",
-    "rose_gateway_failed_turns": "Turns that ended with an error.",
-    "rose_gateway_continuations": "Turns that went on at another replica.",
-    "rose_gateway_attempts": "Times that a turn was sent to a replica.",
-    "rose_gateway_repeated_requests": "Requests that were answered from an earlier answer.",
-    "rose_gateway_slow_readers": "Streams that were ended because nobody read them.",
-    "rose_gateway_hedges": "Second copies of turns.",
-    "rose_gateway_hedge_wins": "Second copies that answered first.",
-    "rose_gateway_waiting_turns": "Turns that have no replica yet.",
-    "rose_gateway_loop_lag_seconds": "How late the event loop woke.",
-    "rose_gateway_log_dropped": "Records that found no room in a log's queue, and are lost.",
-    "rose_gateway_task_restarts": "Background tasks that died and were started again.",
-}
+PROCESSES: Final = ("node", "scheduler", "gateway", "relay")
 
 LABELS: Final = {
+    "answer": "how a reader was answered: " + ", ".join(f"`{each.value}`" for each in Answer),
+    "asked": ", ".join(f"`{each.value}`" for each in Asked),
     "by": "who took the lease back: `node`, `operator`",
     "call": "a call of the store: " + ", ".join(f"`{call}`" for call in CALLS),
     "deployment": "the label `rose.dev/deployment` of nodes; empty without one",
@@ -70,8 +55,8 @@ LABELS: Final = {
     " its file",
     "how": "how it came to be over, or to run: `expired`, `released`, `revoked`; `started`,"
     " `adopted`",
-    "job": "registered jobs, 48 at most; `(others)` beyond 256 names that are counted; forgotten a"
-    " quarter of an hour after the job",
+    "job": "of a relay: the jobs of its command line; of a scheduler: registered jobs, 48 at most;"
+    " `(others)` beyond 256 names that are counted; forgotten a quarter of an hour after the job",
     "kind": "`guest`, `dedicated`",
     "level": "levels of the reclaim ladder: "
     + ", ".join(f"`{level.name.lower()}`" for level in ReclaimLevel),
@@ -89,6 +74,7 @@ LABELS: Final = {
     "replica": "replicas of the node's file, a guest for each host that is found; a gateway:"
     " replicas that it sent turns to",
     "share": "`SCHED_IDLE`, `nice`, `plain`",
+    "source": ", ".join(f"`{each.value}`" for each in Source),
     "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
     + "; of an offered replica: `leased`, `free`",
     "targets": "`met`, `missed`",
@@ -215,7 +201,17 @@ def gateway_text(replicas: int = 1) -> str:
     live = {f"guest-{number}": 1 for number in range(replicas)}
     stats.tokens.update(live)
     stats.ends.update({end.value: 1 for end in End})
-    return exposition(stats, live, 0, GatewayHealth(restarted={"watch": 0}))
+    health = GatewayHealth(restarted={"watch": 0}, certificate=(0.0, 1.0))
+    return exposition(stats, live, 0, health)
+
+
+def relay_metrics(jobs: int = 1) -> RelayMetrics:
+    """A relay of so many jobs."""
+    certificates: Any = SimpleNamespace(validity_s=(0.0, 1.0))
+    known = {f"job-{number}": (1, 1) for number in range(jobs)}
+    metrics = RelayMetrics(Traffic(), lambda: known, certificates)
+    metrics.look()
+    return metrics
 
 
 # ---- families ----
@@ -232,6 +228,7 @@ def families() -> list[Family]:
         "node": text_of(node_metrics().registry),
         "scheduler": text_of(scheduler_metrics().registry),
         "gateway": gateway_text(),
+        "relay": text_of(relay_metrics().registry),
     }
     found = [family for process in PROCESSES for family in _read(process, texts[process])]
     unknown = {label for family in found for label in family.labels} - LABELS.keys()
@@ -244,7 +241,7 @@ def _read(process: str, text: str) -> Iterator[Family]:
     for family in text_string_to_metric_families(text):
         if not family.samples:
             raise NeverCountedError(f"{family.name} has no series in the example of a {process}")
-        what = family.documentation or OF_GATEWAY.get(family.name, "")
+        what = family.documentation
         if not what:
             raise NeverCountedError(f"nothing says what {family.name} of a {process} is")
         labels = frozenset(label for each in family.samples for label in each.labels) - {"le"}
@@ -275,6 +272,7 @@ def sizes() -> dict[str, int]:
         "node": series(text_of(node_metrics(BUDGET_REPLICAS).registry)),
         "scheduler": series(text_of(scheduler_metrics(BUDGET_NODES, BUDGET_JOBS).registry)),
         "gateway": series(gateway_text(BUDGET_NODES)),
+        "relay": series(text_of(relay_metrics(BUDGET_JOBS).registry)),
     }
 
 
@@ -285,13 +283,16 @@ Every metric and label of every process, as their registries have them.
 `scripts/metrics-reference` writes this page; a test fails where it is not current.
 
 Where they are served: a node on its [`metrics_port`](../node.md#metrics),
-a scheduler on its [`--metrics-port`](../scheduler.md#metrics), a gateway at `/metrics` of its port.
-A relay, a publisher and the trainers' client serve none.
+a scheduler on its [`--metrics-port`](../scheduler.md#metrics), a gateway at `/metrics` of its port,
+a relay on its [`--metrics-port`](../weights.md#inside-a-cluster).
+A publisher and the trainers' client serve none.
 A guest's engine has vLLM's own metrics besides.
 
 [Alerts](alerts.md) and dashboards use what stands here and nothing else, which a test checks.
-No label says which process answered: Prometheus adds `instance` and `job` to each series,
-and where a label of ours has that name (the trainers' `job`) set `honor_labels: true`.
+No label says which process answered: Prometheus adds `instance` and `job` to each series.
+One label of ours has such a name, the trainers' `job` of schedulers and relays:
+without `honor_labels: true` it becomes `exported_job`, and no rule finds it.
+The chart's PodMonitors say so.
 """
 
 
@@ -326,10 +327,12 @@ A scrape in which everything that can be counted was counted, every reason and e
 | node with {BUDGET_REPLICAS} hosts and guests | {counted["node"]:,} |
 | scheduler of {BUDGET_NODES:,} nodes and {BUDGET_JOBS} jobs | {counted["scheduler"]:,} |
 | gateway of {BUDGET_NODES:,} replicas | {counted["gateway"]:,} |
+| relay of {BUDGET_JOBS} jobs | {counted["relay"]:,} |
 
 A test keeps them within {PER_GUEST} for a guest, {PER_HOST} for a host, {PER_NODE} for a node at the scheduler,
 {PER_JOB} for a job there, and {PER_REPLICA} for a replica at a gateway.
-No request, session, lease or text is a label; a replica or host that is gone leaves no series on its node.
+No request, session, lease or text is a label; a replica or host that is gone leaves no series on its node,
+and a replica none at a gateway.
 """
 
 

@@ -153,7 +153,12 @@ class Gateway:
             *(certificates.troubles() if certificates else []),
             *(self._audit.troubles() if self._audit else []),
         ]
-        return GatewayHealth(troubles, logs.dropped if logs else 0, self.background.restarted())
+        return GatewayHealth(
+            troubles,
+            logs.dropped if logs else 0,
+            self.background.restarted(),
+            certificates.validity_s if certificates else None,
+        )
 
     def _asking(self) -> Authenticator:
         """Raises ConfigError for keys that cannot be used."""

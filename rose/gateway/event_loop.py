@@ -67,6 +67,7 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # The maxima are of so many seconds before now.
 WINDOW_S = 10
 METRIC = "rose_gateway_loop_lag_seconds"
+HELP = "How late the event loop woke."
 
 
 class _Second(NamedTuple):
@@ -132,7 +133,7 @@ class LoopLag:
 
     def exposition(self) -> Sequence[str]:
         """The histogram of all lags since start, in Prometheus' text format."""
-        lines, below = [f"# TYPE {METRIC} histogram"], 0
+        lines, below = [f"# HELP {METRIC} {HELP}", f"# TYPE {METRIC} histogram"], 0
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
             below += count
             lines.append(f'{METRIC}_bucket{{le="{bound}"}} {below}')

@@ -11,6 +11,7 @@ Attempts that are refused until the node has opened the replica count, with the 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from rose.contract.gateway import GatewayCounters
 from rose.gateway.event_loop import LoopLag
@@ -132,11 +133,15 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True)
 class GatewayHealth:
-    """Health of the gateway's process: troubles now, log records lost, restarts by task."""
+    """Health of the gateway's process: troubles now, log records lost, restarts by task.
+
+    certificate: when the process's own begins and ends, in Unix seconds.
+    """
 
     troubles: Sequence[str] = ()
     log_dropped: int = 0
     restarted: Mapping[str, int] = field(default_factory=dict)
+    certificate: tuple[float, float] | None = None
 
     @property
     def status(self) -> str:
@@ -179,12 +184,37 @@ def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> Gateway
     )
 
 
+HELP: Final = {
+    "rose_gateway_tokens_total": "Tokens that came from a replica and are in the journal.",
+    "rose_gateway_attempt_ends_total": "Attempts of turns, by how they ended.",
+    "rose_gateway_live_turns": "Turns that run at a replica now.",
+    "rose_gateway_turns_total": "Turns that were delivered whole.",
+    "rose_gateway_failed_turns_total": "Turns that ended with an error.",
+    "rose_gateway_continuations_total": "Turns that went on at another replica.",
+    "rose_gateway_attempts_total": "Times that a turn was sent to a replica.",
+    "rose_gateway_repeated_requests_total": "Requests that were answered from an earlier answer.",
+    "rose_gateway_slow_readers_total": "Streams that were ended because nobody read them.",
+    "rose_gateway_hedges_total": "Second copies of turns.",
+    "rose_gateway_hedge_wins_total": "Second copies that answered first.",
+    "rose_gateway_waiting_turns": "Turns that have no replica yet.",
+    "rose_gateway_log_dropped_total": "Records that found no room in a log's queue, and are lost.",
+    "rose_gateway_task_restarts_total": "Background tasks that died and were started again.",
+    "rose_certificate_not_before_timestamp_seconds": "When the process's own certificate begins.",
+    "rose_certificate_not_after_timestamp_seconds": "When the process's own certificate is over.",
+}
+
+
 def exposition(
     stats: GatewayStats, live: dict[str, int], waiting: int, health: GatewayHealth
 ) -> str:
-    """Body of `/metrics`, in Prometheus' text format; replica ids are the operator's own."""
+    """Body of `/metrics`, in Prometheus' text format; replica ids are the operator's own.
+
+    Of a replica that is in no table and has no turn no series is left: in a fleet that comes and
+    goes they would only grow.
+    """
+    tokens = {replica: count for replica, count in stats.tokens.items() if replica in live}
     lines = [
-        *_family("rose_gateway_tokens_total", "counter", _by("replica", stats.tokens)),
+        *_family("rose_gateway_tokens_total", "counter", _by("replica", tokens)),
         *_family("rose_gateway_attempt_ends_total", "counter", _by("end", stats.ends)),
         *_family("rose_gateway_live_turns", "gauge", _by("replica", live)),
         *_family("rose_gateway_turns_total", "counter", {"": stats.turns}),
@@ -200,7 +230,16 @@ def exposition(
         *_family("rose_gateway_log_dropped_total", "counter", {"": health.log_dropped}),
         *_family("rose_gateway_task_restarts_total", "counter", _by("task", health.restarted)),
     ]
+    if health.certificate is not None:
+        for name, at_s in zip(CERTIFICATE, health.certificate, strict=True):
+            lines += _family(name, "gauge", {"": at_s})
     return "\n".join(lines) + "\n"
+
+
+CERTIFICATE: Final = (
+    "rose_certificate_not_before_timestamp_seconds",
+    "rose_certificate_not_after_timestamp_seconds",
+)
 
 
 def _by(label: str, values: Mapping[str, int]) -> dict[str, int]:
@@ -211,5 +250,9 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _family(name: str, kind: str, values: dict[str, int]) -> list[str]:
-    return [f"# TYPE {name} {kind}", *(f"{name}{label} {value}" for label, value in values.items())]
+def _family(name: str, kind: str, values: Mapping[str, float]) -> list[str]:
+    return [
+        f"# HELP {name} {HELP[name]}",
+        f"# TYPE {name} {kind}",
+        *(f"{name}{label} {value}" for label, value in values.items()),
+    ]

@@ -28,6 +28,7 @@ from rose.controller.kube_api import KubeApi
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
+from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background
 from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
@@ -35,7 +36,7 @@ from rose.scheduler.core import SchedulerCore
 from rose.scheduler.job_registry import with_standing
 from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.limits import checked_name
-from rose.scheduler.metrics import MetricsServer, SchedulerMetrics
+from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers

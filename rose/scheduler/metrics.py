@@ -9,28 +9,21 @@ forgotten after a while. No request id, replica or reason in words is a label. N
 units (`_seconds`, `_bytes`, `_total` for what only grows).
 """
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
-from rose.errors import ConfigError
 from rose.scheduler.service import SchedulerService, ServiceFigures
 from rose.scheduler.usage import Lent, Pair
 from rose.security.audit_log import AuditLog
@@ -52,12 +45,6 @@ COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch
 BUDGETS_EVERY_S = 15.0
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
-
-_log = logging.getLogger(__name__)
-# Answered with 400: a traceback for each would let strangers fill the log.
-_log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
 
 
 class SchedulerMetrics(Collector):
@@ -387,52 +374,3 @@ def _by(name: str, what: str, labels: tuple[str, ...], values: Mapping[Labels, f
     for key, value in values.items():
         family.add_metric(list(key), float(value))
     return family
-
-
-class MetricsServer:
-    """Answers `GET /metrics`, and nothing else. With certificates over TLS, to everybody."""
-
-    def __init__(
-        self,
-        metrics: SchedulerMetrics,
-        host: str,
-        port: int,
-        certificates: CertificateFiles | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self._host, self._port = host, port
-        self._certificates = certificates
-        self._runner: web.AppRunner | None = None
-        self._order = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Bind the port. ConfigError when it is taken."""
-        app = web.Application()
-        app.router.add_get("/metrics", self._answer)
-        files = self._certificates
-        tls = files.server_context(everybody=True) if files else None
-        self._runner = web.AppRunner(app, access_log=None, logger=_log)
-        await self._runner.setup()
-        try:
-            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=tls)
-            await site.start()
-        except OSError as error:
-            await self.close()
-            raise ConfigError(
-                f"metrics port {self._port} cannot be served: {error.strerror}; give another"
-                " --metrics-port"
-            ) from error
-
-    async def close(self) -> None:
-        """Stop answering."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        del request
-        # One text at a time: nobody makes this process busier by asking twice.
-        async with self._order:
-            self._metrics.look()
-            text = await asyncio.to_thread(generate_latest, self._metrics.registry)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -98,12 +98,12 @@ class Credentials:
 
     def server(self) -> ssl.SSLContext | None:
         """For a server, which asks for the caller's certificate; None without TLS. ConfigError."""
-        files = self._files()
+        files = self.files()
         return files.server_context() if files else None
 
     def session(self) -> aiohttp.ClientSession:
         """Connections that show what they have to, of files that may change. ConfigError."""
-        files = self._files()
+        files = self.files()
         context = files.client_context() if files else None
         shown = files.material() if files else None
 
@@ -143,7 +143,8 @@ class Credentials:
             request.headers["Authorization"] = f"Bearer {self.token}"
         return await handler(request)
 
-    def _files(self) -> CertificateFiles | None:
+    def files(self) -> CertificateFiles | None:
+        """What is shown and whom to believe; None without TLS. ConfigError."""
         return files_of(self.ca, self.certificate, self.key)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -25,9 +26,16 @@ IN_LINE_S = 2.0
 class ChunkForwarder:
     """Chunks on their way into `store`, for callers of a server."""
 
-    def __init__(self, store: ChunkStore, fetcher: ChunkFetcher) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        fetcher: ChunkFetcher,
+        stored: Callable[[str], web.StreamResponse],
+    ) -> None:
+        """stored: makes the answer that is a chunk's file."""
         self._store = store
         self._fetcher = fetcher
+        self._stored = stored
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
         """What is not here yet, while it comes."""
@@ -43,7 +51,7 @@ class ChunkForwarder:
             download = await self._begun(ref, wanted)
             if wanted.done():
                 wanted.result()
-                return web.FileResponse(self._store.chunks_dir / name)
+                return self._stored(name)
             if download and download.from_holder:
                 raise web.HTTPConflict(text=f"chunk {name} comes from a neighbour; ask that one")
             if download is None:
@@ -109,7 +117,7 @@ class ChunkForwarder:
                 block = await asyncio.to_thread(os.pread, reader, min(BLOCK_BYTES, ready - at), at)
                 if download.restarts != restarts:
                     return False
-                await response.write(block)
+                await self._write(response, block)
                 at += len(block)
             if not download.ended:
                 await moved.wait()
@@ -122,9 +130,13 @@ class ChunkForwarder:
         with (self._store.chunks_dir / download.ref.id).open("rb") as file:
             while at < size:
                 block = await asyncio.to_thread(os.pread, file.fileno(), BLOCK_BYTES, at)
-                await response.write(block)
+                await self._write(response, block)
                 at += len(block)
         return True
+
+    async def _write(self, response: web.StreamResponse, block: bytes) -> None:
+        await response.write(block)
+        self._fetcher.receiving.traffic.served_bytes += len(block)
 
 
 def _first_byte(request: web.Request, size: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rose.addresses import check_exposure
 from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.weight_distribution.credentials import OPEN, Credentials
@@ -117,6 +118,11 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     first, *others = followed_jobs(args.job, args.origin, args.verify_key)
+    certificates = credentials.files()
+    if args.metrics_port is not None and not 0 < args.metrics_port < 1 << 16:
+        raise ConfigError(f"metrics port {args.metrics_port} does not exist; give 1 to 65535")
+    if certificates is None and args.metrics_port is not None:
+        check_exposure(args.metrics_host, args.insecure, "read names of jobs and their versions")
     relay = Relay(
         args.store,
         first.origin,
@@ -130,11 +136,23 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         insecure=args.insecure,
         others=others,
     )
+    page = None
     try:
         await relay.start()
+        if args.metrics_port is not None:
+            # Imported here: trainers, who import this package, have no Prometheus client.
+            from rose.metrics_server import MetricsServer
+            from rose.weight_distribution.relay_metrics import RelayMetrics
+
+            fetcher = relay.fetcher
+            counts = RelayMetrics(fetcher.receiving.traffic, fetcher.versions, certificates)
+            page = MetricsServer(counts, args.metrics_host, args.metrics_port, certificates)
+            await page.start()
         _say(f"rose relay: listening on {relay.url}")
         await stop.wait()
     finally:
+        if page is not None:
+            await page.close()
         await relay.close()
 
 
@@ -186,6 +204,15 @@ def _parser() -> argparse.ArgumentParser:
         "--insecure", action="store_true", help="serve other machines without certificates"
     )
     parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="N", help="serve /metrics there (default: nowhere)"
+    )
+    parser.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="of /metrics (default: loopback; others over TLS, or with --insecure)",
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE")
     for name, what in (
         ("ca", "who signs the others' certificates; with --certificate and --key"),

@@ -32,6 +32,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler
 
 from rose.addresses import bound
 from rose.contract.weights import (
@@ -53,6 +54,7 @@ from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from rose.weight_distribution.forwarding import ChunkForwarder
 from rose.weight_distribution.level import LinkMeter
 from rose.weight_distribution.nccl import Lead
+from rose.weight_distribution.traffic import Asked, Traffic
 from weight_transfer import ChunkStore, SigningKey, WeightError
 from weight_transfer.format.manifest import MALFORMED, expiry_of
 from weight_transfer.store.catalog import ReaderPin
@@ -135,6 +137,7 @@ class Signer:
     key: SigningKey
 
 
+_ASKED = {"chunks": Asked.CHUNK, "manifests": Asked.MANIFEST}
 _read_asked = msgspec.json.Decoder(LeaseBody).decode
 
 
@@ -165,7 +168,9 @@ class VersionServer:
         self._store = store
         self._port = port
         self._fetcher = fetcher
-        self._forwarder = ChunkForwarder(store, fetcher) if fetcher else None
+        # Of a relay one account of both directions; a publisher only sends.
+        self._traffic = fetcher.receiving.traffic if fetcher else Traffic()
+        self._forwarder = ChunkForwarder(store, fetcher, self._stored) if fetcher else None
         self._credentials = credentials
         self._leases = leases
         self._lead = lead
@@ -185,7 +190,7 @@ class VersionServer:
 
     async def start(self) -> None:
         """Bind the port; ConfigError when it stays taken or a certificate cannot be used."""
-        app = web.Application(client_max_size=MOST_BODY_BYTES)
+        app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=(self._counted,))
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
         app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
@@ -216,6 +221,24 @@ class VersionServer:
             await self._runner.cleanup()
             self._runner = None
 
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer, and note how chunks and manifests were answered."""
+        asked = _ASKED.get(request.path.split("/", 2)[1])
+        if asked is None:
+            return await handler(request)
+        peer = request.remote or "unknown"
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            self._traffic.answered(asked, error.status, peer)
+            raise
+        except Exception:
+            self._traffic.answered(asked, web.HTTPInternalServerError.status_code, peer)
+            raise
+        self._traffic.answered(asked, answer.status, peer)
+        return answer
+
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         self._admit(request)
         version, _, base = request.match_info["version"].partition(".")
@@ -241,10 +264,10 @@ class VersionServer:
             if self._forwarder is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
             return await self._forwarder.answer(request, name)
-        return await self._stored(name)
+        return self._stored(name)
 
-    async def _stored(self, name: str) -> web.StreamResponse:
-        return _MeteredFile(self._store.chunks_dir / name, self._meter)
+    def _stored(self, name: str) -> web.StreamResponse:
+        return _MeteredFile(self._store.chunks_dir / name, self._meter, self._traffic)
 
     async def _catalog(self, request: web.Request) -> web.Response:
         self._admit(request)
@@ -310,9 +333,10 @@ class VersionServer:
 class _MeteredFile(web.FileResponse):
     """A file whose way to its reader is measured: it is sent while the answer is prepared."""
 
-    def __init__(self, path: Path, meter: LinkMeter) -> None:
+    def __init__(self, path: Path, meter: LinkMeter, traffic: Traffic) -> None:
         super().__init__(path)
         self._meter = meter
+        self._traffic = traffic
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         peer, size = request.remote or "unknown", 0
@@ -322,6 +346,7 @@ class _MeteredFile(web.FileResponse):
             size = self.content_length or 0
             return writer
         finally:
+            self._traffic.served_bytes += size
             self._meter.ended(peer, size, time.monotonic())
 
 

@@ -155,6 +155,7 @@ class Download:
                     continue
                 if await self._receiving.work(self._finish):
                     return
+                self._receiving.traffic.rejected_chunks += 1
                 self._on_reject(self.ref.id)
                 if alone:  # Of several sources it is not known who lied.
                     self._scores.corrupt(source, time.monotonic())
@@ -162,6 +163,7 @@ class Download:
                 failure = SourceError("it arrived corrupt")
                 await self._receiving.work(self._restart)
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+        self._receiving.traffic.failed_fetches += 1
         raise FetchError(
             f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
         ) from failure
@@ -219,6 +221,7 @@ class Download:
                 if self.here + len(block) > self.ref.encoded_bytes:
                     block.clear()
                     raise SourceError(f"{response.url} sends more than {self.ref.encoded_bytes} B")
+                self._receiving.traffic.fetched(len(part), from_publisher=source == origin)
                 # What is not read stays with the sender: TCP passes the cap on.
                 await self._receiving.arrived(len(part))
                 if len(block) >= BLOCK_BYTES:

@@ -252,6 +252,14 @@ class ChunkFetcher:
         found = self._named(path, job)
         return None if found is None else found.raw
 
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Of each job that is followed: how many versions are known, and the newest, 0 for none."""
+        numbers: dict[str, set[int]] = {job: set() for job in self._following}
+        for job, path in self._manifests:
+            if job in numbers and (named := _MANIFEST.fullmatch(path)):
+                numbers[job].add(int(named[1]))
+        return {job: (len(each), max(each, default=0)) for job, each in numbers.items()}
+
     def _named(self, path: str, job: str) -> _Known | None:
         """The job's version of that path; without a job the newest one."""
         known = reversed(self._manifests.items())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rose.errors import RoseError
+from rose.weight_distribution.traffic import Traffic
 from weight_transfer import ChunkStore, Manifest, StoredFile
 
 
@@ -136,6 +137,7 @@ class DownloadLimits:
     def __init__(self, store: ChunkStore, caps: Caps) -> None:
         self.store = store
         self.cache = ChunkCache(store, caps.disk_bytes)
+        self.traffic = Traffic()
         self._bytes_per_s = caps.bytes_per_s
         self._bucket: TokenBucket | None = None
         if caps.bytes_per_s is not None:

@@ -177,6 +177,9 @@ async def test_stats_metrics_health_and_models() -> None:
     assert stats["live_turns"] == {"guest-0": 0}
     assert [stats[k] for k in ("turns", "attempts", "continuations", "waiting")] == [1, 1, 0, 0]
     assert 'rose_gateway_tokens_total{replica="guest-0"} 3' in text
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            assert f"# HELP {line.split()[2]} " in text, "each metric says what it is"
     assert health == {
         "status": "ok",
         "troubles": [],
@@ -185,6 +188,23 @@ async def test_stats_metrics_health_and_models() -> None:
         "unversioned": {},
     }
     assert models["data"][0]["id"] == "rose-policy"
+
+
+async def test_a_replica_that_is_gone_leaves_no_series() -> None:
+    async with (
+        StandInReplica() as gone,
+        StandInReplica() as stays,
+        gateway_with(entry(gone, "guest-0")) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        await post(session, gw, BODY)
+        gw.set_table((entry(stays, "guest-1"),))
+        await post(session, gw, BODY | {"request_id": "another"})
+        text = await (await session.get("/metrics")).text()
+        stats = await (await session.get("/rose/v1/stats")).json()
+    assert 'rose_gateway_tokens_total{replica="guest-1"} 3' in text
+    assert 'replica="guest-0"' not in text
+    assert set(stats["tokens"]) == {"guest-0", "guest-1"}, "sums of a run need all of them"
 
 
 async def test_events_tell_of_continuations_and_lost_replicas(tmp_path: Any) -> None:

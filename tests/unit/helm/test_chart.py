@@ -455,8 +455,23 @@ def test_scrapers_ask_for_the_name_of_the_role() -> None:
     assert peers["ports"] == [{"protocol": "TCP", "port": 9100}]
 
 
+def test_the_trainers_job_keeps_its_name_in_prometheus() -> None:
+    found = objects(RELAY, {"monitoring": {"podMonitor": True}})
+    monitors = {k: v for k, v in found.items() if k.startswith("PodMonitor/")}
+    kept = {
+        key.removeprefix("PodMonitor/r-"): each["spec"]["podMetricsEndpoints"][0].get("honorLabels")
+        for key, each in monitors.items()
+    }
+    assert kept == {"scheduler": True, "gateway": True, "relay": True, "etcd": None}
+
+
+def test_scrapers_reach_the_relay() -> None:
+    ingress = objects(RELAY)["NetworkPolicy/r-relay"]["spec"]["ingress"]
+    assert ingress[1]["ports"] == [{"protocol": "TCP", "port": 9400}]
+
+
 def test_scraped_ports_are_there() -> None:
-    found = objects({"monitoring": {"podMonitor": True}})
+    found = objects(RELAY, {"monitoring": {"podMonitor": True}})
     for key, each in found.items():
         if not key.startswith("PodMonitor/"):
             continue

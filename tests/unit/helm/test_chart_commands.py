@@ -129,6 +129,7 @@ def test_the_relays_command_is_one() -> None:
     assert [each.job for each in jobs] == ["grpo", "ppo"]
     assert parsed.bytes_per_s == 1 << 30
     assert parsed.host == "r-relay.rose-system.svc"
+    assert (parsed.metrics_host, parsed.metrics_port) == ("0.0.0.0", 9400)
 
 
 # ---- nodes ----

@@ -55,6 +55,14 @@ def test_a_scheduler_and_a_gateway_keep_within_their_series() -> None:
     assert of_gateway <= 100 * reference.PER_REPLICA
 
 
+def test_a_relay_keeps_within_its_series() -> None:
+    def series(jobs: int) -> int:
+        return int(reference.series(reference.text_of(reference.relay_metrics(jobs).registry)))
+
+    assert series(0) <= 40
+    assert series(10) - series(0) == 2 * 10
+
+
 def test_what_no_example_reaches_is_an_error() -> None:
     text = "# HELP rose_new_total Something.\n# TYPE rose_new_total counter\n"
     with pytest.raises(reference.NeverCountedError, match="rose_new"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
@@ -23,6 +24,15 @@ from rose.weight_distribution import (
 )
 from rose.weight_distribution.fetch.relay_order import Route, order
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
+from rose.weight_distribution.relay_metrics import RelayMetrics
+from rose.weight_distribution.traffic import (
+    MOST_PEERS,
+    READER_S,
+    Answer,
+    Asked,
+    Source,
+    Traffic,
+)
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 KEY = SigningKey.generate()
@@ -74,6 +84,51 @@ async def test_relays_with_fixed_members_share_the_origin(
             held = {path.name for path in relay.fetcher.receiving.store.chunks_dir.iterdir()}
             assert held == mine, "each fetched its share, and nothing else"
     await origin.close()
+
+
+async def test_a_relay_counts_what_crosses_it(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    store, manifest = published(tmp_path / "origin")
+    origin = VersionServer(store, unused_tcp_port_factory())
+    await origin.start()
+    port = unused_tcp_port_factory()
+    relay = Relay(
+        tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=KEY.verify_key
+    )
+    async with relay, aiohttp.ClientSession() as session:
+        for reader in ("one", "two"):
+            limits = DownloadLimits(ChunkStore(tmp_path / reader), Caps())
+            fetcher = ChunkFetcher(session, limits, "", [relay.url])
+            await fetch_version(
+                fetcher, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
+            )
+        async with session.get(f"{relay.url}/chunks/{'0' * 64}") as answer:
+            assert answer.status == 404
+    await origin.close()
+    traffic = relay.fetcher.receiving.traffic
+    assert traffic.fetched_bytes == {Source.PUBLISHER: manifest.wire_bytes}
+    assert traffic.served_bytes == 2 * manifest.wire_bytes
+    assert traffic.answers[Asked.CHUNK, Answer.SENT] == 2 * len(manifest.chunks)
+    assert traffic.answers[Asked.CHUNK, Answer.MISSING] == 1
+    metrics = RelayMetrics(traffic, relay.fetcher.versions)
+    metrics.look()
+    text = generate_latest(metrics.registry).decode()
+    assert 'rose_relay_held_versions{job="job"} 1.0' in text
+    assert 'rose_relay_newest_version{job="job"} 1.0' in text
+    assert "rose_relay_readers 1.0" in text
+
+
+def test_readers_are_those_of_the_last_minute_and_bounded() -> None:
+    now_s = 0.0
+    traffic = Traffic(lambda: now_s)
+    for number in range(MOST_PEERS + 3):
+        traffic.answered(Asked.CHUNK, 200, f"peer-{number}")
+    assert traffic.readers() == MOST_PEERS
+    now_s = READER_S + 1
+    traffic.answered(Asked.MANIFEST, 500, "peer")
+    assert traffic.readers() == 1
+    assert traffic.answers[Asked.MANIFEST, Answer.FAILED] == 1
 
 
 async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(

@@ -1,0 +1,78 @@
+"""MetricsServer: `GET /metrics` of a process that runs an event loop, on a port of its own."""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from rose.errors import ConfigError
+from rose.security.certificates import CertificateFiles
+
+_log = logging.getLogger(__name__)
+# Answered with 400: a traceback for each would let strangers fill the log.
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+class Metrics(Protocol):
+    """What a process counts."""
+
+    registry: CollectorRegistry
+
+    def look(self) -> None:
+        """Count what a scrape shows; on the process's loop, between its steps."""
+        ...
+
+
+class MetricsServer:
+    """Answers `GET /metrics`, and nothing else. With certificates over TLS, to everybody."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        host: str,
+        port: int,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._host, self._port = host, port
+        self._certificates = certificates
+        self._runner: web.AppRunner | None = None
+        self._order = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Bind the port. ConfigError when it is taken."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._answer)
+        files = self._certificates
+        tls = files.server_context(everybody=True) if files else None
+        self._runner = web.AppRunner(app, access_log=None, logger=_log)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=tls)
+            await site.start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError(
+                f"metrics port {self._port} cannot be served: {error.strerror}; give another"
+                " --metrics-port"
+            ) from error
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        del request
+        # One text at a time: nobody makes this process busier by asking twice.
+        async with self._order:
+            self._metrics.look()
+            text = await asyncio.to_thread(generate_latest, self._metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,108 @@
+"""RelayMetrics: what a relay holds, fetched and passed on, as `/metrics` shows it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rose.security.certificates import CertificateFiles
+from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
+
+Versions = Callable[[], Mapping[str, tuple[int, int]]]
+"""By job: how many versions are known, and the newest of them."""
+
+
+class RelayMetrics(Collector):
+    """Families of one relay; `versions` is asked on the relay's loop."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        versions: Versions,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        self._traffic = traffic
+        self._versions = versions
+        self._certificates = certificates
+        self._known: Mapping[str, tuple[int, int]] = {}
+        self._readers = 0
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def look(self) -> None:
+        """Count what a scrape shows."""
+        self._known, self._readers = self._versions(), self._traffic.readers()
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are checked for clashes without asking anybody."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        traffic = self._traffic
+        yield CounterMetricFamily(
+            "rose_relay_served_bytes",
+            "Bytes of chunks that readers took.",
+            value=traffic.served_bytes,
+        )
+        fetched = CounterMetricFamily(
+            "rose_relay_fetched_bytes",
+            "Bytes of chunks that came, by who sent them.",
+            labels=["source"],
+        )
+        for source in Source:
+            fetched.add_metric([source.value], traffic.fetched_bytes[source])
+        yield fetched
+        answers = CounterMetricFamily(
+            "rose_relay_answers",
+            "Answers to readers, by what was asked and how it was answered.",
+            labels=["asked", "answer"],
+        )
+        for asked, answer in product(Asked, Answer):
+            count = traffic.answers[asked, answer]
+            answers.add_metric([asked.value, answer.value], count)
+        yield answers
+        yield CounterMetricFamily(
+            "rose_relay_failed_fetches",
+            "Chunks that no source gave, though each was asked several times.",
+            value=traffic.failed_fetches,
+        )
+        yield CounterMetricFamily(
+            "rose_relay_rejected_chunks",
+            "Chunks that came with other bytes than their digest says, and were fetched again.",
+            value=traffic.rejected_chunks,
+        )
+        yield GaugeMetricFamily(
+            "rose_relay_readers",
+            "Addresses that asked for something in the last minute.",
+            value=self._readers,
+        )
+        yield from _of_versions(self._known)
+        if self._certificates is not None:
+            begin_s, end_s = self._certificates.validity_s
+            yield GaugeMetricFamily(
+                "rose_certificate_not_before_timestamp_seconds",
+                "When the process's own certificate begins.",
+                value=begin_s,
+            )
+            yield GaugeMetricFamily(
+                "rose_certificate_not_after_timestamp_seconds",
+                "When the process's own certificate is over.",
+                value=end_s,
+            )
+
+
+def _of_versions(known: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
+    held = GaugeMetricFamily(
+        "rose_relay_held_versions", "Versions of a job that the relay knows.", labels=["job"]
+    )
+    newest = GaugeMetricFamily(
+        "rose_relay_newest_version", "The newest version of a job that it knows.", labels=["job"]
+    )
+    for job, (count, version) in known.items():
+        held.add_metric([job], count)
+        newest.add_metric([job], version)
+    yield held
+    yield newest
