@@ -161,11 +161,15 @@ class Lease:
 class LeaseTable:
     """Table of all live leases; times are seconds of one monotonic clock, handed in."""
 
-    def __init__(self, ttl_s: float, epochs: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, ttl_s: float, epochs: Mapping[str, int] | None = None, floor: int = 0
+    ) -> None:
+        """floor: epochs up to it count as used, whatever the replica: nobody knows which were."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}; a lease needs a time to live above 0")
         self.ttl_s = ttl_s
         self._epochs = dict(epochs or {})  # the newest used of each replica
+        self._floor = floor
         self._reserved: dict[str, int] = {}  # persisted and not used yet
         self._leases: dict[str, Lease] = {}
         # No lease runs out before this: renewals only make them longer.
@@ -289,7 +293,7 @@ class LeaseTable:
         return lease
 
     def _newest(self, replica: str) -> int:
-        return max(self._epochs.get(replica, 0), self._reserved.get(replica, 0))
+        return max(self._epochs.get(replica, 0), self._reserved.get(replica, 0), self._floor)
 
     def _expect(self, replica: str, epoch: int, now_s: float) -> Lease:
         lease = self.live(replica, now_s)

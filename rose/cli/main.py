@@ -131,6 +131,7 @@ PROCESSES = {
     "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
     "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
     "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
+    "store": ("rose.cli.store", "back up and restore the store of schedulers"),
     "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
     "usage": ("rose.cli.usage", "say what hosts lent to whom"),
     "support-bundle": ("rose.cli.support_bundle", "collect what helpers need, without secrets"),

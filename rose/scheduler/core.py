@@ -127,6 +127,7 @@ class SchedulerCore:
             self._healths,
             self.demand,
             leasing_policy,
+            saved.epoch_floor,
         )
         self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
         self.runs = RunBook(saved.runs, run_ttl_s)

@@ -100,8 +100,12 @@ class Leasing:
         healths: HealthBook,
         demand: DemandBook,
         policy: Policy | None = None,
+        epoch_floor: int = 0,
     ) -> None:
-        """`epoch_jobs`: jobs of the newest epochs, granted by a leader before this one."""
+        """`epoch_jobs`: jobs of the newest epochs, granted by a leader before this one.
+
+        epoch_floor: no epoch up to it is granted, of whatever replica.
+        """
         self._times = times
         self._allowed = allowed
         self._healths = healths
@@ -116,7 +120,7 @@ class Leasing:
         # Whose lease each replica had last: what a node of 0.2.0 cannot say.
         self._last_jobs = dict(epoch_jobs)
         self._jobs = JobRegistry((), ())
-        self._book = LeaseTable(times.ttl_s, epochs)
+        self._book = LeaseTable(times.ttl_s, epochs, epoch_floor)
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
         self._promises: dict[str, _Promise] = {}

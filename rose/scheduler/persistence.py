@@ -3,6 +3,7 @@
 | key | value (JSON) |
 | --- | --- |
 | `epochs/{replica}` | {"epoch", "job", "node", "at_s"}: newest lease epoch: whose, where, since |
+| `epoch_floor` | {"epoch"}: no lease has an epoch up to it; of a store that was restored |
 | `harvest` , `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
 | `policies/{name}` | {"policy", "halted", "object"}: why its canary is halted, whose it is |
@@ -13,7 +14,8 @@
 A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
 job's; what is written is of the newer form, which wins.
 
-The keys `leader` and `fence` are the election's (`rose.store`).
+The keys `leader` and `fence` are the election's (`rose.store`); `restoring` is there while a backup
+is written back (`rose.scheduler.restore`), and nobody starts from what is half of one.
 
 `StoreWriter` makes one write at a time, tried until it is durable.
 
@@ -44,6 +46,7 @@ from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"
 POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
+EPOCH_FLOOR, RESTORING = "epoch_floor", "restoring"
 OLD_JOB = "job"
 MAX_WEIGHT = 1e6
 
@@ -113,10 +116,14 @@ class Saved:
     nodes: dict[str, float] = field(default_factory=dict)
     runs: tuple[RunRecord, ...] = ()
     objects: frozenset[str] = frozenset()
+    epoch_floor: int = 0
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
     """Read all of it. Raises `ConfigError` when the store holds something else."""
+    entries = tuple(entries)
+    if any(entry.key == RESTORING for entry in entries):
+        raise ConfigError("a restore of this store did not end; run `rose store restore` again")
     try:
         return _load(sorted(entries, key=lambda entry: entry.key))
     except (ValueError, TypeError, KeyError, PolicyError) as error:
@@ -150,6 +157,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
         objects=frozenset(name for name, said in policies.items() if said.get("object")),
         nodes=_nodes(entries),
         runs=tuple(RunRecord(**json.loads(entry.value)) for _, entry in _below(RUNS, entries)),
+        epoch_floor=_floor(found.get(EPOCH_FLOOR)),
     )
 
 
@@ -189,6 +197,13 @@ def _epoch(entry: StoreEntry, only: str) -> tuple[int, str]:
     return int(epoch), str(job)
 
 
+def _floor(entry: StoreEntry | None) -> int:
+    epoch = int(json.loads(entry.value)["epoch"]) if entry else 0
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise ValueError(f"{EPOCH_FLOOR} is {epoch}")
+    return epoch
+
+
 def _version(entry: StoreEntry, only: str) -> VersionRecord:
     record = VersionRecord(**{"job": only, **json.loads(entry.value)})
     if not 0 <= record.parent <= record.version <= MAX_VERSION:
@@ -204,6 +219,11 @@ def save_epoch(
     if node:
         value |= {"node": node, "at_s": round(at_s or 0.0)}
     return StoreWrite(EPOCHS + replica, _encode(value))
+
+
+def save_epoch_floor(epoch: int) -> StoreWrite:
+    """No lease has an epoch up to it from now on."""
+    return StoreWrite(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
 def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
