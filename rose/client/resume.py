@@ -42,6 +42,7 @@ class Received:
         self._old_attempts = self._attempts = 0
         self._base = self._seen = 0
         self.finish_reason: str | None = None
+        self.trace_id = ""
 
     @property
     def tokens(self) -> int:
@@ -123,6 +124,7 @@ class Received:
             self.finish_reason,
             self._old_attempts,
             wire.joined((oldest, a, b) for (_, oldest), a, b in spans if oldest is not None),
+            self.trace_id,
         )
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:

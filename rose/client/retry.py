@@ -157,7 +157,7 @@ class Tries:
         async def ask(url: str) -> Turn:
             async with self._post(url, body, row.ask) as response:
                 await _check(response)
-                return wire.decode_turn(await response.read())
+                return wire.decode_turn(await response.read(), wire.traced(response))
 
         return await self._until_done(row, ask, lambda: 0)
 
@@ -186,6 +186,7 @@ class Tries:
         async def attempt(url: str, asked: ClientTurn) -> None:
             async with self._post(url, wire.encode_ask(asked, stream=True), asked) as response:
                 await _check(response)
+                received.trace_id = wire.traced(response)
                 await self._read(response, received, row, sink)
             if not received.whole:
                 raise _TryAgainError("the stream ended without a finish reason")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
+from rose.tracing.context import TraceContext, current_trace, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Turn:
     the behaviour policy's, of the distribution that was sampled from. oldest_versions: (oldest
     version of the KV, start, end) of tokens sampled on KV of earlier versions too, as a job that
     updates with `keep` has them: those belong to no version alone. Empty for any other job.
+    trace_id: of the turn's trace (`traceparent`), as its gateway has it; "" for none.
     """
 
     request_id: str
@@ -102,6 +104,7 @@ class Turn:
     finish_reason: str
     attempts: int
     oldest_versions: tuple[tuple[int, int, int], ...] = ()
+    trace_id: str = ""
 
     @property
     def oldest_version(self) -> int | None:
@@ -124,6 +127,7 @@ class ClientTurn:
     group_size: int = 0
     hedges: int = 0
     job: str = ""
+    trace: TraceContext | None = None
 
     @property
     def key(self) -> str:
@@ -135,12 +139,15 @@ class GroupOptions(TypedDict, total=False):
     """min_version, exact_version: policy versions that are accepted. priority: lower goes first.
 
     job: whose turn it is, by the name that its trainer registered; else the client's `job`.
+    traceparent: of the trace that the turn is counted to, as W3C writes it; without it that of the
+    caller's OpenTelemetry span, where there is one. What is malformed counts as none.
     """
 
     min_version: int | None
     exact_version: int | None
     priority: int
     job: str
+    traceparent: str
 
 
 class SessionOptions(GroupOptions, total=False):
@@ -178,4 +185,5 @@ def ask_for(
         options.get("group_size", 0),
         options.get("hedges", 0),
         options.get("job", ""),
+        parsed(said) if (said := options.get("traceparent", "")) else current_trace(),
     )

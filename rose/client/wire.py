@@ -22,6 +22,7 @@ from rose.contract.gateway import (
     Versions,
 )
 from rose.errors import decoded
+from rose.tracing.context import trace_of
 
 encode = msgspec.json.Encoder().encode
 _ANSWER = msgspec.json.Decoder(TurnAnswer)
@@ -51,10 +52,17 @@ def encode_ask(ask: ClientTurn, *, stream: bool = False) -> bytes:
 
 def headers(ask: ClientTurn) -> dict[str, str]:
     """Headers of a generate request."""
-    return {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
+    said = {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
+    return said | ask.trace.headers() if ask.trace is not None else said
 
 
-def decode_turn(body: bytes) -> Turn:
+def traced(response: aiohttp.ClientResponse) -> str:
+    """The trace that an answer is of, "" for none."""
+    trace = trace_of(response.headers)
+    return trace.trace_id if trace is not None else ""
+
+
+def decode_turn(body: bytes, trace_id: str = "") -> Turn:
     """A whole answer. Raises AnswerBroken for anything else."""
     try:
         answer = decoded(_ANSWER, body)
@@ -76,6 +84,7 @@ def decode_turn(body: bytes) -> Turn:
         segments=tuple([(s.replica, s.kind, s.start, s.end) for s in answer.segments]),
         finish_reason=choice.finish_reason,
         attempts=answer.attempts,
+        trace_id=trace_id,
     )
 
 

@@ -32,6 +32,7 @@ from rose.logs.eventlog import Logs
 from rose.process.background_tasks import Background
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.tokens import TokenVerifier
+from rose.tracing import spans_of
 
 BACKLOG = 1_024
 ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
@@ -79,6 +80,7 @@ class Gateway:
             self._model,
             self._health,
             self._authenticator,
+            spans_of("rose-gateway"),
         )
         self._runner = web.AppRunner(
             self._server.application(), handler_cancellation=True, shutdown_timeout=1.0

@@ -14,8 +14,9 @@ on, and the connection is closed when it takes nothing for `slow_reader_s`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 from aiohttp import HttpVersion11, web
 
@@ -34,18 +35,27 @@ MAX_EVENT_TOKENS = 512
 class Delivery:
     """Writes one request's answer to its connection."""
 
-    def __init__(self, http: web.Request, slow_reader_s: float, stats: GatewayStats) -> None:
+    def __init__(
+        self,
+        http: web.Request,
+        slow_reader_s: float,
+        stats: GatewayStats,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """headers: of the answer, besides its own."""
         self._http = http
         self._slow_reader_s = slow_reader_s
         self._stats = stats
+        self._headers = headers
         self._response = web.StreamResponse(headers=EVENT_STREAM)
+        self._response.headers.update(headers)
         # Without chunks, to readers that speak HTTP/1.0, all writing is left to the framework.
         self._chunked = http.version >= HttpVersion11
         self._begun = False
 
     async def whole(self, body: bytes) -> web.Response:
         """Answer with a whole body."""
-        response = web.Response(body=body, content_type="application/json")
+        response = web.Response(body=body, content_type="application/json", headers=self._headers)
         if len(body) > UNWATCHED_BYTES:
             try:
                 async with self._patience():

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from types import MappingProxyType
 
 import msgspec
 from aiohttp import web
@@ -52,6 +53,7 @@ from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 from rose.gateway.turns.whole_call import WholeCalls
+from rose.tracing import NO_SPANS, Spans, trace_of
 
 SWEEP_S = 0.1
 # Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds;
@@ -77,6 +79,7 @@ class GatewayServer:
         model: ServedModel,
         health: Callable[[], GatewayHealth],
         authenticator: Authenticator | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         """authenticator: who asks callers who they are; without one nobody does."""
         self._settings = settings
@@ -84,7 +87,7 @@ class GatewayServer:
         self._stats = stats
         self._model = model
         self._hedging = Hedging(dispatcher, stats, on_event)
-        runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging)
+        runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging, spans)
         self._calls = WholeCalls(dispatcher, upstream, settings.max_attempts, on_event)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
@@ -175,7 +178,8 @@ class GatewayServer:
             try:
                 return await self._serve(frontend, http)
             except TurnError as error:
-                return _refusal(error, frontend.error(error))
+                trace = trace_of(http.headers)
+                return _refusal(error, frontend.error(error), trace.headers() if trace else {})
 
         return handle
 
@@ -184,7 +188,9 @@ class GatewayServer:
         caller = caller_of(http)
         for request in ask.turns:
             held_to(caller, request)
-        delivery = Delivery(http, self._settings.slow_reader_s, self._stats)
+        trace = ask.turns[0].origin.trace
+        said = trace.headers() if trace else {}
+        delivery = Delivery(http, self._settings.slow_reader_s, self._stats, said)
         if len(ask.turns) == 1:
             turn = self._turns.open(ask.turns[0])
             with self._turns.reading((turn,), ask.stream):
@@ -362,8 +368,12 @@ async def _delivered(
     return await delivery.whole(ask.answer.whole(streams))
 
 
-def _refusal(error: TurnError, body: bytes) -> web.Response:
-    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+def _refusal(
+    error: TurnError, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+) -> web.Response:
+    headers = dict(more)
+    if error.retry_after_s:
+        headers["Retry-After"] = str(error.retry_after_s)
     if error.status == Unauthorized.status:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=body, content_type=JSON, headers=headers)

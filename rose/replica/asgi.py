@@ -37,6 +37,7 @@ from rose.contract.replica import (
     Refusal,
 )
 from rose.contract.weights import APPLY, AUDIT
+from rose.tracing.context import TraceContext, parsed
 
 _encode = msgspec.json.Encoder().encode
 _JSON = (b"content-type", b"application/json")
@@ -69,6 +70,15 @@ async def until_gone(receive: Receive) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         continue
+
+
+def trace_in(scope: Scope) -> TraceContext | None:
+    """The trace that a request is of; None where it names none, several, or none that is valid."""
+    said = [value for name, value in scope["headers"] if name == b"traceparent"]
+    if len(said) != 1:
+        return None
+    state = next((value for name, value in scope["headers"] if name == b"tracestate"), b"")
+    return parsed(said[0].decode("latin-1"), state.decode("latin-1"))
 
 
 async def reply(send: Send, status: int, answer: object) -> None:

@@ -43,6 +43,7 @@ from rose.replica.asgi import (
     read_body,
     refuse,
     refuse_stranger,
+    trace_in,
 )
 from rose.replica.control import GuestControl, HostBusyError
 from rose.replica.engine_update import ActivationError, WeightUpdater
@@ -72,7 +73,6 @@ class GenerateApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        del scope
         try:
             body = decoded(_BODY, await read_body(receive, MAX_BODY_BYTES))
         except ClientGoneError:
@@ -89,7 +89,7 @@ class GenerateApp:
             await refuse(send, 503, "draining", shut)
             return
         assert self.turns is not None
-        await self.turns.serve(self.turns.open(body), receive, send)
+        await self.turns.serve(self.turns.open(body, trace_in(scope)), receive, send)
 
 
 _EPOCH = msgspec.json.Decoder(contract.EpochBody)

@@ -44,6 +44,7 @@ from rose.replica.token_versions import (
     split_spans,
     stamps_of,
 )
+from rose.tracing.context import TraceContext
 
 
 class _NeverRaisedError(Exception):
@@ -108,6 +109,7 @@ class EngineRequest:
         engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
         body: GenerateBody,
         ages: KvStaleness,
+        trace: TraceContext | None = None,
     ) -> Self:
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
         _check_stops(engine, body.sampling)
@@ -119,6 +121,7 @@ class EngineRequest:
                 tokens_input(body.token_ids, cache_salt=salt),
                 _parameters(body.sampling, ends),
                 priority=body.priority,
+                **_traced(engine, trace),
             )
         except ErrorWithStatus as error:
             raise RequestRefusedError(_status(error), str(error)) from error
@@ -197,6 +200,18 @@ async def abort(engine: Any, requests: Sequence[EngineRequest]) -> None:  # noqa
 
 def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
     return int(error.http_status)
+
+
+def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa: ANN401 - AsyncLLM
+    """What an engine that sends spans (`--otlp-traces-endpoint`) is told of a turn's trace.
+
+    One that sends none would say so for the first turn, and has no use for it.
+    """
+    if trace is None:
+        return {}
+    config = getattr(engine, "observability_config", None)
+    sends = getattr(config, "otlp_traces_endpoint", None) is not None
+    return {"trace_headers": trace.headers()} if sends else {}
 
 
 def _check_stops(engine: Any, sampling: Sampling) -> None:  # noqa: ANN401 - AsyncLLM
@@ -318,6 +333,7 @@ class ReplicaTurn:
         "_body",
         "_client_gone",
         "_engine",
+        "_trace",
         "begun",
         "ended",
         "request",
@@ -329,8 +345,10 @@ class ReplicaTurn:
         engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
         body: GenerateBody,
         ages: KvStaleness,
+        trace: TraceContext | None = None,
     ) -> None:
         self._engine = engine
+        self._trace = trace
         self._body = body
         self._ages = ages
         self._client_gone = False
@@ -354,7 +372,7 @@ class ReplicaTurn:
         if self._client_gone:
             raise ClientGoneError("the client left before its turn began")
         self.begun = True
-        self.request = await EngineRequest.start(self._engine, self._body, self._ages)
+        self.request = await EngineRequest.start(self._engine, self._body, self._ages, self._trace)
         if self._client_gone:
             raise ClientGoneError("the client left before its turn started")
         if self.revoked:
@@ -436,9 +454,9 @@ class Turns:
         """Output tokens since the engine started."""
         return self._past_tokens + sum(turn.tokens for turn in self._live)
 
-    def open(self, body: GenerateBody) -> ReplicaTurn:
+    def open(self, body: GenerateBody, trace: TraceContext | None = None) -> ReplicaTurn:
         """Take on a turn; from here on a drain finds it."""
-        turn = ReplicaTurn(self._engine, body, self.ages)
+        turn = ReplicaTurn(self._engine, body, self.ages, trace)
         self._live.add(turn)
         return turn
 

@@ -39,15 +39,23 @@ class FakeAsyncLLM:
         self.prompts: list[Mapping[str, Any]] = []
         self.parameters: list[SamplingParams] = []
         self.core_aborts: list[str] = []
+        self.traces: list[dict[str, str] | None] = []
         self.resets, self.resets_after = 0, 1
         self.refuse_with: Exception | None = None
         self.adding = asyncio.Event()
         self.adding.set()
 
     async def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        trace_headers: dict[str, str] | None = None,
     ) -> RequestOutputCollector:
         await self.adding.wait()
+        self.traces.append(trace_headers)
         if self.refuse_with is not None:
             raise self.refuse_with
         self.prompts.append(prompt)

@@ -39,6 +39,7 @@ class StandInReplica:
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.traces: list[str | None] = []
         self.cancelled = 0
         self.live = 0
         self.max_live = 0
@@ -111,6 +112,7 @@ class StandInReplica:
         asked = await http.json()
         self.requests.append(asked)
         self.paths.append(http.path)
+        self.traces.append(http.headers.get("traceparent"))
         if self.draining:
             return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
         if self.bad_request:

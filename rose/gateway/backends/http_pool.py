@@ -111,13 +111,15 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def post(self, head: bytes, body: bytes, receiver: ResponseReceiver) -> None:
-        """Send a request; the receiver hears of its answer."""
+    def post(
+        self, head: bytes, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
+    ) -> None:
+        """Send a request; the receiver hears of its answer. more_head: whole lines."""
         self._set_timer(None)
         self._receiver = receiver
         self._parser = httptools.HttpResponseParser(self)
         assert self._transport is not None
-        self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        self._transport.write(b"%b%d\r\n%b\r\n%b" % (head, len(body), more_head, body))
 
     def leave(self, receiver: ResponseReceiver, rest_s: float = 0.0) -> None:
         """The receiver wants no more; the rest of its answer may take so long, or is not awaited.
@@ -217,9 +219,12 @@ class Upstream:
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int, bool], list[UpstreamConnection]] = defaultdict(list)
 
-    async def post(self, url: str, body: bytes, receiver: ResponseReceiver) -> UpstreamConnection:
+    async def post(
+        self, url: str, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
+    ) -> UpstreamConnection:
         """Send a request with a JSON body; `leave` the connection in the end.
 
+        more_head: further lines of its head, each with its end.
         Raises OSError when there is no connection within `CONNECT_S`, or the host is none.
         """
         target = target_of(url)
@@ -230,7 +235,7 @@ class Upstream:
                 break
         else:
             connection = await self._connect(target, idle)
-        connection.post(target.head, body, receiver)
+        connection.post(target.head, body, receiver, more_head)
         return connection
 
     def close(self) -> None:

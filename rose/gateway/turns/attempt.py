@@ -16,6 +16,7 @@ from rose.gateway.backends.http_pool import OK, Upstream
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.turns.hedging import Race, TurnCopy
+from rose.tracing import NO_SPANS, Spans
 
 REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
@@ -57,17 +58,24 @@ class AttemptStream:
         "_prompt_seen",
         "_race",
         "_reader",
+        "_spans",
         "_status",
         "outcome",
     )
 
     def __init__(
-        self, race: Race, copy: TurnCopy, live: LiveAttempt, dispatcher: Dispatcher
+        self,
+        race: Race,
+        copy: TurnCopy,
+        live: LiveAttempt,
+        dispatcher: Dispatcher,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self._race = race
         self._copy = copy
         self._live = live
         self._dispatcher = dispatcher
+        self._spans = spans
         self._asked = copy.journal.begin(live.entry.id, live.entry.kind.value)
         self._reader = LINKS[live.entry.api].reader()
         self._status = 0
@@ -90,7 +98,7 @@ class AttemptStream:
             if live.interrupted is not None:
                 end, reason = live.interrupted, "lease lost"
             else:
-                end, reason = await self._stream(upstream)
+                end, reason = await self._traced(upstream)
         except ATTEMPT_FAILURES as error:
             end, reason = _broken(error)
         except asyncio.CancelledError:
@@ -143,11 +151,30 @@ class AttemptStream:
 
     # ----
 
-    async def _stream(self, upstream: Upstream) -> Ending:
+    async def _traced(self, upstream: Upstream) -> Ending:
+        """Stream the answer within a span of its own, where there are any."""
+        parent = self._copy.request.origin.trace
+        if parent is None and self._spans is NO_SPANS:
+            return await self._stream(upstream, b"")
+        said = {"rose.replica": self._live.entry.id, "rose.attempt": self._asked.number}
+        span = self._spans.begin("rose.attempt", parent, said)
+        head, how = span.context.head() if span.context else b"", ""
+        try:
+            end, reason = await self._stream(upstream, head)
+            how = "" if end is End.FINISHED else f"{end.value}: {reason}"
+        except BaseException as error:
+            how = repr(error)
+            raise
+        finally:
+            span.end({}, how)
+        return end, reason
+
+    async def _stream(self, upstream: Upstream, more_head: bytes) -> Ending:
         entry = self._live.entry
         link = LINKS[entry.api]
         body = link.encode(self._copy.request, self._asked)
-        connection = await upstream.post(entry.url + link.path(self._copy.request), body, self)
+        url = entry.url + link.path(self._copy.request)
+        connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
         try:
             ending = await self._over

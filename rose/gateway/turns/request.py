@@ -27,6 +27,7 @@ from rose.contract.gateway import (
 from rose.contract.replica import Sampling
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
+from rose.tracing import TraceContext, trace_of
 
 # Fields that must say nothing are not decoded: millions of small objects would hold up the loop.
 NOTHING = msgspec.Raw(b"null")
@@ -117,7 +118,8 @@ class Origin:
     """Empty where the caller says nothing. Turns of a group are samples of one prompt.
 
     `hedges`: so many second copies may all `group_size` turns of the group have together.
-    `scope`: of the caller, whose names are its own (rose/security/callers.py).
+    `scope`: of the caller, whose names are its own (rose/security/callers.py). `trace`: what the
+    caller counts the turn to; sent again it may be another, and is the same turn.
     """
 
     session: str = ""
@@ -126,6 +128,7 @@ class Origin:
     group_size: int = 0
     hedges: int = 0
     scope: str = ""
+    trace: TraceContext | None = field(default=None, compare=False)
 
 
 ANONYMOUS = Origin()
@@ -140,6 +143,7 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
         job_of(headers, body.job),
         size,
         hedges,
+        trace=trace_of(headers),
     )
     if not 0 <= size <= MAX_GROUP_SIZE:
         raise BadRequest(f"group_size is at most {MAX_GROUP_SIZE}", "group_size")

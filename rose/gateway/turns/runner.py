@@ -30,6 +30,7 @@ from rose.gateway.turns.attempt import AttemptStream
 from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
+from rose.tracing import NO_SPANS, Span, Spans
 
 
 class TurnRunner:
@@ -43,7 +44,9 @@ class TurnRunner:
         stats: GatewayStats,
         on_event: EventSink,
         hedging: Hedging,
+        spans: Spans = NO_SPANS,
     ) -> None:
+        self._spans = spans
         self._settings = settings
         self._dispatcher = dispatcher
         self._upstream = upstream
@@ -53,6 +56,43 @@ class TurnRunner:
 
     async def run(self, request: TurnRequest, feed: TokenStream) -> None:
         """Fill the feed's journal to its end. Raises TurnError when the turn cannot be finished."""
+        parent = request.origin.trace
+        if parent is None and self._spans is NO_SPANS:
+            await self._run(request, feed)
+            return
+        span = self._spans.begin("rose.turn", parent, {"rose.request_id": request.request_id})
+        # Its attempts are parts of it.
+        request.origin = replace(request.origin, trace=span.context)
+        error = "it was given up"
+        try:
+            await self._run(request, feed)
+            error = ""
+        except TurnError as failed:
+            error = str(failed)
+            raise
+        finally:
+            self._note_traced(request, feed, error, span)
+
+    def _note_traced(self, request: TurnRequest, feed: TokenStream, error: str, span: Span) -> None:
+        """A traced turn is over: its span ends, and the event log has it if it is recorded."""
+        replicas = list(dict.fromkeys(segment.replica for segment in feed.segments))
+        tokens = len(feed.tokens)
+        span.end({"rose.tokens": tokens, "rose.attempts": feed.attempts}, error)
+        trace = span.context
+        if trace is not None and trace.sampled:
+            self._on_event(
+                "turn_traced",
+                trace_id=trace.trace_id,
+                request_id=request.request_id,
+                session=request.origin.session,
+                job=request.origin.job,
+                replicas=replicas,
+                tokens=tokens,
+                attempts=feed.attempts,
+                error=error[:500],
+            )
+
+    async def _run(self, request: TurnRequest, feed: TokenStream) -> None:
         try:
             async with asyncio.timeout(request.timeout_s):
                 with self._hedging.judge(request.origin) as judge:
@@ -72,7 +112,7 @@ class TurnRunner:
         while True:
             live = await self._place_of(copy)
             copy.belongs_to(live)
-            attempt = AttemptStream(race, copy, live, self._dispatcher)
+            attempt = AttemptStream(race, copy, live, self._dispatcher, self._spans)
             live.may_move = journal.attempts < self._settings.max_attempts
             copy.live = live
             try:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,3 +253,20 @@ async def test_a_held_turn_begins_ends_or_is_forgotten(how: str) -> None:
         served.engine.step(FinishReason.STOP)
         assert (await begun.done()).lines[-1]["finish_reason"] == "stop"
     assert await served.turns.all_ended(0.01)
+
+
+async def test_an_engine_that_sends_spans_is_told_of_a_turns_trace() -> None:
+    said = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1"}
+    served = Served()
+    begun = exchange(served.app, PATH, BODY, headers=said)
+    await settle()
+    # vLLM says of each turn's trace that it sends no spans, unless it does.
+    assert served.engine.traces == [None]
+    config = SimpleNamespace(otlp_traces_endpoint="http://collector")
+    served.engine.observability_config = config
+    other = exchange(served.app, PATH, BODY | {"request_id": "q"}, headers=said)
+    await settle()
+    assert served.engine.traces == [None, said]
+    for each in (begun, other):
+        each.leave()
+        await each.done()
