@@ -132,6 +132,7 @@ PROCESSES = {
     "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
     "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
     "store": ("rose.cli.store", "back up and restore the store of schedulers"),
+    "compare": ("rose.cli.compare", "measure what lending costs hosts, on their own traffic"),
     "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
     "usage": ("rose.cli.usage", "say what hosts lent to whom"),
     "support-bundle": ("rose.cli.support_bundle", "collect what helpers need, without secrets"),

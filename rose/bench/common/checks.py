@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rose.bench.common.stats import Estimate, Interval
+    from rose.compare.bootstrap import Estimate, Interval
 
 
 def text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

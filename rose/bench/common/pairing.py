@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.bench.common.stats import Estimate, PairedWindow, ratio_of_percentiles
 from rose.bench.load.protocol import Request
+from rose.compare.bootstrap import Estimate, PairedWindow, ratio_of_percentiles
 from slo import RequestLatency
 
 METRICS: dict[str, Callable[[Request], float | None]] = {

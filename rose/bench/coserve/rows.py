@@ -9,7 +9,6 @@ from executor import FreezeReason, GrantMode
 from rose.bench.common.checks import REFERENCE, Check, row_verdict
 from rose.bench.common.pairing import METRICS, RequestIndex, Window, latency_s, percentile_ratio
 from rose.bench.common.pairing import slo_latency as as_slo
-from rose.bench.common.stats import Estimate
 from rose.bench.coserve.plan import ALL_ARMS, ALONE, ARMS, EVENT_ALONE, EVENT_ARMS, Arm
 from rose.bench.coserve.records import CoserveBlockRecord, CoserveRecords, starts_s, yields_s
 from rose.bench.coserve.rules import (
@@ -22,6 +21,7 @@ from rose.bench.coserve.rules import (
     mismatches,
 )
 from rose.bench.load.protocol import Request
+from rose.compare.bootstrap import Estimate
 from slo import SloSpec, attainment, goodput_rps, percentile
 
 Row = dict[str, Any]

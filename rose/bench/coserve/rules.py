@@ -15,10 +15,10 @@ from rose.bench.common.checks import (
 )
 from rose.bench.common.pairing import Window, latency_s
 from rose.bench.common.pairing import slo_latency as as_slo
-from rose.bench.common.stats import Estimate, paired_difference, ratio_of_rates
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Arm
 from rose.bench.coserve.records import CoserveBlockRecord, CoserveRecords
 from rose.bench.load.protocol import Request
+from rose.compare.bootstrap import Estimate, paired_difference, ratio_of_rates
 from slo import SloSpec, percentile
 
 

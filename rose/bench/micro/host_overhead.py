@@ -31,8 +31,8 @@ from statistics import median
 from typing import Any
 
 from executor import ControlPage
-from rose.bench.common.stats import Estimate, paired_difference
 from rose.bench.common.tiny_models import TinyModel
+from rose.compare.bootstrap import Estimate, paired_difference
 
 TARGET_US = 30.0
 RUNNING = 256

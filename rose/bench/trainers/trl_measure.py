@@ -30,10 +30,10 @@ from matplotlib.figure import Figure
 
 from rose.addresses import free_port
 from rose.bench.common.checks import text_table
-from rose.bench.common.stats import PairedWindow, ratio_of_percentiles
 from rose.bench.trainers.policy import save_policy
 from rose.bench.trainers.stack import QUIET, ROOT, START_S, TrainerStack
 from rose.client.blocking import LoopThread
+from rose.compare.bootstrap import PairedWindow, ratio_of_percentiles
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import ConfigError, EngineStartError, RoseError
 

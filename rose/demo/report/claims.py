@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rose.bench.common.checks import Bound, Verdict, meets, verdict_of
-from rose.bench.common.stats import Estimate, Interval, mean_difference, paired_difference
+from rose.compare.bootstrap import Estimate, Interval, mean_difference, paired_difference
 from rose.demo.report.measures import (
     KINDS,
     HarvestMeasures,

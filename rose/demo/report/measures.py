@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rose.bench.common.pairing import METRICS, Pair, RequestIndex, Window, latency_s, paired_window
-from rose.bench.common.stats import (
+from rose.bench.load.protocol import Request, join_requests
+from rose.compare.bootstrap import (
     Estimate,
     Floats,
     estimate_of_sums,
@@ -23,7 +24,6 @@ from rose.bench.common.stats import (
     ratio_of_percentiles,
     ratio_of_rates,
 )
-from rose.bench.load.protocol import Request, join_requests
 from rose.demo.report.records import (
     CHUNK_REJECTED,
     EVALUATION,

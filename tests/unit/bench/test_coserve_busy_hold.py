@@ -108,7 +108,7 @@ def test_the_option_is_a_share_and_is_part_of_what_was_measured(tmp_path: Path) 
 def test_the_table_says_the_limit_and_how_long_each_guest_was_held(
     tmp_path: Path, settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.bench.common.stats.RESAMPLES", 100)
+    monkeypatch.setattr("rose.compare.bootstrap.RESAMPLES", 100)
     bench = StandInBench(tmp_path / "run", rounds=1, settings=settings, held_arm="paper-0.0")
     result = build_result(read_run(bench.write()))
     held = {arm_of(row).name: row["held"] for row in result["rows"]}

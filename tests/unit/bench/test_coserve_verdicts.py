@@ -10,9 +10,9 @@ from rose.bench.common.checks import (
     exactly_none,
     row_verdict,
 )
-from rose.bench.common.stats import Estimate, paired_difference
 from rose.bench.coserve.player import metric
 from rose.bench.coserve.records import StepTimes, starts_s, yields_s
+from rose.compare.bootstrap import Estimate, paired_difference
 
 MS = 1_000_000
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.common.stats import Estimate
+from rose.compare.bootstrap import Estimate
 from rose.demo.cli import CONTROLS
 from rose.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
 from rose.demo.report.records import read_records

@@ -8,7 +8,6 @@ from typing import Any
 
 from rose.bench.common.checks import FAILS, Check, at_most, exactly_none, measured_at_most
 from rose.bench.common.pairing import latency_s
-from rose.bench.common.stats import Estimate, percentile_estimate
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell, PlanBlock
 from rose.bench.coserve.records import CoserveBlockRecord
 from rose.bench.coserve.rows import Row, arm_of
@@ -24,6 +23,7 @@ from rose.bench.gpu.serve.bursts import burst_windows, figures_of
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.sizes import ANALYSIS_S, ServingSizes
 from rose.bench.load.arrivals import read_trace
+from rose.compare.bootstrap import Estimate, percentile_estimate
 
 STOP_S = 0.020
 # What ROSE as published shows.

@@ -19,12 +19,12 @@ import aiohttp
 import numpy as np
 
 from rose.bench.common.pairing import METRICS, latency_s
-from rose.bench.common.stats import percentile
 from rose.bench.coserve.plan import GUEST, ROSE_ARMS, Cell, PlanBlock
 from rose.bench.coserve.records import CoserveBlockRecord
 from rose.bench.gpu.pieces import Measured, PieceError
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.load.protocol import Request
+from rose.compare.bootstrap import percentile
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_safetensors
 
 PROMPT = tuple(range(3, 35))

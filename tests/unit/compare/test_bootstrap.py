@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rose.bench.common.stats import (
+from rose.compare.bootstrap import (
     Floats,
     PairedWindow,
     estimate_of_sums,

@@ -1,0 +1,240 @@
+"""`rose compare NODE`: what lending costs its hosts, measured on their own traffic, on and off.
+
+Blocks with and without lending come in pairs, in a drawn order. Exit code 0 when all limits hold,
+1 when one fails, 3 when too little was seen to say, 2 for bad input or an unreachable service.
+However it ends, interrupted or not, lending is put back as it was.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from http.client import HTTPException
+from pathlib import Path
+from types import FrameType
+from typing import cast
+from urllib.parse import urlsplit
+
+from rich.table import Table
+
+from rose.cli.main import Parser
+from rose.cli.options import add_scheduler_options, client_of
+from rose.cli.output import console_of
+from rose.compare.node_metrics import Reading, reading_of
+from rose.compare.plan import Plan
+from rose.compare.run import ComparisonRun, Switches, shown_plan
+from rose.compare.verdict import Comparison, Finding, Limits, PairRead, Verdict, compared
+from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.rpc import rose_pb2 as pb
+from rose.operate.client import PolicyClient
+
+EXIT_FAILS, EXIT_OPEN = 1, 3
+READ_S = 5.0
+MOST_PAGE_BYTES = 16 << 20
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare. Raises RoseError with one line."""
+    args = _parser().parse_args(argv)
+    plan = Plan(args.pairs, args.block_s, args.settle_s, args.seed)
+    limits = Limits(args.max_loss, args.max_ratio)
+    if args.dry_run:
+        return _say(*shown_plan(plan))
+    if args.metrics is None:
+        raise ConfigError("--metrics URL is missing: the node's http://HOST:PORT/metrics")
+    if args.out is not None and args.out.exists():
+        raise ConfigError(f"{args.out} is there already; give another --out")
+    client = client_of(args)
+    lending = NodeLending(client, args.node)
+    read = _reader(args.metrics)
+    run = ComparisonRun(
+        plan, lending, read, _note, pb.HARVEST_MODE_ACTIVE, pb.HARVEST_MODE_HOLD_AND_DRAIN
+    )
+    lending.check_policy()
+    _note(shown_plan(plan)[0])
+    with _ended_in_order():
+        pairs = run.measure()
+    found = compared(pairs, limits, plan.seed)
+    if args.out is not None:
+        _write(args.out, plan, pairs, found)
+    show(found)
+    return {Verdict.HOLDS: 0, Verdict.FAILS: EXIT_FAILS}.get(found.verdict, EXIT_OPEN)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="rose compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: rose compare serving-3 --metrics http://127.0.0.1:9100/metrics --dry-run",
+    )
+    plan, limits = Plan(), Limits()
+    add = parser.add_argument
+    add("node", metavar="NODE", help="whose guests are switched, as `rose status` names it")
+    add("--metrics", metavar="URL", help="of the node: http://HOST:PORT/metrics")
+    add("--pairs", type=int, default=plan.pairs, metavar="N", help=f"default {plan.pairs}")
+    add(
+        "--block-s", type=float, default=plan.block_s, metavar="S", help=f"default {plan.block_s:g}"
+    )
+    add(
+        "--settle-s",
+        type=float,
+        default=plan.settle_s,
+        metavar="S",
+        help=f"after each switch, not measured (default {plan.settle_s:g})",
+    )
+    add("--seed", type=int, default=plan.seed, metavar="N", help="of the order (default 0)")
+    add(
+        "--max-loss",
+        type=float,
+        default=limits.max_loss,
+        metavar="SHARE",
+        help=f"of requests within their targets that may be lost (default {limits.max_loss:g})",
+    )
+    add(
+        "--max-ratio",
+        type=float,
+        default=limits.max_ratio,
+        metavar="X",
+        help=f"of mean TTFT and TPOT, on over off (default {limits.max_ratio:g})",
+    )
+    add("--out", type=Path, metavar="FILE", help="write what was measured, as JSON")
+    add("--dry-run", action="store_true", help="print the schedule, and switch nothing")
+    add_scheduler_options(parser)
+    return parser
+
+
+class NodeLending:
+    """The scheduler's switches of one node's guests."""
+
+    def __init__(self, client: PolicyClient, node: str) -> None:
+        self._client = client
+        self._node = node
+
+    def check_policy(self) -> None:
+        """Raise RefusedError where a policy keeps the node from lending: nothing would differ."""
+        for row in self._client.snapshot().capacity:
+            if row.node == self._node and row.policy_mode and row.policy_mode != "Active":
+                raise RefusedError(
+                    f"the policy of {self._node} is {row.policy_mode}, so nothing is lent there;"
+                    " compare once it is Active"
+                )
+
+    def switches(self) -> Switches:
+        snapshot = self._client.snapshot()
+        own = {each.replica: each.mode for each in snapshot.overrides}
+        guests = {
+            each.id: own.get(each.id, pb.HARVEST_MODE_ACTIVE)
+            for each in snapshot.replicas
+            if each.node == self._node and each.kind == pb.REPLICA_KIND_GUEST
+        }
+        leased = frozenset(lease.replica for lease in snapshot.leases)
+        return Switches(snapshot.harvest, guests, leased)
+
+    def switch(self, guest: str, mode: int) -> None:
+        self._client.stop(cast("pb.HarvestMode.ValueType", mode), guest)
+
+
+def _reader(url: str) -> Callable[[], Reading]:
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(f"--metrics {url} is no URL; write http://HOST:PORT/metrics")
+
+    def read() -> Reading:
+        try:
+            with urllib.request.urlopen(url, timeout=READ_S) as reply:  # noqa: S310 - checked
+                text = reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
+        except (OSError, HTTPException, urllib.error.URLError) as error:
+            raise UnavailableError(f"{url} does not answer ({error}); check --metrics") from error
+        return reading_of(text)
+
+    return read
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Lending is put back by whatever this is ended, and a second Ctrl-C does not end that."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show(found: Comparison) -> None:
+    """Print the rows and what they come to."""
+    console = console_of()
+    table = Table(title_justify="left")
+    for column in ("of the hosts", "on", "off", "change (95%)", "must be", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for each in found.findings:
+        table.add_row(
+            each.name,
+            _value(each, each.on),
+            _value(each, each.off),
+            _change(each),
+            each.limit or "-",
+            each.verdict.value,
+        )
+    if found.findings:
+        console.print(table)
+    _say(
+        f"{found.requests_on} requests with lending on, {found.requests_off} with it off;"
+        f" guests sampled {found.guest_tokens} tokens"
+    )
+    if found.missing:
+        _say(f"no verdict: missing {found.missing}")
+    else:
+        _say(f"verdict: {found.verdict.value}")
+
+
+def _value(finding: Finding, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3%}" if _is_share(finding) else f"{value * 1e3:.1f} ms"
+
+
+def _change(finding: Finding) -> str:
+    if finding.estimate is None:
+        return "-"
+    made = "{:+.3%}".format if _is_share(finding) else "{:.3f}x".format
+    value, ci95 = finding.estimate.value, finding.estimate.ci95
+    return f"{made(value)} ({made(ci95[0])} to {made(ci95[1])})" if ci95 else made(value)
+
+
+def _is_share(finding: Finding) -> bool:
+    return finding.name.startswith("requests")
+
+
+def _write(file: Path, plan: Plan, pairs: Sequence[PairRead], found: Comparison) -> None:
+    said = {
+        "plan": asdict(plan),
+        "pairs": [asdict(pair) for pair in pairs],
+        "comparison": asdict(found) | {"verdict": found.verdict.value},
+    }
+    try:
+        file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error.strerror})") from error
+
+
+def _note(line: str) -> None:
+    sys.stderr.write(f"rose compare: {line}\n")
+    sys.stderr.flush()
+
+
+def _say(*lines: str) -> int:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0

@@ -1,0 +1,170 @@
+"""Seeded bootstrap intervals (95%) of means, ratios and percentiles.
+
+A unit repeats independently: a group of rollouts of one map, a pair of blocks, or a window of
+replayed arrivals. Inside a unit samples depend on each other, so resampling single samples would
+make intervals too narrow.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Interval = tuple[float, float]
+
+RESAMPLES = 2_000
+# Bounds the memory that resampled percentiles take.
+RESAMPLES_AT_ONCE = 200
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom.
+_T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and its 95% interval; the interval is None where the data cannot give one."""
+
+    value: float
+    ci95: Interval | None
+
+
+def _tail_probability(units: int) -> float:
+    """Tail of the expanded percentile interval for `units` units.
+
+    The plain percentile bootstrap is too narrow for few units; Hesterberg (2015), "What teachers
+    should know about the bootstrap", widens it to what a t interval would cover.
+    """
+    t = _T_95[min(units - 1, len(_T_95)) - 1]
+    return 0.5 * math.erfc(math.sqrt(units / (units - 1)) * t / math.sqrt(2))
+
+
+def _interval(replicates: Floats, units: int) -> Interval | None:
+    """The interval of bootstrap replicates, or None when some are not numbers."""
+    if units < 2 or bool(np.isnan(replicates).any()):
+        return None
+    tail = _tail_probability(units)
+    low, high = np.quantile(replicates, (tail, 1 - tail), method="inverted_cdf")
+    return float(low), float(high)
+
+
+def _resampled_means(units: Sequence[Sequence[float]], rng: np.random.Generator) -> Floats:
+    """Means of `RESAMPLES` resamples of whole units."""
+    sums = np.array([math.fsum(unit) for unit in units])
+    counts = np.array([len(unit) for unit in units])
+    picks = rng.integers(len(units), size=(RESAMPLES, len(units)))
+    means: Floats = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
+    return means
+
+
+def _mean(units: Sequence[Sequence[float]]) -> float:
+    return math.fsum(math.fsum(unit) for unit in units) / sum(len(unit) for unit in units)
+
+
+def mean_difference(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], seed: int
+) -> Estimate:
+    """Mean of all samples after minus before, each given as units of samples; none is empty."""
+    rng = np.random.default_rng(seed)
+    replicates = _resampled_means(after, rng) - _resampled_means(before, rng)
+    value = _mean(after) - _mean(before)
+    return Estimate(value, _interval(replicates, min(len(before), len(after))))
+
+
+def ratio_of_rates(
+    above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]], seed: int
+) -> Estimate:
+    """Ratio of two rates over paired blocks, each block given as (amount, duration)."""
+    rng = np.random.default_rng(seed)
+    pairs = np.array([(*a, *b) for a, b in zip(above, below, strict=True)], dtype=np.float64)
+    picks = rng.integers(len(pairs), size=(RESAMPLES, len(pairs)))
+
+    def ratio(sums: Floats) -> Floats:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result: Floats = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+        return result
+
+    replicates = ratio(pairs[picks].sum(axis=1))
+    return Estimate(float(ratio(pairs.sum(axis=0))), _interval(replicates, len(pairs)))
+
+
+def estimate_of_sums(
+    groups: Sequence[Sequence[Sequence[float]]],
+    statistic: Callable[[Sequence[Floats]], Floats],
+    seed: int,
+) -> Estimate:
+    """A statistic of sums over units, with each group's units resampled apart from the others'.
+
+    groups: each [units, columns]. `statistic` is given each group's sums [..., columns].
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [np.array(group, dtype=np.float64) for group in groups]
+    resampled = [
+        array[rng.integers(len(array), size=(RESAMPLES, len(array)))].sum(axis=1)
+        for array in arrays
+    ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        replicates = statistic(resampled)
+        value = statistic([array.sum(axis=0) for array in arrays])
+    return Estimate(float(value), _interval(replicates, min(map(len, arrays))))
+
+
+def paired_difference(pairs: Sequence[Sequence[tuple[float, float]]], seed: int) -> Estimate:
+    """Mean of (first - second) over all pairs, resampling whole windows of pairs; none is empty."""
+    rng = np.random.default_rng(seed)
+    differences = [[first - second for first, second in window] for window in pairs]
+    replicates = _resampled_means(differences, rng)
+    return Estimate(_mean(differences), _interval(replicates, len(differences)))
+
+
+def percentile(values: Floats | Sequence[float], percent: float) -> float:
+    """A percentile that is one of the values; a failed request counts as infinitely late."""
+    return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedWindow:
+    """Latencies in seconds of the same replayed arrivals in two arms; index i is one arrival."""
+
+    above: Sequence[float]
+    below: Sequence[float]
+
+
+def _resampled_percentiles(
+    windows: Sequence[Sequence[float]], percent: float, copies: Floats
+) -> Floats:
+    """Percentile of each resample; `copies[r, w]` says how often resample r took window w."""
+    values = np.concatenate([np.asarray(window, dtype=np.float64) for window in windows])
+    window_of = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
+    order = np.argsort(values, kind="stable")
+    found = []
+    for some in np.array_split(copies, max(1, len(copies) // RESAMPLES_AT_ONCE)):
+        below = np.cumsum(some[:, window_of[order]], axis=1)
+        rank = np.ceil(below[:, -1:] * percent / 100)
+        found.append(values[order][np.argmax(below >= rank, axis=1)])
+    return np.concatenate(found)
+
+
+def percentile_estimate(windows: Sequence[Sequence[float]], percent: float, seed: int) -> Estimate:
+    """Percentile of all values, resampling whole windows; none is empty."""
+    return ratio_of_percentiles([PairedWindow(w, [1.0] * len(w)) for w in windows], percent, seed)
+
+
+def ratio_of_percentiles(windows: Sequence[PairedWindow], percent: float, seed: int) -> Estimate:
+    """Percentile of all `above` over that of all `below`, resampling whole windows."""
+    rng = np.random.default_rng(seed)
+    even = np.full(len(windows), 1 / len(windows))
+    # The first row is the sample itself: every window once.
+    drawn = rng.multinomial(len(windows), even, RESAMPLES)
+    copies = np.vstack([np.ones(len(windows)), drawn])
+    above = _resampled_percentiles([window.above for window in windows], percent, copies)
+    below = _resampled_percentiles([window.below for window in windows], percent, copies)
+    # Infinity over infinity says nothing; nor does anything over zero.
+    known = (below > 0) & np.isfinite(below)
+    ratios = np.divide(above, below, out=np.full(len(above), math.nan), where=known)
+    return Estimate(float(ratios[0]), _interval(ratios[1:], len(windows)))

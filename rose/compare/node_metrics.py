@@ -1,0 +1,113 @@
+"""Readings of a node's `/metrics`: what its hosts' requests experienced between two of them.
+
+A node of several hosts has series of each, which count together.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from rose.errors import ConfigError, RoseError
+
+TTFT, TPOT = "rose_host_ttft_seconds", "rose_host_tpot_seconds"
+REQUESTS = "rose_host_requests_total"
+TOKENS = "rose_guest_tokens_total"
+
+
+class CountersRestartedError(RoseError):
+    """A counter went back: the node's daemon was started anew in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """buckets: requests up to each bound in seconds, the last one infinite. sum_s: of all."""
+
+    buckets: Mapping[float, float]
+    sum_s: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters since the daemon's start, or between two readings. tokens: the guests'."""
+
+    ttft: Latencies
+    tpot: Latencies
+    met: float
+    missed: float
+    tokens: float
+
+    @property
+    def requests(self) -> float:
+        """That were judged by their targets."""
+        return self.met + self.missed
+
+
+def reading_of(text: str) -> Reading:
+    """What a page says. Raises `ConfigError` where it is no page of a node with a host."""
+    wanted = {TTFT, TPOT, REQUESTS.removesuffix("_total"), TOKENS.removesuffix("_total")}
+    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            if family.name in wanted:
+                for sample in family.samples:
+                    found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"what came is no page of metrics ({error!s:.80})") from error
+    missing = [name for name in (f"{TTFT}_count", f"{TPOT}_count", REQUESTS) if name not in found]
+    if missing:
+        raise ConfigError(
+            f"the page has no {missing[0]}; give the /metrics of a node that has a host"
+        )
+    requests = found[REQUESTS]
+    return Reading(
+        _latencies(found, TTFT),
+        _latencies(found, TPOT),
+        _sum(value for labels, value in requests if labels.get("targets") == "met"),
+        _sum(value for labels, value in requests if labels.get("targets") == "missed"),
+        _sum(value for _, value in found.get(TOKENS, [])),
+    )
+
+
+def between(earlier: Reading, later: Reading) -> Reading:
+    """What happened after the earlier one. Raises `CountersRestartedError`."""
+    return Reading(
+        _difference(earlier.ttft, later.ttft),
+        _difference(earlier.tpot, later.tpot),
+        _grown(earlier.met, later.met),
+        _grown(earlier.missed, later.missed),
+        # A guest that was started anew counts from 0: then its tokens since are what is known.
+        later.tokens - earlier.tokens if later.tokens >= earlier.tokens else later.tokens,
+    )
+
+
+def _latencies(found: Mapping[str, list[tuple[Mapping[str, str], float]]], name: str) -> Latencies:
+    buckets: dict[float, float] = {}
+    for labels, value in found.get(f"{name}_bucket", []):
+        bound_s = float(labels["le"])
+        buckets[bound_s] = buckets.get(bound_s, 0.0) + value
+    return Latencies(
+        dict(sorted(buckets.items())),
+        _sum(value for _, value in found.get(f"{name}_sum", [])),
+        _sum(value for _, value in found[f"{name}_count"]),
+    )
+
+
+def _difference(earlier: Latencies, later: Latencies) -> Latencies:
+    if earlier.buckets.keys() != later.buckets.keys():
+        raise CountersRestartedError("the host's targets were changed in between")
+    buckets = {at: _grown(earlier.buckets[at], count) for at, count in later.buckets.items()}
+    return Latencies(
+        buckets, _grown(earlier.sum_s, later.sum_s), _grown(earlier.count, later.count)
+    )
+
+
+def _grown(earlier: float, later: float) -> float:
+    if later < earlier:
+        raise CountersRestartedError("the node's daemon was started anew in between")
+    return later - earlier
+
+
+def _sum(values: Iterable[float]) -> float:
+    return sum(values, 0.0)

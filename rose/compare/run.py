@@ -1,0 +1,205 @@
+"""A comparison as it runs: switches, waits and readings, and the way back.
+
+    begin ──► [switch ──► settle ──► read ──► block_s ──► read] for each block ──► as it was
+                 │ somebody else changed a switch: theirs stays, and the comparison ends
+
+The way back is taken however it ends. What an operator sets meanwhile is never undone: lending that
+somebody stopped is not begun again for a measurement's sake.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rose.compare.node_metrics import CountersRestartedError, Reading, between
+from rose.compare.plan import Block, Plan, blocks_of
+from rose.compare.verdict import PairRead
+from rose.errors import RefusedError, UnavailableError
+
+Mode = int
+"""A `HarvestMode` of the wire."""
+
+# For the last leases of a guest to end, and for a scheduler that changes leaders.
+DRAIN_S = 60.0
+BACK_S = 30.0
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Switches of a node's guests. cluster: the operator's stop. leased: guests with a lease."""
+
+    cluster: Mode
+    guests: Mapping[str, Mode]
+    leased: frozenset[str] = frozenset()
+
+
+class Lending(Protocol):
+    """The scheduler, as a comparison uses it."""
+
+    def switches(self) -> Switches:
+        """What is set now. Raises RoseError."""
+        ...
+
+    def switch(self, guest: str, mode: Mode) -> None:
+        """Set the switch of one guest. Raises RoseError."""
+        ...
+
+
+class Clock(Protocol):
+    """Time as it passes."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class RealClock:
+    """The machine's."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+@dataclass(slots=True)
+class ComparisonRun:
+    """One comparison of a node's guests. on, off: the modes of the two arms."""
+
+    plan: Plan
+    lending: Lending
+    read: Callable[[], Reading]
+    say: Callable[[str], None]
+    on: Mode
+    off: Mode
+    clock: Clock = field(default_factory=RealClock)
+    _set: dict[str, Mode] = field(default_factory=dict)
+    _before: Switches | None = None
+
+    def measure(self) -> list[PairRead]:
+        """All pairs that were measured whole, in their order. Raises RoseError.
+
+        Whatever ends it, the switches are put back first.
+        """
+        self._before = before = self.lending.switches()
+        self._check(before)
+        self.read()  # A page that cannot be read is to be known before anything is switched.
+        self._set = dict(before.guests)
+        try:
+            return self._all_blocks()
+        finally:
+            self._put_back()
+
+    def _check(self, before: Switches) -> None:
+        if not before.guests:
+            raise RefusedError("the node offers no guest; is it attached? `rose status` lists them")
+        if before.cluster != self.on:
+            raise RefusedError("a stop is in force, so nothing is lent; `rose resume` ends it")
+        stopped = sorted(guest for guest, mode in before.guests.items() if mode != self.on)
+        if stopped:
+            raise RefusedError(
+                f"{stopped[0]} is stopped by itself; `rose resume --replica {stopped[0]}` ends it"
+            )
+
+    def _all_blocks(self) -> list[PairRead]:
+        found: dict[tuple[int, bool], Reading] = {}
+        blocks = blocks_of(self.plan)
+        for number, block in enumerate(blocks):
+            arm = "on" if block.lends else "off"
+            self.say(f"block {number + 1} of {len(blocks)}: lending {arm}")
+            try:
+                found[block.pair, block.lends] = self._measured(block)
+            except CountersRestartedError as error:
+                self.say(f"block {number + 1} does not count: {error}")
+        whole = [n for n in range(self.plan.pairs) if (n, True) in found and (n, False) in found]
+        return [PairRead(found[n, True], found[n, False]) for n in whole]
+
+    def _measured(self, block: Block) -> Reading:
+        self._switch(self.on if block.lends else self.off)
+        self.clock.sleep(self.plan.settle_s)
+        if not block.lends:
+            self._wait_until_free()
+        earlier = self.read()
+        self.clock.sleep(self.plan.block_s)
+        later = self.read()
+        self._ours(self.lending.switches())
+        return between(earlier, later)
+
+    def _switch(self, mode: Mode) -> None:
+        self._ours(self.lending.switches())
+        for guest in list(self._set):
+            if self._set[guest] != mode:
+                # Noted first: of a call that was not answered the way back must know as well.
+                self._set[guest] = mode
+                self.lending.switch(guest, mode)
+
+    def _wait_until_free(self) -> None:
+        until_s = self.clock.now() + DRAIN_S
+        while leased := self.lending.switches().leased & self._set.keys():
+            if self.clock.now() >= until_s:
+                raise UnavailableError(
+                    f"{min(leased)} still has its lease {DRAIN_S:g} s after it was drained; see"
+                    " `rose status`"
+                )
+            self.clock.sleep(LOOK_S)
+
+    def _ours(self, now: Switches) -> None:
+        """Raise RefusedError where somebody else has changed what this run measures."""
+        if now.cluster != self.on:
+            raise RefusedError("somebody stopped lending meanwhile: the comparison ends")
+        for guest, mode in self._set.items():
+            # A new leader has not heard of all of them yet.
+            if now.guests.get(guest, mode) != mode:
+                raise RefusedError(
+                    f"somebody changed the switch of {guest} meanwhile: the comparison ends"
+                )
+
+    def _put_back(self) -> None:
+        """As it was before, but for what somebody else has set since."""
+        assert self._before is not None
+        until_s = self.clock.now() + BACK_S
+        left = {g: self._before.guests[g] for g, mode in self._set.items() if mode != self.on}
+        while left:
+            try:
+                self._put_back_once(left)
+            except UnavailableError as error:
+                if self.clock.now() >= until_s:
+                    self.say(f"NOT PUT BACK: {error}")
+                    for guest in sorted(left):
+                        self.say(f"  run `rose resume --replica {guest}`")
+                    return
+                self.clock.sleep(LOOK_S)
+        self.say("lending is as it was before")
+
+    def _put_back_once(self, left: dict[str, Mode]) -> None:
+        now = self.lending.switches().guests
+        for guest in list(left):
+            # Of a switch whose call was not answered either mode may be there.
+            if now.get(guest, left[guest]) in (self.off, left[guest]):
+                self.lending.switch(guest, left[guest])
+            else:
+                self.say(f"somebody changed the switch of {guest} meanwhile: left as it is")
+            del left[guest]
+
+
+def shown_plan(plan: Plan) -> Sequence[str]:
+    """The schedule, a line a block."""
+    lines = [
+        f"{2 * plan.pairs} blocks of {plan.block_s:g} s, {plan.settle_s:g} s to settle before"
+        f" each: {plan.seconds / 60:.0f} min"
+    ]
+    lines += [
+        f"{block.begins_s / 60:7.1f} min  pair {block.pair + 1:3d}  lending"
+        f" {'on' if block.lends else 'off'}"
+        for block in blocks_of(plan)
+    ]
+    return lines

@@ -1,0 +1,244 @@
+"""Verdict of a comparison: what lending changed, with intervals over pairs of blocks.
+
+Attainment and means are exact counts and sums; percentiles are read off the node's buckets, between
+whose bounds they are interpolated, and decide nothing. Where requests or pairs are too few there is
+no verdict, and it is said how many are missing: intervals over little data look too good.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+import numpy as np
+
+from rose.compare.bootstrap import Estimate, Floats, estimate_of_sums
+from rose.compare.node_metrics import Latencies, Reading
+
+MIN_PAIRS = 6
+MIN_REQUESTS = 1_000
+MIN_REQUESTS_FOR_P99 = 10_000
+PERCENTS = (50, 90, 99)
+
+
+class Verdict(StrEnum):
+    """What was found of a limit."""
+
+    HOLDS = "holds"
+    FAILS = "FAILS"
+    OPEN = "inconclusive"
+    SHOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_loss: of the share of requests within both targets. max_ratio: of mean latencies."""
+
+    max_loss: float = 0.001
+    max_ratio: float = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class PairRead:
+    """Two neighbouring blocks, as their hosts' requests experienced them."""
+
+    on: Reading
+    off: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row; `estimate` is on minus off of shares, on over off of latencies."""
+
+    name: str
+    on: float | None
+    off: float | None
+    estimate: Estimate | None
+    limit: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All rows. missing: what is needed for a verdict, in words; "" when there is one."""
+
+    findings: tuple[Finding, ...]
+    requests_on: int
+    requests_off: int
+    guest_tokens: int
+    missing: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all limits together."""
+        found = {finding.verdict for finding in self.findings}
+        if self.missing:
+            return Verdict.OPEN
+        return next((v for v in (Verdict.FAILS, Verdict.OPEN) if v in found), Verdict.HOLDS)
+
+
+def compared(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Comparison:
+    """What the pairs say."""
+    on = sum(pair.on.requests for pair in pairs)
+    off = sum(pair.off.requests for pair in pairs)
+    tokens = sum(pair.on.tokens for pair in pairs)
+    missing = lacking(len(pairs), on, off, tokens)
+    findings = (
+        () if not pairs or not on or not off else tuple(_findings(pairs, limits, seed, missing))
+    )
+    return Comparison(findings, int(on), int(off), int(tokens), missing)
+
+
+def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
+    """What is missing for a verdict; "" where nothing is."""
+    fewest = min(on, off)
+    if fewest < MIN_REQUESTS:
+        a_pair = fewest / pairs if pairs else 0.0
+        more = math.ceil(MIN_REQUESTS / a_pair) if a_pair else 0
+        hint = f": at this rate --pairs {more}" if more else ""
+        return f"{MIN_REQUESTS - int(fewest)} more requests in each arm{hint}"
+    if pairs < MIN_PAIRS:
+        return f"{MIN_PAIRS - pairs} more pairs of blocks that were measured whole"
+    if not tokens:
+        return "a guest that worked: it sampled no token in any block in which it might"
+    return ""
+
+
+def _findings(pairs: Sequence[PairRead], limits: Limits, seed: int, missing: str) -> list[Finding]:
+    found = [_attainment(pairs, limits, seed), *_means(pairs, limits, seed)]
+    if missing:
+        found = [
+            Finding(each.name, each.on, each.off, None, each.limit, Verdict.OPEN) for each in found
+        ]
+    return [*found, *_percentiles(pairs, seed, enough=not missing)]
+
+
+def _attainment(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Finding:
+    rows = [(p.on.met, p.on.requests, p.off.met, p.off.requests) for p in pairs]
+
+    def lost(sums: Sequence[Floats]) -> Floats:
+        each = sums[0]
+        difference: Floats = each[..., 0] / each[..., 1] - each[..., 2] / each[..., 3]
+        return difference
+
+    estimate = estimate_of_sums([rows], lost, seed)
+    on, off = _ratio(rows, 0, 1), _ratio(rows, 2, 3)
+    verdict = _judged(estimate, lambda value: value >= -limits.max_loss)
+    return Finding(
+        "requests within both targets", on, off, estimate, f">= {-limits.max_loss:g}", verdict
+    )
+
+
+def _means(pairs: Sequence[PairRead], limits: Limits, seed: int) -> list[Finding]:
+    found = []
+    for name in ("ttft", "tpot"):
+        rows = []
+        for pair in pairs:
+            on, off = _of(pair.on, name), _of(pair.off, name)
+            rows.append((on.sum_s, on.count, off.sum_s, off.count))
+        estimate = _known(estimate_of_sums([rows], _ratio_of_means, seed))
+        found.append(
+            Finding(
+                f"{name.upper()} mean",
+                _ratio(rows, 0, 1),
+                _ratio(rows, 2, 3),
+                estimate,
+                f"<= {limits.max_ratio:g}",
+                _judged(estimate, lambda value: value <= limits.max_ratio),
+            )
+        )
+    return found
+
+
+def _ratio_of_means(sums: Sequence[Floats]) -> Floats:
+    each = sums[0]
+    ratio: Floats = (each[..., 0] / each[..., 1]) / (each[..., 2] / each[..., 3])
+    return ratio
+
+
+def _percentiles(pairs: Sequence[PairRead], seed: int, *, enough: bool) -> list[Finding]:
+    found = []
+    for name in ("ttft", "tpot"):
+        bounds = np.array(list(_of(pairs[0].on, name).buckets))
+        rows = [[*_counts(pair.on, name), *_counts(pair.off, name)] for pair in pairs]
+        sums: Floats = np.array(rows, dtype=np.float64).sum(axis=0)
+        fewest = min(sums[len(bounds) - 1], sums[-1])
+        for percent in PERCENTS:
+            on, off = _arms(sums, bounds, percent)
+            told = enough and (percent < 99 or fewest >= MIN_REQUESTS_FOR_P99)
+            estimate = None
+            if told:
+                ratio = partial(_ratio_of_percentiles, bounds=bounds, percent=percent)
+                estimate = _known(estimate_of_sums([rows], ratio, seed))
+            found.append(
+                Finding(
+                    f"{name.upper()} p{percent} (buckets)",
+                    _finite(float(on)),
+                    _finite(float(off)),
+                    estimate,
+                    "" if told or percent < 99 else f"needs {MIN_REQUESTS_FOR_P99} requests",
+                    Verdict.SHOWN,
+                )
+            )
+    return found
+
+
+def _ratio_of_percentiles(sums: Sequence[Floats], bounds: Floats, percent: float) -> Floats:
+    on, off = _arms(sums[0], bounds, percent)
+    ratio: Floats = on / off
+    return ratio
+
+
+def _arms(sums: Floats, bounds: Floats, percent: float) -> tuple[Floats, Floats]:
+    width = len(bounds)
+    return (
+        _percentile(sums[..., :width], bounds, percent),
+        _percentile(sums[..., width:], bounds, percent),
+    )
+
+
+def _percentile(counts: Floats, bounds: Floats, percent: float) -> Floats:
+    """Percentile of cumulative counts [..., bounds], interpolated; NaN beyond the last bound."""
+    rank = counts[..., -1:] * percent / 100
+    at = np.argmax(counts >= rank, axis=-1)
+    low_s = np.concatenate(([0.0], bounds[:-1]))[at]
+    below = np.concatenate((np.zeros_like(counts[..., :1]), counts[..., :-1]), axis=-1)
+    before = np.take_along_axis(below, at[..., None], axis=-1)[..., 0]
+    inside = np.take_along_axis(counts, at[..., None], axis=-1)[..., 0] - before
+    high_s = bounds[at]
+    share = np.divide(rank[..., 0] - before, inside, out=np.zeros_like(before), where=inside > 0)
+    with np.errstate(invalid="ignore"):
+        value: Floats = np.where(np.isfinite(high_s), low_s + share * (high_s - low_s), np.nan)
+    return value
+
+
+def _of(reading: Reading, name: str) -> Latencies:
+    return reading.ttft if name == "ttft" else reading.tpot
+
+
+def _counts(reading: Reading, name: str) -> list[float]:
+    return list(_of(reading, name).buckets.values())
+
+
+def _ratio(rows: Sequence[Sequence[float]], above: int, below: int) -> float | None:
+    divisor = sum(row[below] for row in rows)
+    return sum(row[above] for row in rows) / divisor if divisor else None
+
+
+def _known(estimate: Estimate) -> Estimate | None:
+    return None if math.isnan(estimate.value) else estimate
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _judged(estimate: Estimate | None, meets: Callable[[float], bool]) -> Verdict:
+    """HOLDS and FAILS only where the whole interval does."""
+    if estimate is None or estimate.ci95 is None:
+        return Verdict.OPEN
+    ends = [meets(end) for end in estimate.ci95]
+    if all(ends):
+        return Verdict.HOLDS
+    return Verdict.OPEN if any(ends) else Verdict.FAILS
