@@ -329,10 +329,11 @@ A scrape in which everything that can be counted was counted, every reason and e
 | gateway of {BUDGET_NODES:,} replicas | {counted["gateway"]:,} |
 | relay of {BUDGET_JOBS} jobs | {counted["relay"]:,} |
 
-A test keeps them within {PER_GUEST} for a guest, {PER_HOST} for a host, {PER_NODE} for a node at the scheduler,
-{PER_JOB} for a job there, and {PER_REPLICA} for a replica at a gateway.
-No request, session, lease or text is a label; a replica or host that is gone leaves no series on its node,
-and a replica none at a gateway.
+A test keeps them within {PER_GUEST} for a guest, {PER_HOST} for a host,
+{PER_NODE} for a node at the scheduler, {PER_JOB} for a job there,
+and {PER_REPLICA} for a replica at a gateway.
+No request, session, lease or text is a label;
+a replica or host that is gone leaves no series on its node, and a replica none at a gateway.
 """
 
 

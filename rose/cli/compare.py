@@ -30,8 +30,8 @@ from rose.compare.plan import Plan
 from rose.compare.run import ComparisonRun, Switches, shown_plan
 from rose.compare.verdict import Comparison, Finding, Limits, PairRead, Verdict, compared
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.rpc import rose_pb2 as pb
 from rose.operate.client import PolicyClient
+from rose.rpc import rose_pb2 as pb
 
 EXIT_FAILS, EXIT_OPEN = 1, 3
 READ_S = 5.0

@@ -518,4 +518,3 @@ class NodeMetrics:
 
     def _gauge(self, name: str, what: str, labels: tuple[str, ...]) -> Gauge:
         return Gauge(name, what, labels, registry=self.registry)
-
