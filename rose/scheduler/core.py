@@ -73,6 +73,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
+from rose.scheduler.observed import Observed, observed
 from rose.scheduler.persistence import (
     JobRecord,
     Saved,
@@ -233,6 +234,11 @@ class SchedulerCore:
         """Everything that metrics count."""
         views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand, self.usage)
         return figures_of(*views, now_s, budgets=budgets)
+
+    def observed(self, now_s: float, *, budgets: bool = True) -> Observed:
+        """Everything that the dashboard shows."""
+        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
+        return observed(*views, self.demand, self.runs, self.usage, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:

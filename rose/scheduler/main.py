@@ -25,6 +25,14 @@ from rose.addresses import check_exposure
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import KubeApi
+from rose.dashboard import (
+    DashboardServer,
+    DashboardSettings,
+    Standing,
+    Watch,
+    add_dashboard_options,
+    taken_dashboard,
+)
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
@@ -38,7 +46,7 @@ from rose.scheduler.leasing import LeaseTimes
 from rose.scheduler.limits import checked_name
 from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, load
-from rose.scheduler.service import SchedulerService
+from rose.scheduler.service import AuditSink, SchedulerService
 from rose.scheduler.standby import LeaderHandlers
 from rose.scheduler.usage import UsageLog
 from rose.security.audit_log import AuditLog, audit_file
@@ -94,6 +102,7 @@ class SchedulerSettings:
     jobs: tuple[JobRecord, ...] = ()
     kubernetes: bool = False
     kubeconfig: Path | None = None
+    dashboard: DashboardSettings | None = None
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -104,6 +113,8 @@ class SchedulerSettings:
                 check_exposure(self.metrics_host, self.insecure, what)
         else:
             self.certificates.insist(Role.SCHEDULER)
+        if self.dashboard is not None:
+            self.dashboard.check(self.certificates, insecure=self.insecure)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
         if self.metrics_port is not None and not 0 < self.metrics_port < 1 << 16:
@@ -202,6 +213,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         metavar="FILE",
         help="act on those of this file's cluster",
     )
+    add_dashboard_options(parser)
     add_certificate_options(parser)
     args = parser.parse_args(argv)
     return SchedulerSettings(
@@ -222,6 +234,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         standing_jobs(args.job),
         args.kubernetes or args.kubeconfig is not None,
         args.kubeconfig,
+        taken_dashboard(args),
     )
 
 
@@ -259,11 +272,17 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         handlers = LeaderHandlers(lambda: leadership.address)
         server = make_server(_access(settings, handlers))
         port = _bind(server, settings)
+        me = settings.reached_at(port)
+        told: AuditSink = audit.write
+        watch: Watch | None = None
+        if settings.dashboard is not None:
+            cluster = settings.certificates.identity.cluster if settings.certificates else ""
+            watch = Watch(lambda: handlers.service_now, lambda: _standing(leadership, me), cluster)
+            told = watch.telling(told)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, handlers, logs, events, audit, lent, api)
+            await _lead(settings, fenced, handlers, logs, events, audit, told, lent, api)
 
-        me = settings.reached_at(port)
         leadership = Leadership(store, me, lead, events.write)
         server.add_generic_rpc_handlers((handlers,))
         metrics.watch(leadership, lambda: handlers.service_now)
@@ -272,6 +291,14 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             page = MetricsServer(metrics, settings.metrics_host, settings.metrics_port, files)
             await page.start()
             stack.push_async_callback(page.close)
+        if settings.dashboard is not None and watch is not None:
+            pages = DashboardServer(watch, settings.dashboard, settings.certificates)
+            await pages.start()
+            stack.callback(watch.close)
+            stack.push_async_callback(pages.close)
+            looks = Background(events.write)
+            looks.start("dashboard", watch.run, restarts=None)
+            stack.push_async_callback(looks.close)
 
         def known() -> bool:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)
@@ -281,7 +308,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             await _until(known, KNOWN_S)
             await server.start()
             events.write("scheduler_started", port=port)
-            audit.write("scheduler_started", {"port": port, "policy": settings.policy})
+            told("scheduler_started", {"port": port, "policy": settings.policy}, "")
             await stop.wait()
 
         try:
@@ -289,7 +316,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         finally:
             await server.stop(STOP_GRACE_S)
             events.write("scheduler_stopped")
-            audit.write("scheduler_stopped", {})
+            told("scheduler_stopped", {}, "")
 
 
 async def _lead(
@@ -299,10 +326,14 @@ async def _lead(
     logs: Logs,
     events: EventLog,
     audit: AuditLog,
+    told: AuditSink,
     lent: JsonlLog,
     api: KubeApi | None,
 ) -> None:
-    """One term, until cancelled: a core of what is stored, and the service that feeds it."""
+    """One term, until cancelled: a core of what is stored, and the service that feeds it.
+
+    told: takes decisions, for the audit log and whoever shows them.
+    """
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
     options = {} if settings.hold_s is None else {"hold_s": settings.hold_s}
@@ -327,7 +358,7 @@ async def _lead(
         ],
         # Of this term: what is left of its streams must not go on in the next one.
         leads=store.leads,
-        audit=audit.write,
+        audit=told,
     )
     background.start("tick", service.tick)
     background.start("stop", service.watch_stop, restarts=None)
@@ -344,6 +375,10 @@ async def _lead(
         handlers.stand_by()
         service.close()
         await background.close()
+
+
+def _standing(leadership: Leadership, me: str) -> Standing:
+    return Standing(leadership.leads(), leadership.address, me, leadership.term)
 
 
 async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:

@@ -54,6 +54,7 @@ from rose.scheduler.messages import (
     TableSlot,
     Tick,
 )
+from rose.scheduler.observed import Observed
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
 from rose.scheduler.policy_views import PolicyView
 from rose.security.rpc_access import CALLING
@@ -211,6 +212,16 @@ class SchedulerService(SchedulerServicer):
     def policy_views(self) -> dict[str, PolicyView]:
         """What became of each capacity policy on its nodes."""
         return self._core.policy_views(self._clock())
+
+    def observed(self, *, budgets: bool = True) -> Observed:
+        """What the dashboard shows, at this moment; SLO budgets only where asked for."""
+        return self._core.observed(self._clock(), budgets=budgets)
+
+    def troubles(self) -> list[str]:
+        """What the process lacks now, and since when the store answers no write."""
+        stalled_s = self._writer.stalled_s
+        stalled = [f"the store has answered no write for {stalled_s:.0f} s"] if stalled_s else []
+        return [*stalled, *self._troubles()]
 
     def refused(self, who: str, method: str, reason: str) -> None:
         """Record a call that its caller's certificate did not allow."""

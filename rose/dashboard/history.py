@@ -1,0 +1,316 @@
+"""History of the last minutes: hosts' latency beside guests' duty, on one time axis.
+
+    observation, ──► a sample of the fleet and of each node ──► rings of ten minutes
+      every 2 s  ──► changes of guests' modes, with reasons ──► the newest of each node
+                 ──► requests and misses, with and without a guest ──► minutes of six hours
+
+Bounded by the nodes that may attach: 7 kB each. It begins anew with each term; what has to be known
+for longer is Prometheus's.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_scheduler.capacity import Verdict
+from rose.scheduler.observed import NodeSeen, Observed
+from slo.error_budget import burnt
+
+SAMPLE_S: Final = 2.0
+SAMPLES: Final = 300
+CHANGES_KEPT: Final = 40
+MINUTE_S: Final = 60.0
+MINUTES: Final = 361
+DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
+# Where no policy says one.
+OBJECTIVE: Final = 0.99
+FROZEN: Final = frozenset({"freeze", "drain", "kill"})
+
+NODE_LINES: Final = ("ttft_s", "tpot_s", "busy", "duty", "kv_bytes", "tok_s")
+FLEET_LINES: Final = ("kv_bytes", "tok_s", "late", "lending")
+Points = list[float | None]
+
+
+class Ring:
+    """The newest samples of a few lines; NaN where nothing was known."""
+
+    def __init__(self, lines: int, samples: int = SAMPLES) -> None:
+        self._values: NDArray[np.float32] = np.full((lines, samples), np.nan, np.float32)
+
+    def put(self, index: int, values: Sequence[float | None]) -> None:
+        """Put a sample into its place; None is not known."""
+        self._values[:, index] = [np.nan if value is None else value for value in values]
+
+    def read(self, order: NDArray[np.intp]) -> list[Points]:
+        """Each line's points in this order."""
+        chosen = self._values[:, order]
+        return [
+            [None if np.isnan(value) else float(f"{value:.4g}") for value in line]
+            for line in chosen
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A guest's mode became another one. at_s: Unix seconds."""
+
+    at_s: float
+    replica: str
+    before: str
+    after: str
+    reason: str
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether the guest may not run from then on."""
+        return self.after in FROZEN and self.before not in FROZEN
+
+
+@dataclass(slots=True)
+class _Node:
+    ring: Ring
+    counted: tuple[int, int] | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
+    modes: dict[str, str] = field(default_factory=dict)
+    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
+    tok_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Requests of a window that met their targets and that missed one."""
+
+    good: int = 0
+    bad: int = 0
+
+    @property
+    def missed(self) -> float | None:
+        """Share that missed; None without requests."""
+        return self.bad / (self.good + self.bad) if self.good + self.bad else None
+
+    def plus(self, good: int, bad: int) -> "Spent":
+        """With more of them."""
+        return Spent(self.good + good, self.bad + bad)
+
+
+class Ledger:
+    """Requests of one deployment by minute, apart for hosts with a leased guest and without."""
+
+    def __init__(self) -> None:
+        self.objective = OBJECTIVE
+        # minute -> good and bad with a guest, good and bad without
+        self._minutes: deque[list[int]] = deque(maxlen=MINUTES)
+
+    def add(self, minute: int, good: int, bad: int, *, lends: bool) -> None:
+        """Count requests of this minute."""
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append([minute, 0, 0, 0, 0])
+        at = 1 if lends else 3
+        self._minutes[-1][at] += good
+        self._minutes[-1][at + 1] += bad
+
+    def spent(self, minute: int, minutes: int) -> tuple[Spent, Spent]:
+        """Of the newest so many minutes: with a guest, and without."""
+        lent, alone = Spent(), Spent()
+        for at, *counts in self._minutes:
+            if at > minute - minutes:
+                lent, alone = lent.plus(counts[0], counts[1]), alone.plus(counts[2], counts[3])
+        return lent, alone
+
+    def burn(self, minute: int, minutes: int) -> float | None:
+        """Burn rate of the window; None without requests."""
+        lent, alone = self.spent(minute, minutes)
+        both = lent.plus(alone.good, alone.bad)
+        return burnt(both.good, both.bad, self.objective) if both.good + both.bad else None
+
+
+class History:
+    """Rings of the fleet and of each node. One thread at a time; times are handed in."""
+
+    def __init__(self) -> None:
+        self._times: NDArray[np.float64] = np.full(SAMPLES, np.nan)
+        self._fleet = Ring(len(FLEET_LINES))
+        self._nodes: dict[str, _Node] = {}
+        self.ledgers: dict[str, Ledger] = {}
+        self._taken = 0
+        self._last_s: float | None = None
+        self._wall_s = 0.0
+
+    def take(self, seen: Observed, now_s: float, wall_s: float) -> bool:
+        """Take a sample if it is time for one; whether it was."""
+        if self._last_s is not None and now_s < self._last_s + SAMPLE_S - 0.1:
+            return False
+        step_s = None if self._last_s is None else now_s - self._last_s
+        self._last_s, self._wall_s = now_s, wall_s
+        index = self._taken % SAMPLES
+        self._taken += 1
+        self._times[index] = wall_s
+        leased = {each.lease.replica for each in seen.leases}
+        rows = [self._take_node(node, index, step_s, leased) for node in seen.nodes]
+        known = [row for row in rows if row is not None]
+        self._fleet.put(
+            index,
+            (
+                _sum(row[0] for row in known),
+                _sum(row[1] for row in known),
+                float(sum(row[2] for row in known)),
+                float(sum(row[3] for row in known)),
+            ),
+        )
+        self._forget(seen)
+        return True
+
+    @property
+    def minute(self) -> int:
+        """The minute of the newest sample."""
+        return int(self._wall_s // MINUTE_S)
+
+    def fleet(self) -> tuple[Points, list[Points]]:
+        """Times and lines of the fleet, oldest first."""
+        order = self._order()
+        return self._at(order), self._fleet.read(order)
+
+    def node(self, name: str) -> tuple[Points, list[Points]]:
+        """Times and lines of a node; nothing but times of one that nobody knows."""
+        order = self._order()
+        known = self._nodes.get(name)
+        lines = known.ring.read(order) if known else [[None] * len(order) for _ in NODE_LINES]
+        return self._at(order), lines
+
+    def newest_of_fleet(self) -> tuple[float | None, ...]:
+        """The newest time, and each line's value then."""
+        return self._newest(self._fleet, len(FLEET_LINES))
+
+    def newest_of(self, name: str) -> tuple[float | None, ...]:
+        """The same of a node."""
+        known = self._nodes.get(name)
+        return self._newest(known.ring if known else None, len(NODE_LINES))
+
+    def changes(self, name: str) -> tuple[Change, ...]:
+        """Changes of the modes of a node's guests, newest first."""
+        known = self._nodes.get(name)
+        return tuple(reversed(known.changes)) if known else ()
+
+    def tok_s(self, name: str) -> float | None:
+        """Tokens a second that the node's guests sampled lately."""
+        known = self._nodes.get(name)
+        return known.tok_s if known else None
+
+    def fleet_tok_s(self) -> float | None:
+        """The same of all nodes."""
+        return _sum(node.tok_s for node in self._nodes.values())
+
+    # ---- a sample ----
+
+    def _take_node(
+        self, node: NodeSeen, index: int, step_s: float | None, leased: set[str]
+    ) -> tuple[float | None, float | None, bool, bool] | None:
+        known = self._nodes.get(node.node)
+        if known is None:
+            known = self._nodes[node.node] = _Node(Ring(len(NODE_LINES)))
+        host = node.telemetry.host if node.telemetry.HasField("host") else None
+        guests = [each for each in node.telemetry.guests if each.replica in leased]
+        known.tok_s = self._tokens(known, node, step_s)
+        self._modes(known, node)
+        if host is not None:
+            self._requests(known, node, lends=bool(guests))
+        kv_bytes = float(sum(each.kv_bytes for each in guests)) if guests else 0.0
+        duty = sum(each.duty for each in guests) / len(guests) if guests else None
+        latencies = (host.ttft_p95_s, host.tpot_p95_s) if host and host.window_requests else ()
+        known.ring.put(
+            index, (*(latencies or (None, None)), node.busy, duty, kv_bytes, known.tok_s)
+        )
+        return kv_bytes, known.tok_s, is_late(node), bool(guests)
+
+    def _tokens(self, known: _Node, node: NodeSeen, step_s: float | None) -> float | None:
+        before = known.tokens
+        known.tokens = {each.replica: each.tokens_total for each in node.telemetry.guests}
+        both = before.keys() & known.tokens.keys()
+        if not step_s or not both:
+            return None
+        # An engine that was started again counts from 0.
+        made = (
+            known.tokens[each] - (before[each] if known.tokens[each] >= before[each] else 0)
+            for each in both
+        )
+        return sum(made) / step_s
+
+    def _modes(self, known: _Node, node: NodeSeen) -> None:
+        for each in node.telemetry.guests:
+            before = known.modes.get(each.replica)
+            if before is not None and before != each.mode:
+                known.changes.append(
+                    Change(self._wall_s, each.replica, before, each.mode, each.reason)
+                )
+        known.modes = {each.replica: each.mode for each in node.telemetry.guests}
+
+    def _requests(self, known: _Node, node: NodeSeen, *, lends: bool) -> None:
+        host = node.telemetry.host
+        before, known.counted = known.counted, (host.slo_good, host.slo_bad)
+        ledger = self._ledger(node.labels, node.verdict)
+        if before is None or ledger is None:
+            return
+        good, bad = host.slo_good - before[0], host.slo_bad - before[1]
+        if good < 0 or bad < 0:  # of a daemon that was started anew
+            good, bad = host.slo_good, host.slo_bad
+        ledger.add(self.minute, good, bad, lends=lends)
+
+    def _ledger(self, labels: Mapping[str, str], verdict: Verdict) -> Ledger | None:
+        name = labels.get(DEPLOYMENT_LABEL, "")
+        ledger = self.ledgers.setdefault(name, Ledger())
+        budget = verdict.policy.slo_budget
+        ledger.objective = budget.objective if budget is not None else OBJECTIVE
+        return ledger
+
+    def _forget(self, seen: Observed) -> None:
+        there = {node.node for node in seen.nodes}
+        away = {node for node, _ in seen.away}
+        for name in [n for n in self._nodes if n not in there]:
+            if name in away:
+                self._nodes[name].tok_s = None
+                self._nodes[name].ring.put((self._taken - 1) % SAMPLES, (None,) * len(NODE_LINES))
+            else:
+                del self._nodes[name]
+        named = {node.labels.get(DEPLOYMENT_LABEL, "") for node in seen.nodes}
+        for name in [n for n in self.ledgers if n not in named]:
+            del self.ledgers[name]
+
+    # ---- reading ----
+
+    def _order(self) -> NDArray[np.intp]:
+        kept = min(self._taken, SAMPLES)
+        return (np.arange(self._taken - kept, self._taken) % SAMPLES).astype(np.intp)
+
+    def _at(self, order: NDArray[np.intp]) -> Points:
+        return [round(float(at_s), 1) for at_s in self._times[order]]
+
+    def _newest(self, ring: Ring | None, lines: int) -> tuple[float | None, ...]:
+        if not self._taken:
+            return (None,) * (lines + 1)
+        order = self._order()[-1:]
+        values = [line[0] for line in ring.read(order)] if ring else [None] * lines
+        return (self._at(order)[0], *values)
+
+
+# Of fewer requests a percentile says nothing.
+FEWEST_REQUESTS: Final = 20
+
+
+def is_late(node: NodeSeen) -> bool:
+    """Whether the node's host misses a target of its latency now."""
+    if not node.telemetry.HasField("host"):
+        return False
+    host = node.telemetry.host
+    if host.window_requests < FEWEST_REQUESTS:
+        return False
+    pairs = (host.ttft_p95_s, host.ttft_target_s), (host.tpot_p95_s, host.tpot_target_s)
+    return any(0 < target_s < said_s for said_s, target_s in pairs)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,140 @@
+"""The newest decisions of this process, and by whose call they came.
+
+Fed with what the audit log gets. Leases come and go by the thousand, so they are kept apart from
+what operators, policies and nodes did: neither kind pushes the other out.
+"""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+KEPT: Final = 500
+MOST_CHARS: Final = 400
+# Of each minute the ends and grants of leases, for rates.
+MINUTE_S: Final = 60.0
+MINUTES: Final = 10
+
+LEASE_EVENTS: Final = {
+    "lease_granted": "granted",
+    "lease_adopted": "adopted",
+    "lease_releasing": "releasing",
+    "lease_released": "released",
+    "lease_expired": "expired",
+    "lease_refused": "refused",
+    "revoked": "revoked",
+}
+# What operators asked for, as the audit log names it: the request's own name.
+ASKED: Final = {
+    "SetHarvestRequest": "harvest set",
+    "ApplyPolicyRequest": "policy applied",
+    "DeletePolicyRequest": "policy deleted",
+    "EndJobRequest": "job ended",
+    "DropJobRequest": "job dropped",
+    "RegisterJobRequest": "job registered",
+    "AnnounceVersionRequest": "version announced",
+    "EndRunRequest": "run ended",
+}
+# Changes of what may be lent: pages show them at once. The request says whose they are.
+ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolicyRequest"})
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One record. at_s: Unix seconds; by: whose call, "" for the process's own decision."""
+
+    at_s: float
+    event: str
+    by: str
+    node: str
+    said: str
+
+    @property
+    def is_of_lease(self) -> bool:
+        """Whether it began or ended a lease."""
+        return self.event in LEASE_EVENTS
+
+    @property
+    def is_act(self) -> bool:
+        """Whether it changed what may be lent."""
+        return self.event in ACTS
+
+    @property
+    def what(self) -> str:
+        """The event in words."""
+        return ASKED.get(self.event) or self.event.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Journalled:
+    """What the journal holds at one moment; newest first. minutes: lease events of the newest."""
+
+    decisions: tuple[Decision, ...] = ()
+    leases: tuple[Decision, ...] = ()
+    minutes: tuple[Mapping[str, int], ...] = ()
+
+    @property
+    def last_act(self) -> Decision | None:
+        """The newest change of what may be lent."""
+        return next((each for each in self.decisions if each.is_act), None)
+
+
+class Journal:
+    """Keeps the newest; whoever writes the audit log tells it, in whichever thread."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._lock = threading.Lock()
+        self._decisions: deque[Decision] = deque(maxlen=kept)
+        self._leases: deque[Decision] = deque(maxlen=kept)
+        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES + 1)
+
+    def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
+        """Keep a record; whether pages should show it at once."""
+        node = str(fields.get("node", ""))[:MOST_CHARS]
+        decision = Decision(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
+        with self._lock:
+            if decision.is_of_lease:
+                self._leases.appendleft(decision)
+                self._count(LEASE_EVENTS[event], at_s)
+            else:
+                self._decisions.appendleft(decision)
+        return decision.is_act
+
+    def read(self, now_s: float) -> Journalled:
+        """What there is now."""
+        first = int(now_s // MINUTE_S) - MINUTES
+        with self._lock:
+            return Journalled(
+                tuple(self._decisions),
+                tuple(self._leases),
+                tuple(dict(counts) for minute, counts in self._minutes if minute > first),
+            )
+
+    def _count(self, how: str, at_s: float) -> None:
+        minute = int(at_s // MINUTE_S)
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append((minute, Counter()))
+        self._minutes[-1][1][how] += 1
+
+
+# In the order in which they are told; all others stay in the audit log.
+_TOLD: Final = (
+    "mode", "would", "policy", "job", "replica", "version", "parent", "run", "epoch", "reason",
+    "why", "message", "method", "answer",
+)  # fmt: skip
+
+
+def _said(event: str, fields: Mapping[str, object]) -> str:
+    parts = []
+    for name in _TOLD:
+        value = fields.get(name)
+        if value in (None, ""):
+            continue
+        if name == "answer" and event != "SetHarvestRequest":
+            continue
+        if name == "policy" and isinstance(value, Mapping):
+            value = value.get("name", "")
+        label = "released" if name == "answer" else name
+        parts.append(f"{label} {str(value)[:MOST_CHARS]}")
+    return ", ".join(parts)[:MOST_CHARS]

@@ -1,0 +1,273 @@
+"""Read model of the dashboard: each node's state in one word, sums of the fleet, what comes first.
+
+Made of one look, anew for each. Panels choose what to show of it and decide nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from elastic_scheduler import HarvestMode, ReplicaKind
+from elastic_scheduler.capacity import PolicyMode
+from rose.dashboard.history import History, is_late
+from rose.dashboard.journal import Journalled
+from rose.dashboard.page import Tone
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.figures import kind_of
+from rose.scheduler.fleet import LAPSED_S
+from rose.scheduler.observed import JobSeen, LeaseSeen, NodeSeen, Observed
+
+# States of nodes, in the order in which they are worth a look, with how they are coloured.
+STATES: Final[Mapping[str, Tone]] = {
+    "silent": "bad",
+    "away": "bad",
+    "held": "warn",
+    "draining": "warn",
+    "lending": "good",
+    "open": "good",
+    "advisory": "quiet",
+    "off": "quiet",
+}
+# What holds a node back for a while, where all other limits are an operator's own words.
+_HOLDS: Final = frozenset({"slo_budget", "busy", "canary_halted", "scraped", "old_node"})
+BROKEN_STATES: Final = frozenset({"backoff", "failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one moment was made of. leads: whether this process does; leader: its address else.
+
+    observed is None on a standby. at_s: Unix seconds; since_s: when this process began.
+    """
+
+    observed: Observed | None
+    journal: Journalled
+    at_s: float
+    leads: bool = False
+    leader: str = ""
+    me: str = ""
+    since_s: float = 0.0
+    term: int = 0
+    troubles: tuple[str, ...] = ()
+    budget_left: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node that is attached, or known and away (`seen` is None)."""
+
+    name: str
+    state: str
+    rank: int
+    late: bool = False
+    seen: NodeSeen | None = None
+    leases: tuple[LeaseSeen, ...] = ()
+    away_s: float = 0.0
+
+    @property
+    def tone(self) -> Tone:
+        """How its state is coloured."""
+        return STATES[self.state]
+
+    @property
+    def host(self) -> pb.HostTelemetry | None:
+        """What its host said, None for a node without one."""
+        if self.seen is None or not self.seen.telemetry.HasField("host"):
+            return None
+        return self.seen.telemetry.host
+
+    @property
+    def guests(self) -> tuple[pb.GuestTelemetry, ...]:
+        """What its guests said, leased or not; not its dedicated replicas."""
+        if self.seen is None:
+            return ()
+        kinds = {offer.replica: offer.kind for offer in self.seen.offers}
+        return tuple(
+            each
+            for each in self.seen.telemetry.guests
+            if kinds.get(each.replica) is not ReplicaKind.DEDICATED
+        )
+
+    @property
+    def leased_guests(self) -> tuple[pb.GuestTelemetry, ...]:
+        """Those of them that a job has."""
+        leased = {each.lease.replica for each in self.leases}
+        return tuple(each for each in self.guests if each.replica in leased)
+
+    @property
+    def duty(self) -> float | None:
+        """Mean duty of its leased guests."""
+        guests = self.leased_guests
+        return sum(each.duty for each in guests) / len(guests) if guests else None
+
+    @property
+    def lent_bytes(self) -> int:
+        """KV memory that its leased guests have mapped."""
+        return sum(each.kv_bytes for each in self.leased_guests)
+
+    @property
+    def why(self) -> str:
+        """What holds it back, or what holds back its guests, in words; "" for nothing."""
+        if self.seen is None:
+            return "not attached: its host took everything back when it was cut off"
+        if self.seen.verdict.limits:
+            return "; ".join(self.seen.verdict.limits)
+        said = [each.reason for each in self.leased_guests if each.mode != "run" and each.reason]
+        return said[0] if said else ""
+
+
+class Model:
+    """All that panels ask for. `history` is read while pages are made, in the same thread."""
+
+    def __init__(self, look: Look, history: History) -> None:
+        self.look = look
+        self.history = history
+        self.seen = look.observed or Observed()
+
+    @cached_property
+    def nodes(self) -> tuple[NodeRow, ...]:
+        """All nodes, those first that are worth a look; of one kind by name."""
+        by_replica = {offer.replica: node.node for node in self.seen.nodes for offer in node.offers}
+        leases: dict[str, list[LeaseSeen]] = {}
+        for lease in self.seen.leases:
+            leases.setdefault(by_replica.get(lease.lease.replica, ""), []).append(lease)
+        rows = [_row(node, tuple(leases.get(node.node, ()))) for node in self.seen.nodes]
+        rows += [NodeRow(name, "away", 2, away_s=away_s) for name, away_s in self.seen.away]
+        return tuple(sorted(rows, key=lambda row: (row.rank, row.name)))
+
+    def node(self, name: str) -> NodeRow | None:
+        """The node of that name."""
+        return next((row for row in self.nodes if row.name == name), None)
+
+    @cached_property
+    def states(self) -> Mapping[str, int]:
+        """Nodes in each state, in the order of `STATES`."""
+        counted = Counter(row.state for row in self.nodes)
+        return {state: counted[state] for state in STATES}
+
+    @cached_property
+    def late(self) -> int:
+        """Nodes whose host misses a target now."""
+        return sum(row.late for row in self.nodes)
+
+    @cached_property
+    def lent_bytes(self) -> int:
+        """KV memory that guests have mapped, of all nodes."""
+        return sum(row.lent_bytes for row in self.nodes)
+
+    @cached_property
+    def lendable_bytes(self) -> float | None:
+        """KV memory that policies let be lent now, or would; None where no node says."""
+        return known_sum(row.seen.lendable.memory_bytes for row in self.nodes if row.seen)
+
+    @cached_property
+    def lendable_gpus(self) -> float | None:
+        """Compute of the same, in whole hosts."""
+        return known_sum(row.seen.lendable.compute for row in self.nodes if row.seen)
+
+    @cached_property
+    def working_guests(self) -> float | None:
+        """Compute that guests used lately, in whole guests."""
+        guests = [each for row in self.nodes for each in row.leased_guests]
+        return sum(each.duty for each in guests) if guests else None
+
+    @cached_property
+    def advised(self) -> tuple[NodeRow, ...]:
+        """Nodes that lend nothing and say what they would, the most bytes first."""
+        rows = [row for row in self.nodes if row.seen and row.seen.verdict.advises]
+        return tuple(sorted(rows, key=lambda row: (-_advised_bytes(row), row.name)))
+
+    @cached_property
+    def holds(self) -> Mapping[str, int]:
+        """Nodes by the kind of what holds them back; a node counts once for each."""
+        kinds: Counter[str] = Counter()
+        for row in self.nodes:
+            if row.seen:
+                kinds.update({kind_of(limit) for limit in row.seen.verdict.limits})
+        return dict(kinds.most_common())
+
+    @cached_property
+    def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
+        """Each lease with its node and that node's state; silent nodes first."""
+        found = [
+            (lease, row.name, row.state, row.rank) for row in self.nodes for lease in row.leases
+        ]
+        of_nobody = {each.lease.replica for each, *_ in found}
+        found += [
+            (lease, "", "away", 0)
+            for lease in self.seen.leases
+            if lease.lease.replica not in of_nobody
+        ]
+        found.sort(key=lambda each: (each[2] not in ("silent", "away"), each[0].lease.replica))
+        return tuple((lease, node, state) for lease, node, state, _ in found)
+
+    @cached_property
+    def versions(self) -> Mapping[str, Counter[int]]:
+        """By job: leased replicas by how many versions they are behind; -1 for other weights."""
+        jobs = {job.record.job: job for job in self.seen.jobs}
+        found: dict[str, Counter[int]] = {name: Counter() for name in jobs}
+        offers = {offer.replica: offer for node in self.seen.nodes for offer in node.offers}
+        for lease in self.seen.leases:
+            job, offer = jobs.get(lease.lease.job), offers.get(lease.lease.replica)
+            if job is not None and offer is not None:
+                found[lease.lease.job][_behind(job, offer.job, offer.policy_version)] += 1
+        return found
+
+    @property
+    def acts(self) -> bool:
+        """Whether any policy lets anything be lent."""
+        return any(policy.mode is PolicyMode.ACTIVE for policy in self.seen.policies)
+
+
+def _row(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> NodeRow:
+    state, late = _state(node, leases), is_late(node)
+    kinds = {kind_of(limit) for limit in node.verdict.limits}
+    broken = any(each.state in BROKEN_STATES for each in node.telemetry.guests)
+    if late and leases:
+        rank = 0
+    elif state == "silent":
+        rank = 1
+    elif late or broken:
+        rank = 3
+    elif kinds & _HOLDS:
+        rank = 4
+    else:
+        rank = 5 + list(STATES).index(state)
+    return NodeRow(node.node, state, rank, late, node, leases)
+
+
+def _state(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> str:
+    if node.silent_s >= LAPSED_S:
+        return "silent"
+    match node.mode:
+        case HarvestMode.HOLD_AND_DRAIN:
+            return "draining"
+        case HarvestMode.HOLD:
+            return "held"
+        case HarvestMode.OFF:
+            advises = node.verdict.advises and node.verdict.mode is HarvestMode.OFF
+            return "advisory" if advises else "off"
+        case HarvestMode.ACTIVE:
+            kinds = {offer.replica: offer.kind for offer in node.offers}
+            lends = any(kinds.get(e.lease.replica) is ReplicaKind.GUEST for e in leases)
+            return "lending" if lends else "open"
+
+
+def _behind(job: JobSeen, held_job: str, version: int) -> int:
+    if version and held_job not in ("", job.record.job):
+        return -1
+    if version < job.first:
+        return -1
+    return max(0, job.latest - version)
+
+
+def _advised_bytes(row: NodeRow) -> float:
+    return row.seen.advised_byte_s if row.seen else 0.0
+
+
+def known_sum(values: Iterable[float | None]) -> float | None:
+    """The sum of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

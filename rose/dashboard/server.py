@@ -1,0 +1,192 @@
+"""HTTP server of the dashboard: pages, `/series`, `/events`, `/static`; nothing that changes."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from rose.addresses import bound, check_exposure
+from rose.dashboard.access import HEADERS, Access, TokenFile
+from rose.dashboard.pages import PATHS
+from rose.dashboard.rendering import assets
+from rose.dashboard.watch import BusyError, Watch
+from rose.errors import ConfigError
+from rose.security.certificates import CertificateFiles
+
+# A viewer that takes nothing for so long is gone.
+WRITE_S: Final = 10.0
+MAX_AT_CHARS: Final = 2_048
+STOP_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+# Answered with 400: a traceback for each would let strangers fill the log.
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardSettings:
+    """Where the dashboard is served. token_file: of a secret that its readers show."""
+
+    port: int
+    host: str = "127.0.0.1"
+    token_file: Path | None = None
+
+    def check(self, certificates: CertificateFiles | None, *, insecure: bool) -> None:
+        """Raise ConfigError for what would be open to the network, or cannot be served."""
+        if not 0 < self.port < 1 << 16:
+            raise ConfigError(f"dashboard port {self.port} does not exist; give 1 to 65535")
+        if certificates is None:
+            what = "read what runs where, and who decided it"
+            check_exposure(self.host, insecure, what)
+
+
+class DashboardServer:
+    """Serves the pages of a `Watch`. Start it once, and close it."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        settings: DashboardSettings,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """Raises ConfigError for a token file without a token."""
+        self._watch = watch
+        self._settings = settings
+        self._certificates = certificates
+        token = TokenFile(settings.token_file) if settings.token_file else None
+        self._access = Access(settings.host, certificates, token)
+        self._runner: web.AppRunner | None = None
+        self._streams: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Bind the port. ConfigError when it is taken."""
+        app = web.Application(middlewares=[self._guarded])
+        routes = dict.fromkeys(PATHS, self._page)
+        routes |= {"/series": self._series, "/static/{name}": self._static}
+        for path, handler in {**routes, "/events": self._events}.items():
+            app.router.add_get(path, handler, allow_head=False)
+        app.on_shutdown.append(self._end_streams)
+        files = self._certificates
+        tls = files.server_context(everybody=True) if files and self._access.tls else None
+        self._runner = web.AppRunner(app, access_log=None, logger=_log)
+        await self._runner.setup()
+        runner, where = self._runner, (self._settings.host, self._settings.port)
+
+        async def bind() -> None:
+            site = web.TCPSite(runner, *where, ssl_context=tls, shutdown_timeout=STOP_S)
+            try:
+                await site.start()
+            except OSError:
+                await site.stop()
+                raise
+
+        try:
+            await bound(bind)
+        except OSError as error:
+            await self.close()
+            raise ConfigError(
+                f"dashboard port {where[1]} cannot be served: {error.strerror}; give another"
+                " --dashboard-port"
+            ) from error
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # ---- answers ----
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who may not read is refused; every answer says what browsers may do with it."""
+        try:
+            self._access.check(request)
+            response = await handler(request)
+        except web.HTTPException as answer:
+            answer.headers.update(HEADERS)
+            raise
+        except BusyError as busy:
+            headers = {**HEADERS, "Retry-After": "2"}
+            return web.Response(status=503, text=f"{busy}\n", headers=headers)
+        return response
+
+    async def _page(self, request: web.Request) -> web.Response:
+        text = await self._watch.page(request.path, request.query)
+        if text is None:
+            raise web.HTTPNotFound(text="there is no such page\n")
+        response = web.Response(text=text, content_type="text/html", headers=HEADERS)
+        response.enable_compression()
+        return response
+
+    async def _series(self, request: web.Request) -> web.Response:
+        said = await self._watch.series(request.query)
+        if said is None:
+            raise web.HTTPNotFound(text="there is no such node\n")
+        response = web.json_response(said, headers=HEADERS)
+        response.enable_compression()
+        return response
+
+    async def _static(self, request: web.Request) -> web.Response:
+        found = assets().get(request.match_info["name"])
+        if found is None:
+            raise web.HTTPNotFound(text="there is no such file\n")
+        # Its address has its digest.
+        headers = {**HEADERS, "Cache-Control": "private, max-age=604800, immutable"}
+        response = web.Response(body=found[0], content_type=found[1], headers=headers)
+        response.enable_compression()
+        return response
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        path, query = _asked(request.query.get("at", "/"))
+        if path not in PATHS:
+            raise web.HTTPNotFound(text="there is no such page\n")
+        messages = self._watch.messages(path, query)
+        # A viewer too many is refused before anything is sent.
+        async with contextlib.aclosing(messages):
+            first = await anext(messages, None)
+            response = web.StreamResponse(headers=HEADERS)
+            response.content_type = "text/event-stream"
+            await response.prepare(request)
+            task = asyncio.current_task()
+            assert task is not None
+            self._streams.add(task)
+            try:
+                with contextlib.suppress(ConnectionError, TimeoutError, asyncio.CancelledError):
+                    if first is not None:
+                        await _written(response, b"retry: 2000\n" + first)
+                    async for message in messages:
+                        await _written(response, message)
+            finally:
+                self._streams.discard(task)
+        return response
+
+    async def _end_streams(self, app: web.Application) -> None:
+        del app
+        for task in self._streams:
+            task.cancel()
+
+
+async def _written(response: web.StreamResponse, message: bytes) -> None:
+    async with asyncio.timeout(WRITE_S):
+        await response.write(message)
+
+
+def _asked(at: str) -> tuple[str, Mapping[str, str]]:
+    """Path and query of an address that a page says of itself."""
+    try:
+        parts = urlsplit(at[:MAX_AT_CHARS])
+        query = parse_qsl(parts.query, max_num_fields=16, errors="replace")
+    except ValueError:
+        return "", {}
+    return parts.path, dict(query)

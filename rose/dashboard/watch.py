@@ -1,0 +1,243 @@
+"""Watch over a scheduler process: looks, keeps history, renders pages and messages in one thread.
+
+    each second while anybody watches, else every two ──► look, on the loop ──► sample, beside it
+    a change of what may be lent ──► a look at once
+    look ──► each viewer: what of its page changed since it was told last
+
+A viewer that is slow skips what it missed, so nothing queues up for it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from rose.dashboard.history import SAMPLE_S, History
+from rose.dashboard.journal import Journal
+from rose.dashboard.model import Look, Model
+from rose.dashboard.page import Page
+from rose.dashboard.pages import page_at, series_at
+from rose.dashboard.rendering import Sent, html_of, message_of, sent_of
+from rose.scheduler.service import AuditSink, SchedulerService
+
+WATCHED_S: Final = 1.0
+# After an act others may follow at once.
+LEAST_S: Final = 0.1
+# SLO budgets are over 30 days, and cost a walk over all hosts.
+BUDGETS_EVERY_S: Final = 30.0
+MOST_VIEWERS: Final = 32
+# Pages that are being made; others are told to come again.
+MOST_ASKED: Final = 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who leads. leader: its address, "" while unknown; me: this process's; term: 0 on standby."""
+
+    leads: bool
+    leader: str
+    me: str
+    term: int
+
+
+class BusyError(Exception):
+    """More is asked than this process can spare time for."""
+
+
+class Watch:
+    """All state of the dashboard of one process. Use it on the loop of the service."""
+
+    def __init__(
+        self,
+        service: Callable[[], SchedulerService | None],
+        standing: Callable[[], Standing],
+        cluster: str = "",
+        clock_s: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._service, self._standing = service, standing
+        self._journal = Journal()
+        self._cluster = cluster
+        self._clock_s, self._wall_s = clock_s, wall_s
+        self._since_s = wall_s()
+        self._history = History()
+        self._served: SchedulerService | None = None
+        self._model: Model | None = None
+        self._made_s = 0.0
+        self._number = 0
+        self._budget_left: Mapping[str, float] = {}
+        self._budgeted_s: float | None = None
+        # Pages of the newest look, by address: what viewers of one page share.
+        self._pages: dict[str, tuple[int, Page | None]] = {}
+        self._news = asyncio.Condition()
+        self._poked = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "rose-dashboard")
+        self._viewers = self._asked = 0
+
+    @property
+    def viewers(self) -> int:
+        """Streams that are open."""
+        return self._viewers
+
+    def poke(self) -> None:
+        """Something changed that is to be shown at once; on the loop."""
+        self._poked.set()
+
+    def telling(self, sink: AuditSink) -> AuditSink:
+        """A sink of decisions that tells this one of them too; to be called on the loop."""
+
+        def tell(event: str, fields: dict[str, object], by: str) -> None:
+            sink(event, fields, by)
+            if self._journal.heard(event, fields, by, self._wall_s()):
+                self.poke()
+
+        return tell
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            period_s = WATCHED_S if self._viewers else SAMPLE_S
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._poked.wait()
+                await asyncio.sleep(LEAST_S)
+            except TimeoutError:
+                pass
+            self._poked.clear()
+
+    async def look(self) -> None:
+        """Take a look, and tell all viewers."""
+        async with self._looking:
+            now_s = self._clock_s()
+            look, service = self._taken(now_s), self._service()
+            if service is not self._served:
+                # Another term: what was before is of another time.
+                self._served, self._history = service, History()
+            history = self._history
+            if look.observed is not None:
+                await self._beside(lambda: history.take(look.observed, now_s, look.at_s))
+            self._model, self._made_s = Model(look, history), now_s
+            self._number += 1
+        async with self._news:
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def page(self, path: str, query: Mapping[str, str]) -> str | None:
+        """HTML of an address, None where there is no page. BusyError."""
+        model = await self._fresh()
+
+        def make() -> str | None:
+            page = page_at(model, path, query)
+            return None if page is None else html_of(page, model.look.at_s, self._cluster)
+
+        return await self._bounded(make)
+
+    async def series(self, query: Mapping[str, str]) -> dict[str, object] | None:
+        """Points of charts, None for a node that nobody knows. BusyError."""
+        model = await self._fresh()
+        return await self._bounded(lambda: series_at(model, query))
+
+    async def messages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """Messages for a viewer of an address, one a look. BusyError for one viewer too many."""
+        if self._viewers >= MOST_VIEWERS:
+            raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")
+        self._viewers += 1
+        self._poked.set()
+        before: dict[str, Sent] = {}
+        number = 0
+        try:
+            while True:
+                number = await self._newer_than(number)
+                update = await self._beside(
+                    partial(self._update, self._known(), number, path, query, before)
+                )
+                if update is None:
+                    return
+                message, before = update
+                yield message
+        finally:
+            self._viewers -= 1
+
+    # ---- inside ----
+
+    def _taken(self, now_s: float) -> Look:
+        service, standing = self._service(), self._standing()
+        at_s = self._wall_s()
+        due = self._budgeted_s is None or now_s >= self._budgeted_s + BUDGETS_EVERY_S
+        seen = None if service is None else service.observed(budgets=due and self._viewers > 0)
+        if seen is not None and seen.budget_left is not None:
+            self._budget_left, self._budgeted_s = seen.budget_left, now_s
+        return Look(
+            observed=seen,
+            journal=self._journal.read(at_s),
+            at_s=at_s,
+            leads=standing.leads,
+            leader=standing.leader,
+            me=standing.me,
+            since_s=self._since_s,
+            term=standing.term,
+            troubles=tuple(service.troubles()) if service is not None else (),
+            budget_left=self._budget_left if seen is not None else {},
+        )
+
+    async def _newer_than(self, number: int) -> int:
+        async with self._news:
+            await self._news.wait_for(lambda: self._number > number)
+        return self._number
+
+    def _update(
+        self,
+        model: Model,
+        number: int,
+        path: str,
+        query: Mapping[str, str],
+        before: Mapping[str, Sent],
+    ) -> tuple[bytes, dict[str, Sent]] | None:
+        """A message for a viewer, and what it knows then; None where there is no such page."""
+        page = self._page(model, number, path, query)
+        if page is None:
+            return None
+        return message_of(page, before, model.look.at_s), sent_of(page)
+
+    def _known(self) -> Model:
+        assert self._model is not None
+        return self._model
+
+    async def _fresh(self) -> Model:
+        """The newest model, of a moment ago at most."""
+        if self._model is None or self._clock_s() > self._made_s + WATCHED_S:
+            await self.look()
+        return self._known()
+
+    def _page(self, model: Model, number: int, path: str, query: Mapping[str, str]) -> Page | None:
+        """The page as of a look, made once for all who watch it; in the thread."""
+        key = "\0".join((path, *(f"{name}={query[name]}" for name in sorted(query))))
+        known = self._pages.get(key)
+        if known is not None and known[0] == number:
+            return known[1]
+        page = page_at(model, path, query)
+        self._pages = {k: each for k, each in self._pages.items() if each[0] >= number - 1}
+        self._pages[key] = number, page
+        return page
+
+    async def _bounded(self, make: Callable[[], T]) -> T:
+        if self._asked >= MOST_ASKED:
+            raise BusyError(f"{MOST_ASKED} pages are being made; ask again")
+        self._asked += 1
+        try:
+            return await self._beside(make)
+        finally:
+            self._asked -= 1
+
+    async def _beside(self, make: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
