@@ -61,8 +61,8 @@ class DashboardFleet:
         self.pools = [POOLS[n % len(POOLS)] for n in range(nodes)]
         self.stands_by = False
         self.trouble: list[str] = []
-        self._epochs: dict[str, int] = {}
-        self._sinks: list[Watch] = []
+        # Epoch and job of each replica's newest lease.
+        self._leases: dict[str, tuple[int, str]] = {}
         self._tell = lambda event, fields, by: None
         for policy in POLICIES:
             self.act(PolicyApplied(parse_policy(policy)))
@@ -113,7 +113,8 @@ class DashboardFleet:
             if isinstance(action, Reserve):
                 actions += self.core.step(action.then, self.now_s)
             elif isinstance(action, Command) and action.command.HasField("lease"):
-                self._epochs[action.command.lease.replica] = action.command.lease.epoch
+                lease = action.command.lease
+                self._leases[lease.replica] = lease.epoch, lease.job
             elif isinstance(action, LogRecord):
                 self._tell(action.event, dict(action.fields), "")
 
@@ -143,6 +144,7 @@ class DashboardFleet:
     def _offers(self, number: int, name: str) -> Iterator[Offer]:
         for each in range(2):
             replica = f"{name}/g{each}"
+            epoch, job = self._leases.get(replica, (0, JOBS[number % 2]))
             yield Offer(
                 replica=replica,
                 kind=ReplicaKind.GUEST,
@@ -154,9 +156,9 @@ class DashboardFleet:
                 policy_version=2 if (number + each) % 7 else 1,
                 healthy=True,
                 ttl_s=3.0,
-                epoch=self._epochs.get(replica, 0),
+                epoch=epoch,
                 max_sequences=32,
-                job=JOBS[number % 2],
+                job=job,
                 model="qwen3-8b",
             )
 

@@ -481,7 +481,7 @@ def _missed(spent: Spent) -> str:
 
 def _strip(behind: Mapping[int, int]) -> str:
     said = [
-        f"{number} at {'another run' if lag < 0 else '0' if not lag else f'-{lag}'}"
+        f"{number} at {'other weights' if lag < 0 else 'newest' if not lag else f'-{lag}'}"
         for lag, number in sorted(behind.items())
     ]
     return ", ".join(said) or "none leased"

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from rose.addresses import bound, check_exposure
+from rose.addresses import PATIENCE_S, bound, check_exposure
 from rose.dashboard.access import HEADERS, Access, TokenFile
 from rose.dashboard.pages import PATHS
 from rose.dashboard.rendering import assets
@@ -91,7 +91,7 @@ class DashboardServer:
                 raise
 
         try:
-            await bound(bind)
+            await bound(bind, PATIENCE_S)
         except OSError as error:
             await self.close()
             raise ConfigError(

@@ -152,10 +152,10 @@ class Watch:
         if self._viewers >= MOST_VIEWERS:
             raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")
         self._viewers += 1
-        self._poked.set()
         before: dict[str, Sent] = {}
         number = 0
         try:
+            await self._fresh()
             while True:
                 number = await self._newer_than(number)
                 update = await self._beside(

@@ -1,0 +1,284 @@
+"""Pages of the dashboard: true, small, escaped, with each bound beside its figure."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from elastic_scheduler import HarvestMode
+from rose.dashboard import Watch
+from rose.dashboard.model import STATES
+from rose.dashboard.page import Bar, Cell, Facts, Page, Panel, Row, Table
+from rose.dashboard.pages import PATHS, ROWS
+from rose.dashboard.rendering import html_of, message_of, sent_of
+from rose.dashboard.text import clock, count, latency, share, size, span
+from tests.dashboard_fleet import DashboardFleet
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "{{7*7}}{% raw %}",
+    "'; DROP TABLE nodes; --",
+    "javascript:alert(1)",
+    "&lt;b&gt; \N{RIGHT-TO-LEFT MARK}".strip("\N{RIGHT-TO-LEFT MARK}"),
+    "n" * 200,
+    "page=2&state=off#x",
+)
+# A page of HTML, its scripts and styles come to less than 150 kB.
+MOST_HTML_BYTES = 80_000
+
+
+async def watched(fleet: DashboardFleet, seconds: int = 4) -> Watch:
+    watch = fleet.watch()
+    for _ in range(seconds):
+        fleet.play()
+        await watch.look()
+    return watch
+
+
+async def page_of(watch: Watch, path: str = "/", **query: str) -> str:
+    text = await watch.page(path, query)
+    assert text is not None
+    return text
+
+
+class Checked(HTMLParser):
+    """Fails at what no page may have: a script of its own, a handler, a tag that is left open."""
+
+    VOID = frozenset({"meta", "link", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.said = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert tag not in ("img", "iframe", "object", "b", "style")
+        assert tag != "script" or (given["src"] or "").startswith("/static/")
+        assert not [name for name in given if name.startswith("on") or name == "style"]
+        self.ids += [given["id"] or ""] if "id" in given else []
+        self.links += [given["href"] or ""] if tag == "a" else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        assert not (data.strip() and self.open[-1] == "script")
+        self.said += data
+
+
+async def test_the_front_page_answers_the_eight_questions() -> None:
+    fleet = DashboardFleet()
+    watch = await watched(fleet)
+    fleet.leave(19)
+    await watch.look()
+    said = Checked(await page_of(watch)).said
+    for title in ("Cluster", "Hosts and guests", "Budget", "Versions", "Leases", "Bytes"):
+        assert title in said
+    assert "Active: what policies allow is lent" in said
+    assert "Hosts over their target2 of 20, at most 0" in said
+    assert re.search(r"late: \d+ ms / 500 ms", said)
+    assert re.search(r"\d+\.\d GiB of \d+\.\d GiB that policies allow", said)
+    assert "none since 2026-" in said
+    assert re.search(r"\d+ at newest, \d+ at -1", said)
+    watch.close()
+
+
+async def test_every_page_is_well_formed_and_names_each_cell_once() -> None:
+    watch = await watched(DashboardFleet())
+    for path in PATHS:
+        page = Checked(await page_of(watch, path, name="serving-0004"))
+        assert len(set(page.ids)) == len(page.ids)
+        assert all(link.startswith(("/", "#")) for link in page.links)
+    watch.close()
+
+
+async def test_names_from_outside_are_text_wherever_they_stand() -> None:
+    fleet = DashboardFleet(20, HOSTILE)
+    watch = await watched(fleet)
+    fleet.set_harvest(HarvestMode.HOLD, by="<b>eve</b>")
+    fleet.trouble.append("<b>disk</b>")
+    await watch.look()
+    for path in PATHS:
+        page = Checked(await page_of(watch, path))
+        if path in ("/", "/nodes", "/leases"):
+            assert HOSTILE[0] in page.said
+        assert "<b>disk</b>" in page.said
+    assert "<b>eve</b>" in Checked(await page_of(watch, "/decisions")).said
+    for name in HOSTILE:
+        assert name in Checked(await page_of(watch, "/node", name=name)).said
+    for asked in HOSTILE:
+        Checked(await page_of(watch, "/nodes", q=asked, state=asked, page=asked))
+        Checked(await page_of(watch, "/decisions", kind=asked, node=asked))
+        Checked(await page_of(watch, "/leases", job=asked))
+    assert "No node &#39;nobody&#39;" in await page_of(watch, "/node", name="nobody")
+    watch.close()
+
+
+async def test_a_link_of_a_node_leads_to_that_node() -> None:
+    watch = await watched(DashboardFleet(20, HOSTILE))
+    links = [link for link in Checked(await page_of(watch, "/nodes")).links if "/node?" in link]
+    assert len(links) == 20
+    assert not [link for link in links if set(link) & set("<>\"' {}")]
+    watch.close()
+
+
+async def test_nodes_worth_a_look_come_first() -> None:
+    fleet = DashboardFleet()
+    watch = await watched(fleet, 15)
+    fleet.leave(0)
+    await watch.look()
+    rows = re.findall(r'id="nodes\.\d+\.([01])"[^>]*>([^<]+)<', await page_of(watch, "/nodes"))
+    names = [text for column, text in rows if column == "0"]
+    states = [text for column, text in rows if column == "1"]
+    assert names[:2] == ["serving-0004", "serving-0014"]  # late, and they lend
+    assert states[2:5] == ["silent", "silent", "away 0 s"]
+    assert states[-2:] == ["off", "off"]
+    watch.close()
+
+
+async def test_a_list_shows_a_part_and_leads_to_the_others() -> None:
+    fleet = DashboardFleet(ROWS * 2 + 5)
+    watch = await watched(fleet, 1)
+    first = await page_of(watch, "/nodes")
+    assert f"1 to {ROWS} of {2 * ROWS + 5} nodes" in first
+    assert 'href="/nodes?page=2"' in first
+    last = await page_of(watch, "/nodes", page="99")
+    assert f"{2 * ROWS + 1} to {2 * ROWS + 5} of {2 * ROWS + 5} nodes" in last
+    for asked in ("-1", "x", "1e9", "0", "9" * 99):
+        assert f"1 to {ROWS} of" in await page_of(watch, "/nodes", page=asked)
+    found = await page_of(watch, "/nodes", q="serving-0007", state="advisory")
+    assert "1 to 1 of 1 nodes" in found
+    assert 'value="serving-0007"' in found
+    assert "No node is like that." in await page_of(watch, "/nodes", q="nobody")
+    watch.close()
+
+
+async def test_a_standby_says_that_it_is_one_and_names_the_leader() -> None:
+    fleet = DashboardFleet(3)
+    watch = await watched(fleet, 1)
+    fleet.stands_by = True
+    await watch.look()
+    for path in PATHS:
+        said = Checked(await page_of(watch, path)).said
+        assert "Standby: the scheduler at 10.0.0.2:7400 leads" in said
+        assert "KV memory lent" not in said
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        (HarvestMode.HOLD, "Held by the operator"),
+        (HarvestMode.HOLD_AND_DRAIN, "Draining by the operator"),
+        (HarvestMode.OFF, "Stopped by the operator"),
+    ],
+)
+async def test_a_stop_is_on_every_page_with_who_ordered_it(mode: HarvestMode, words: str) -> None:
+    fleet = DashboardFleet(3)
+    watch = await watched(fleet, 1)
+    fleet.set_harvest(mode)
+    await watch.look()
+    for path in PATHS:
+        assert words in await page_of(watch, path)
+    front = Checked(await page_of(watch)).said
+    assert f"harvest set (mode {mode.value}, released 0) by operator ada, 2026-" in front
+    watch.close()
+
+
+async def test_what_nobody_said_is_never_zero() -> None:
+    fleet = DashboardFleet(1)
+    watch = fleet.watch()
+    await watch.look()
+    said = Checked(await page_of(watch)).said
+    assert "KV memory lent0 B of no data" in said
+    assert "Guest tokensno data" in said
+    nodes = await page_of(watch, "/nodes")
+    assert nodes.count(">no data<") >= 4
+    watch.close()
+
+
+async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates() -> None:
+    fleet = DashboardFleet(300)  # what a page shows hangs on its rows, not on the fleet's
+    watch = await watched(fleet, 2)
+    for path in PATHS:
+        text = await page_of(watch, path, name="serving-0004")
+        assert len(text.encode()) < MOST_HTML_BYTES
+    updates = watch.messages("/nodes", {})
+    first = await anext(updates)
+    fleet.play()
+    await watch.look()
+    second = await anext(updates)
+    assert len(first) < 40_000
+    assert len(second) < 20_000
+    await updates.aclose()
+    watch.close()
+
+
+def page_with(rows: tuple[Row, ...], text: str = "3", at: str = "/") -> Page:
+    bar = Bar("b", "shares", (("x", Cell("1", value=1.0)), ("y", Cell("3", "warn", value=3.0))))
+    facts = Facts("f", (("a", Cell(text, "good")),))
+    panel = Panel("p", "P", "?", (facts, bar, Table("t", "T", (), rows, "none")))
+    return Page("T", at, Cell("Active"), (panel,))
+
+
+def message(page: Page, before: Page) -> dict[str, object]:
+    said = message_of(page, sent_of(before), 0.0).decode()
+    assert said.startswith("data: ")
+    assert said.endswith("\n\n")
+    return dict(json.loads(said.removeprefix("data: ")))
+
+
+def test_an_update_has_the_cells_that_changed_and_no_others() -> None:
+    rows = (Row("n0", (Cell("a"), Cell("b"))),)
+    before, after = page_with(rows), page_with(rows, "4")
+    said = message(after, before)
+    assert said["c"] == {"f.0": ["4", "good", "", None]}
+    assert said["s"] == before.structure() == after.structure()
+    assert message(after, after)["c"] == {}
+
+
+def test_other_rows_are_another_page_and_other_texts_are_not() -> None:
+    one, other = Row("n0", (Cell("a"),)), Row("n1", (Cell("a"),))
+    assert page_with((one,)).structure() != page_with((other,)).structure()
+    assert page_with((one, other)).structure() != page_with((other, one)).structure()
+    assert page_with((Row("n0", (Cell("z"),)),)).structure() == page_with((one,)).structure()
+
+
+def test_a_bar_has_shares_of_a_hundred() -> None:
+    bar = page_with(()).panels[0].blocks[1]
+    assert isinstance(bar, Bar)
+    assert [(begin, width) for begin, width, _ in bar.spans] == [(0.0, 25.0), (25.0, 75.0)]
+    assert Bar("b", "none", (("x", Cell("0", value=0.0)),)).spans == [(0.0, 0.0, "")]
+
+
+def test_every_state_is_said_in_a_word_beside_its_colour() -> None:
+    rows = tuple(Row(state, (Cell(state, tone),)) for state, tone in STATES.items())
+    text = html_of(page_with(rows), 0.0)
+    for state in STATES:
+        assert f">{html.escape(state)}<" in text
+
+
+def test_figures_have_units() -> None:
+    assert [size(n) for n in (None, 0, 1023, 38 << 30, 1 << 60)] == [
+        "no data", "0 B", "1023 B", "38.0 GiB", "1024.0 PiB",
+    ]  # fmt: skip
+    assert [share(p) for p in (None, 0.0, 0.612)] == ["no data", "0%", "61%"]
+    assert [latency(s) for s in (None, 0.0042, 0.42, 1.3)] == [
+        "no data", "4.2 ms", "420 ms", "1.30 s",
+    ]  # fmt: skip
+    assert [span(s) for s in (None, 3, 119, 300, 7_560, 345_600)] == [
+        "no data", "3 s", "119 s", "5 min", "2.1 h", "4.0 d",
+    ]  # fmt: skip
+    assert [count(n) for n in (None, 1_234_567)] == ["no data", "1 234 567"]
+    assert clock(0.0) == "00:00:00"
