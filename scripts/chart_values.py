@@ -226,6 +226,11 @@ class Scheduler(Strict):
     replicas: int = _said("how many; one leads, the others stand by", 2, ge=1, le=7)
     port: Port = _said("of gRPC", 7400)
     metrics_port: Port = _said("of /metrics", 9400)
+    dashboard_port: Port | None = _said(
+        "of the dashboard, on the pods' loopback, where `kubectl port-forward` reaches it;"
+        " null: none",
+        7480,
+    )
     policy: str = _said(
         "which offers are leased", "rose", json_schema_extra={"enum": sorted(policy_names())}
     )

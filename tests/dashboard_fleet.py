@@ -5,6 +5,7 @@ advises, one is matched by no policy, and one fell silent; the last of the fleet
 with time, and hang on nothing else.
 """
 
+import asyncio
 import math
 from collections.abc import Iterator
 
@@ -86,16 +87,26 @@ class DashboardFleet:
     def play(self, seconds: int = 1) -> "DashboardFleet":
         """Each node reports once a second."""
         for _ in range(seconds):
-            self.now_s += 1.0
-            for number, name in enumerate(self.names):
-                if self.pools[number] == "silent" and self.now_s > 1_010.0:
-                    continue
-                self.act(Offered(number, tuple(self._offers(number, name))))
-                self.act(RatesMeasured(number, self._telemetry(number, name)))
-            figures = tuple(JobFigures(job, 10 * len(self.names), 1e9, 1e5) for job in JOBS)
-            self.act(Demanded("gw-0", figures))
-            self.act(Tick(self._wall()))
+            for _ in self._second():
+                pass
         return self
+
+    async def play_gently(self) -> None:
+        """One second, with turns for others on the loop, as reports come one by one."""
+        for _ in self._second():
+            await asyncio.sleep(0)
+
+    def _second(self) -> Iterator[None]:
+        self.now_s += 1.0
+        for number, name in enumerate(self.names):
+            if self.pools[number] == "silent" and self.now_s > 1_010.0:
+                continue
+            self.act(Offered(number, tuple(self._offers(number, name))))
+            self.act(RatesMeasured(number, self._telemetry(number, name)))
+            yield
+        figures = tuple(JobFigures(job, 10 * len(self.names), 1e9, 1e5) for job in JOBS)
+        self.act(Demanded("gw-0", figures))
+        self.act(Tick(self._wall()))
 
     def leave(self, number: int) -> None:
         """A node is cut off."""
@@ -131,7 +142,7 @@ class DashboardFleet:
 
     def _standing(self) -> Standing:
         leader = "10.0.0.2:7400" if self.stands_by else "10.0.0.1:7400"
-        return Standing(not self.stands_by, leader, "10.0.0.1:7400", 0 if self.stands_by else 3)
+        return Standing(leader, "10.0.0.1:7400")
 
     def _clock(self) -> float:
         return self.now_s

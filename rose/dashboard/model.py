@@ -37,19 +37,17 @@ BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one moment was made of. leads: whether this process does; leader: its address else.
+    """What one moment was made of. observed: None on a standby. leader: its address, if any.
 
-    observed is None on a standby. at_s: Unix seconds; since_s: when this process began.
+    me: this process's address. at_s: Unix seconds; since_s: when this process began.
     """
 
     observed: Observed | None
     journal: Journalled
     at_s: float
-    leads: bool = False
     leader: str = ""
     me: str = ""
     since_s: float = 0.0
-    term: int = 0
     troubles: tuple[str, ...] = ()
     budget_left: Mapping[str, float] = field(default_factory=dict)
 

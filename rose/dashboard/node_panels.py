@@ -65,7 +65,7 @@ def latency_chart(model: Model, row: NodeRow) -> Chart:
             Line("TPOT target", "TPOT ms", "work", target=True),
         ),
         (newest[0], _ms(newest[1]), ttft_ms, _ms(newest[2]), tpot_ms),
-        figures("latency-figures", ("Time", "TTFT p95", "TPOT p95"), rows),
+        figures("latency-figures", "Latency", ("Time", "TTFT p95", "TPOT p95"), rows),
     )
 
 
@@ -96,7 +96,9 @@ def guest_chart(model: Model, row: NodeRow) -> Chart:
             Line("KV lent (GiB)", "GiB", "work"),
         ),
         (newest[0], _percent(newest[4]), _percent(newest[3]), gib(newest[5])),
-        figures("guest-figures", ("Time", "Duty", "KV lent", "Tokens/s", "Host busy"), rows),
+        figures(
+            "guest-figures", "Guests", ("Time", "Duty", "KV lent", "Tokens/s", "Host busy"), rows
+        ),
     )
 
 

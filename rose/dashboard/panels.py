@@ -115,7 +115,7 @@ def fleet_chart(model: Model) -> Chart:
             Line("late hosts", "hosts", "host"),
         ),
         (newest[0], gib(newest[1]), newest[2], newest[3]),
-        figures("fleet-figures", columns, rows),
+        figures("fleet-figures", "Fleet", columns, rows),
     )
 
 
@@ -498,7 +498,7 @@ def sparse(times: Sequence[float | None]) -> list[tuple[int, float | None]]:
     return [(at, times[at]) for at in range(len(times) - 1, -1, -step)]
 
 
-def figures(key: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Table:
+def figures(key: str, title: str, columns: tuple[str, ...], rows: tuple[Row, ...]) -> Table:
     """The table behind a chart."""
     named = tuple(Column(each, number=at > 0) for at, each in enumerate(columns))
-    return Table(key, "Figures of this chart, as the page was loaded", named, rows, NO_DATA)
+    return Table(key, f"{title}: figures as the page was loaded", named, rows, NO_DATA)

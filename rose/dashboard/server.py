@@ -162,11 +162,15 @@ class DashboardServer:
             assert task is not None
             self._streams.add(task)
             try:
-                with contextlib.suppress(ConnectionError, TimeoutError, asyncio.CancelledError):
+                with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                     if first is not None:
                         await _written(response, b"retry: 2000\n" + first)
                     async for message in messages:
                         await _written(response, message)
+            except TimeoutError:
+                # It is not told that its stream ends, either: it takes nothing.
+                if request.transport is not None:
+                    request.transport.abort()
             finally:
                 self._streams.discard(task)
         return response

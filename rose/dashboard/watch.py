@@ -37,12 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who leads. leader: its address, "" while unknown; me: this process's; term: 0 on standby."""
+    """Who leads. leader: its address, "" while unknown; me: this process's own."""
 
-    leads: bool
     leader: str
     me: str
-    term: int
 
 
 class BusyError(Exception):
@@ -181,11 +179,9 @@ class Watch:
             observed=seen,
             journal=self._journal.read(at_s),
             at_s=at_s,
-            leads=standing.leads,
             leader=standing.leader,
             me=standing.me,
             since_s=self._since_s,
-            term=standing.term,
             troubles=tuple(service.troubles()) if service is not None else (),
             budget_left=self._budget_left if seen is not None else {},
         )

@@ -378,7 +378,7 @@ async def _lead(
 
 
 def _standing(leadership: Leadership, me: str) -> Standing:
-    return Standing(leadership.leads(), leadership.address, me, leadership.term)
+    return Standing(leadership.address, me)
 
 
 async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:

@@ -94,7 +94,10 @@
     }
     document.querySelectorAll(".trouble").forEach((node) => node.remove());
     parsed.querySelectorAll(".trouble").forEach((node) => main.querySelector("section").before(node));
+    document.title = parsed.title;
+    main.querySelector("h1").textContent = parsed.querySelector("h1").textContent;
     document.body.dataset.structure = parsed.body.dataset.structure;
+    drawNew();
     if (focused) {
       const [id, href] = focused;
       const again = (href && document.querySelector(`a[href="${CSS.escape(href)}"]`))
@@ -175,6 +178,15 @@
     const plot = new uPlot(spec(place, place.clientWidth || 320), data, place);
     plot.root.setAttribute("aria-hidden", "true"); // the table beside it says the same
     charts.set(figure.dataset.chart, { plot, place, data });
+  }
+
+  // After an exchange: charts that went are let go, those that came are drawn.
+  function drawNew() {
+    for (const [key, { plot }] of charts) {
+      if (!plot.root.isConnected) { plot.destroy(); charts.delete(key); }
+    }
+    if (!document.querySelector("figure[data-chart] .plot[hidden]")) return;
+    if (typeof uPlot === "undefined") location.reload(); else draw();
   }
 
   function addPoints(points) {

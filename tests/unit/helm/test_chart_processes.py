@@ -167,7 +167,12 @@ def machine() -> Iterator[Machine]:
         "store": {"own": {"members": 1}},
         # This machine is no pod.
         "controller": {"enabled": False},
-        "scheduler": {"replicas": 1, "port": free_port(), "metricsPort": free_port()},
+        "scheduler": {
+            "replicas": 1,
+            "port": free_port(),
+            "metricsPort": free_port(),
+            "dashboardPort": free_port(),
+        },
         "gateway": {"port": free_port()},
         "node": {"metricsPort": free_port()},
         "policy": {"maxHarvest": {"compute": 0.5}},
