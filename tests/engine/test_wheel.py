@@ -63,7 +63,13 @@ def run(wheel: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_the_demo_and_the_benchmarks_stay_at_home(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.startswith(("rose/demo", "rose/bench", "tests"))]
-    for needed in ("rose/py.typed", "rose/cli/main.py", "executor/vllm/host/scheduler.py"):
+    for needed in (
+        "rose/py.typed",
+        "rose/cli/main.py",
+        "rose/dashboard/static/uPlot.LICENSE",
+        "rose/dashboard/templates/page.html",
+        "executor/vllm/host/scheduler.py",
+    ):
         assert needed in names
 
 

@@ -73,17 +73,22 @@ def test_the_schedulers_command_is_one(certificates: dict[Role, Path]) -> None:
     assert settings.store.is_etcd
     assert settings.metrics_port == 9400
     assert not settings.insecure
+    # Where a port-forward reaches it, and the network does not.
+    assert settings.dashboard is not None
+    assert (settings.dashboard.host, settings.dashboard.port) == ("127.0.0.1", 7480)
 
 
 def test_the_schedulers_options_are_passed_on() -> None:
     given = {
         "scheduler": {"port": 7401, "cooldownS": 2.5, "holdS": 60, "replicas": 1,
-                      "advertise": "s.example.net:443", "jobs": ["grpo=policy"]},
+                      "advertise": "s.example.net:443", "jobs": ["grpo=policy"],
+                      "dashboardPort": None},
     }  # fmt: skip
     settings = settings_of(words("Deployment/r-scheduler", given)[1:])
     assert (settings.port, settings.cooldown_s, settings.hold_s) == (7401, 2.5, 60)
     assert settings.advertise == "s.example.net:443"
     assert settings.insecure
+    assert settings.dashboard is None
     assert [each.job for each in settings.jobs] == ["grpo"]
 
 
