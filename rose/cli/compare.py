@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{args.out} is there already; give another --out")
     client = client_of(args)
     lending = NodeLending(client, args.node)
-    read = _reader(args.metrics)
+    read = _reader(args.metrics, args.host)
     run = ComparisonRun(
         plan, lending, read, _note, pb.HARVEST_MODE_ACTIVE, pb.HARVEST_MODE_HOLD_AND_DRAIN
     )
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("node", metavar="NODE", help="whose guests are switched, as `rose status` names it")
     add("--metrics", metavar="URL", help="of the node: http://HOST:PORT/metrics")
+    add("--host", default="", metavar="NAME", help="whose requests count, where it has several")
     add("--pairs", type=int, default=plan.pairs, metavar="N", help=f"default {plan.pairs}")
     add(
         "--block-s", type=float, default=plan.block_s, metavar="S", help=f"default {plan.block_s:g}"
@@ -141,7 +142,7 @@ class NodeLending:
         self._client.stop(cast("pb.HarvestMode.ValueType", mode), guest)
 
 
-def _reader(url: str) -> Callable[[], Reading]:
+def _reader(url: str, host: str) -> Callable[[], Reading]:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(f"--metrics {url} is no URL; write http://HOST:PORT/metrics")
 
@@ -151,7 +152,7 @@ def _reader(url: str) -> Callable[[], Reading]:
                 text = reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
         except (OSError, HTTPException, urllib.error.URLError) as error:
             raise UnavailableError(f"{url} does not answer ({error}); check --metrics") from error
-        return reading_of(text)
+        return reading_of(text, host)
 
     return read
 

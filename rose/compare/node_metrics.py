@@ -1,6 +1,7 @@
 """Readings of a node's `/metrics`: what its hosts' requests experienced between two of them.
 
-A node of several hosts has series of each, which count together.
+A node of several hosts has series of each (label `host`), with targets and so bounds of their own:
+one of them is read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,8 +45,8 @@ class Reading:
         return self.met + self.missed
 
 
-def reading_of(text: str) -> Reading:
-    """What a page says. Raises `ConfigError` where it is no page of a node with a host."""
+def reading_of(text: str, host: str = "") -> Reading:
+    """What a page says of a host; "": of the only one. Raises `ConfigError` for another page."""
     wanted = {TTFT, TPOT, REQUESTS.removesuffix("_total"), TOKENS.removesuffix("_total")}
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -60,6 +61,20 @@ def reading_of(text: str) -> Reading:
         raise ConfigError(
             f"the page has no {missing[0]}; give the /metrics of a node that has a host"
         )
+    there = sorted({labels.get("host", "") for labels, _ in found[REQUESTS]})
+    if not host and len(there) > 1:
+        raise ConfigError(f"the node has several hosts; give --host, one of {', '.join(there)}")
+    if host and host not in there:
+        raise ConfigError(f"the page has no host {host!r}; it has {', '.join(filter(None, there))}")
+    of_guests = {TOKENS}
+    found = {
+        name: [
+            (labels, value)
+            for labels, value in series
+            if name in of_guests or not host or labels.get("host") == host
+        ]
+        for name, series in found.items()
+    }
     requests = found[REQUESTS]
     return Reading(
         _latencies(found, TTFT),

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rose.errors import ConfigError, UnavailableError
-from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put
+from rose.scheduler.persistence import load
+from rose.scheduler.restore import restore, take_backup
+from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put, SqliteStore
 from rose.store.etcd import end_of
 from rose.store.etcd_link import EtcdLink, UnansweredError
 from tests.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
@@ -201,6 +203,28 @@ async def test_a_lease_outlives_the_clusters_leader_and_ends_with_its_keeper(
         while await store.get("leader") is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert await store.keep_lease(lease) == 0
+
+
+async def test_a_backup_goes_back_in_more_transactions_than_one_and_into_a_file(
+    store: EtcdStore, cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    """etcd takes 128 operations in one, and keeps other prefixes' keys as they are."""
+    for number in range(300):
+        await store.put(f"epochs/g{number}", b'{"epoch":5,"job":"j"}')
+    beside = EtcdStore(cluster.access("beside/"))
+    await beside.put("epochs/other", b'{"epoch":5,"job":"j"}')
+    backup = await take_backup(store)
+    await store.put("epochs/newer", b'{"epoch":7,"job":"j"}')
+    done = await restore(store, backup, replace_all=True)
+    saved = load((await store.list("")).entries)
+    assert len(saved.epochs) == 300
+    assert saved.epoch_floor == done.epoch_floor > backup.taken_s * 1e3
+    assert await beside.get("epochs/other") is not None
+    await beside.close()
+    file = SqliteStore(tmp_path / "store")
+    await restore(file, backup)
+    assert load((await file.list("")).entries).epochs == saved.epochs
+    await file.close()
 
 
 def test_the_end_of_a_prefix_is_the_next_key_after_it() -> None:

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from executor import LatencyRecord
 from rose.cli.compare import show
 from rose.cli.main import main as rose
 from rose.compare.node_metrics import (
+    REQUESTS,
+    TOKENS,
+    TPOT,
+    TTFT,
     CountersRestartedError,
     Latencies,
     Reading,
@@ -30,8 +33,6 @@ from rose.compare.verdict import (
     compared,
 )
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.node.config import HostConfig
-from rose.node.metrics import NodeHealth, NodeMetrics
 from rose.rpc import rose_pb2 as pb
 
 ON, OFF = pb.HARVEST_MODE_ACTIVE, pb.HARVEST_MODE_HOLD_AND_DRAIN
@@ -74,34 +75,63 @@ def test_what_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 # ---- a node's page ----
 
 
+class Page:
+    """A node's page with the figures of some hosts; without names those of the only one."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.registry = CollectorRegistry()
+        labels = ["host"] if hosts else []
+        self.latencies = [
+            Histogram(name, "What it is.", labels, buckets=[0.1, 0.5], registry=self.registry)
+            for name in ("rose_host_ttft_seconds", "rose_host_tpot_seconds")
+        ]
+        self.requests = Counter(
+            "rose_host_requests", "What it is.", [*labels, "targets"], registry=self.registry
+        )
+        self.tokens = Counter(
+            "rose_guest_tokens", "What it is.", ["replica"], registry=self.registry
+        )
+
+    def serve(self, latency_s: float, *host: str) -> None:
+        for each in self.latencies:
+            (each.labels(*host) if host else each).observe(latency_s)
+        self.requests.labels(*host, "met" if latency_s <= 0.5 else "missed").inc()
+
+    def read(self, host: str = "") -> Reading:
+        return reading_of(generate_latest(self.registry).decode(), host)
+
+
 def test_a_nodes_page_is_read_and_the_later_one_less_the_earlier() -> None:
-    host = HostConfig(page=Path("page"), ttft_target_s=0.5, tpot_target_s=0.1)
-    judged = [3, 1]
-    metrics = NodeMetrics(host, list, lambda: _health(tuple(judged)))
-
-    def page() -> Reading:
-        return reading_of(generate_latest(metrics.registry).decode())
-
-    def serve(ttft_s: float) -> None:
-        ttft_ns = int(ttft_s * 1e9)
-        metrics.served(LatencyRecord(1, ttft_ns, 10**7, 1, 1, 1, "r"))
-
-    serve(0.2)
-    earlier = page()
-    serve(0.4)
-    serve(0.9)
-    judged[0] += 2
-    seen = between(earlier, page())
-    assert (seen.met, seen.missed, seen.ttft.count) == (2, 0, 2)
+    page = Page()
+    page.serve(0.2)
+    page.tokens.labels("g0").inc(5)
+    earlier = page.read()
+    page.serve(0.4)
+    page.serve(0.9)
+    page.tokens.labels("g0").inc(7)
+    seen = between(earlier, page.read())
+    assert (seen.met, seen.missed, seen.ttft.count, seen.tokens) == (1, 1, 2, 7)
     assert seen.ttft.sum_s == pytest.approx(1.3)
-    assert seen.ttft.buckets[0.5] == 1
-    assert seen.ttft.buckets[math.inf] == 2
+    assert seen.ttft.buckets == {0.1: 0, 0.5: 1, math.inf: 2}
     with pytest.raises(CountersRestartedError):
-        between(page(), earlier)
+        between(page.read(), earlier)
 
 
-def _health(requests: tuple[int, ...]) -> NodeHealth:
-    return NodeHealth(requests=requests)  # type: ignore[arg-type]
+def test_of_several_hosts_one_is_read() -> None:
+    page = Page("chat", "code")
+    page.serve(0.2, "chat")
+    page.serve(0.9, "code")
+    with pytest.raises(ConfigError, match="one of chat, code"):
+        page.read()
+    with pytest.raises(ConfigError, match="no host 'other'"):
+        page.read("other")
+    assert (page.read("chat").met, page.read("chat").missed) == (1, 0)
+
+
+def test_the_names_are_those_that_a_node_has() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operators" / "metrics.md").read_text()
+    for name in (TTFT, TPOT, REQUESTS, TOKENS):
+        assert f"`{name}" in page
 
 
 @pytest.mark.parametrize("text", ["", "what is this\n", "rose_scheduler_leader 1\n"])

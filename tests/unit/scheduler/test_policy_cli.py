@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from service_cases import Bench, FakeNode, running, shows
+from service_cases import Bench, FakeNode, running
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy
-from rose.cli.compare import NodeLending
 from rose.cli.main import main
-from rose.compare.node_metrics import Latencies, Reading
-from rose.compare.plan import Plan
-from rose.compare.run import ComparisonRun
 from rose.errors import UnavailableError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
@@ -315,44 +310,3 @@ async def test_a_stop_that_was_compacted_away_is_obeyed_and_an_older_one_is_not(
         assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_OFF
         watching.cancel()
         await node.leave()
-
-
-class NoTime:
-    """Clock of a comparison that waits for nothing."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-async def test_a_comparison_drains_the_guests_of_one_node_and_puts_them_back(bench: Bench) -> None:
-    node, other = FakeNode(bench.stub), FakeNode(bench.stub, "n1")
-    node.offer()
-    other.offer(replica="g1", url="http://g1")
-    await shows(bench, lambda snapshot: len(snapshot.replicas) == 2)
-    seen: list[dict[str, int]] = []
-    nothing = Latencies({math.inf: 0.0}, 0.0, 0.0)
-
-    def read() -> Reading:
-        overrides = PolicyClient(bench.address).snapshot().overrides
-        seen.append({each.replica: each.mode for each in overrides})
-        return Reading(nothing, nothing, 0.0, 0.0, 0.0)
-
-    def compare() -> int:
-        lending = NodeLending(PolicyClient(bench.address), "n0")
-        lending.check_policy()
-        on, off = pb.HARVEST_MODE_ACTIVE, pb.HARVEST_MODE_HOLD_AND_DRAIN
-        run = ComparisonRun(Plan(pairs=2), lending, read, lambda _: None, on, off, NoTime())
-        return len(run.measure())
-
-    assert await asyncio.to_thread(compare) == 2
-    assert seen.count({"g0": pb.HARVEST_MODE_HOLD_AND_DRAIN}) == 4
-    assert seen.count({}) == 5
-    assert not (await bench.stub.Snapshot(pb.SnapshotRequest())).overrides
-    await node.leave()
-    await other.leave()
