@@ -95,6 +95,50 @@ async def test_orders_that_cannot_be_obeyed_are_noted_and_the_next_ones_count(
     assert [json.loads(line)["event"] for line in lines] == ["command_refused"] * (len(BAD) + 1)
 
 
+async def test_a_mode_that_is_told_with_a_number_is_confirmed_once_it_is_obeyed(
+    tmp_path: Path,
+) -> None:
+    said: asyncio.Queue[pb.NodeReport] = asyncio.Queue()
+    modes = (
+        pb.Harvest(mode=pb.HARVEST_MODE_ACTIVE),
+        pb.Harvest(mode=pb.HARVEST_MODE_HOLD, order=6),
+        pb.Harvest(mode=pb.HARVEST_MODE_OFF, order=7),
+    )
+
+    class Scheduler(SchedulerServicer):
+        async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            for mode in modes:
+                await context.write(pb.NodeCommand(harvest=mode))
+            async for report in request_iterator:
+                said.put_nowait(report)
+
+    server = make_server()
+    add_SchedulerServicer_to_server(Scheduler(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    told: list[int] = []
+
+    def obey(command: pb.NodeCommand) -> None:
+        if command.harvest.order == 6:
+            raise ValueError("a stop that is not in force is not confirmed")
+        told.append(command.harvest.mode)
+
+    events = EventLog(tmp_path, "n0")
+    session = SchedulerSession(f"127.0.0.1:{port}", "n0", list, obey, events)
+    running = asyncio.create_task(session.run())
+    async with asyncio.timeout(PATIENCE_S):
+        hello = (await said.get()).hello
+        assert hello.obeys
+        assert hello.release
+        confirmed = await said.get()
+    assert (confirmed.node, confirmed.obeyed.order) == ("n0", 7)
+    assert told == [pb.HARVEST_MODE_ACTIVE, pb.HARVEST_MODE_OFF]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+    events.close()
+
+
 def test_a_node_keeps_so_many_steps_of_a_chain() -> None:
     chain = AnnouncedVersions()
     for version in range(1, STEPS_KEPT + 3):
