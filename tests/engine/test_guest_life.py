@@ -68,7 +68,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profile(root: Path, *options: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "rose.cli.main", "profile", "--out", root / "profile.json"]
+    command = [sys.executable, "-m", "rose.cli", "profile", "--out", root / "profile.json"]
     return subprocess.run(
         [*map(str, command), "--model", str(root / "model"), *map(str, options)],
         capture_output=True,
