@@ -4,7 +4,7 @@ A host that the node's file names has the name "", which to Prometheus is no lab
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,7 +45,8 @@ class LatencyHistogram:
         total, buckets = 0, []
         for bound_s, count in zip([*self._bounds_s, float("inf")], list(self._counts), strict=True):
             total += count
-            buckets.append((floatToGoString(bound_s), float(total)))
+            bound = floatToGoString(bound_s)  # type: ignore[no-untyped-call]
+            buckets.append((bound, float(total)))
         return buckets
 
 
@@ -107,7 +108,7 @@ def _latencies(name: str, hosts: list[tuple[str, LatencyHistogram]]) -> Iterator
 def _states(hosts: list[tuple[str, HostState]]) -> Iterator[Metric]:
     if not hosts:
         return
-    for name, what, value in (
+    gauges: tuple[tuple[str, str, Callable[[HostState], float]], ...] = (
         ("rose_host_running", "Requests that run in the host.", lambda s: s.running),
         ("rose_host_waiting", "Requests that wait in the host.", lambda s: s.waiting),
         (
@@ -126,7 +127,8 @@ def _states(hosts: list[tuple[str, HostState]]) -> Iterator[Metric]:
             "Granules that the host needs back for its reserve.",
             lambda s: s.reserve_missing,
         ),
-    ):
+    )
+    for name, what, value in gauges:
         family = GaugeMetricFamily(name, what, labels=["host"])
         for host, state in hosts:
             family.add_metric([host], value(state))
