@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -30,7 +30,7 @@ class ChunkForwarder:
         self,
         store: ChunkStore,
         fetcher: ChunkFetcher,
-        stored: Callable[[str], web.StreamResponse],
+        stored: Callable[[str], Awaitable[web.StreamResponse]],
     ) -> None:
         """stored: makes the answer that is a chunk's file."""
         self._store = store
@@ -51,7 +51,7 @@ class ChunkForwarder:
             download = await self._begun(ref, wanted)
             if wanted.done():
                 wanted.result()
-                return self._stored(name)
+                return await self._stored(name)
             if download and download.from_holder:
                 raise web.HTTPConflict(text=f"chunk {name} comes from a neighbour; ask that one")
             if download is None:

@@ -264,9 +264,9 @@ class VersionServer:
             if self._forwarder is None:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
             return await self._forwarder.answer(request, name)
-        return self._stored(name)
+        return await self._stored(name)
 
-    def _stored(self, name: str) -> web.StreamResponse:
+    async def _stored(self, name: str) -> web.StreamResponse:
         return _MeteredFile(self._store.chunks_dir / name, self._meter, self._traffic)
 
     async def _catalog(self, request: web.Request) -> web.Response:

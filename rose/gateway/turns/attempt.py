@@ -17,6 +17,7 @@ from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.turns.hedging import Race, TurnCopy
 from rose.tracing import NO_SPANS, Spans
+from rose.tracing.spans import Attributes
 
 REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
@@ -156,8 +157,11 @@ class AttemptStream:
         parent = self._copy.request.origin.trace
         if parent is None and self._spans is NO_SPANS:
             return await self._stream(upstream, b"")
-        said = {"rose.replica": self._live.entry.id, "rose.attempt": self._asked.number}
-        span = self._spans.begin("rose.attempt", parent, said)
+        said: Attributes = {
+            "rose.replica": self._live.entry.id,
+            "rose.attempt": self._asked.number,
+        }
+        span = self._spans.begin("rose attempt", parent, said)
         head, how = span.context.head() if span.context else b"", ""
         try:
             end, reason = await self._stream(upstream, head)

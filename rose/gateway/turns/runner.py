@@ -60,7 +60,7 @@ class TurnRunner:
         if parent is None and self._spans is NO_SPANS:
             await self._run(request, feed)
             return
-        span = self._spans.begin("rose.turn", parent, {"rose.request_id": request.request_id})
+        span = self._spans.begin("rose turn", parent, {"rose.request_id": request.request_id})
         # Its attempts are parts of it.
         request.origin = replace(request.origin, trace=span.context)
         error = "it was given up"

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rose.bench.common import stats
 from rose.bench.coserve.__main__ import main
 from rose.bench.coserve.plan import ARMS, EVENT_ARMS
 from rose.bench.coserve.records import read_run
 from rose.bench.coserve.result import RESULT, build_result, verify, write_result
 from rose.bench.coserve.rows import arm_of
+from rose.compare import bootstrap
 from rose.errors import RoseError
 from tests.fakes.coserve_run import StandInBench
 
@@ -29,7 +29,7 @@ HOST_FIELDS = {
 def _few_resamples() -> Iterator[None]:
     """Intervals as wide as with ten times as many, near enough."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stats, "RESAMPLES", 200)
+        patch.setattr(bootstrap, "RESAMPLES", 200)
         yield
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.common import stats
+from rose.compare import bootstrap
 from rose.demo.report.report import write_report
 from tests.fakes.demo_run import StandInRun
 
@@ -15,7 +15,7 @@ from tests.fakes.demo_run import StandInRun
 def _few_resamples() -> Iterator[None]:
     """Intervals as wide as with ten times as many, near enough."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stats, "RESAMPLES", 200)
+        patch.setattr(bootstrap, "RESAMPLES", 200)
         yield
 
 

@@ -51,7 +51,8 @@ def test_all_lags_since_start_are_a_histogram() -> None:
     for each_s in (0.0, 0.002, 0.06, 9.0):
         lag.note(each_s, 0.0)
     lines = lag.exposition()
-    assert lines[0] == "# TYPE rose_gateway_loop_lag_seconds histogram"
+    assert lines[0].startswith("# HELP rose_gateway_loop_lag_seconds ")
+    assert lines[1] == "# TYPE rose_gateway_loop_lag_seconds histogram"
     for told in (
         'bucket{le="0.001"} 1',
         'bucket{le="0.0025"} 2',

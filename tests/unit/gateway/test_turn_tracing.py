@@ -185,7 +185,7 @@ async def test_spans_of_turn_and_attempts_stand_between_caller_and_replica(
         headers = {"traceparent": SAMPLED}
         assert (await stream(session, VLLM, vllm_body(3), headers=headers))[0] == 200
     attempt, turn = exporter.get_finished_spans()
-    assert (attempt.name, turn.name) == ("rose.attempt", "rose.turn")
+    assert (attempt.name, turn.name) == ("rose attempt", "rose turn")
     assert turn.parent.span_id == int(PARENT, 16)
     assert attempt.parent.span_id == turn.context.span_id
     assert turn.attributes["rose.tokens"] == 3
