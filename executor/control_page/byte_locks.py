@@ -88,6 +88,13 @@ def is_held(descriptor: int, byte: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
+def is_in_use(descriptor: int) -> bool:
+    """Whether anybody holds any lock through another description of the file. Raises OSError."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
 def inode_of(status: os.stat_result) -> tuple[int, int]:
     """What a file is, whatever its name."""
     return status.st_dev, status.st_ino

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from executor.control_page.page import ControlPage, group_id
+from executor.control_page.page import group_id
 from executor.errors import PageError
 
 SUFFIX: Final = ".page"
@@ -106,13 +106,6 @@ class HostDescription:
             raise TypeError("seated_ns is no number")
         ttft_s, tpot_s = _target(said["ttft_s"]), _target(said["tpot_s"])
         return cls(model, ttft_s, tpot_s, tuple(devices), seated_ns)
-
-
-def withdraw(page: ControlPage) -> None:
-    """Remove the page of a host that ends in order, and its description. Raises OSError."""
-    if not page.replaced:
-        page.path.with_suffix(".json").unlink(missing_ok=True)
-        page.path.unlink(missing_ok=True)
 
 
 def host_name(page: Path) -> str:

@@ -15,7 +15,17 @@ from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
-from rose.node.discovery import LOOK_S, Came, FoundHost, HostBook, Left, Refused, look
+from rose.node.discovery import (
+    LOOK_S,
+    Came,
+    Dead,
+    FoundHost,
+    HostBook,
+    Left,
+    Refused,
+    look,
+    sweep,
+)
 from rose.node.grants.caps import Contact, ToldCaps
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_scrape import watch as watch_metrics
@@ -227,8 +237,20 @@ class NodeDaemon:
             match act:
                 case Refused():
                     self._refused(act)
+                case Dead():
+                    await self._sweep(act)
                 case Came():
                     await self._take_in(act, discover)
+
+    async def _sweep(self, dead: Dead) -> None:
+        try:
+            swept = await asyncio.to_thread(sweep, dead.page, dead.inode)
+        except OSError as error:
+            why = f"{dead.page} of a dead host cannot be removed: {error.strerror}"
+            self._refused(Refused(dead.page, why))
+        else:
+            if swept:
+                self._events.write("page_swept", page=str(dead.page))
 
     async def _take_in(self, came: Came, discover: DiscoverConfig) -> None:
         """A host that cannot be taken in is tried again; what broke is the task's to tell."""

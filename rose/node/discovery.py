@@ -9,9 +9,11 @@ host, so it gets no guest. `HostBook` is the state machine of what follows from 
 
     found ──► Came       gone for GONE_LOOKS, or another life of it ──► Left
     unusable ──► Refused, once for each reason
+    a page that nobody uses for DEAD_LOOKS ──► Dead: it is memory, and pods have ever new names
 """
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,12 +21,14 @@ from pathlib import Path
 from typing import Final
 
 from executor import ControlPage, PageError
-from executor.control_page.byte_locks import SEAT, is_held
+from executor.control_page.byte_locks import SEAT, inode_of, is_held, is_in_use
 from executor.control_page.host_description import SUFFIX, HostDescription, host_name
+from executor.control_page.page import MAGIC
 from rose.node.config import DiscoverConfig, HostConfig
 
 LOOK_S: Final = 1.0
 GONE_LOOKS: Final = 3
+DEAD_LOOKS: Final = 600
 MOST_ENTRIES: Final = 1_024
 MOST_REFUSED: Final = 64
 
@@ -58,20 +62,27 @@ class FoundHost:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look found: hosts by name, and why pages are of no use."""
+    """What one look found: hosts by name, why pages are of no use, and those that nobody uses.
+
+    dead: inodes of the latter.
+    """
 
     hosts: Mapping[str, FoundHost] = field(default_factory=dict)
     unusable: Mapping[Path, str] = field(default_factory=dict)
+    dead: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
 
 
 def look(folder: Path, group: str = "") -> Look:
     """Look for hosts. It raises nothing that the folder's content could cause."""
     hosts: dict[str, FoundHost] = {}
     unusable: dict[Path, str] = {}
+    dead: dict[Path, tuple[int, int]] = {}
     for page in sorted(_pages(folder, unusable)):
         try:
             found = _host_at(page, group)
             if found is None:
+                if (inode := _unused(page)) is not None:
+                    dead[page] = inode
                 continue
             if found.name in hosts:
                 raise PageError(f"{page}: there is a host {found.name} at {hosts[found.name].page}")  # noqa: TRY301
@@ -79,7 +90,7 @@ def look(folder: Path, group: str = "") -> Look:
             unusable[page] = str(error)
         else:
             hosts[found.name] = found
-    return Look(_told_apart(hosts), unusable)
+    return Look(_told_apart(hosts), unusable, dead)
 
 
 def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> Iterator[Path]:
@@ -133,6 +144,29 @@ def _seated(path: Path) -> bool:
         os.close(descriptor)
 
 
+def _unused(path: Path) -> tuple[int, int] | None:
+    """Inode of a page that no process uses, whole or not; None for anything else."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        page = stat.S_ISREG(status.st_mode) and os.pread(descriptor, len(MAGIC), 0) == MAGIC
+        return inode_of(status) if page and not is_in_use(descriptor) else None
+    finally:
+        os.close(descriptor)
+
+
+def sweep(page: Path, inode: tuple[int, int]) -> bool:
+    """Remove a dead page and its description, if it is still that; whether it was. OSError."""
+    if _unused(page) != inode:
+        return False
+    page.with_suffix(".json").unlink(missing_ok=True)
+    page.unlink(missing_ok=True)
+    return True
+
+
 def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
     """A guest goes by one host, so there can be none where two hosts are on one GPU."""
     users: dict[str, int] = {}
@@ -168,6 +202,14 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A page that nobody has used for long: sweep it."""
+
+    page: Path
+    inode: tuple[int, int]
+
+
 class HostBook:
     """State machine of the hosts of one node; at most `at_most` at a time."""
 
@@ -176,8 +218,9 @@ class HostBook:
         self._missed: dict[str, int] = {}
         self._refused: dict[Path, str] = {}
         self._untaken: dict[str, str] = {}
+        self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
-    def step(self, seen: Look) -> list[Came | Left | Refused]:
+    def step(self, seen: Look) -> list[Came | Left | Refused | Dead]:
         """What changed: those who left come first, since their slots are free again."""
         left = [Left(host.name) for host in self.status() if self._gone(host, seen)]
         for slot, host in enumerate(self._slots):
@@ -198,7 +241,7 @@ class HostBook:
             slot = self._slots.index(None)
             self._slots[slot] = host
             came.append(Came(host, slot))
-        return [*left, *self._refusals(unusable), *came]
+        return [*left, *self._refusals(unusable), *self._buried(seen.dead), *came]
 
     def untaken(self, host: FoundHost, reason: str) -> list[Refused]:
         """A host that came could not be taken in: it comes again with the next look."""
@@ -223,6 +266,11 @@ class HostBook:
             return False
         del self._missed[known.name]
         return True
+
+    def _buried(self, dead: Mapping[Path, tuple[int, int]]) -> list[Dead]:
+        """Each once; one that comes back to life, or is made anew, begins anew."""
+        self._dead = {each: self._dead.get(each, 0) + 1 for each in dead.items()}
+        return [Dead(*each) for each, looks in self._dead.items() if looks == DEAD_LOOKS]
 
     def _refusals(self, unusable: Mapping[Path, str]) -> list[Refused]:
         """Each once, however many there are."""

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 
-from executor.control_page.host_description import HostDescription, withdraw
+from executor.control_page.host_description import HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.page import ControlPage
 from executor.errors import ExecutorError, PageError
@@ -53,7 +53,6 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         self._lender: HostLender | None = None
         self._seat: HostSeat | None = None
         self._veto: Veto | None = None
-        self._described: ControlPage | None = None
         self.attach()
 
     @property
@@ -158,8 +157,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         if settings.role == HOST:
             check_version()
             _insist_alone(self.vllm_config.parallel_config)
-            page = ControlPage.ensure(settings.page_path, settings.page_group)
-            self._seat = seat = page.take_host()
+            page, seat = _seated(settings)
+            self._seat = seat
             log = StepLog.from_environ(os.environ, HOST)
             if settings.level == LEND:
                 self._begin_lending(settings)
@@ -177,13 +176,8 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
                 # Last: a node may start a guest once it has found this.
                 said = description_of(self.vllm_config, settings, seat.taken_ns)
                 said.write(page.path, settings.page_group)
-                self._described = page
 
     def _leave(self) -> None:
-        if self._described is not None:
-            # Hosts of a folder come under ever new names, and their pages are memory.
-            withdraw(self._described)
-            self._described = None
         seat, self._seat, self._observer = self._seat, None, None
         veto, self._veto = self._veto, None
         for held in (seat, veto):
@@ -256,6 +250,18 @@ class ObservedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types ar
         except Exception:
             self.give_up()
             logger.exception(SERVES_ON)
+
+
+def _seated(settings: EngineSettings) -> tuple[ControlPage, HostSeat]:
+    page = ControlPage.ensure(settings.page_path, settings.page_group)
+    try:
+        return page, page.take_host()
+    except PageError:
+        if not page.replaced:
+            raise
+    # A node swept what an earlier life left, just before the lock was taken.
+    page = ControlPage.ensure(settings.page_path, settings.page_group)
+    return page, page.take_host()
 
 
 def description_of(config: Any, settings: EngineSettings, seated_ns: int) -> HostDescription:  # noqa: ANN401 -- vLLM's VllmConfig

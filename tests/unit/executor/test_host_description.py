@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_cases import host_rig
 
-from executor import ControlPage, ExecutorError, PageError
+from executor import ControlPage, ExecutorError, HostSeat, PageError
 from executor.control_page.host_description import MOST_BYTES, HostDescription, host_name
 from executor.vllm.host.latency_logger import HostLatencyLogger
 from executor.vllm.settings import EngineSettings, page_path_of
@@ -72,10 +72,28 @@ def test_an_engine_describes_itself_once_it_has_the_seat(
     monkeypatch.delitem(os.environ, "ROSE_CONTROL_PAGE")
     second.scheduler.attach()
     assert HostDescription.read(path) == said, "one that has no seat describes nothing"
-    second.scheduler.shutdown()
-    assert path.exists()
+    for each in (second, rig):
+        each.scheduler.shutdown()
+
+
+def test_a_host_whose_page_is_swept_as_it_starts_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, swept = ControlPage.take_host, list[Path]()
+
+    def take_late(page: ControlPage) -> HostSeat:
+        if not swept:
+            swept.append(page.path)
+            page.path.unlink()
+        return take(page)
+
+    monkeypatch.setattr(ControlPage, "take_host", take_late)
+    rig = host_rig(tmp_path, monkeypatch, level="observe")
+    assert swept == [tmp_path / "page"]
+    with ControlPage.open(tmp_path / "page") as page:
+        assert page.host_view().seated
+        assert not page.host_view().vetoed
     rig.scheduler.shutdown()
-    assert list(tmp_path.glob("chat-0*")) == [], "a host that ends in order leaves nothing behind"
 
 
 @pytest.fixture

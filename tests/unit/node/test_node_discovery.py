@@ -17,7 +17,19 @@ from executor import ControlPage
 from executor.control_page.page import PAGE_BYTES
 from rose.node import discovery
 from rose.node.config import DiscoverConfig
-from rose.node.discovery import GONE_LOOKS, Came, FoundHost, HostBook, Left, Look, Refused, look
+from rose.node.discovery import (
+    DEAD_LOOKS,
+    GONE_LOOKS,
+    Came,
+    Dead,
+    FoundHost,
+    HostBook,
+    Left,
+    Look,
+    Refused,
+    look,
+    sweep,
+)
 from rose.node.grants.host_watch import HostProcess
 from rose.process.procfs import pid_namespace
 from tests.awaited import until
@@ -70,7 +82,34 @@ def test_a_host_is_found_with_what_it_says_of_itself(folder: Path) -> None:
 
 def test_only_a_living_process_makes_a_host(folder: Path) -> None:
     ended(host(folder, "a"))
-    assert look(folder) == Look(), "its page and its description are still there"
+    seen = look(folder)
+    assert (seen.hosts, seen.unusable) == ({}, {}), "its page and its description are still there"
+
+
+def test_pages_that_nobody_uses_are_swept_and_no_others(folder: Path) -> None:
+    for name in "abc":
+        ended(host(folder, name))
+    (folder / "d.page").write_text("notes of somebody")
+    dead = dict(look(folder).dead)
+    assert sorted(dead) == [folder / f"{name}.page" for name in "abc"]
+    with ControlPage.open(folder / "b.page") as page:
+        lane = page.take_lane()  # as an API process whose engine core is still to come
+        assert not sweep(folder / "b.page", dead[folder / "b.page"])
+        lane.close()
+    again = host(folder, "c")
+    assert sweep(folder / "a.page", dead[folder / "a.page"])
+    assert not sweep(folder / "a.page", dead[folder / "a.page"])
+    assert not sweep(again.path, dead[again.path])
+    assert sorted(path.name for path in folder.glob("[ac].*")) == ["c.json", "c.page"]
+    assert (folder / "d.page").exists()
+
+
+def test_a_page_is_dead_after_many_looks_at_the_same_file() -> None:
+    book, page = HostBook(8), Path("p.page")
+    for inode in ((0, 1), (0, 2)):
+        acts = [book.step(Look(dead={page: inode})) for _ in range(DEAD_LOOKS + 5)]
+        assert [act for each in acts for act in each] == [Dead(page, inode)]
+        assert acts[DEAD_LOOKS - 1]
 
 
 def test_a_description_of_an_earlier_life_is_none(folder: Path) -> None:
@@ -229,7 +268,7 @@ def test_a_host_in_a_process_namespace_of_its_own_lives_and_dies_for_all_to_see(
         pod.kill()
         pod.communicate()
         until(lambda: not seen.host_view().seated, PATIENCE_S, "the kernel gives up its seat")
-    assert look(folder) == Look()
+    assert look(folder).hosts == {}
 
 
 # ---- the state machine ----
