@@ -104,7 +104,8 @@ class PolicyController:
 
     def _begin(self) -> None:
         self._reflector = Reflector()
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        # Each with the watch that it is of.
+        self._inbox: asyncio.Queue[tuple[_WatchThread | None, Event]] = asyncio.Queue()
         self._changed = asyncio.Event()
 
     def troubles(self) -> list[str]:
@@ -133,7 +134,10 @@ class PolicyController:
     async def _follow(self) -> None:
         self._feed(Start())
         while True:
-            self._feed(await self._inbox.get())
+            watch, event = await self._inbox.get()
+            # What a watch said before it was given up may still lie there.
+            if watch is None or watch is self._watch:
+                self._feed(event)
 
     def _feed(self, event: Event) -> None:
         for action in self._reflector.step(event, self._clock()):
@@ -160,11 +164,11 @@ class PolicyController:
             event: Event = Listed(await asyncio.to_thread(self._api.list))
         except ApiError as error:
             event = Ended(str(error), error.code)
-        self._inbox.put_nowait(event)
+        self._inbox.put_nowait((None, event))
 
     async def _wake(self, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
-        self._inbox.put_nowait(Woke())
+        self._inbox.put_nowait((None, Woke()))
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -176,7 +180,8 @@ class PolicyController:
             await asyncio.sleep(PROBE_S)
             asked_s = self._clock()
             with suppress(ApiError):  # then nothing was heard, which is what counts
-                self._inbox.put_nowait(Probed(await asyncio.to_thread(self._api.probe), asked_s))
+                body = await asyncio.to_thread(self._api.probe)
+                self._inbox.put_nowait((None, Probed(body, asked_s)))
 
     def _say_trouble(self) -> None:
         status = self._reflector.status()
@@ -267,14 +272,14 @@ class PolicyController:
 
 
 class _WatchThread:
-    """Reads one watch in a thread of its own; what it says after `stop` is dropped."""
+    """Reads one watch in a thread of its own."""
 
     def __init__(
         self,
         api: KubeApi,
         version: str,
         loop: asyncio.AbstractEventLoop,
-        inbox: "asyncio.Queue[Event]",
+        inbox: "asyncio.Queue[tuple[_WatchThread | None, Event]]",
     ) -> None:
         self._api, self._version, self._loop, self._inbox = api, version, loop, inbox
         self._stopped = False
@@ -283,7 +288,7 @@ class _WatchThread:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Say nothing from now on, and end."""
+        """End it; what it says until then is nobody's."""
         self._stopped = True
         if self._watch is not None:
             with suppress(Exception):  # it may have ended at this very moment
@@ -293,6 +298,8 @@ class _WatchThread:
         end = Ended()
         try:
             self._watch = self._api.watch(self._version)
+            if self._stopped:  # while it was opened
+                self._watch.stop()
             self._tell(Opened())
             for chunk in self._watch.chunks():
                 self._tell(Received(chunk))
@@ -308,5 +315,4 @@ class _WatchThread:
             self._loop.call_soon_threadsafe(self._put, event)
 
     def _put(self, event: Event) -> None:
-        if not self._stopped:
-            self._inbox.put_nowait(event)
+        self._inbox.put_nowait((self, event))

@@ -24,6 +24,7 @@ OTHERS_FLAGS = {
     "--api-versions",
     "--create",
     "--create-namespace",
+    "--for",
     "--from",
     "--namespace",
     "--server-side",
