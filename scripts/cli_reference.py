@@ -42,6 +42,7 @@ Each example is run by a test; those of processes that serve are read by their p
 - `rose COMMAND --help` says what stands here.
 - **Which scheduler**: `--scheduler HOST:PORT`, several with commas.
   One that stands by names the one that leads.
+  `--ca`, `--certificate` and `--key` where it asks for [certificates](../security.md).
 - **How it is written**: `-o table`, `json` or `yaml`.
   All verbs show one read model (`rose/operate/fleet.py`): its fields are those of JSON and YAML,
   with units in their names. A figure that nobody said is `null`, never 0.

@@ -63,7 +63,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     """Commands of a parser by their names; a change of it changes the parser."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return action.choices  # type: ignore[return-value]  # they are of this type
+            return action.choices
     return {}
 
 

@@ -112,7 +112,9 @@ class StoppableNode:
                     await self._wake.wait()
 
     def _state(self) -> Iterator[pb.NodeReport]:
-        offer = pb.Offer(replica=self._guest, kind=1, url="http://127.0.0.1:9", ttl_s=3.0)
+        offer = pb.Offer(
+            replica=self._guest, kind=pb.REPLICA_KIND_GUEST, url="http://127.0.0.1:9", ttl_s=3.0
+        )
         yield pb.NodeReport(node=self.name, offers=pb.Offers(offers=[offer]))
         gone = self._gone_s is not None and time.monotonic() > self._gone_s
         guest = pb.GuestTelemetry(
