@@ -22,10 +22,20 @@ from rose.cli.parsers import every_command, whole_parser
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "cli.md"
 GROUPS: Final = {
-    "Looking": ("status", "nodes", "replicas", "top", "jobs", "explain", "usage", "audit"),
+    "Looking": (
+        "status",
+        "nodes",
+        "replicas",
+        "top",
+        "jobs",
+        "explain",
+        "usage",
+        "compare",
+        "audit",
+    ),
     "Policies": ("policy",),
     "Stopping": ("hold", "drain", "stop-all", "resume", "harvest", "revoke", "kill", "unkill"),
-    "Setting up": ("certs", "token", "completion", "doctor", "support-bundle", "profile"),
+    "Setting up": ("certs", "token", "store", "completion", "doctor", "support-bundle", "profile"),
     "Weights": ("weights", "publish", "relay"),
     "Processes": ("scheduler", "gateway", "node", "front", "demo"),
 }

@@ -26,14 +26,14 @@ from executor.freeze_reason import FreezeReason
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
 from rose.node.guest.supervisor import EngineState
-from rose.node.host_metrics import HostFigures, LatencyHistogram
-from rose.node.memory_gauges import Held
-from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
-from rose.scheduler.demand import JobFigures
-from rose.scheduler.figures import LIMIT_KINDS, SchedulerFigures
+from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
+from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.scheduler.core.demand import JobFigures
+from rose.scheduler.core.figures import LIMIT_KINDS, SchedulerFigures
+from rose.scheduler.core.usage import Lent
 from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.service import ServiceFigures
-from rose.scheduler.usage import Lent
 from rose.weight_distribution.relay_metrics import RelayMetrics
 from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
 

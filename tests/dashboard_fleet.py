@@ -13,9 +13,8 @@ from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from elastic_scheduler.capacity import parse_policy
 from rose.dashboard import Standing, Watch
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.demand import JobFigures
-from rose.scheduler.messages import (
+from rose.scheduler.core.demand import JobFigures
+from rose.scheduler.core.messages import (
     Action,
     Attached,
     Command,
@@ -32,7 +31,8 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.observed import Observed
+from rose.scheduler.core.observed import Observed
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
 from rose.scheduler.service import SchedulerService
 

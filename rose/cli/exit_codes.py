@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
         1,
         "something is not as it should be: `policy diff` differs, `stop-all` and `kill` left"
         " something, `doctor`, `audit verify` and `weights verify` found a fault, a claim of the"
-        " demo failed; or an unexpected error, with a line that names its traceback",
+        " demo or of `compare` failed; or an unexpected error, its line names the traceback",
     )
     BAD_INPUT = (
         2,
@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
     UNPROVED = (
         3,
         "`stop-all`: nothing is known to be left, and a node has not confirmed, is not attached or"
-        " has not measured; they are named",
+        " has not measured; they are named. `compare`: too little was measured to say",
     )
     NOBODY_ANSWERS = (
         4,

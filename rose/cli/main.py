@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rose.cli.commands import add_reading_commands
+from rose.cli.cluster.commands import add_reading_commands
+from rose.cli.cluster.explain import add_explain_command
+from rose.cli.cluster.policy import add_policy_commands
+from rose.cli.cluster.stops import add_stop_commands
 from rose.cli.completion import add_completion_command
 from rose.cli.examples import examples_of
 from rose.cli.exit_codes import ExitCode, code_of
-from rose.cli.explain import add_explain_command
-from rose.cli.policy import add_policy_commands
-from rose.cli.stops import add_stop_commands
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.release import release
@@ -128,15 +128,27 @@ PROCESSES = {
         "rose.weight_distribution.relay",
         "pass weights on inside a cluster, without a scheduler",
     ),
-    "weights": ("rose.cli.weights", "write, apply and check what changed between checkpoints"),
-    "certs": ("rose.cli.certs", "make a CA for development, issue and show certificates"),
-    "token": ("rose.cli.token", "make keys and job tokens for callers of gateways"),
-    "store": ("rose.cli.store", "back up and restore the store of schedulers"),
-    "compare": ("rose.cli.compare", "measure what lending costs hosts, on their own traffic"),
-    "audit": ("rose.cli.audit", "check and read the audit log of a scheduler or node"),
-    "usage": ("rose.cli.usage", "say what hosts lent to whom"),
-    "support-bundle": ("rose.cli.support_bundle", "collect what helpers need, without secrets"),
-    "doctor": ("rose.cli.doctor", "say what a machine or a cluster lacks, and how to mend it"),
+    "weights": (
+        "rose.cli.machine.weights",
+        "write, apply and check changes of checkpoints",
+    ),
+    "certs": ("rose.cli.machine.certs", "make a CA for development, issue and show certificates"),
+    "token": ("rose.cli.machine.token", "make keys and job tokens for callers of gateways"),
+    "store": ("rose.cli.machine.store", "back up and restore the store of schedulers"),
+    "compare": (
+        "rose.cli.cluster.compare",
+        "measure what lending costs hosts",
+    ),
+    "audit": ("rose.cli.cluster.audit", "check and read the audit log of a scheduler or node"),
+    "usage": ("rose.cli.cluster.usage", "say what hosts lent to whom"),
+    "support-bundle": (
+        "rose.cli.machine.support_bundle",
+        "collect what help needs, no secrets",
+    ),
+    "doctor": (
+        "rose.cli.machine.doctor",
+        "say what is missing, and how to mend it",
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from elastic_scheduler.capacity.crd import (
     PolicySummary,
 )
 from rose.controller.reflector import Object
-from rose.scheduler.policy_views import PolicyView
+from rose.scheduler.core.policy_views import PolicyView
 
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 MAX_MESSAGE: Final = 1_024

@@ -48,8 +48,8 @@ from rose.controller.reflector import (
     Woke,
 )
 from rose.errors import ConfigError, RefusedError
-from rose.scheduler.messages import PolicyApplied, PolicyDeleted
-from rose.scheduler.policy_views import PolicyView
+from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
+from rose.scheduler.core.policy_views import PolicyView
 
 PROBE_S: Final = 0.5
 RECONCILE_S: Final = 0.5

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_scheduler.capacity import Verdict
-from rose.scheduler.observed import NodeSeen, Observed
+from rose.scheduler.core.observed import NodeSeen, Observed
 from slo.error_budget import burnt
 
 SAMPLE_S: Final = 2.0
@@ -178,8 +178,9 @@ class History:
         """Times and lines of a node; nothing but times of one that nobody knows."""
         order = self._order()
         known = self._nodes.get(name)
-        lines = known.ring.read(order) if known else [[None] * len(order) for _ in NODE_LINES]
-        return self._at(order), lines
+        if known is None:
+            return self._at(order), [[None] * len(order) for _ in NODE_LINES]
+        return self._at(order), known.ring.read(order)
 
     def newest_of_fleet(self) -> tuple[float | None, ...]:
         """The newest time, and each line's value then."""

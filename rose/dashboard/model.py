@@ -13,11 +13,11 @@ from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import PolicyMode
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import Journalled
-from rose.dashboard.page import Tone
+from rose.dashboard.views.page import Tone
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.figures import kind_of
-from rose.scheduler.fleet import LAPSED_S
-from rose.scheduler.observed import JobSeen, LeaseSeen, NodeSeen, Observed
+from rose.scheduler.core.figures import kind_of
+from rose.scheduler.core.fleet import LAPSED_S
+from rose.scheduler.core.observed import JobSeen, LeaseSeen, NodeSeen, Observed
 
 # States of nodes, in the order in which they are worth a look, with how they are coloured.
 STATES: Final[Mapping[str, Tone]] = {

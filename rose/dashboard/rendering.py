@@ -13,9 +13,9 @@ from typing import Final
 
 import jinja2
 
-from rose.dashboard.page import Cell, Page
-from rose.dashboard.pages import NAVIGATION
 from rose.dashboard.text import day
+from rose.dashboard.views.page import Cell, Page
+from rose.dashboard.views.pages import NAVIGATION
 
 TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 Sent = tuple[str, str, str, str, float | None]

@@ -15,8 +15,8 @@ from aiohttp.typedefs import Handler
 
 from rose.addresses import PATIENCE_S, bound, check_exposure
 from rose.dashboard.access import HEADERS, Access, TokenFile
-from rose.dashboard.pages import PATHS
 from rose.dashboard.rendering import assets
+from rose.dashboard.views.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
 from rose.security.certificates import CertificateFiles

@@ -9,7 +9,7 @@ A viewer that is slow skips what it missed, so nothing queues up for it.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,9 @@ from typing import Final, TypeVar
 from rose.dashboard.history import SAMPLE_S, History
 from rose.dashboard.journal import Journal
 from rose.dashboard.model import Look, Model
-from rose.dashboard.page import Page
-from rose.dashboard.pages import page_at, series_at
 from rose.dashboard.rendering import Sent, html_of, message_of, sent_of
+from rose.dashboard.views.page import Page
+from rose.dashboard.views.pages import page_at, series_at
 from rose.scheduler.service import AuditSink, SchedulerService
 
 WATCHED_S: Final = 1.0
@@ -119,8 +119,9 @@ class Watch:
                 # Another term: what was before is of another time.
                 self._served, self._history = service, History()
             history = self._history
-            if look.observed is not None:
-                await self._beside(lambda: history.take(look.observed, now_s, look.at_s))
+            observed = look.observed
+            if observed is not None:
+                await self._beside(lambda: history.take(observed, now_s, look.at_s))
             self._model, self._made_s = Model(look, history), now_s
             self._number += 1
         async with self._news:
@@ -145,7 +146,7 @@ class Watch:
         model = await self._fresh()
         return await self._bounded(lambda: series_at(model, query))
 
-    async def messages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+    async def messages(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes]:
         """Messages for a viewer of an address, one a look. BusyError for one viewer too many."""
         if self._viewers >= MOST_VIEWERS:
             raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")

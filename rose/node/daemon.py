@@ -15,7 +15,14 @@ from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
-from rose.node.discovery import (
+from rose.node.grants.caps import Contact, ToldCaps
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_scrape import watch as watch_metrics
+from rose.node.grants.host_watch import HOST_LATENCY
+from rose.node.guest.harvest_switch import HarvestSwitch
+from rose.node.guest.kill_switch import KillSwitch
+from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.hosts.discovery import (
     LOOK_S,
     Came,
     Dead,
@@ -26,20 +33,13 @@ from rose.node.discovery import (
     look,
     sweep,
 )
-from rose.node.grants.caps import Contact, ToldCaps
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
-from rose.node.grants.host_scrape import watch as watch_metrics
-from rose.node.grants.host_watch import HOST_LATENCY
-from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import KillSwitch
-from rose.node.guest.stop_proof import Measured, StopProof
-from rose.node.host import LOOK_EVERY_S, Host
-from rose.node.host_metrics import HostFigures
-from rose.node.memory_gauges import Gpus, Held
-from rose.node.metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.hosts.host import LOOK_EVERY_S, Host
 from rose.node.reclaimer import Reclaimer
 from rose.node.replica import Replica
 from rose.node.scheduler_session import SchedulerSession, build_reports, view_of
+from rose.node.telemetry.host_metrics import HostFigures
+from rose.node.telemetry.memory_gauges import Gpus, Held
+from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
 from rose.node.wiring import Wiring
 from rose.process.background_tasks import Background

@@ -26,7 +26,7 @@ from executor.kv.reclaim_ladder import (
 )
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.memory_gauges import Held, Measuring, MemoryGauge
+from rose.node.telemetry.memory_gauges import Held, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"

@@ -12,8 +12,8 @@ from rose.node.config import ReplicaConfig
 from rose.node.guest.supervisor import EngineState, Supervisor
 from rose.node.lease_agent import LeaseAgent
 from rose.node.lease_fsm import Ended, LeaseTakenBack
-from rose.node.metrics import ReplicaPoller
 from rose.node.replica_client import ReplicaClient
+from rose.node.telemetry.node_metrics import ReplicaPoller
 from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2

@@ -25,11 +25,11 @@ from rose.logs.eventlog import EventLog
 from rose.node.config import ReplicaConfig
 from rose.node.grants.caps import Contact
 from rose.node.grants.guard_thread import GuardThread
-from rose.node.host import summed
+from rose.node.hosts.host import summed
 from rose.node.lease_agent import check_order
-from rose.node.memory_gauges import Held
-from rose.node.metrics import ReplicaFigures
 from rose.node.replica import Replica
+from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.node_metrics import ReplicaFigures
 from rose.release import release
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel

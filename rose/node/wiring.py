@@ -17,10 +17,10 @@ from rose.node.guest.guest_record import GuestLock
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KILLED, KillSwitch
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor, SupervisorHooks
-from rose.node.host import Host
-from rose.node.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
+from rose.node.hosts.host import Host
 from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica import Replica
+from rose.node.telemetry.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
 from rose.process.launcher import Share
 
 OFF = "harvest is off"

@@ -21,7 +21,7 @@ from executor import ControlPage
 from rose.cli.main import Parser
 from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
-from rose.node.memory_gauges import Gpus
+from rose.node.telemetry.memory_gauges import Gpus
 from rose.profile.driver import LOG, OpenGrant, ProfileDriver, add_options, positive, spec_of
 from rose.profile.plan import (
     DECODE_STEPS,

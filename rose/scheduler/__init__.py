@@ -18,8 +18,8 @@ It decides in a core without IO. Its loop, of which `rose.scheduler.service` is 
 `status(now_s)` is what `rose status` shows; the stories are in tests/traces/scheduler.
 """
 
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.leasing import LeaseTimes
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.service import SchedulerService
 
 __all__ = ["LeaseTimes", "SchedulerCore", "SchedulerService"]

@@ -40,15 +40,15 @@ from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background
 from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.job_registry import with_standing
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.limits import checked_name
+from rose.scheduler.core.job_registry import with_standing
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.limits import checked_name
+from rose.scheduler.core.scheduler_core import SchedulerCore
+from rose.scheduler.core.usage import UsageLog
 from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, load
 from rose.scheduler.service import AuditSink, SchedulerService
 from rose.scheduler.standby import LeaderHandlers
-from rose.scheduler.usage import UsageLog
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
     CertificateFiles,

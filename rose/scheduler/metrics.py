@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
+from rose.scheduler.core.usage import Lent, Pair
 from rose.scheduler.service import SchedulerService, ServiceFigures
-from rose.scheduler.usage import Lent, Pair
 from rose.security.audit_log import AuditLog
 from rose.security.certificates import CertificateFiles
 from rose.store.leadership import Leadership

@@ -40,8 +40,8 @@ from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
-from rose.scheduler.messages import StoreWrite
-from rose.scheduler.runs import RunRecord
+from rose.scheduler.core.messages import StoreWrite
+from rose.scheduler.core.runs import RunRecord
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"

@@ -36,7 +36,7 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.scheduler.messages import StoreWrite
+from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.persistence import (
     EPOCH_FLOOR,
     RESTORING,

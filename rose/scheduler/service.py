@@ -33,10 +33,9 @@ from rose.release import release
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
-from rose.scheduler.capacity import policy_applied, policy_deleted
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.figures import SchedulerFigures
-from rose.scheduler.messages import (
+from rose.scheduler.core.capacity import policy_applied, policy_deleted
+from rose.scheduler.core.figures import SchedulerFigures
+from rose.scheduler.core.messages import (
     Action,
     Answer,
     CloseStream,
@@ -54,9 +53,10 @@ from rose.scheduler.messages import (
     TableSlot,
     Tick,
 )
-from rose.scheduler.observed import Observed
+from rose.scheduler.core.observed import Observed
+from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
-from rose.scheduler.policy_views import PolicyView
 from rose.security.rpc_access import CALLING
 from rose.store import ABSENT, LeadershipLostError, Store
 

@@ -11,8 +11,8 @@ from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
 from rose.addresses import checked_url
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import MOST, JobFigures, Switched
-from rose.scheduler.limits import (
+from rose.scheduler.core.demand import MOST, JobFigures, Switched
+from rose.scheduler.core.limits import (
     MAX_HOSTS,
     MAX_JOBS,
     MAX_LABELS,
@@ -25,7 +25,7 @@ from rose.scheduler.limits import (
     checked_version,
     cut_text,
 )
-from rose.scheduler.messages import (
+from rose.scheduler.core.messages import (
     Activated,
     Attached,
     Demanded,
@@ -45,8 +45,8 @@ from rose.scheduler.messages import (
     TakenBack,
     VersionAnnounced,
 )
+from rose.scheduler.core.runs import Claim
 from rose.scheduler.persistence import MAX_WEIGHT
-from rose.scheduler.runs import Claim
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0

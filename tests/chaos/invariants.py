@@ -13,7 +13,7 @@ from typing import NoReturn
 from elastic_scheduler import HarvestMode
 from rose.node.scheduler_session import STALL_S
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import LogRecord
+from rose.scheduler.core.messages import LogRecord
 from rose.scheduler.persistence import EPOCHS, POLICIES, STOP, VERSIONS, Saved, load, stop_of
 from rose.store import Delete, Put, StoreEntry
 from rose.store.election import LEADER

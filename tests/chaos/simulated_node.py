@@ -30,9 +30,9 @@ from rose.node.grants.caps import STALE_AFTER_S, Contact, ToldCaps
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease_agent import LeaseAgent
-from rose.node.metrics import Reading
 from rose.node.replica import Replica
 from rose.node.scheduler_session import SchedulerSession, build_reports
+from rose.node.telemetry.node_metrics import Reading
 from rose.node.weight_updates import AnnouncedVersions
 from rose.rpc import rose_pb2 as pb
 from slo import StepModel, StepProfile

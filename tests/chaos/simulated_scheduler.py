@@ -14,8 +14,8 @@ from typing import Any
 from elastic_scheduler import HarvestMode
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.messages import LogRecord, Offered, Reserve, StoredEvent
+from rose.scheduler.core.messages import LogRecord, Offered, Reserve, StoredEvent
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import EPOCHS, HARVEST, STOP, load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers

@@ -12,8 +12,8 @@ from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
-from rose.scheduler.capacity import policy_applied, policy_deleted
-from rose.scheduler.messages import (
+from rose.scheduler.core.capacity import policy_applied, policy_deleted
+from rose.scheduler.core.messages import (
     Action,
     Attached,
     Detached,

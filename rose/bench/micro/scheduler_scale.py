@@ -36,8 +36,7 @@ from rose.bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
 from rose.errors import RoseError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.messages import (
+from rose.scheduler.core.messages import (
     Action,
     Command,
     Event,
@@ -48,6 +47,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
 from slo import percentile
 

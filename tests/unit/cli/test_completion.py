@@ -48,7 +48,7 @@ def test_bash_completes_commands_options_and_choices(tmp_path: Path) -> None:
 
 
 def test_a_processes_parser_is_had_without_running_it() -> None:
-    from rose.cli import token
+    from rose.cli.machine import token
 
     built = parser_of(token.main)
     assert [name for name, _ in every_command(built)] == ["key", "issue"]

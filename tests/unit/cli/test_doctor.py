@@ -15,7 +15,7 @@ import pytest
 
 from executor import ControlPage, Veto
 from rose.addresses import free_port
-from rose.cli.doctor import Finding, Severity, check_memory, checked, diagnose
+from rose.cli.machine.doctor import Finding, Severity, check_memory, checked, diagnose
 from rose.cli.main import main as rose
 from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.found_hosts import FolderHost
@@ -24,10 +24,10 @@ from tests.unit.node.node_bench import Bench
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr("rose.cli.doctor.SCHEDULER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose.cli.doctor.check_memory", lambda *_: None)
+    monkeypatch.setattr("rose.cli.machine.doctor.SCHEDULER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rose.cli.machine.doctor.check_memory", lambda *_: None)
     # To import the real ones takes seconds each time.
-    monkeypatch.setattr("rose.cli.doctor.broken_plugins", lambda *_: [])
+    monkeypatch.setattr("rose.cli.machine.doctor.broken_plugins", lambda *_: [])
     bench = Bench(tmp_path, "guest")
     for name in ("run", "logs"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ async def test_a_page_that_is_not_ours_is_named(
 async def test_a_model_that_is_missing_or_does_not_fit_is_named(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.cli.doctor.check_memory", check_memory)
+    monkeypatch.setattr("rose.cli.machine.doctor.check_memory", check_memory)
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 50
     assert "GiB of free memory" in (await wrongs(bench))["r0"]
     bench.settings["replicas"][0]["model_dir"] = str(bench.folder / "nowhere")
@@ -159,7 +159,7 @@ async def test_a_plugin_that_does_not_load_is_named_with_who_brought_it(
 ) -> None:
     assert (await findings(bench))["plugins"].level is Severity.OK
     broken = BrokenPlugin("gone", "a.module", "stale-dist", "/site", "ImportError: no")
-    monkeypatch.setattr("rose.cli.doctor.broken_plugins", lambda *_: [broken, broken])
+    monkeypatch.setattr("rose.cli.machine.doctor.broken_plugins", lambda *_: [broken, broken])
     line = (await wrongs(bench))["plugins"]
     assert "stale-dist names the plugin gone of vLLM, and a.module cannot be imported" in line
     assert ", and 1 more; install stale-dist again" in line

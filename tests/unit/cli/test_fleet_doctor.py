@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rose.cli.doctor import Finding, Severity
-from rose.cli.fleet_doctor import fleet_checks
+from rose.cli.cluster.fleet_doctor import fleet_checks
+from rose.cli.machine.doctor import Finding, Severity
 from rose.cli.main import main
 from rose.operate.fleet import fleet_of
 from rose.rpc import rose_pb2 as pb

@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from rose.cli.policy import NodePolicy, explained
+from rose.cli.cluster.policy import NodePolicy, explained
 from rose.operate.fleet import Engine, Replica, capacity_of
 from rose.rpc import rose_pb2 as pb
 

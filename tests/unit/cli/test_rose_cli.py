@@ -9,7 +9,7 @@ from types import ModuleType
 import grpc
 import pytest
 
-from rose.cli import stops
+from rose.cli.cluster import stops
 from rose.cli.main import main
 from rose.cli.tables import summary
 from rose.errors import ConfigError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.cli import doctor
+from rose.cli.machine import doctor
+from rose.cli.machine.support_bundle import LEFT_OUT, redacted
 from rose.cli.main import main
-from rose.cli.support_bundle import LEFT_OUT, redacted
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49cAnArY\n-----END PRIVATE KEY-----"
 SECRETS = {

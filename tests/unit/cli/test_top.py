@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
 from rose.cli.output import text_of
-from rose.cli.top import Frame, Rates, bar, fitted_view, frame_view
 from rose.operate.fleet import Fleet, fleet_of
 from rose.rpc import rose_pb2 as pb
 

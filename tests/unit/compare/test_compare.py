@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from rose.cli.compare import show
+from rose.cli.cluster.compare import show
 from rose.cli.main import main as rose
 from rose.compare.node_metrics import (
     REQUESTS,

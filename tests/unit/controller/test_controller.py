@@ -15,8 +15,8 @@ from rose.controller import controller as shell
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import ApiError
 from rose.errors import RefusedError
-from rose.scheduler.messages import PolicyApplied, PolicyDeleted
-from rose.scheduler.policy_views import PolicyView
+from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
+from rose.scheduler.core.policy_views import PolicyView
 from tests.patience import PATIENCE_S
 
 Object = dict[str, Any]

@@ -10,10 +10,10 @@ import pytest
 from elastic_scheduler import HarvestMode
 from rose.dashboard import Watch
 from rose.dashboard.model import STATES
-from rose.dashboard.page import Bar, Cell, Facts, Page, Panel, Row, Table
-from rose.dashboard.pages import PATHS, ROWS
 from rose.dashboard.rendering import html_of, message_of, sent_of
 from rose.dashboard.text import clock, count, latency, share, size, span
+from rose.dashboard.views.page import Bar, Cell, Facts, Page, Panel, Row, Table
+from rose.dashboard.views.pages import PATHS, ROWS
 from tests.dashboard_fleet import DashboardFleet
 
 HOSTILE = (

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from gateway_cases import base_url, entry, gateway_with
 
-from rose.cli.explain import explain
+from rose.cli.cluster.explain import explain
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from tests.fakes.replica import StandInReplica
 

@@ -12,7 +12,7 @@ import pytest
 from gateway_cases import entry, gateway_with, until
 from wire_cases import VLLM, vllm_body
 
-from rose.cli.explain import explain
+from rose.cli.cluster.explain import explain
 from rose.cli.output import View
 from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampling
 from rose.errors import ConfigError, RefusedError

@@ -12,7 +12,7 @@ from rose.engines import launch
 from rose.node import daemon
 from rose.node.guest import supervisor
 from rose.node.main import main
-from rose.node.memory_gauges import Gpus
+from rose.node.telemetry.memory_gauges import Gpus
 from tests.fakes.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])

@@ -34,7 +34,7 @@ async def bench(
     monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr("rose.node.metrics.INTERVAL_S", 0.02)
+    monkeypatch.setattr("rose.node.telemetry.node_metrics.INTERVAL_S", 0.02)
     await bench.start()
     running = asyncio.create_task(bench.node.run())
     yield bench

@@ -15,9 +15,10 @@ from found_hosts import FolderHost
 
 from executor import ControlPage
 from executor.control_page.page import PAGE_BYTES
-from rose.node import discovery
 from rose.node.config import DiscoverConfig
-from rose.node.discovery import (
+from rose.node.grants.host_watch import HostProcess
+from rose.node.hosts import discovery
+from rose.node.hosts.discovery import (
     DEAD_LOOKS,
     GONE_LOOKS,
     Came,
@@ -30,7 +31,6 @@ from rose.node.discovery import (
     look,
     sweep,
 )
-from rose.node.grants.host_watch import HostProcess
 from rose.process.procfs import pid_namespace
 from tests.awaited import until
 from tests.patience import PATIENCE_S

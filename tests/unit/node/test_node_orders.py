@@ -20,7 +20,7 @@ from rose.node.weight_updates import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
-from rose.scheduler.messages import JobRegistered, VersionAnnounced
+from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.security.audit_log import audit_file, opened, read, verify
 from tests.patience import PATIENCE_S
 

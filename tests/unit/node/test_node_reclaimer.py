@@ -18,9 +18,9 @@ from executor import GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.memory_gauges import KERNEL, HostMemory
 from rose.node.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaAnswer, ReplicaClient
+from rose.node.telemetry.memory_gauges import KERNEL, HostMemory
 from rose.process.procfs import group_bytes
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S

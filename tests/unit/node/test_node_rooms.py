@@ -16,7 +16,7 @@ from executor import LatencyRecord
 from rose.engines import launch
 from rose.node import NodeDaemon, daemon
 from rose.node.guest import supervisor
-from rose.node.memory_gauges import Gpus
+from rose.node.telemetry.memory_gauges import Gpus
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.nvml import CARD, StandInReader

@@ -2,10 +2,9 @@
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.job_registry import with_standing
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.messages import (
+from rose.scheduler.core.job_registry import with_standing
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.messages import (
     Action,
     Answer,
     Attached,
@@ -22,6 +21,7 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import JobRecord, load
 from tests.fakes.memory_store import InMemoryStore
 

@@ -8,10 +8,9 @@ from core_cases import CoreBench, offer
 
 from elastic_scheduler import HarvestMode, Offer
 from elastic_scheduler.policies.rose import RosePolicy
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.demand import JobFigures, Switched
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.messages import (
+from rose.scheduler.core.demand import JobFigures, Switched
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.messages import (
     Action,
     Command,
     Demanded,
@@ -20,6 +19,7 @@ from rose.scheduler.messages import (
     ReplicaDrained,
     VersionAnnounced,
 )
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
 
 SWITCH_S = 1.0

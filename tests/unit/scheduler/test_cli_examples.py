@@ -11,7 +11,8 @@ import pytest
 from cli_cases import gone, rose, serving, told_off
 from service_cases import Bench, running, shows
 
-from rose.cli import explain, options, output, top
+from rose.cli import options, output
+from rose.cli.cluster import explain, top
 from rose.cli.examples import EXAMPLES, SERVES
 from rose.cli.main import PROCESSES, main, make_parser
 from rose.cli.output import View

@@ -9,7 +9,7 @@ import pytest
 from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler.capacity import CapacityPolicy
-from rose.cli.compare import NodeLending
+from rose.cli.cluster.compare import NodeLending
 from rose.compare.node_metrics import Latencies, Reading
 from rose.compare.plan import Plan
 from rose.compare.run import ComparisonRun

@@ -13,7 +13,7 @@ from cli_cases import gone, rose, serving, told_off
 from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
-from rose.cli import stops, top
+from rose.cli.cluster import stops, top
 from rose.cli.main import main
 from rose.errors import UnavailableError
 from rose.operate.client import SchedulerClient

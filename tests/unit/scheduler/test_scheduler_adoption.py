@@ -5,8 +5,8 @@ import pytest
 from elastic_scheduler import HarvestMode
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
-from rose.scheduler.leasing import SETTLE_S
-from rose.scheduler.messages import (
+from rose.scheduler.core.leasing import SETTLE_S
+from rose.scheduler.core.messages import (
     HarvestSet,
     Held,
     JobRegistered,

@@ -1,7 +1,7 @@
 """Nodes that are known and not attached are named: what they hold nobody can prove."""
 
-from rose.scheduler.fleet import FORGOTTEN_S
-from rose.scheduler.messages import Detached, Tick
+from rose.scheduler.core.fleet import FORGOTTEN_S
+from rose.scheduler.core.messages import Detached, Tick
 from tests.unit.scheduler.core_cases import CoreBench, offer
 
 WALL_S = 1.7e9

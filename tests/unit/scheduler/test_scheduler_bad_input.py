@@ -19,11 +19,11 @@ from elastic_scheduler import Decision, HarvestMode, Move, ReplicaKind, Situatio
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
-from rose.scheduler.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
-from rose.scheduler.job_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
-from rose.scheduler.leasing import BROKEN_PAUSE_S, LeaseTimes
-from rose.scheduler.limits import MOST_A_MINUTE, Complaints
-from rose.scheduler.messages import (
+from rose.scheduler.core.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
+from rose.scheduler.core.job_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
+from rose.scheduler.core.leasing import BROKEN_PAUSE_S, LeaseTimes
+from rose.scheduler.core.limits import MOST_A_MINUTE, Complaints
+from rose.scheduler.core.messages import (
     Attached,
     Demanded,
     LogRecord,

@@ -10,12 +10,12 @@ from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import policy_of
-from rose.cli.policy import NodePolicy, explained
+from rose.cli.cluster.policy import NodePolicy, explained
 from rose.errors import ConfigError, RefusedError
 from rose.operate.fleet import capacity_of
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import MAX_OVERRIDES, MOST_BYTES, policy_applied
-from rose.scheduler.messages import (
+from rose.scheduler.core.capacity import MAX_OVERRIDES, MOST_BYTES, policy_applied
+from rose.scheduler.core.messages import (
     Attached,
     HarvestSet,
     LogRecord,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_scheduler import Offer, ReplicaKind
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
-from rose.scheduler.messages import Command, Demanded, LogRecord, ReplicaDrained
+from rose.scheduler.core.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
+from rose.scheduler.core.messages import Command, Demanded, LogRecord, ReplicaDrained
 from rose.scheduler.wire import demanded
 
 NONE = JobFigures("")

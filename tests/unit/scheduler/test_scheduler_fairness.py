@@ -3,8 +3,8 @@
 import pytest
 from leased_fleet import StandinFleet
 
-from rose.scheduler.demand import JobFigures
-from rose.scheduler.messages import JobRegistered
+from rose.scheduler.core.demand import JobFigures
+from rose.scheduler.core.messages import JobRegistered
 
 # More work than all replicas here have places for.
 MUCH = 500

@@ -8,8 +8,8 @@ from core_cases import JOB, CoreBench, offer
 from elastic_scheduler import Offer
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures
-from rose.scheduler.messages import (
+from rose.scheduler.core.demand import JobFigures
+from rose.scheduler.core.messages import (
     Attached,
     Demanded,
     JobEnded,

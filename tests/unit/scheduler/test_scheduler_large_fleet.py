@@ -4,8 +4,8 @@ from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import HarvestMode, Offer
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.leasing import PACE_S, SMALL_FLEET
-from rose.scheduler.messages import Detached, HarvestSet, Offered, RevokeAsked, TakenBack
+from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET
+from rose.scheduler.core.messages import Detached, HarvestSet, Offered, RevokeAsked, TakenBack
 
 NODES = 5
 EACH = SMALL_FLEET // NODES + 1

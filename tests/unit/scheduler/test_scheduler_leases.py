@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_scheduler import HarvestMode, ReplicaKind
 from rose.errors import RefusedError
-from rose.scheduler.messages import (
+from rose.scheduler.core.messages import (
     Attached,
     Detached,
     Event,

@@ -19,7 +19,7 @@ from rose.addresses import free_port
 from rose.errors import ConfigError, UnavailableError
 from rose.metrics_server import MetricsServer
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.figures import OTHER_KIND, kind_of
+from rose.scheduler.core.figures import OTHER_KIND, kind_of
 from rose.scheduler.main import settings_of
 from rose.scheduler.metrics import JOB_KEPT_S, MOST_JOBS, OTHERS, SchedulerMetrics
 from rose.security import Role

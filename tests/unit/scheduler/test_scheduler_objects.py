@@ -7,9 +7,8 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CLI, CapacityPolicy, Halt, policy_of
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.messages import (
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.messages import (
     Attached,
     Detached,
     ObjectsHeard,
@@ -19,8 +18,9 @@ from rose.scheduler.messages import (
     RatesMeasured,
     Save,
 )
+from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
-from rose.scheduler.policy_views import PolicyView
 
 
 def policy(name: str = "chat", **said: object) -> CapacityPolicy:

@@ -7,7 +7,7 @@ from test_scheduler_capacity import apply, closed, modes
 from elastic_scheduler import HarvestMode
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
-from rose.scheduler.messages import Attached, HarvestSet, Obeyed, RatesMeasured
+from rose.scheduler.core.messages import Attached, HarvestSet, Obeyed, RatesMeasured
 
 
 def attach(bench: CoreBench, *, obeys: bool = True) -> list[pb.NodeCommand]:

@@ -6,9 +6,9 @@ import pytest
 
 from elastic_scheduler import Decision, HarvestMode, Offer, Situation
 from elastic_scheduler.policies.baselines import SpotPolicy
-from rose.scheduler.core import TABLE_INTERVAL_S, SchedulerCore
-from rose.scheduler.leasing import PACE_S, SMALL_FLEET, LeaseTimes
-from rose.scheduler.messages import Detached, Offered, PublishTable, RevokeAsked
+from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes
+from rose.scheduler.core.messages import Detached, Offered, PublishTable, RevokeAsked
+from rose.scheduler.core.scheduler_core import TABLE_INTERVAL_S, SchedulerCore
 from rose.scheduler.persistence import load
 from tests.unit.scheduler.core_cases import CoreBench, offer
 

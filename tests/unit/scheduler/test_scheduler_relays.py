@@ -2,8 +2,8 @@
 
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore
-from rose.scheduler.fleet import LAPSED_S
-from rose.scheduler.messages import Attached, Command, Detached, RatesMeasured, Tick
+from rose.scheduler.core.fleet import LAPSED_S
+from rose.scheduler.core.messages import Attached, Command, Detached, RatesMeasured, Tick
 from rose.scheduler.persistence import load
 
 

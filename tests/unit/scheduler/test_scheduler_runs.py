@@ -5,8 +5,7 @@ from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import ReplicaKind
 from rose.errors import ConfigError, RefusedError, RunFencedError, RunHeldError
-from rose.scheduler.main import standing_jobs
-from rose.scheduler.messages import (
+from rose.scheduler.core.messages import (
     Demanded,
     JobDropped,
     JobEnded,
@@ -16,8 +15,9 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
+from rose.scheduler.core.runs import Claim
+from rose.scheduler.main import standing_jobs
 from rose.scheduler.persistence import JobRecord
-from rose.scheduler.runs import Claim
 
 ONE = Claim("run-1", "a", "host-1, process 11")
 TWO = Claim("run-2", "b", "host-2, process 22")

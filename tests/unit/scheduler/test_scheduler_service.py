@@ -18,8 +18,8 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import service
+from rose.scheduler.core.messages import Action, Attached, CommandQueue, Event, TableSlot
 from rose.scheduler.main import SchedulerSettings, main, serve
-from rose.scheduler.messages import Action, Attached, CommandQueue, Event, TableSlot
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S

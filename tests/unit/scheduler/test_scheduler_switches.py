@@ -7,10 +7,10 @@ from core_cases import CoreBench, offer
 
 from elastic_scheduler import HarvestMode, Offer, SwitchKind, make_policy
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core import SchedulerCore
-from rose.scheduler.demand import JobFigures, Switched
-from rose.scheduler.leasing import LeaseTimes
-from rose.scheduler.messages import Demanded, TakenBack
+from rose.scheduler.core.demand import JobFigures, Switched
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.messages import Demanded, TakenBack
+from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
 from rose.scheduler.wire import demanded
 

@@ -20,7 +20,7 @@ from service_cases import Bench, FakeNode, running
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from rose.scheduler.job_registry import MAX_VERSION_LEAD
+from rose.scheduler.core.job_registry import MAX_VERSION_LEAD
 from rose.security import RPCS, CertificateFiles, Role
 from tests.certificates import Certificates
 from tests.fakes.memory_store import InMemoryStore

@@ -9,7 +9,7 @@ from service_cases import Bench, FakeNode, running, shows
 
 from rose.cli.main import main
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.usage import (
+from rose.scheduler.core.usage import (
     KEPT_S,
     MOST_PAIRS,
     OTHERS,

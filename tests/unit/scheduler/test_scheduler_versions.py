@@ -5,7 +5,7 @@ from core_cases import JOB, CoreBench, offer
 
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import JobRegistered, VersionAnnounced
+from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.scheduler.persistence import load
 from rose.scheduler.wire import event_of, mode_of, offer_of
 from tests.fakes.memory_store import InMemoryStore

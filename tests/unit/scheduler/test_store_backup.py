@@ -15,7 +15,7 @@ from elastic_scheduler.leases.lease_table import LeaseHeld, LeaseTable
 from rose.cli.main import main as rose
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.replica.admission import Admission
-from rose.scheduler.messages import HarvestSet, Held, Offered, StoreWrite
+from rose.scheduler.core.messages import HarvestSet, Held, Offered, StoreWrite
 from rose.scheduler.persistence import (
     RESTORING,
     JobRecord,

@@ -11,7 +11,7 @@ from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import policy_of
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.messages import (
+from rose.scheduler.core.messages import (
     Action,
     Activated,
     Answer,

@@ -21,7 +21,7 @@ from rose.errors import (
     UnavailableError,
 )
 from rose.scheduler import SchedulerService
-from rose.scheduler.messages import JobDropped
+from rose.scheduler.core.messages import JobDropped
 from rose.weight_distribution import WeightPublisher, publisher, run_keeper
 from rose.weight_distribution.run_root import RunRoot
 from tests.awaited import until_async

@@ -12,7 +12,7 @@ from collections.abc import Sized
 
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS, MAX_VERSION
 from rose.errors import ConfigError
-from rose.scheduler.messages import LogRecord
+from rose.scheduler.core.messages import LogRecord
 
 REMEMBERED = 1_024
 # Offers repeat twice a second, and whoever reaches the port can think of new mistakes for ever.

@@ -17,10 +17,10 @@ from elastic_scheduler.capacity.effective import PATHS
 from elastic_scheduler.capacity.policy import NodeSelector
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import MOST_BYTES, Capacity
-from rose.scheduler.figures import kind_of
-from rose.scheduler.fleet import Fleet, NodeView
-from rose.scheduler.leasing import Leasing
+from rose.scheduler.core.capacity import MOST_BYTES, Capacity
+from rose.scheduler.core.figures import kind_of
+from rose.scheduler.core.fleet import Fleet, NodeView
+from rose.scheduler.core.leasing import Leasing
 
 # All of these hold together: none of them is stricter than another.
 JOINED: Final = frozenset({"maxHarvest.nodes", "blackoutWindows", "tenants"})

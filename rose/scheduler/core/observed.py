@@ -11,14 +11,14 @@ from elastic_scheduler import HarvestMode, Lease, Offer
 from elastic_scheduler.capacity import CapacityPolicy, Lendable, Verdict
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import Capacity
-from rose.scheduler.demand import DemandBook, JobFigures
-from rose.scheduler.fleet import Fleet, HealthBook, NodeView
-from rose.scheduler.job_registry import JobRegistry
-from rose.scheduler.leasing import Leasing
+from rose.scheduler.core.capacity import Capacity
+from rose.scheduler.core.demand import DemandBook, JobFigures
+from rose.scheduler.core.fleet import Fleet, HealthBook, NodeView
+from rose.scheduler.core.job_registry import JobRegistry
+from rose.scheduler.core.leasing import Leasing
+from rose.scheduler.core.runs import RunBook
+from rose.scheduler.core.usage import Lent, Pair, UsageBook
 from rose.scheduler.persistence import JobRecord
-from rose.scheduler.runs import RunBook
-from rose.scheduler.usage import Lent, Pair, UsageBook
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
-from rose.scheduler.capacity import Capacity
-from rose.scheduler.demand import DemandBook, JobFigures
-from rose.scheduler.fleet import Fleet
-from rose.scheduler.job_registry import JobRegistry
-from rose.scheduler.leasing import Leasing
-from rose.scheduler.usage import Lent, Pair, UsageBook
+from rose.scheduler.core.capacity import Capacity
+from rose.scheduler.core.demand import DemandBook, JobFigures
+from rose.scheduler.core.fleet import Fleet
+from rose.scheduler.core.job_registry import JobRegistry
+from rose.scheduler.core.leasing import Leasing
+from rose.scheduler.core.usage import Lent, Pair, UsageBook
 
 # How a verdict's limit begins, and the name of its kind: what follows is for people.
 LIMIT_KINDS = (

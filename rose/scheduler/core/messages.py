@@ -9,8 +9,8 @@ import grpc
 from elastic_scheduler import HarvestMode, Offer
 from elastic_scheduler.capacity import CapacityPolicy
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.demand import JobFigures, Switched
-from rose.scheduler.runs import Claim
+from rose.scheduler.core.demand import JobFigures, Switched
+from rose.scheduler.core.runs import Claim
 
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
 COMMAND_LIMIT = 4_096

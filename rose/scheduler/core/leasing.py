@@ -31,13 +31,13 @@ from elastic_scheduler import (
 )
 from elastic_scheduler.capacity import CapacityGate
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import Capacity
-from rose.scheduler.demand import DemandBook, JobFigures, Switched
-from rose.scheduler.fleet import Fleet, HealthBook, NodeView
-from rose.scheduler.job_registry import JobRegistry
-from rose.scheduler.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
+from rose.scheduler.core.capacity import Capacity
+from rose.scheduler.core.demand import DemandBook, JobFigures, Switched
+from rose.scheduler.core.fleet import Fleet, HealthBook, NodeView
+from rose.scheduler.core.job_registry import JobRegistry
+from rose.scheduler.core.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
+from rose.scheduler.core.runs import RunBook
 from rose.scheduler.persistence import JobRecord, VersionRecord, save_epoch
-from rose.scheduler.runs import RunBook
 from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
 
 GUEST = ReplicaKind.GUEST

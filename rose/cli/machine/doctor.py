@@ -42,11 +42,11 @@ from rose.engines.launch import (
 )
 from rose.errors import RefusedError, RoseError
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig, ReplicaConfig
-from rose.node.discovery import look
 from rose.node.grants.host_watch import HostProcess
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
-from rose.node.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
+from rose.node.hosts.discovery import look
+from rose.node.telemetry.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
 from rose.nvml import Card, Client, Usage, version_text
 from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher
@@ -570,7 +570,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _of_cluster(args: argparse.Namespace) -> Iterator[Finding]:
     # Imported here: it is built on the findings above.
-    from rose.cli.fleet_doctor import diagnose_fleet
+    from rose.cli.cluster.fleet_doctor import diagnose_fleet
 
     certificates = taken_certificates(vars(args))
     return diagnose_fleet(PolicyClient(args.scheduler or DEFAULT_SCHEDULER, 5.0, certificates))

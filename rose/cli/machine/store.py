@@ -34,7 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     backup = commands.add_parser(
         "backup",
         help="write all of it to a file, while schedulers run",
-        epilog="example: rose store backup --store /var/lib/rose/store store.backup",
     )
     add_store_options(backup)
     backup.add_argument("file", type=Path, metavar="FILE", help="a new one")
@@ -42,14 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser(
         "show",
         help="check a backup, and say what is in it",
-        epilog="example: rose store show store.backup",
     )
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(work=_show)
     back = commands.add_parser(
         "restore",
         help="write a backup into a store that no scheduler uses",
-        epilog="example: rose store restore --store /var/lib/rose/new store.backup",
     )
     add_store_options(back)
     back.add_argument("file", type=Path, metavar="FILE", help="of `rose store backup`")

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from rich.table import Table
 
+from rose.cli.exit_codes import ExitCode
 from rose.cli.main import Parser
 from rose.cli.options import add_scheduler_options, client_of
 from rose.cli.output import console_of
@@ -33,7 +34,6 @@ from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
 
-EXIT_FAILS, EXIT_OPEN = 1, 3
 READ_S = 5.0
 MOST_PAGE_BYTES = 16 << 20
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         _write(args.out, plan, pairs, found)
     show(found)
-    return {Verdict.HOLDS: 0, Verdict.FAILS: EXIT_FAILS}.get(found.verdict, EXIT_OPEN)
+    return {Verdict.HOLDS: ExitCode.DONE, Verdict.FAILS: ExitCode.FOUND}.get(
+        found.verdict, ExitCode.UNPROVED
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="rose compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: rose compare serving-3 --metrics http://127.0.0.1:9100/metrics --dry-run",
     )
     plan, limits = Plan(), Limits()
     add = parser.add_argument

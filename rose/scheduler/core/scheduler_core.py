@@ -26,12 +26,12 @@ from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
 from rose.contract.weights import RUN_TTL_S
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.capacity import Capacity
-from rose.scheduler.demand import DemandBook
-from rose.scheduler.figures import SchedulerFigures, figures_of
-from rose.scheduler.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
-from rose.scheduler.job_registry import JobRegistry, version_command
-from rose.scheduler.leasing import (
+from rose.scheduler.core.capacity import Capacity
+from rose.scheduler.core.demand import DemandBook
+from rose.scheduler.core.figures import SchedulerFigures, figures_of
+from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.core.job_registry import JobRegistry, version_command
+from rose.scheduler.core.leasing import (
     PACE_S,
     SMALL_FLEET,
     LeaseTimes,
@@ -39,8 +39,8 @@ from rose.scheduler.leasing import (
     replica_rows,
     snapshot,
 )
-from rose.scheduler.limits import Complaints
-from rose.scheduler.messages import (
+from rose.scheduler.core.limits import Complaints
+from rose.scheduler.core.messages import (
     Action,
     Activated,
     Answer,
@@ -73,7 +73,10 @@ from rose.scheduler.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.observed import Observed, observed
+from rose.scheduler.core.observed import Observed, observed
+from rose.scheduler.core.policy_views import PolicyView, policy_views
+from rose.scheduler.core.runs import RunBook
+from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import (
     JobRecord,
     Saved,
@@ -84,9 +87,6 @@ from rose.scheduler.persistence import (
     save_run,
     save_version,
 )
-from rose.scheduler.policy_views import PolicyView, policy_views
-from rose.scheduler.runs import RunBook
-from rose.scheduler.usage import GuestReading, UsageBook, owner_of
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096

@@ -200,7 +200,7 @@ def _log_dir_of(file: Path) -> list[Path]:
 
 def _doctor(file: Path) -> str:
     # Imported here: it looks at engines and cards.
-    from rose.cli.doctor import diagnose
+    from rose.cli.machine.doctor import diagnose
 
     return "".join(f"{finding}\n" for finding in diagnose(NodeConfig.load(file)))
 

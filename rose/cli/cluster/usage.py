@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rose.cli.certs import duration_s
+from rose.cli.machine.certs import duration_s
 from rose.cli.main import Parser
 from rose.cli.output import Format, Table, View, add_output_options, write
 from rose.errors import ConfigError
-from rose.scheduler.usage import Lent
+from rose.scheduler.core.usage import Lent
 
 DAY_S = 86_400.0
 COLUMNS = ("owner", "job")

@@ -15,7 +15,7 @@ from rose.node.config import HostConfig
 from rose.node.grants.host_load import HostLoad, SloCounter
 from rose.node.grants.host_scrape import HostScrape
 from rose.node.grants.host_watch import HostWatch
-from rose.node.host_metrics import HostFigures, LatencyHistogram
+from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
 from rose.rpc import rose_pb2
 
 LOOK_EVERY_S = 0.1

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.job_registry import JobRegistry
-from rose.scheduler.messages import Action, Attached, Command, LogRecord
+from rose.scheduler.core.job_registry import JobRegistry
+from rose.scheduler.core.messages import Action, Attached, Command, LogRecord
 from rose.scheduler.persistence import JobRecord
 
 

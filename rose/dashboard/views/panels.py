@@ -11,11 +11,11 @@ from elastic_scheduler import HarvestMode
 from rose.dashboard.history import FEWEST_REQUESTS, Spent
 from rose.dashboard.journal import ASKED, Decision
 from rose.dashboard.model import STATES, Model, NodeRow
-from rose.dashboard.page import Bar, Cell, Chart, Column, Facts, Line, Note, Panel, Row, Table
 from rose.dashboard.text import NO_DATA, clock, count, day, latency, share, size, span
 from rose.dashboard.urls import url
+from rose.dashboard.views.page import Bar, Cell, Chart, Column, Facts, Line, Note, Panel, Row, Table
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.observed import LeaseSeen
+from rose.scheduler.core.observed import LeaseSeen
 
 GIB: Final = 1 << 30
 # Points of a chart that its table shows.

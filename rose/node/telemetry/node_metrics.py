@@ -27,10 +27,10 @@ from executor.control_page.page import LAYOUT_VERSION
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.addresses import bound
 from rose.errors import ConfigError, UnavailableError
-from rose.node.host_metrics import HostFigures, host_families
-from rose.node.memory_gauges import Held
-from rose.node.metrics_server import MetricsServer
 from rose.node.replica_client import ReplicaClient
+from rose.node.telemetry.host_metrics import HostFigures, host_families
+from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.metrics_server import MetricsServer
 from rose.release import release
 
 INTERVAL_S = 1.0

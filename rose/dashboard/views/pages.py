@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from rose.dashboard import node_panels, panels
 from rose.dashboard.journal import Decision
 from rose.dashboard.model import STATES, Model, NodeRow
-from rose.dashboard.page import Block, Cell, Note, Page, Pager, Panel, Search
 from rose.dashboard.text import count, day
 from rose.dashboard.urls import url
+from rose.dashboard.views import node_panels, panels
+from rose.dashboard.views.page import Block, Cell, Facts, Note, Page, Pager, Panel, Search
 
 # So that a page with its scripts is below 150 kB.
 ROWS: Final = 40
@@ -225,7 +225,7 @@ def _decisions(model: Model, query: Query) -> Made:
 def _standby(model: Model, at: str) -> Page:
     look = model.look
     leader = look.leader if look.leader and look.leader != look.me else "nobody that is known"
-    facts = panels.Facts(
+    facts = Facts(
         "standby",
         (
             ("This scheduler", Cell(look.me or "(no address)")),
@@ -259,7 +259,7 @@ def _part(path: str, query: Query, total: int, what: str) -> tuple[int, int, Pag
     number = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 1
     number = min(max(1, number), pages)
     begin, end = (number - 1) * ROWS, min(total, number * ROWS)
-    others = {name: value for name, value in query.items() if name != "page"}
+    others: dict[str, str | int] = {name: value for name, value in query.items() if name != "page"}
     return begin, end, Pager(
         what,
         f"{begin + 1 if total else 0} to {end} of {count(total)} {what}",

@@ -34,9 +34,9 @@ from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.fleet import Fleet, NodeView
-from rose.scheduler.limits import checked_name, cut_text
-from rose.scheduler.messages import (
+from rose.scheduler.core.fleet import Fleet, NodeView
+from rose.scheduler.core.limits import checked_name, cut_text
+from rose.scheduler.core.messages import (
     Action,
     Answer,
     Command,

@@ -4,12 +4,12 @@ from typing import Final
 
 from rose.dashboard.history import CHANGES_KEPT, Change
 from rose.dashboard.model import BROKEN_STATES, Model, NodeRow
-from rose.dashboard.page import Cell, Chart, Column, Facts, Line, Panel, Row, Table
-from rose.dashboard.panels import GIB, figures, gib, of_target, sparse
 from rose.dashboard.text import NO_DATA, clock, count, day, latency, share, size, span
 from rose.dashboard.urls import url
+from rose.dashboard.views.page import Cell, Chart, Column, Facts, Line, Panel, Row, Table
+from rose.dashboard.views.panels import GIB, figures, gib, of_target, sparse
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.observed import LeaseSeen
+from rose.scheduler.core.observed import LeaseSeen
 
 # Labels of a node that a page shows.
 MOST_LABELS: Final = 20

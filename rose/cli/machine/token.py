@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.cli.certs import duration_s
+from rose.cli.machine.certs import duration_s
 from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.security.callers import TRAINER

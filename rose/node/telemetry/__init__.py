@@ -1,0 +1,1 @@
+"""What a node measures and shows on `/metrics`."""

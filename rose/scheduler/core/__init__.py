@@ -1,0 +1,1 @@
+"""What a scheduler decides, as a core without input or output."""
