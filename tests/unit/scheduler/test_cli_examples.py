@@ -18,7 +18,10 @@ from rose.cli.main import PROCESSES, main, make_parser
 from rose.cli.output import View
 from rose.cli.parsers import every_command
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.persistence import save_epoch_floor
 from rose.security.audit_log import AuditLog, audit_file
+from rose.store import SqliteStore
+from rose.store.protocol import Put
 from tests.fakes.memory_store import InMemoryStore
 
 POLICY = {"name": "chat", "mode": "Active"}
@@ -59,6 +62,11 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     lent = {"seconds": 1.0, "compute_s": 1.0, "byte_s": 1.0, "tokens": 9}
     record = {"t": time.time(), "owner": "chat", "job": "grpo", **lent}
     (tmp_path / "run" / "s1" / "usage.jsonl").write_text(json.dumps(record) + "\n")
+    store = SqliteStore(tmp_path / "run" / "rose.sqlite")
+    floor = save_epoch_floor(7)
+    assert floor.value is not None
+    await store.txn((), (Put(floor.key, floor.value),))
+    await store.close()
     async with running(Bench(InMemoryStore(), tmp_path)) as bench:
         monkeypatch.setattr(options, "DEFAULT_SCHEDULER", bench.address)
         yield bench
