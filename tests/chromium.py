@@ -100,6 +100,8 @@ class Tab:
 
     async def picture(self, *, whole: bool = False) -> bytes:
         """A PNG of what is shown, or of the whole page."""
+        painted = "new Promise((seen) => requestAnimationFrame(() => requestAnimationFrame(seen)))"
+        await self.call("Runtime.evaluate", expression=painted, awaitPromise=True)
         said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(said["data"])
 

@@ -111,6 +111,10 @@
   const color = (name) =>
     getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+  // Beside an axis there is room for "60K", not for "60,000".
+  const compact = new Intl.NumberFormat("en", { notation: "compact" });
+  const shown = (value) => value === null || value === undefined ? "no data" : String(value);
+
   function spec(plot, width) {
     const lines = [...plot.querySelectorAll("i")].map((line) => line.dataset);
     const scales = [...new Set(lines.map((line) => line.scale))];
@@ -125,10 +129,11 @@
       series: [{}, ...lines.map((line) => ({
         label: line.label, scale: line.scale, stroke: () => color(line.color), spanGaps: false,
         width: line.target ? 1 : 2, dash: line.target ? [6, 4] : [], points: { show: false },
-        value: (u, value) => value === null || value === undefined ? "no data" : String(value),
+        value: (u, value, at) => shown(u.cursor.idx == null ? u.data[at].at(-1) : value),
       }))],
       axes: [{ stroke: axis, grid }, ...scales.map((scale, at) => ({
         scale, side: at === 0 ? 3 : 1, stroke: axis, label: scale, labelSize: 18, size: 52,
+        values: (u, ticks) => ticks.map((tick) => compact.format(tick)),
         grid: at === 0 ? grid : { show: false },
       }))],
       hooks: { draw: [drawTicks] },
