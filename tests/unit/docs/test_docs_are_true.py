@@ -228,7 +228,7 @@ def exists(dotted: str) -> bool:
     return False
 
 
-NO_MODULE = re.compile(r"rose\.proto|rose\.dev|rose\.internal|rose\.rules\.yaml")
+NO_MODULE = re.compile(r"rose\.(?:proto|dev|internal|rules\.yaml|fish|sqlite)")
 DOTTED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+")
 
 

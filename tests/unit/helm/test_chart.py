@@ -462,7 +462,7 @@ def test_the_trainers_job_keeps_its_name_in_prometheus() -> None:
         key.removeprefix("PodMonitor/r-"): each["spec"]["podMetricsEndpoints"][0].get("honorLabels")
         for key, each in monitors.items()
     }
-    assert kept == {"scheduler": True, "gateway": True, "relay": True, "etcd": None}
+    assert kept == {"node": True, "scheduler": True, "gateway": True, "relay": True, "etcd": None}
 
 
 def test_scrapers_reach_the_relay() -> None:

@@ -324,8 +324,10 @@ def test_without_a_scheduler_the_test_fails(tmp_path: Path) -> None:
 
 def test_the_words_that_the_test_looks_for_are_the_commands() -> None:
     root = Path(__file__).parents[3]
-    assert EXPLAINED["none"] in (root / "rose" / "cli" / "policy.py").read_text()
-    assert "the operator's stop" in (root / "rose" / "scheduler" / "capacity.py").read_text()
+    assert EXPLAINED["none"] in (root / "rose" / "cli" / "cluster" / "policy.py").read_text()
+    assert (
+        "the operator's stop" in (root / "rose" / "scheduler" / "core" / "capacity.py").read_text()
+    )
 
 
 # ---- probes, ports, scripts ----

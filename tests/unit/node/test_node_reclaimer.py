@@ -125,7 +125,7 @@ async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
 
 
 async def test_the_balloon_gives_no_more_than_is_wanted(rig: Rig) -> None:
-    finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
+    finished = await rig.reclaimer().reclaim(30 * MIB, 30.0, "test")
     assert finished.enough
     assert finished.in_time
     assert list(outcomes(finished)) == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON]
