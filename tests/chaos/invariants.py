@@ -116,9 +116,15 @@ class Invariants:
         """What a scheduler would start from now."""
         return load(self._entries.values())
 
-    def loaded(self, saved: Saved) -> None:
-        """A new leader knows everything that was promised."""
-        self._check_promises(saved, "a new leader")
+    def loaded(self, term: int, saved: Saved) -> None:
+        """A new leader knows everything that was promised.
+
+        One that stood still over the end of its term may hear what it asked for in it; it can
+        write nothing, and `commanded` sees that it commands nothing.
+        """
+        leader = self._entries.get(LEADER)
+        if leader is not None and leader.revision == term:
+            self._check_promises(saved, "a new leader")
 
     def end(self) -> None:
         """The store holds everything that was promised."""

@@ -138,7 +138,7 @@ class SimulatedScheduler(LoopProcess):
         if "epochs not read" in self._bugs:
             entries = [e for e in entries if not e.key.startswith(EPOCHS)]
         saved = load(entries)
-        self._invariants.loaded(saved)
+        self._invariants.loaded(store._term, saved)
         core = SchedulerCore(saved, HarvestMode.OFF)
         background = Background(self._events.write)
         kind = BrokenService if self._bugs else SchedulerService
