@@ -204,6 +204,11 @@ HOST = Dashboard(
 )
 
 MISSED = f'rate(rose_host_requests_total{{targets="missed",{NODE}}}[{RATE}])'
+# Hosts beside which a guest is at work.
+AT_WORK = (
+    "max by (instance, host)"
+    " (rose_guest_duty * on (instance, replica) group_left (host) rose_guest_host_info) > 0"
+)
 BUDGET = Dashboard(
     "budget",
     "ROSE / SLO budget",
@@ -241,8 +246,8 @@ BUDGET = Dashboard(
         Panel(
             "Burn rate",
             [
-                (f"rose:host_missed:ratio_rate1h{{{NODE}}} / 0.01", "1 h {{instance}}"),
-                (f"rose:host_missed:ratio_rate6h{{{NODE}}} / 0.01", "6 h {{instance}}"),
+                (f"rose:host_missed:ratio_rate1h{{{NODE}}} / 0.01", "1 h {{instance}} {{host}}"),
+                (f"rose:host_missed:ratio_rate6h{{{NODE}}} / 0.01", "6 h {{instance}} {{host}}"),
             ],
             width=24,
             limits=[
@@ -256,11 +261,11 @@ BUDGET = Dashboard(
             "Missed while a guest ran, and while none did",
             [
                 (
-                    f"sum({MISSED} and on (instance) (max by (instance) (rose_guest_duty) > 0))",
+                    f"sum({MISSED} and on (instance, host) ({AT_WORK}))",
                     "a guest ran",
                 ),
                 (
-                    f"sum({MISSED} unless on (instance) (max by (instance) (rose_guest_duty) > 0))",
+                    f"sum({MISSED} unless on (instance, host) ({AT_WORK}))",
                     "none ran",
                 ),
             ],

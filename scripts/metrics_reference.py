@@ -76,7 +76,7 @@ LABELS: Final = {
     "share": "`SCHED_IDLE`, `nice`, `plain`",
     "source": ", ".join(f"`{each.value}`" for each in Source),
     "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
-    + "; of an offered replica: `leased`, `free`",
+    + "; of an offered replica: `leased`, `free`; of a host: `guarded`, `watched`, `refused`",
     "targets": "`met`, `missed`",
     "task": "background tasks of the process: a handful, and three or four a replica",
     "version": "version of ROSE",
@@ -121,9 +121,9 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     views = [
         ReplicaFigures(
             name, "healthy", 0, 1, grant=Grant(GrantMode.FREEZE, 1, reason="host_dead"),
-            guest=GuestState(), held=Held(1, "kernel"), reclaim_s=5.0,
+            guest=GuestState(), held=Held(1, "kernel"), reclaim_s=5.0, host=f"host-{at}",
         )
-        for name in names
+        for at, name in enumerate(names)
     ]  # fmt: skip
     tasks = ["session", "guards", "held memory", "engine logs"]
     tasks += [f"{name}: {part}" for name in names for part in ("supervisor", "lease", "updates")]
@@ -131,6 +131,7 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
         restarted=dict.fromkeys(tasks, 0),
         running=dict.fromkeys(tasks, True),
         certificate=(0.0, 1.0),
+        hosts={"guarded": replicas, "watched": 0, "refused": 0},
     )
     metrics = NodeMetrics(lambda: hosts, lambda: views, lambda: health)
     for name in names:

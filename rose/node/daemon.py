@@ -369,7 +369,17 @@ class NodeDaemon:
             killed=self._kill_switch.engaged,
             cut_off_s=self._contact.lost_s(),
             certificate=self._certificates.validity_s if self._certificates else None,
+            hosts=self._count_hosts(),
         )
+
+    def _count_hosts(self) -> dict[str, int]:
+        guarded = [room.host.guarded for room in list(self._rooms.values()) if room.host]
+        watched = guarded.count(False)
+        return {
+            "guarded": len(guarded) - watched,
+            "watched": watched,
+            "refused": self._book.refused,
+        }
 
     def _heard(self, event: str, fields: Mapping[str, object]) -> None:
         self._metrics.heard(event, fields)
@@ -429,7 +439,16 @@ class NodeDaemon:
         view = view_of(replica, guard, self._held(name))
         if guard is None:
             return view
-        return replace(view, reclaim_s=self._caps.reclaim_s(replica.config.reclaim_s))
+        return replace(
+            view,
+            reclaim_s=self._caps.reclaim_s(replica.config.reclaim_s),
+            host=self._beside_host(replica),
+        )
+
+    def _beside_host(self, replica: Replica) -> str:
+        rooms = list(self._rooms.values())
+        mine = (room.host for room in rooms if room.host and replica in room.replicas)
+        return next((host.config.name for host in mine), "")
 
     def _held(self, name: str) -> Held | None:
         reclaimer = self._reclaimers.get(name)

@@ -254,6 +254,12 @@ class HostBook:
         """Hosts that are there."""
         return [host for host in self._slots if host is not None]
 
+    @property
+    def refused(self) -> int:
+        """How many pages are of no use now, and hosts that could not be taken in (any thread)."""
+        taken = {host.name for host in self.status()}
+        return len(self._refused) + len(set(self._untaken) - taken)
+
     def _gone(self, known: FoundHost, seen: Look) -> bool:
         found = seen.hosts.get(known.name)
         if found is not None:

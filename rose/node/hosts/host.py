@@ -123,9 +123,10 @@ def summed(
 ) -> rose_pb2.HostTelemetry:
     """All hosts of a node as the one that its capacity policies judge; one is what it is.
 
-    Counts are sums, with those of hosts that `left`, since they must not fall. The busy share is
-    the mean of those that are known. Latencies are of the host that is closest to its targets, or
-    the farthest beyond.
+    Counts are sums, with those of hosts that `left`, since they must not fall. Shares are those of
+    the busiest and of the fullest host that is known: a mean would lend beside a host without time
+    to spare, as long as its neighbours idle. Latencies are of the host that is closest to its
+    targets, or the farthest beyond.
     """
     told = rose_pb2.HostTelemetry()
     told.CopyFrom(max(hosts, key=_strain))
@@ -134,10 +135,9 @@ def summed(
         setattr(told, name, sum(getattr(each, name) for each in hosts))
     told.slo_good = sum(each.slo_good for each in hosts) + left[0]
     told.slo_bad = sum(each.slo_bad for each in hosts) + left[1]
-    shares = [each.busy_share for each in hosts if each.HasField("busy_share")]
     told.ClearField("busy_share")
-    if shares:
-        told.busy_share = sum(shares) / len(shares)
+    if busy := [each.busy_share for each in hosts if each.HasField("busy_share")]:
+        told.busy_share = max(busy)
     told.ClearField("kv_share")
     if kv := [each.kv_share for each in hosts if each.HasField("kv_share")]:
         told.kv_share = max(kv)

@@ -80,7 +80,7 @@ class ReplicaFigures:
     """Figures of one replica now; without a control page there is no grant or guest.
 
     `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
-    `reclaim_s`: how long a reclaim may take.
+    `reclaim_s`: how long a reclaim may take. `host`: name of the one that a guest is beside.
     """
 
     name: str
@@ -94,6 +94,7 @@ class ReplicaFigures:
     owed_bytes: int = 0
     held: Held | None = None
     reclaim_s: float | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class NodeHealth:
     """Health of the daemon: log records dropped; restarts, and whether it runs, by task.
 
     killed: its kill switch is set. cut_off_s: since when no scheduler is heard, 0 while one is.
-    certificate: Unix times between which its own one counts.
+    certificate: Unix times between which its own one counts. hosts: how many there are by what is
+    done with them: `guarded` has a guest, `watched` has none, `refused` is a page that is no host.
     """
 
     dropped: int = 0
@@ -110,6 +112,7 @@ class NodeHealth:
     killed: bool = False
     cut_off_s: float = 0.0
     certificate: tuple[float, float] | None = None
+    hosts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -159,6 +162,7 @@ class LiveMetrics(Collector):
         self._shown(frozenset(view.name for view in views))
         guests = [view for view in views if view.grant]
         yield _modes(guests)
+        yield _beside(guests)
         yield _gauge(
             "rose_guest_duty",
             "Share of the last second in which the guest made steps and was not held back.",
@@ -280,6 +284,14 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
         "For how long the node has heard no scheduler; 0 while it does.",
         value=health.cut_off_s,
     )
+    hosts = GaugeMetricFamily(
+        "rose_node_hosts",
+        "Hosts of the node: guarded beside a guest, watched without one, or refused.",
+        labels=["state"],
+    )
+    for state, count in health.hosts.items():
+        hosts.add_metric([state], count)
+    yield hosts
     if health.certificate is not None:
         begin_s, end_s = health.certificate
         yield GaugeMetricFamily(
@@ -326,6 +338,18 @@ def _modes(views: list[ReplicaFigures]) -> Metric:
             reason = view.grant.reason if mode is view.grant.mode else ""
             holds = float(mode is view.grant.mode)
             family.add_metric([view.name, mode.name.lower(), reason], holds)
+    return family
+
+
+def _beside(views: list[ReplicaFigures]) -> Metric:
+    """For queries that join what guests do with what their hosts' users pay."""
+    family = GaugeMetricFamily(
+        "rose_guest_host_info",
+        "1, with the host that the guest is beside.",
+        labels=["replica", "host"],
+    )
+    for view in views:
+        family.add_metric([view.name, view.host], 1.0)
     return family
 
 

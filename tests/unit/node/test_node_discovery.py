@@ -317,8 +317,10 @@ def test_slots_are_used_again_and_one_host_too_many_waits(found: FoundHost) -> N
     assert isinstance(refused, Refused)
     assert "at_most" in refused.reason
     assert book.step(seeing(a, b, c)) == [], "which is said once"
+    assert book.refused == 1, "which stays so for as long as it is"
     gone = [book.step(seeing(b, c)) for _ in range(GONE_LOOKS)][-1]
     assert gone == [Left("a"), Came(c, 0)]
+    assert book.refused == 0
 
 
 def test_a_reason_is_said_once_and_again_when_it_is_another(found: FoundHost) -> None:
@@ -332,7 +334,9 @@ def test_a_host_that_could_not_be_taken_in_comes_again(found: FoundHost) -> None
     book = HostBook(8)
     book.step(seeing(found))
     assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]
+    assert book.refused == 1
     assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.refused == 0
     assert book.untaken(found, "has a daemon") == [], "which is said once"
     book.step(Look())
     book.step(seeing(found))

@@ -16,6 +16,7 @@ from executor import LatencyRecord
 from rose.engines import launch
 from rose.node import NodeDaemon, daemon
 from rose.node.guest import supervisor
+from rose.node.hosts.host import summed
 from rose.node.telemetry.memory_gauges import Gpus
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
@@ -97,6 +98,10 @@ async def test_each_host_has_a_guest_that_goes_with_it(running: RoomsBench) -> N
     assert (rows.keys(), ports) == ({"guest-0", "guest-1"}, {first, first + 1})
     assert {each["slot"] for each in bench.noted("host_found")} == {0, 1}
     assert 'rose_host_running{host="a"}' in bench.metrics()
+    guests = {each["host"]: f"guest-{each['slot']}" for each in bench.noted("host_found")}
+    for host, guest in guests.items():
+        assert f'rose_guest_host_info{{host="{host}",replica="{guest}"}} 1.0' in bench.metrics()
+    assert 'rose_node_hosts{state="guarded"} 2.0' in bench.metrics()
     pids = [bench.node._replicas[name].supervisor.pid for name in ("guest-0", "guest-1")]
 
     bench.ended("a")
@@ -193,8 +198,20 @@ async def test_eight_hosts_are_told_one_by_one_and_as_one(
     whole = node._reports()[1].telemetry.host
     assert (whole.running, whole.busy_ns, whole.host) == (sum(range(8)), 40, "")
     assert "at_most" in bench.noted("host_refused")[0]["message"]
+    assert node._count_hosts() == {"guarded": 0, "watched": 8, "refused": 1}
     node.stop()
     await task
+
+
+def test_the_busiest_host_of_a_node_speaks_for_it() -> None:
+    targets = {"ttft_target_s": 0.5, "tpot_target_s": 0.15}
+    idle = [pb.HostTelemetry(host=f"h{n}", busy_share=0.1, kv_share=0.2, **targets) for n in "123"]
+    busy = pb.HostTelemetry(host="h0", busy_share=0.95, kv_share=0.1, **targets)
+    unknown = pb.HostTelemetry(host="h4", **targets)
+    whole = summed([*idle, busy, unknown])
+    # A mean of 31% would lend beside a host that has no time to spare.
+    assert (whole.busy_share, whole.kv_share) == (0.95, 0.2)
+    assert not summed([unknown, unknown]).HasField("busy_share")
 
 
 def test_a_node_whose_hosts_left_tells_no_host(bench: RoomsBench) -> None:

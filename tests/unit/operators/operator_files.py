@@ -19,6 +19,7 @@ RUNBOOKS = ROOT / "docs" / "operators" / "runbooks"
 
 # Prometheus' own: of every target, of histograms' buckets, and of alerts.
 TARGET_LABELS = {"instance", "le"}
+RECORDED_LABELS = {"instance", "host"}
 ALERT_LABELS = {"alertname", "alertstate", "burnrate_tier", "severity"}
 
 
@@ -64,8 +65,8 @@ def complaints(expression: str) -> list[str]:
     grouped_by = set(TARGET_LABELS)
     for name, labels in asked.metrics.items():
         if name in recorded:
-            grouped_by |= {"instance"}
-            found += [f"{name} has no label {label}" for label in labels - {"instance"}]
+            grouped_by |= RECORDED_LABELS
+            found += [f"{name} has no label {label}" for label in labels - RECORDED_LABELS]
         elif name == "ALERTS":
             grouped_by |= ALERT_LABELS
         elif name not in known:
