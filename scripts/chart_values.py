@@ -81,6 +81,7 @@ SET_BY_THE_CHART: Final = (
     "metrics_port",
     "metrics_host",
     "metrics_insecure",
+    "proxy",
 )
 
 
@@ -332,6 +333,7 @@ class Node(Strict):
         NodeValues(discover={"folder": "/run/rose"}),
     )
     metrics_port: Port = _said("of /metrics; on loopback unless `monitoring.podMonitor`", 9100)
+    proxy_port: Port = _said("gateways reach guests by it, in mode Active", 7410)
     node_selector: Labels = _said(
         "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}
     )
@@ -362,6 +364,7 @@ class Peers(Strict):
     trainers: tuple[Kube, ...] = _said("to schedulers and gateways; publishers of weights", ())
     clients: tuple[Kube, ...] = _said("to gateways", ())
     nodes: tuple[Kube, ...] = _said("nodes of other clusters, to schedulers and the relay", ())
+    gateways: tuple[Kube, ...] = _said("gateways of other clusters, to nodes' proxies", ())
     monitoring: tuple[Kube, ...] = _said(
         "to /metrics",
         ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},),

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rose.errors import ConfigError
 from rose.gateway.authentication import Authenticator
-from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.gateway.backends.probe import Probed
 from rose.gateway.demand import DemandMeter, DemandReporter
 from rose.gateway.replicas.dispatcher import Dispatcher
@@ -68,7 +68,7 @@ class Gateway:
         )
         # For probing; turns go over `upstream`.
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        self._upstream = Upstream()
+        self._upstream = Upstream(self._cluster_tls())
         clock = asyncio.get_running_loop().time
         self._dispatcher = Dispatcher(settings, stats, clock, self.note)
         self._server = GatewayServer(
@@ -171,6 +171,13 @@ class Gateway:
         if settings.log_dir and (tokens or settings.certificates):
             self._audit = AuditLog(audit_file(settings.log_dir, "gateway"), "gateway")
         return Authenticator(settings.certificates, tokens, time.time, self._refused)
+
+    def _cluster_tls(self) -> ClusterTls | None:
+        """Of replicas that a scheduler names; one of the command line may be anybody's."""
+        settings = self._settings
+        if settings.scheduler is None or settings.certificates is None:
+            return None
+        return ClusterTls(settings.certificates)
 
     def _refused(self, event: str, **fields: object) -> None:
         self.note(event, **fields)

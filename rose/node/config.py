@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -364,6 +366,18 @@ class RelayConfig(Frozen):
     insecure: bool = False
 
 
+class ProxyConfig(Frozen):
+    """Turns of other machines come in here: engines themselves listen on loopback alone.
+
+    host: an address that gateways reach. insecure: whoever reaches it may send turns, where there
+    are no certificates to tell gateways by.
+    """
+
+    host: str
+    port: int = Field(gt=0, lt=65_536)
+    insecure: bool = False
+
+
 class FanoutConfig(Frozen):
     """This node's GPU hands chunks around in a fixed group, over NCCL; CuPy has to be there.
 
@@ -400,6 +414,8 @@ class NodeConfig(Frozen):
     discover: where hosts are found that come and go, in place of the one `host`.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
+    proxy: a process by which gateways of other machines reach this node's engines. None: they are
+    reached from this machine alone.
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
     metrics_port: port of `/metrics`, None serves none. metrics_host: its address; beyond loopback
@@ -425,6 +441,7 @@ class NodeConfig(Frozen):
     cluster: str = ""
     relay: RelayConfig | None = None
     fanout: FanoutConfig | None = None
+    proxy: ProxyConfig | None = None
     transport: TransportConfig = TransportConfig()
     metrics_port: int | None = Field(default=None, gt=0, lt=65_536)
     metrics_host: str = "127.0.0.1"
@@ -462,6 +479,7 @@ class NodeConfig(Frozen):
         config._check_weights(path)
         config._check_profiles(path)
         config._check_fanout(path)
+        config._check_proxy(path)
         return config if config.host is None else config.with_host(config.host)
 
     def with_host(self, host: HostConfig | None, slot: int | None = None) -> Self:
@@ -478,6 +496,15 @@ class NodeConfig(Frozen):
             if each in alone or each in beside
         )
         return self.model_copy(update={"host": host, "discover": None, "replicas": replicas})
+
+    def offered_url(self, replica: ReplicaConfig) -> str:
+        """Where gateways send turns of a replica: through the proxy, where there is one."""
+        if self.proxy is None:
+            return f"http://127.0.0.1:{replica.port}"
+        scheme = "https" if self.certificates.files else "http"
+        return (
+            f"{scheme}://{_netloc(self.proxy.host)}:{self.proxy.port}/{quote(replica.id, safe='')}"
+        )
 
     @property
     def guests(self) -> tuple[ReplicaConfig, ...]:
@@ -508,6 +535,8 @@ class NodeConfig(Frozen):
             taken[self.metrics_port] = "metrics_port"
         if self.relay is not None:
             taken[self.relay.port] = "relay"
+        if self.proxy is not None:
+            taken[self.proxy.port] = "proxy"
         last = first + count - 1
         if last >= 1 << 16:
             raise ConfigError(f"{path}: {count} guests from port {first} on end beyond 65535")
@@ -557,6 +586,25 @@ class NodeConfig(Frozen):
             raise ConfigError(f"{path}: the leader of a group (fanout.rank 0) needs a relay")
         if group.rank > 0 and not group.leader:
             raise ConfigError(f"{path}: fanout.leader is missing: the address of rank 0's relay")
+
+    def _check_proxy(self, path: Path) -> None:
+        proxy = self.proxy
+        if proxy is None:
+            return
+        checked_url(f"http://{_netloc(proxy.host)}", f"{path}: the address of proxy.host")
+        exposed = not (proxy.insecure or is_loopback(proxy.host))
+        if exposed and self.certificates.files is None:
+            raise ConfigError(
+                f"{path}: proxy.host {proxy.host!r} is reached from other machines, and whoever"
+                " reaches it can send turns to every replica; give certificates, or fence the"
+                ' network and say "insecure": true'
+            )
+        lacking = [name for name in ("httptools", "uvloop") if find_spec(name) is None]
+        if lacking:
+            raise ConfigError(
+                f"{path}: the proxy needs {' and '.join(lacking)}; pip install"
+                " 'rose-rollout[replica]'"
+            )
 
     def _check_profiles(self, path: Path) -> None:
         """A guest would not start with a profile that cannot be used: say so before it tries."""

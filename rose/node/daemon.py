@@ -34,6 +34,7 @@ from rose.node.hosts.discovery import (
     sweep,
 )
 from rose.node.hosts.host import LOOK_EVERY_S, Host
+from rose.node.proxy_process import ProxyProcess
 from rose.node.reclaimer import Reclaimer
 from rose.node.replica import Replica
 from rose.node.scheduler_session import SchedulerSession, build_reports, view_of
@@ -47,6 +48,7 @@ from rose.rpc import rose_pb2
 from rose.security.audit_log import AuditLog, audit_file
 
 DISCOVERY = "discovery"
+PROXY = "proxy"
 STOPPING = "node stops"
 HOST_LEFT = "its host left"
 SHARED_GPU = "another host is on its GPU, and a guest goes by one"
@@ -134,6 +136,8 @@ class NodeDaemon:
             contact,
         )
 
+        self._proxy = ProxyProcess(config, self._session.changed) if config.proxy else None
+
     def stop(self) -> None:
         """Drain, end every engine, and let `run` return."""
         self._stopping.set()
@@ -198,6 +202,8 @@ class NodeDaemon:
                 self._events,
                 self._session.say,
                 self._session.changed,
+                config.offered_url(each),
+                self._reachable,
             )
             self._replicas[each.id] = replica
             room.replicas.append(replica)
@@ -216,6 +222,8 @@ class NodeDaemon:
         self._background.start("held memory", self._measure_held, restarts=None)
         self._background.start("engine logs", self._trim_engine_logs, restarts=None)
         self._background.start("host latencies", self._look_at_hosts, restarts=None)
+        if self._proxy:
+            self._background.start(PROXY, self._proxy.run, restarts=None)
         for replica in self._replicas.values():
             replica.start(self._background)
         if self._config.discover:
@@ -343,10 +351,12 @@ class NodeDaemon:
     async def _trim_engine_logs(self) -> None:
         """What an engine prints goes to a file of its own, which it never closes."""
         while True:
-            for replica in list(self._replicas.values()):
-                log = replica.supervisor.spec.log
+            logs = {name: each.supervisor.spec.log for name, each in self._replicas.items()}
+            if self._proxy:
+                logs[PROXY] = self._proxy.log
+            for name, log in logs.items():
                 if await asyncio.to_thread(trim_output, log, self._config.logs.limits):
-                    self._events.write("engine_log_trimmed", engine=replica.config.id)
+                    self._events.write("engine_log_trimmed", engine=name)
             await asyncio.sleep(TRIM_EVERY_S)
 
     async def _end(self) -> None:
@@ -427,6 +437,9 @@ class NodeDaemon:
 
     def _barred(self, name: str) -> bool:
         return self._kill_switch.engaged or self._harvest.off(name)
+
+    def _reachable(self) -> bool:
+        return self._proxy is None or self._proxy.listens
 
     def _hosts(self) -> list[HostFigures]:
         return [room.host.figures() for room in list(self._rooms.values()) if room.host]

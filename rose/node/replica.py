@@ -26,6 +26,7 @@ class Replica:
     """Replica of a node: joins supervisor, lease agent and weight updates.
 
     report: takes what the scheduler must hear. changed: called when offers say something new.
+    url: where gateways send its turns. reachable: whether they find anybody there.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class Replica:
         events: EventLog,
         report: Callable[[rose_pb2.NodeReport], None],
         changed: Callable[[], None],
+        url: str = "",
+        reachable: Callable[[], bool] = lambda: True,
     ) -> None:
         self.config = config
-        self.url = f"http://127.0.0.1:{config.port}"
+        own = f"http://127.0.0.1:{config.port}"
+        self.url = url or own
+        self._reachable = reachable
         self._events = events
         self._report = report
         self._changed = changed
-        self._client = client = ReplicaClient(
-            source.session, self.url, lambda: self.supervisor.headers
-        )
+        self._client = client = ReplicaClient(source.session, own, lambda: self.supervisor.headers)
         self.lease_agent = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
             config.id,
@@ -85,7 +88,8 @@ class Replica:
     @property
     def offered(self) -> bool:
         """Whether its capacity may be leased. One that lags behind may: it gets no turns yet."""
-        return self._trusted and self.supervisor.state is EngineState.HEALTHY
+        healthy = self.supervisor.state is EngineState.HEALTHY
+        return self._trusted and healthy and self._reachable()
 
     def lease(self, lease: rose_pb2.Lease, ttl_s: float) -> None:
         """Take a lease or its renewal for `ttl_s`, and come to the weights of its job."""

@@ -195,7 +195,11 @@ seccompProfile: { type: RuntimeDefault }
 {{- if not .Values.tls.insecure -}}
 {{- $_ := set $config "certificates" (dict "ca" "/etc/rose/tls/ca.crt" "certificate" "/etc/rose/tls/tls.crt" "key" "/etc/rose/tls/tls.key") -}}
 {{- end -}}
-{{- $config | toJson | replace "$(" "$$(" | replace "@NODE_NAME@" "$(NODE_NAME)" -}}
+{{- if include "rose.active" . -}}
+{{- /* Engines listen on loopback; gateways are other pods. */ -}}
+{{- $_ := set $config "proxy" (dict "host" "@POD_IP@" "port" (int $node.proxyPort) "insecure" .Values.tls.insecure) -}}
+{{- end -}}
+{{- $config | toJson | replace "$(" "$$(" | replace "@NODE_NAME@" "$(NODE_NAME)" | replace "@POD_IP@" "$(POD_IP)" -}}
 {{- end }}
 
 {{- /* Of a node's /metrics: beyond loopback it shows its certificate. */ -}}

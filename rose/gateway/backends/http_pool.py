@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rose.security.certificates import CertificateFiles
+from rose.security.roles import Role, server_name
+
 CONNECT_S = 2.0
 KEEPALIVE_S = 300.0
 OK = 200
@@ -213,10 +216,34 @@ class UpstreamConnection(asyncio.Protocol):
         self._timer = None if after_s is None else loop.call_later(after_s, self.close)
 
 
-class Upstream:
-    """Connections to all replicas; the router's caps bound them. End with `close`."""
+class ClusterTls:
+    """How a gateway speaks TLS with nodes' proxies: both show certificates of one cluster.
 
-    def __init__(self) -> None:
+    Of a node its role is asked for and not the address that it is dialled by, as everywhere in a
+    cluster. Each connection is made with the newest files.
+    """
+
+    def __init__(self, certificates: CertificateFiles) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._files = certificates
+        self._shown = certificates.material()
+        self._context = certificates.client_context()
+        self._name = server_name(Role.NODE, certificates.identity.cluster)
+
+    def __call__(self) -> tuple[ssl.SSLContext, str]:
+        """The context of a new connection, and the name that its server has to prove."""
+        self._shown = self._files.refresh(self._context, self._shown)
+        return self._context, self._name
+
+
+class Upstream:
+    """Connections to all replicas; the router's caps bound them. End with `close`.
+
+    tls: of `https` addresses, where they are nodes of a cluster; None goes by the system's CAs.
+    """
+
+    def __init__(self, tls: ClusterTls | None = None) -> None:
+        self._tls = tls or _of_the_system
         self._idle: dict[tuple[str, int, bool], list[UpstreamConnection]] = defaultdict(list)
 
     async def post(
@@ -246,11 +273,17 @@ class Upstream:
 
     async def _connect(self, target: Target, idle: list[UpstreamConnection]) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
-        tls = _default_tls() if target.tls else None
+        tls, name = self._tls() if target.tls else (None, None)
         connection = UpstreamConnection(idle)
         try:
             async with asyncio.timeout(CONNECT_S):
-                await loop.create_connection(lambda: connection, target.host, target.port, ssl=tls)
+                await loop.create_connection(
+                    lambda: connection, target.host, target.port, ssl=tls, server_hostname=name
+                )
+        except ssl.SSLError as error:
+            connection.give_up()
+            # One that fails to verify is a ValueError too.
+            raise UpstreamError(f"{target.host}:{target.port} is not proved: {error}") from error
         except ValueError as error:
             connection.give_up()
             # A host that is no name at all, to IDNA for one: found out when it is looked up.
@@ -259,6 +292,10 @@ class Upstream:
             connection.give_up()
             raise
         return connection
+
+
+def _of_the_system() -> tuple[ssl.SSLContext, None]:
+    return _default_tls(), None
 
 
 @lru_cache(maxsize=1)

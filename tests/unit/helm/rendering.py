@@ -11,6 +11,7 @@ from helm_python import Chart
 CHART = Path(__file__).parents[3] / "helm" / "rose"
 DIGEST = "sha256:" + "a" * 64
 KEY = "0" * 64
+POD_IP = "10.0.0.7"
 RELEASE, NAMESPACE = "r", "rose-system"
 
 Object = dict[str, Any]
@@ -145,5 +146,5 @@ def node_container(*values: Object) -> Object:
 def node_file(*values: Object) -> Object:
     """The node's file as the pod on machine `n0` reads it."""
     (config,) = [c for c in node_pod(*values)["initContainers"] if c["name"] == "config"]
-    text = config["args"][0].replace("$(NODE_NAME)", "n0").replace("$$(", "$(")
-    return json.loads(text)  # type: ignore[no-any-return]
+    text = config["args"][0].replace("$(NODE_NAME)", "n0").replace("$(POD_IP)", POD_IP)
+    return json.loads(text.replace("$$(", "$("))  # type: ignore[no-any-return]

@@ -407,6 +407,21 @@ def test_the_test_pod_passes_the_policies() -> None:
     assert {"podSelector": {"matchLabels": out["podSelector"]["matchLabels"]}} in into["from"]
 
 
+def test_gateways_alone_reach_guests_and_by_the_proxy_alone() -> None:
+    far = {"podSelector": {"matchLabels": {"app": "gateway"}}}
+    found = objects(ACTIVE, {"networkPolicy": {"peers": {"gateways": [far]}}})
+    port = [{"protocol": "TCP", "port": 7410}]
+    into = found["NetworkPolicy/r-node"]["spec"]["ingress"][0]
+    out = found["NetworkPolicy/r-gateway"]["spec"]["egress"]
+    kinds = [each["podSelector"]["matchLabels"] for each in into["from"]]
+    assert kinds[0]["app.kubernetes.io/component"] == "gateway"
+    assert (kinds[1], into["ports"]) == ({"app": "gateway"}, port)
+    assert [each["ports"] for each in out if "node" in str(each["to"])] == [port]
+    ports = node_container(ACTIVE)["ports"]
+    assert {"name": "turns", "containerPort": 7410} in ports
+    assert "ports" not in node_container(), "nothing is lent, and nobody comes in"
+
+
 def test_schedulers_alone_reach_the_store() -> None:
     first = objects()["NetworkPolicy/r-etcd"]["spec"]["ingress"][0]
     (peer,) = first["from"]

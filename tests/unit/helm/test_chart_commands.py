@@ -157,6 +157,8 @@ def test_the_nodes_file_is_one(
     assert config.discover
     assert (config.discover.folder, config.discover.page_group) == (Path("/run/rose"), "10777")
     assert config.metrics_host == "127.0.0.1"
+    urls = {config.offered_url(replica) for replica in config.replicas}
+    assert urls == ({"https://10.0.0.7:7410/guest-0"} if values is ACTIVE else set())
 
 
 def test_a_node_that_is_scraped_leaves_loopback_with_its_certificate(

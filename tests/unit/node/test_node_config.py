@@ -8,6 +8,7 @@ import pytest
 from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node.config import HostConfig, NodeConfig
+from rose.node.proxy_process import proxied_ports
 from slo import StepProfile
 
 REPLICA = {"id": "guest", "kind": "guest", "model_dir": "m", "port": 9000}
@@ -221,6 +222,32 @@ def test_a_file_that_cannot_serve_several_hosts_says_why(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         _load(tmp_path, NODE | {"discover": FOUND, "replicas": [REPLICA]} | change)
+
+
+def test_turns_of_other_machines_come_by_the_proxy_or_not_at_all(tmp_path: Path) -> None:
+    said = NODE | {"replicas": [DEDICATED | {"id": "d 0/1"}]}
+    assert _offered(_load(tmp_path, said)) == ["http://127.0.0.1:9100"]
+    said["proxy"] = {"host": "fd00::1", "port": 7_410}
+    with pytest.raises(ConfigError, match='"insecure": true'):
+        _load(tmp_path, said)
+    said["proxy"]["insecure"] = True
+    assert _offered(_load(tmp_path, said)) == ["http://[fd00::1]:7410/d%200%2F1"]
+    said["proxy"]["host"] = "a..b"
+    with pytest.raises(ConfigError, match=r"proxy\.host"):
+        _load(tmp_path, said)
+
+
+def test_the_proxy_knows_the_guests_of_hosts_that_are_still_to_come(tmp_path: Path) -> None:
+    proxy = {"host": "127.0.0.1", "port": 7_410}
+    said = NODE | {"discover": FOUND, "replicas": [REPLICA, DEDICATED], "proxy": proxy}
+    ports = proxied_ports(_load(tmp_path, said))
+    assert ports == {"d": 9_100} | {f"guest-{slot}": 9_000 + slot for slot in range(8)}
+    with pytest.raises(ConfigError, match="proxy has port 9003"):
+        _load(tmp_path, said | {"proxy": proxy | {"port": 9_003}})
+
+
+def _offered(config: NodeConfig) -> list[str]:
+    return [config.offered_url(replica) for replica in config.replicas]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "10.0.0.1", "node-0"])

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from found_hosts import FolderHost
 from node_bench import Bench, standin_spec
 from prometheus_client import generate_latest
 
 from executor import LatencyRecord
+from rose.addresses import free_port
 from rose.engines import launch
 from rose.node import NodeDaemon, daemon
 from rose.node.guest import supervisor
@@ -117,6 +119,31 @@ async def test_each_host_has_a_guest_that_goes_with_it(running: RoomsBench) -> N
     await bench.rows("both leased again", both_leased)
     assert len(bench.noted("host_found")) == 3
     assert bench.noted("task_died") == []
+
+
+async def test_turns_of_other_machines_reach_each_guest_by_its_name(
+    bench: RoomsBench,
+) -> None:
+    port = free_port()
+    bench.settings["proxy"] = {"host": "127.0.0.1", "port": port}
+    node = NodeDaemon(bench.config)
+    task = asyncio.create_task(node.run())
+    bench.host("a")
+    rows = await bench.rows("leased", lambda rows: any(row.leased for row in rows.values()))
+    assert rows["guest-0"].url == f"http://127.0.0.1:{port}/guest-0"
+    async with aiohttp.ClientSession() as http:
+        answers = [
+            (await http.post(f"{rows['guest-0'].url}/{path}", json={})).status
+            for path in ("rose/v1/generate", "rose/v1/drain")
+        ]
+    # The stand-in takes no turn from somebody without its secret, and the proxy hands none on.
+    assert answers == [401, 404]
+    assert [each["path"] for each in bench.calls("stranger")] == ["/rose/v1/generate"]
+    assert node._background.running()["proxy"]
+    node.stop()
+    await task
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
 
 
 async def test_a_page_that_is_cut_short_ends_its_guest_and_nothing_else(

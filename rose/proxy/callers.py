@@ -1,0 +1,262 @@
+"""Connections of callers: gateways, each proved by its certificate, one request at a time.
+
+    head ── passes ──► asking ── an engine's connection ──► answering ── answered ──► head …
+      │ does not: told why, closed   │ none: 503, closed         │ breaks off: closed at once
+      └─ HEAD_S, IDLE_S, BODY_S are over: closed
+
+A caller that reads slowly holds its engine's connection up, an engine that reads slowly its caller:
+the proxy keeps what one socket's buffer holds. A caller that hangs up ends its turn.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import httptools
+
+from rose.errors import ConfigError
+from rose.proxy.engines import EngineConnection, EnginePool
+from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
+from rose.security.certificates import EXPIRED, Peer, peer_over
+from rose.security.roles import Identity, Role
+
+HEAD_S: Final = 10.0
+BODY_S: Final = 20.0
+IDLE_S: Final = 300.0
+
+
+@dataclass(slots=True)
+class Door:
+    """What all callers' connections share.
+
+    ports: of the engines, by their replicas' names. own: of this node; None asks nobody for a
+    certificate. wall_s: Unix seconds. on_refused: told who was refused and why.
+    """
+
+    ports: Mapping[bytes, int]
+    own: Identity | None
+    wall_s: Callable[[], float]
+    on_refused: Callable[[str, str], None]
+    most: int = 4_096
+    engines: EnginePool = field(default_factory=EnginePool)
+    open: set["CallerConnection"] = field(default_factory=set)
+
+    def check(self, peer: Peer | None) -> None:
+        """Raise PassRefusedError for a caller that may send no turns here."""
+        if self.own is None:
+            return
+        if peer is None:
+            raise PassRefusedError(403, "forbidden", "show a certificate")
+        who = peer.identity
+        if peer.not_after_s <= self.wall_s():
+            raise PassRefusedError(403, "forbidden", EXPIRED.format(who))
+        if who.cluster != self.own.cluster:
+            mine = f"{who} is of cluster {who.cluster}; this is {self.own.cluster}"
+            raise PassRefusedError(403, "forbidden", mine)
+        if who.role is not Role.GATEWAY:
+            raise PassRefusedError(403, "forbidden", f"{who} sends no turns; gateways do")
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for connection in tuple(self.open):
+            connection.abort()
+        self.engines.close()
+
+
+class CallerConnection(asyncio.Protocol):
+    """One connection of a caller, and the `AnswerSink` of its requests."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._engine: EngineConnection | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._slow = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Ready for the next request."""
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0
+        self._unsent: list[bytes] = []
+        self._busy = self._whole = self._last = self._refused = False
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- asyncio's protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if len(self._door.open) >= self._door.most:
+            self._door.on_refused(self._who(), "too many connections")
+            self.abort()
+            return
+        self._door.open.add(self)
+        self._allow(HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if not self._busy:
+            if not self._head_bytes:
+                self._allow(HEAD_S)
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, PassRefusedError):
+                raise
+            self._refuse(error.__context__)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._refuse(PassRefusedError(400, "bad_request", "this is no HTTP"))
+        else:
+            if not self._busy and self._head_bytes > MAX_HEAD_BYTES:
+                what = f"a head has at most {MAX_HEAD_BYTES} bytes"
+                self._refuse(PassRefusedError(431, "too_large", what))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._door.open.discard(self)
+        self._allow(None)
+        self._refused = True
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._engine is not None:
+            # It ends the turn, as without a proxy.
+            self._engine.close()
+            self._engine = None
+
+    def pause_writing(self) -> None:
+        self._slow = True
+        if self._engine is not None:
+            self._engine.hold(True)
+
+    def resume_writing(self) -> None:
+        self._slow = False
+        if self._engine is not None:
+            self._engine.hold(False)
+
+    # ---- the parser's callbacks ----
+
+    def on_message_begin(self) -> None:
+        if self._busy:
+            raise PassRefusedError(400, "bad_request", "wait for the answer before you ask again")
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._door.check(self._peer())
+        asked = passed(self._door.ports, self._parser.get_method(), self._target, self._headers)
+        self._busy = True
+        self._allow(BODY_S)
+        engine = self._door.engines.take(asked.port)
+        if engine is not None:
+            self._ask(engine, asked.head)
+            return
+        self._unsent = [asked.head]
+        # A caller sends no more than its socket holds until somebody takes it.
+        self.hold(True)
+        self._asking = asyncio.ensure_future(self._connect(asked.port))
+
+    def on_body(self, data: bytes) -> None:
+        if self._engine is not None:
+            self._engine.write(data)
+        else:
+            self._unsent.append(data)
+
+    def on_message_complete(self) -> None:
+        # A moment later the parser knows no more whether the caller goes on.
+        self._whole, self._last = True, not self._parser.should_keep_alive()
+        self._allow(None)
+
+    # ---- `AnswerSink` ----
+
+    def answer(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def answered(self, *, last: bool) -> None:
+        self._engine = None
+        if last or self._last or not self._whole:
+            assert self._transport is not None
+            self._refused = True
+            self._transport.close()
+            return
+        self._begin()
+        self._allow(IDLE_S)
+
+    def broken(self) -> None:
+        self._engine = None
+        self.abort()
+
+    def hold(self, held: bool) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    # ---- inside ----
+
+    async def _connect(self, port: int) -> None:
+        try:
+            engine = await self._door.engines.connect(port)
+        except (OSError, TimeoutError):
+            # Before anything was sent: another replica may have it at once.
+            self._refuse(PassRefusedError(503, "unavailable", "the engine does not answer"))
+            return
+        finally:
+            self._asking = None
+        if self._refused:
+            engine.close()
+            return
+        unsent, self._unsent = b"".join(self._unsent), []
+        self._ask(engine, unsent)
+        self.hold(False)
+
+    def _ask(self, engine: EngineConnection, begin: bytes) -> None:
+        self._engine = engine
+        engine.hold(self._slow)
+        engine.ask(self, begin)
+
+    def _refuse(self, error: PassRefusedError) -> None:
+        self._refused = True
+        self._allow(None)
+        self._door.on_refused(self._who(), str(error))
+        if self._engine is not None:
+            # In the middle of an answer there is no place for another one.
+            self.abort()
+            return
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._transport is not None:
+            self._transport.write(error.answer)
+            self._transport.close()
+
+    def _allow(self, seconds: float | None) -> None:
+        """So long may the caller take from now on."""
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = None if seconds is None else loop.call_later(seconds, self.abort)
+
+    def _peer(self) -> Peer | None:
+        try:
+            return peer_over(self._transport)
+        except ConfigError as error:
+            raise PassRefusedError(403, "forbidden", str(error)) from error
+
+    def _who(self) -> str:
+        at = self._transport.get_extra_info("peername") if self._transport else None
+        return str(at[0]) if at else "somebody"

@@ -1,0 +1,168 @@
+"""The proxy's process: `python -m rose.proxy.main`, started by its node's daemon.
+
+Its command line says everything; it has no state, asks nobody and writes nothing but standard
+error. When it ends, the turns that went through it end, and their gateways send them elsewhere.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import uvloop
+
+from rose.addresses import bound, check_exposure
+from rose.errors import ConfigError, RoseError
+from rose.logs.rotating_jsonl import log_to_stderr
+from rose.proxy.callers import HEAD_S, CallerConnection, Door
+from rose.security.certificates import (
+    CertificateFiles,
+    add_certificate_options,
+    taken_certificates,
+)
+from rose.security.roles import Role
+
+BACKLOG: Final = 1_024
+# Behind the daemon and its guard where there are few cores.
+NICENESS: Final = 5
+MOST_A_MINUTE: Final = 20
+MINUTE_S: Final = 60.0
+EXIT_BAD_INPUT: Final = 2
+_logger = logging.getLogger("rose.proxy")
+
+
+class Complaints:
+    """Says who was refused, and why, at most MOST_A_MINUTE times a minute."""
+
+    def __init__(self, say: Callable[[str], object], clock: Callable[[], float]) -> None:
+        self._say = say
+        self._clock = clock
+        self._minute_s = -MINUTE_S
+        self._said = 0
+
+    def refused(self, who: str, why: str) -> None:
+        """Somebody was refused."""
+        now_s = self._clock()
+        if now_s - self._minute_s >= MINUTE_S:
+            self._minute_s, self._said = now_s, 0
+        self._said += 1
+        if self._said <= MOST_A_MINUTE:
+            self._say(f"refused {who}: {why}")
+
+
+async def serve(
+    host: str,
+    port: int,
+    ports: Mapping[str, int],
+    certificates: CertificateFiles | None,
+    *,
+    insecure: bool = False,
+) -> tuple[asyncio.Server, Door]:
+    """Listen; end with `close` of both. Raises ConfigError where nobody can."""
+    if certificates is None:
+        check_exposure(host, insecure, "send turns to every replica of this node")
+    own = certificates.insist(Role.NODE) if certificates else None
+    complaints = Complaints(_logger.warning, time.monotonic)
+    by_name = {name.encode(): at for name, at in ports.items()}
+    door = Door(by_name, own, time.time, complaints.refused)
+    tls = certificates.server_context() if certificates else None
+    found: list[asyncio.Server] = []
+
+    async def bind() -> None:
+        loop = asyncio.get_running_loop()
+        found.append(
+            await loop.create_server(
+                lambda: CallerConnection(door),
+                host,
+                port,
+                backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=HEAD_S if tls else None,
+            )
+        )
+
+    try:
+        await bound(bind)
+    except OSError as error:
+        raise ConfigError(f"proxy: {host}:{port} cannot be served: {error.strerror}") from error
+    return found[0], door
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; exit code 2 with one line on bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rose.proxy.main", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--replica", action="append", default=[], metavar="PORT=NAME", help="an engine here"
+    )
+    parser.add_argument("--insecure", action="store_true")
+    add_certificate_options(parser)
+    options = vars(parser.parse_args(argv))
+    log_to_stderr(logging.INFO)
+    os.nice(NICENESS)
+    _raise_descriptor_limit()
+    try:
+        ports = dict(_replica(said) for said in options["replica"])
+        uvloop.run(
+            _run(
+                options["host"],
+                options["port"],
+                ports,
+                taken_certificates(options),
+                insecure=options["insecure"],
+            )
+        )
+    except RoseError as error:
+        sys.stderr.write(f"rose node proxy: {error}\n")
+        return EXIT_BAD_INPUT
+    return 0
+
+
+async def _run(
+    host: str,
+    port: int,
+    ports: Mapping[str, int],
+    certificates: CertificateFiles | None,
+    *,
+    insecure: bool,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server, door = await serve(host, port, ports, certificates, insecure=insecure)
+    _logger.info("listening on %s:%d for %s", host, port, ", ".join(ports) or "no replica")
+    # For the daemon.
+    sys.stdout.write("listening\n")
+    sys.stdout.flush()
+    await stop.wait()
+    server.close()
+    door.close()
+
+
+def _replica(said: str) -> tuple[str, int]:
+    """Name and port. The port comes first, since a name may hold anything."""
+    port, mark, name = said.partition("=")
+    if not (mark and name and port.isdigit()):
+        raise ConfigError(f"--replica {said!r}: write PORT=NAME")
+    return name, int(port)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each stream takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

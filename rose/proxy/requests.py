@@ -1,0 +1,115 @@
+"""Which requests pass, to which engine, and the head that it gets: a function of the request.
+
+    POST /REPLICA/rose/v1/generate   with a length   ──► its port, a head written anew
+    anything else                                    ──► PassRefusedError, before the engine hears
+
+The head is written and not edited: a field that is not listed here never reaches an engine, least
+of all the secret by which its node controls it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from rose.contract.replica import (
+    GENERATE,
+    GENERATE_MORE,
+    MAX_BODY_BYTES,
+    POOLING,
+    Fault,
+    Refusal,
+)
+from rose.errors import RoseError
+
+PATHS: Final = frozenset(path.encode() for path in (GENERATE, GENERATE_MORE, *POOLING))
+# What engines read of a head besides its length. A trace goes on with its turn.
+PASSED: Final = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
+MAX_HEAD_BYTES: Final = 16 << 10
+REASONS: Final = {
+    400: b"Bad Request",
+    403: b"Forbidden",
+    404: b"Not Found",
+    411: b"Length Required",
+    413: b"Content Too Large",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+_encode = msgspec.json.Encoder().encode
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class PassRefusedError(RoseError):
+    """A request does not pass; `status` and `kind` are what its caller is told beside the line."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+    @property
+    def answer(self) -> bytes:
+        """The whole answer, in the shape of a replica's refusals; the connection ends with it."""
+        body = _encode(Refusal(Fault(self.kind, str(self))))
+        lines = (
+            b"HTTP/1.1 %d %b" % (self.status, REASONS[self.status]),
+            b"Content-Type: application/json",
+            b"Content-Length: %d" % len(body),
+            b"Connection: close",
+            b"",
+            body,
+        )
+        return b"\r\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRequest:
+    """A request that passes: the loopback port of its engine, and its first lines."""
+
+    port: int
+    head: bytes
+
+
+def passed(
+    ports: Mapping[bytes, int], method: bytes, target: bytes, headers: Headers
+) -> PassedRequest:
+    """How a request goes on; `ports`: of the engines, by their replicas' names.
+
+    headers: names in lower case. Raises PassRefusedError.
+    """
+    name, path, query = _parted(target)
+    port = ports.get(name)
+    if port is None:
+        raise PassRefusedError(404, "not_found", "this node has no such replica")
+    if method != b"POST" or path not in PATHS:
+        raise PassRefusedError(404, "not_found", "only turns pass here")
+    if any(field == b"upgrade" for field, _ in headers):
+        raise PassRefusedError(400, "bad_request", "only HTTP is spoken here")
+    length = _length(headers)
+    lines = [b"POST %b%b HTTP/1.1" % (path, query), b"host: 127.0.0.1:%d" % port]
+    lines += [b"%b: %b" % field for field in headers if field[0] in PASSED]
+    lines += [b"content-length: %d" % length, b"", b""]
+    return PassedRequest(port, b"\r\n".join(lines))
+
+
+def _parted(target: bytes) -> tuple[bytes, bytes, bytes]:
+    """Name of the replica, path at the engine, and query with its mark."""
+    whole, mark, query = target.partition(b"?")
+    name, slash, path = whole.removeprefix(b"/").partition(b"/")
+    return unquote_to_bytes(name), slash + path, mark + query
+
+
+def _length(headers: Headers) -> int:
+    """Of the body: one number, so that engine and proxy cannot differ about where it ends."""
+    said = [value for name, value in headers if name == b"content-length"]
+    if any(name == b"transfer-encoding" for name, _ in headers) or len(said) != 1:
+        raise PassRefusedError(411, "length_required", "say the length of the body, once")
+    if not said[0].isdigit():
+        raise PassRefusedError(400, "bad_request", "the length of the body is no number")
+    # Of digits without an end Python makes no number at once.
+    if len(said[0]) > 12 or int(said[0]) > MAX_BODY_BYTES:
+        raise PassRefusedError(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
+    return int(said[0])

@@ -1,0 +1,407 @@
+"""The proxy beside a node: what passes, for whom, and what either side's end does to the other."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
+from rose.proxy import callers, engines
+from rose.proxy.main import Complaints, main, serve
+from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
+from rose.security import CertificateFiles, Role
+from tests.certificates import Certificates
+from tests.patience import PATIENCE_S
+
+GENERATE = "/rose/v1/generate"
+PORTS = {b"g0": 7001, b"a/b %": 7002}
+LENGTH = (b"content-length", b"2")
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+WHOLE = OK + b"Content-Length: 2\r\n\r\nhi"
+END = b"0\r\n\r\n"
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+# ---- what passes ----
+
+
+def test_an_engine_gets_a_head_that_was_written_anew() -> None:
+    said = [
+        (b"content-type", b"application/json"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"authorization", b"Bearer secret"),
+        (b"connection", b"close"),
+        (b"host", b"node:7410"),
+        LENGTH,
+    ]
+    asked = passed(PORTS, b"POST", b"/g0/rose/v1/generate?x=1", said)
+    assert asked.port == 7001
+    assert asked.head == (
+        b"POST /rose/v1/generate?x=1 HTTP/1.1\r\nhost: 127.0.0.1:7001\r\n"
+        b"content-type: application/json\r\ntraceparent: 00-1-2-01\r\ncontent-length: 2\r\n\r\n"
+    )
+    assert passed(PORTS, b"POST", b"/a%2Fb%20%25/score", [LENGTH]).port == 7002
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        (b"POST", b"/g1/rose/v1/generate"),
+        (b"POST", b"/rose/v1/generate"),
+        (b"POST", b"http://x/g0/rose/v1/generate"),
+        (b"GET", b"/g0/rose/v1/generate"),
+        (b"POST", b"/g0/rose/v1/admit"),
+        (b"POST", b"/g0/rose/v1/weights/apply"),
+        (b"POST", b"/g0/sleep"),
+        (b"POST", b"/g0/v1/completions"),
+        (b"GET", b"/g0/metrics"),
+        (b"POST", b"/g0//rose/v1/generate"),
+        (b"POST", b"/g0/rose/v1/generate/../admit"),
+        (b"POST", b"/g0/rose/v1/generat%65"),
+        (b"POST", b""),
+    ],
+)
+def test_nothing_but_turns_of_its_replicas_passes(method: bytes, target: bytes) -> None:
+    with pytest.raises(PassRefusedError) as refused:
+        passed(PORTS, method, target, [LENGTH])
+    assert refused.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], 411),
+        ([LENGTH, LENGTH], 411),
+        ([LENGTH, (b"transfer-encoding", b"chunked")], 411),
+        ([(b"content-length", b"-1")], 400),
+        ([(b"content-length", b"+2")], 400),
+        ([(b"content-length", b"9" * 9_000)], 413),
+        ([(b"content-length", b"4194305")], 413),
+        ([LENGTH, (b"upgrade", b"websocket")], 400),
+    ],
+)
+def test_where_a_body_ends_is_never_a_matter_of_opinion(
+    headers: list[tuple[bytes, bytes]], status: int
+) -> None:
+    with pytest.raises(PassRefusedError) as refused:
+        passed(PORTS, b"POST", b"/g0/score", headers)
+    assert refused.value.status == status
+    assert refused.value.answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+# ---- on sockets ----
+
+
+class Engine:
+    """An engine's server: answers each request by the next of its answers."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.left = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                await self.answers.pop(0)(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+
+def pieces(*data: bytes) -> Answer:
+    async def say(writer: asyncio.StreamWriter) -> None:
+        for piece in data:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    return say
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+class Heard:
+    """A gateway's receiver."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.text = b""
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    def status(self, code: int) -> None:
+        self.code = code
+
+    def body(self, data: bytes) -> None:
+        self.text += data
+        self.begun.set()
+
+    def ended(self, error: Exception | None) -> None:
+        self.error = error
+        self.over.set()
+
+
+class ProxyBench:
+    """One proxy before one engine."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def start(self, engine: Engine, files: CertificateFiles | None = None) -> "ProxyBench":
+        behind = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+        port = behind.sockets[0].getsockname()[1]
+        server, self.door = await serve("127.0.0.1", 0, {"g0": port, "gone": 1}, files)
+        self.port = server.sockets[0].getsockname()[1]
+        self.url = f"{'https' if files else 'http'}://127.0.0.1:{self.port}/g0{GENERATE}"
+        for each in (behind.close, server.close, self.door.close):
+            self._stack.callback(each)
+        return self
+
+    def upstream(self, tls: ClusterTls | None = None) -> Upstream:
+        made = Upstream(tls)
+        self._stack.callback(made.close)
+        return made
+
+    async def ask(self, upstream: Upstream, url: str = "", body: bytes = b"{}") -> Heard:
+        heard = Heard()
+        await upstream.post(url or self.url, body, heard)
+        async with asyncio.timeout(PATIENCE_S):
+            await heard.over.wait()
+        return heard
+
+    async def raw(self, sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(sent)
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await reader.read()
+            except ConnectionError:
+                return b""
+            finally:
+                writer.close()
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[ProxyBench]:
+    async with AsyncExitStack() as stack:
+        yield ProxyBench(stack)
+
+
+async def test_an_answer_comes_as_it_was_and_both_connections_are_used_again(
+    bench: ProxyBench,
+) -> None:
+    streamed = pieces(CHUNKED + b"2\r\nab\r\n", b"1\r\nc\r", b"\n" + END)
+    engine = Engine(streamed, pieces(WHOLE), pieces(WHOLE))
+    await bench.start(engine)
+    upstream = bench.upstream()
+    answers = [await bench.ask(upstream, body=body) for body in (b"{}", b"x" * 300_000, b"")]
+    assert [each.text for each in answers] == [b"abc", b"hi", b"hi"], [e.error for e in answers]
+    assert engine.requests[1].endswith(b"x" * 300_000)
+    assert (engine.connections, len(bench.door.open)) == (1, 1)
+
+
+async def test_who_hangs_up_ends_the_turn_on_the_other_side(bench: ProxyBench) -> None:
+    engine = Engine(pieces(CHUNKED + b"2\r\nab\r\n"), hang_up, pieces(CHUNKED + b"2\r\nab"))
+    engine.answers.append(hang_up)
+    await bench.start(engine)
+    upstream, heard = bench.upstream(), Heard()
+    connection = await upstream.post(bench.url, b"{}", heard)
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.begun.wait()
+        connection.leave(heard)
+        await engine.left.wait()
+    lost = await bench.ask(upstream)
+    assert isinstance(lost.error, ConnectionError), "an engine that ends says nothing in its place"
+    assert lost.code == 0
+    assert not bench.door.open
+
+
+async def test_an_engine_that_is_not_there_is_told_before_anything_was_sent(
+    bench: ProxyBench,
+) -> None:
+    await bench.start(Engine())
+    heard = await bench.ask(bench.upstream(), bench.url.replace("g0", "gone"))
+    assert heard.code == 503
+    assert b'"unavailable"' in heard.text
+
+
+async def test_an_engine_that_closes_after_an_answer_is_asked_anew(bench: ProxyBench) -> None:
+    closing = OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi"
+    engine = Engine(pieces(closing), pieces(WHOLE), pieces(WHOLE))
+    await bench.start(engine)
+    upstream = bench.upstream()
+    for _ in range(3):
+        assert (await bench.ask(upstream)).text == b"hi"
+    assert engine.connections == 2
+
+
+async def test_a_connection_that_its_engine_may_be_closing_is_not_used(
+    bench: ProxyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    await bench.start(engine)
+    monkeypatch.setattr(engines, "REUSE_S", -1.0)
+    upstream = bench.upstream()
+    for _ in range(2):
+        assert (await bench.ask(upstream)).text == b"hi"
+    assert engine.connections == 2
+
+
+HEAD = b"POST /g0/score HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /g0/metrics HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /g0/score HTTP/1.1\r\nX: " + b"y" * MAX_HEAD_BYTES, b"431"),
+        (HEAD.replace(b"Content", b"Upgrade: h2c\r\nConnection: upgrade\r\nContent"), b"400"),
+        (b"CONNECT g0:1 HTTP/1.1\r\n\r\n", b"404"),
+    ],
+)
+async def test_what_does_not_pass_reaches_no_engine(
+    bench: ProxyBench, sent: bytes, status: bytes
+) -> None:
+    engine = Engine()
+    await bench.start(engine)
+    assert (await bench.raw(sent)).startswith(b"HTTP/1.1 " + status)
+    assert engine.connections == 0
+
+
+async def test_a_second_request_before_the_answer_ends_both(bench: ProxyBench) -> None:
+    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    await bench.start(engine)
+    assert b"hi" not in await bench.raw(HEAD + HEAD)
+    assert len(engine.requests) <= 1
+
+
+async def test_who_takes_too_long_is_closed(
+    bench: ProxyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "HEAD_S", 0.01)
+    monkeypatch.setattr(callers, "BODY_S", 0.01)
+    await bench.start(Engine())
+    for begun in (b"", b"POST /g0/sc", HEAD[:-1]):
+        assert await bench.raw(begun) == b""
+
+
+async def test_beyond_the_limit_newcomers_are_closed(bench: ProxyBench) -> None:
+    engine = Engine(pieces(WHOLE))
+    await bench.start(engine)
+    bench.door.most = 1
+    assert (await bench.ask(bench.upstream())).code == 200
+    assert await bench.raw(HEAD) == b""
+
+
+async def test_a_slow_reader_holds_its_engine_up_and_nothing_piles_up(bench: ProxyBench) -> None:
+    sent = 0
+
+    async def flood(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(CHUNKED)
+        block = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+        for _ in range(400):
+            writer.write(block)
+            await writer.drain()
+            sent += 1
+
+    await bench.start(Engine(flood))
+    reader, writer = await asyncio.open_connection("127.0.0.1", bench.port, limit=1 << 10)
+    writer.write(HEAD)
+    await reader.readexactly(1)
+    seen = -1
+    async with asyncio.timeout(PATIENCE_S):
+        while sent != seen:
+            seen = sent
+            await asyncio.sleep(0.05)
+    assert sent < 300, "26 MB did not find a place in between"
+    writer.close()
+
+
+# ---- who may ----
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+async def test_gateways_of_the_cluster_come_in_and_nobody_else_does(
+    bench: ProxyBench, cluster: Certificates, tmp_path: Path
+) -> None:
+    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    await bench.start(engine, cluster.of(Role.NODE, "n0"))
+
+    def of(role: Role) -> Upstream:
+        return bench.upstream(ClusterTls(cluster.of(role, "x")))
+
+    gateway = of(Role.GATEWAY)
+    assert [(await bench.ask(gateway)).text for _ in range(2)] == [b"hi", b"hi"]
+    assert len(bench.door.open) == 1, "one handshake"
+    trainer = await bench.ask(of(Role.TRAINER))
+    assert (trainer.code, b"gateways do" in trainer.text) == (403, True)
+    stranger = Certificates(tmp_path / "other").of(Role.GATEWAY, "x")
+    for tls in (ClusterTls(stranger), None):
+        with pytest.raises(UpstreamError, match="not proved"):
+            await bench.ask(bench.upstream(tls))
+    bench.door.wall_s = lambda: 1e12
+    assert (await bench.ask(gateway)).code == 403, "a connection lasts as long as its certificate"
+    assert len(engine.requests) == 2
+
+
+async def test_a_gateway_believes_nodes_alone(bench: ProxyBench, cluster: Certificates) -> None:
+    await bench.start(Engine(), cluster.of(Role.NODE, "n0"))
+    files = cluster.of(Role.RELAY, "r0")
+
+    loop = asyncio.get_running_loop()
+    posing = await loop.create_server(
+        lambda: callers.CallerConnection(bench.door), "127.0.0.1", 0, ssl=files.server_context()
+    )
+    url = f"https://127.0.0.1:{posing.sockets[0].getsockname()[1]}/g0{GENERATE}"
+    with pytest.raises(UpstreamError, match=r"node\.prod\.rose\.internal"):
+        await bench.ask(bench.upstream(ClusterTls(cluster.of(Role.GATEWAY, "g"))), url)
+    posing.close()
+
+
+async def test_it_serves_others_with_certificates_or_when_told_so(cluster: Certificates) -> None:
+    with pytest.raises(ConfigError, match="send turns to every replica"):
+        await serve("0.0.0.0", 0, {}, None)
+    with pytest.raises(ConfigError, match="role node"):
+        await serve("127.0.0.1", 0, {}, cluster.of(Role.GATEWAY, "g"))
+
+
+@pytest.mark.parametrize("said", ["7001", "x=g0", "7001="])
+def test_a_replica_that_is_none_is_named(
+    said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.nice", lambda by: by)
+    assert main(["--host=127.0.0.1", "--port=1", f"--replica={said}"]) == 2
+    assert "PORT=NAME" in capsys.readouterr().err
+
+
+def test_it_complains_a_few_times_a_minute() -> None:
+    said: list[Any] = []
+    now_s = 0.0
+    complaints = Complaints(said.append, lambda: now_s)
+    for _ in range(100):
+        complaints.refused("10.0.0.1", "why")
+    assert len(said) == 20
+    now_s = 60.0
+    complaints.refused("10.0.0.1", "why")
+    assert said[-1] == "refused 10.0.0.1: why"
