@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
+.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
@@ -84,6 +84,9 @@ bench-kill: install
 
 bench-stop: install
 	$(BIN)/python -m rose.bench.micro.stop_all --out out/bench/stop.json $(ARGS)
+
+bench-proxy: install
+	$(BIN)/python -m rose.bench.micro.proxy --out out/bench/proxy.json $(ARGS)
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)
