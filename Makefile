@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
+.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
@@ -87,6 +87,12 @@ bench-stop: install
 
 bench-proxy: install
 	$(BIN)/python -m rose.bench.micro.proxy --out out/bench/proxy.json $(ARGS)
+
+bench-cli: install
+	$(BIN)/python -m rose.bench.operators.cli_answers --out out/bench/cli.json $(ARGS)
+
+bench-tracing: install
+	$(BIN)/python -m rose.bench.operators.tracing --out out/bench/tracing.json $(ARGS)
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)

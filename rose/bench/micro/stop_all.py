@@ -146,7 +146,7 @@ async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[St
         tasks = [asyncio.create_task(node.run()) for node in fleet]
         rows = []
         for _ in range(rounds):
-            await _at_work(stub, nodes)
+            await at_work(stub, nodes)
             mute = dice.sample(fleet, silent)
             for node in mute:
                 node.speaks.clear()
@@ -163,7 +163,7 @@ async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[St
         await asyncio.to_thread(scheduler.wait)
 
 
-async def _at_work(stub: Any, nodes: int) -> None:  # noqa: ANN401 - of gRPC
+async def at_work(stub: Any, nodes: int) -> None:  # noqa: ANN401 - of gRPC
     """Until every node is attached, has confirmed its mode, and has a guest that works."""
     until_s = time.monotonic() + PATIENCE_S
     while True:

@@ -1,0 +1,1 @@
+"""What operators wait for, and what their views of turns cost."""

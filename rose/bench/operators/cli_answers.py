@@ -1,0 +1,152 @@
+"""How long an operator waits for each command that looks, over a fleet of stand-in nodes.
+
+    python -m rose.bench.operators.cli_answers [--nodes N] [--rounds N] [--out FILE]
+
+Prints one JSON object. A scheduler process leads so many nodes, each with a guest that works, which
+this process plays. The commands are run as an operator runs them, each in a process of its own, in
+turn and in an order that changes from round to round. Beside each the time in which Python starts
+and imports nothing says what of it no command can help. Exit code 1 when one takes longer than a
+second at the median, or fails.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rose.addresses import free_port
+from rose.bench.micro.scheduler_rpc import channel_to
+from rose.bench.micro.stop_all import PATIENCE_S, POLICY, StoppableNode, at_work
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+from slo import percentile
+
+MOST_S: Final = 1.0
+NOTHING: Final = "python -c pass"
+VERBS: Final[Mapping[str, tuple[str, ...]]] = {
+    "rose status": ("status",),
+    "rose nodes": ("nodes",),
+    "rose nodes NODE -o json": ("nodes", "n000", "-o", "json"),
+    "rose replicas": ("replicas",),
+    "rose jobs": ("jobs",),
+    "rose top --once": ("top", "--once"),
+    "rose policy get": ("policy", "get"),
+    "rose policy explain NODE": ("policy", "explain", "n000"),
+    "rose stop-all --dry-run": ("stop-all", "--dry-run"),
+}
+OFFLINE: Final[Mapping[str, tuple[str, ...]]] = {
+    "rose --help": ("--help",),
+    "rose completion bash": ("completion", "bash"),
+}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One command, over all rounds."""
+
+    command: str
+    p50_s: float
+    p95_s: float
+    bytes: int
+    failed: int
+
+    @property
+    def good(self) -> bool:
+        """Whether an operator gets on with it."""
+        return self.failed == 0 and self.p50_s <= MOST_S
+
+
+class _Times:
+    """What one command took so far."""
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+        self.bytes = self.failed = 0
+
+    def answer(self, command: str) -> Answer:
+        p50_s, p95_s = (round(percentile(self.took_s, at), 3) for at in (0.5, 0.95))
+        return Answer(command, p50_s, p95_s, self.bytes, self.failed)
+
+
+async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
+    """An answer for each command. Raises UnavailableError where the fleet does not start."""
+    port = free_port()
+    scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
+        (
+            *(sys.executable, "-m", "rose.scheduler.main", f"--port={port}"),
+            *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
+        )
+    )
+    address, dice = f"127.0.0.1:{port}", random.Random(0)  # noqa: S311 - a load, not a secret
+    fleet = [StoppableNode(address, number, dice) for number in range(nodes)]
+    tasks: list[asyncio.Task[None]] = []
+    python = (sys.executable, "-m", "rose.cli")
+    commands = {name: (*python, *words) for name, words in OFFLINE.items()}
+    commands |= {name: (*python, *words, "--scheduler", address) for name, words in VERBS.items()}
+    commands[NOTHING] = (sys.executable, "-c", "pass")
+    times = {name: _Times() for name in commands}
+    try:
+        stub = SchedulerStub(channel_to(address))
+        apply = pb.ApplyPolicyRequest(policy=json.dumps(POLICY))
+        await stub.ApplyPolicy(apply, timeout=PATIENCE_S, wait_for_ready=True)
+        tasks = [asyncio.create_task(node.run()) for node in fleet]
+        await at_work(stub, nodes)
+        for _ in range(rounds):
+            for name in dice.sample(sorted(commands), len(commands)):
+                await _run(commands[name], times[name])
+    finally:
+        for task in tasks:
+            task.cancel()
+        scheduler.terminate()
+        await asyncio.to_thread(scheduler.wait)
+    return [found.answer(name) for name, found in times.items()]
+
+
+async def _run(words: Sequence[str], times: _Times) -> None:
+    began_s = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    said, _ = await process.communicate()
+    times.took_s.append(time.monotonic() - began_s)
+    times.bytes = max(times.bytes, len(said))
+    times.failed += process.returncode != 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and say by the exit code whether nobody waits."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="rose-cli-") as folder:
+        rows = asyncio.run(measure(args.nodes, args.rounds, Path(folder)))
+    found = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
+        "nodes": args.nodes,
+        "rounds": args.rounds,
+        "most_s": MOST_S,
+        "good": all(row.good for row in rows),
+        "answers": [msgspec.to_builtins(row) for row in rows],
+    }
+    text = json.dumps(found, indent=1) + "\n"
+    sys.stdout.write(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
+    return 0 if found["good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
