@@ -41,13 +41,15 @@ trainers: install $(TRAINERS:%=.venv-%/.pins)
 
 test: unit engine
 
-# All of it: also what is marked `nightly`, and an hour of deterministic chaos at most.
+# All of it: also what is marked `nightly`, an hour of deterministic chaos at most, and all that
+# needs a real API server, of which none may be skipped: one is built where none is named.
 NIGHTLY_SEEDS ?= 10000
 nightly: install
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
 	$(BIN)/python -m pytest -q tests/trainers --durations=10 $(ARGS)
 	$(BIN)/python -m tests.chaos --seeds $(NIGHTLY_SEEDS)
+	scripts/cluster-tests
 
 demo: install
 	$(BIN)/rose demo $(ARGS)
