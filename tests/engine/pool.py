@@ -28,6 +28,7 @@ from tiny_model import save_tiny_model
 from vllm_versions import run_by
 
 from executor import ControlPage
+from executor.control_page.host_description import page_of
 from rose.addresses import free_port
 from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.engines import EngineProcess, EngineRole, EngineSpec
@@ -40,6 +41,7 @@ START_S = 480.0
 AT_ONCE = 2
 # Tokens of the byte tokenizer; its end of sequence comes after them.
 BYTES = 256
+HOST_NAME = "chat-0"
 # In which an engine is rid of what a test asked of it.
 SETTLE_S = 15.0
 POLL_S = 0.02
@@ -269,6 +271,10 @@ class EnginePool:
         page = self._page(spec) if spec.page else None
         model = self.worded if spec.worded else self.model
         published = PolicyVersions(folder / "store", model) if spec.weights else None
+        found: tuple[tuple[str, str], ...] = ()
+        if page and spec.role is EngineRole.HOST:
+            at = page.control.path
+            found = ("ROSE_HOST_DIR", str(at.parent)), ("ROSE_HOST_NAME", at.stem)
         engine_spec = EngineSpec(
             name=spec.served or spec.name,
             role=spec.role,
@@ -279,12 +285,13 @@ class EnginePool:
             kv_bytes=spec.kv_bytes,
             kv_backend=spec.kv_backend,
             stream_interval=spec.stream_interval,
-            control_page=page.control.path if page else None,
+            # A host makes itself known in the folder of its page, as a node would find it.
+            control_page=page.control.path if page and not found else None,
             orphan_s=2.0,
             verify_key=published.key.verify_key.hex if published else None,
             weights_dir=published.folder if published else None,
             extra_args=spec.args,
-            **_environment(spec, folder),
+            **_environment(replace(spec, environ=(*spec.environ, *found)), folder),
         )
         return Started(spec, engine_spec, page, published)
 
@@ -292,7 +299,9 @@ class EnginePool:
         """The page of this name; each vLLM has its own."""
         name = f"{spec.page}-{'0.25' if spec.python else 'here'}"
         if name not in self._pages:
-            control = ControlPage.create(self._folder / f"page-{name}")
+            folder = self._folder / f"shared-{name}"
+            folder.mkdir()
+            control = ControlPage.create(page_of(str(folder), HOST_NAME))
             planned = {other for specs in self._plan.values() for other in specs}
             hosts = {other.page for other in planned if other.role is EngineRole.HOST}
             self._pages[name] = Page(control, StandInNode(control, real_host=spec.page in hosts))
