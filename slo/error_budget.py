@@ -69,12 +69,15 @@ class ErrorBudget:
     """Good and bad requests of one model over `period_s`, on a clock that is handed in.
 
     Three rings, 771 slices in all: minutes for windows up to six hours, quarters of an hour for
-    three days, a 120th of the period for the budget itself. Requests reported later than those
-    hold are left out. Raises ValueError unless `objective` lies in (0, 1] and the period holds the
-    rules.
+    three days, a 120th of the period for the budget itself. One that `pages_only` has two of 136
+    slices, which hold the windows of the rules that page and none above six hours. Requests
+    reported later than those hold are left out. Raises ValueError unless `objective` lies in (0, 1]
+    and the period holds the rules.
     """
 
-    def __init__(self, objective: float, period_s: float = 30 * DAY_S) -> None:
+    def __init__(
+        self, objective: float, period_s: float = 30 * DAY_S, *, pages_only: bool = False
+    ) -> None:
         if not 0 < objective <= 1:
             raise ValueError(f"objective is {objective}; give a fraction in (0, 1]")
         if not (math.isfinite(period_s) and period_s >= 3 * DAY_S):
@@ -82,11 +85,14 @@ class ErrorBudget:
         self.objective = objective
         self.period_s = period_s
         # One slice more than the window: the running slice is not full yet.
-        self._rings = (
-            TimeBuckets(MINUTE_S, 361, _Counts),
-            TimeBuckets(15 * MINUTE_S, 289, _Counts),
-            TimeBuckets(period_s / 120, 121, _Counts),
+        sizes: tuple[tuple[float, int], ...] = (
+            (MINUTE_S, 361),
+            (15 * MINUTE_S, 289),
+            (period_s / 120, 121),
         )
+        if pages_only:
+            sizes = ((MINUTE_S, 62), (5 * MINUTE_S, 74))
+        self._rings = tuple(TimeBuckets(slice_s, slices, _Counts) for slice_s, slices in sizes)
 
     def add(self, now_s: float, good: int, bad: int) -> None:
         """Count requests that ended at `now_s`; raises ValueError for a negative count."""
@@ -129,4 +135,5 @@ class ErrorBudget:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:
                 held = ring.window(now_s, window_s)
                 return sum(c.good for c in held), sum(c.bad for c in held)
-        raise ValueError(f"window of {window_s} s; give at most the period of {self.period_s} s")
+        longest_s = min(self.period_s, self._rings[-1].span_s - self._rings[-1].slice_s)
+        raise ValueError(f"window of {window_s} s; give at most the period, or {longest_s:g} s")

@@ -1,6 +1,7 @@
 """Holds of hosts whose SLO budget burns while they lend, and of hosts that are too busy.
 
     requests, lending ──> BudgetHold ──> a node is held ──> several of one deployment: all of it is
+                          (all hosts of a node together, and each by itself)
     busy share        ──> BusyHold   ──> a node is held
 
 Burn rates are those of the SRE workbook (`slo.error_budget`): its two paging rules begin a hold, so
@@ -22,6 +23,11 @@ from slo import RULES, ErrorBudget
 from slo.error_budget import burnt
 
 PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
+LONGEST_S: Final = max(rule.long_s for rule in PAGING)
+# Until a policy says another one.
+OBJECTIVE: Final = 0.99
+# Of one node, those of the last six hours among them: names are as many as its hosts' pods.
+MOST_HOSTS: Final = 64
 # Below it the budget lasts for the whole period.
 CALM_BURN: Final = 1.0
 CALM_WINDOW_S: Final = 300.0
@@ -33,12 +39,17 @@ SHARE_OF_DEPLOYMENT: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Requests of a node's host since it was heard last; `lends`: a lease of its guest lives."""
+    """Requests of a node's host since it was heard last; `lends`: a lease of its guest lives.
+
+    Of several hosts good and bad are sums, and `hosts` has both of each: a host that burns its
+    budget among seven that do not would not show in a sum.
+    """
 
     node: str
     good: int
     bad: int
     lends: bool
+    hosts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +86,20 @@ class Freed:
 
 
 @dataclass(slots=True)
-class _Host:
+class _OneHost:
+    """One of several hosts of a node; its budget is kept as long as a hold may come of it."""
+
     budget: ErrorBudget
-    objective: float
+    seen_s: float
+    missed_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class _Host:
+    """All hosts of a node together, and each where there are several."""
+
+    budget: ErrorBudget
+    hosts: dict[str, _OneHost] = field(default_factory=dict)
     lent_s: float = -math.inf
     held: str | None = None
     calm_since_s: float | None = None
@@ -135,9 +157,11 @@ class BudgetHold:
     def _serve(self, event: Served, now_s: float) -> None:
         host = self._hosts.get(event.node)
         if host is None:
-            host = self._hosts[event.node] = _Host(ErrorBudget(0.99), 0.99)
+            host = self._hosts[event.node] = _Host(ErrorBudget(OBJECTIVE))
         if event.good or event.bad:
             host.budget.add(now_s, event.good, event.bad)
+        if event.hosts or host.hosts:
+            _serve_each(host, event, now_s)
         if event.lends:
             host.lent_s = now_s
 
@@ -151,7 +175,8 @@ class BudgetHold:
                     host.held = host.calm_since_s = None
                     acts.append(Freed(node, "no policy bounds its SLO budget any more"))
                 continue
-            host.budget.objective = limit.objective
+            for budget in (host.budget, *(each.budget for each in host.hosts.values())):
+                budget.objective = limit.objective
             if host.held is None:
                 why = self._burns(host, limit, now_s)
                 if why is not None:
@@ -170,20 +195,16 @@ class BudgetHold:
     def _burns(self, host: _Host, limit: SloBudget, now_s: float) -> str | None:
         if now_s > host.lent_s + LENT_LATELY_S:
             return None
-        for alert in host.budget.alerts(now_s, PAGING):
-            good, bad = host.budget.counts(now_s, alert.rule.long_s)
-            if bad >= limit.min_bad:
-                threshold = alert.rule.threshold(host.budget.period_s)
-                return (
-                    f"SLO budget: {bad} of {good + bad} requests missed their targets in"
-                    f" {alert.rule.long_s / 60:.0f} min; burn rate {alert.long_burn:.1f} there and"
-                    f" {alert.short_burn:.1f} in {alert.rule.short_s / 60:.0f} min, at most"
-                    f" {threshold:.1f} while it lends"
-                )
-        return None
+        why = _burnt(host.budget, limit, now_s, "")
+        for name, each in host.hosts.items():
+            # Without a miss in the longest window there is nothing to look for.
+            if why is None and now_s <= each.missed_s + LONGEST_S:
+                why = _burnt(each.budget, limit, now_s, f" of host {name}")
+        return why
 
     def _calm(self, host: _Host, limit: SloBudget, now_s: float) -> bool:
-        if host.budget.burn_rate(now_s, CALM_WINDOW_S) > CALM_BURN:
+        budgets = (host.budget, *(each.budget for each in host.hosts.values()))
+        if any(budget.burn_rate(now_s, CALM_WINDOW_S) > CALM_BURN for budget in budgets):
             host.calm_since_s = None
             return False
         if host.calm_since_s is None:
@@ -211,6 +232,39 @@ class BudgetHold:
         for name in [n for n in self._deployments if n not in members]:
             del self._deployments[name]
         return acts
+
+
+def _serve_each(node: _Host, event: Served, now_s: float) -> None:
+    """Requests of each host; one that was not heard for the longest window is forgotten."""
+    for name, (good, bad) in event.hosts.items():
+        one = node.hosts.get(name)
+        if one is None:
+            if len(node.hosts) >= MOST_HOSTS:
+                del node.hosts[min(node.hosts, key=lambda each: node.hosts[each].seen_s)]
+            budget = ErrorBudget(node.budget.objective, pages_only=True)
+            one = node.hosts[name] = _OneHost(budget, now_s)
+        one.seen_s = now_s
+        if good or bad:
+            one.budget.add(now_s, good, bad)
+        if bad:
+            one.missed_s = now_s
+    for name in [n for n, one in node.hosts.items() if now_s > one.seen_s + LONGEST_S]:
+        del node.hosts[name]
+
+
+def _burnt(budget: ErrorBudget, limit: SloBudget, now_s: float, whose: str) -> str | None:
+    """Why a budget holds its node, with the numbers of the rule that fired."""
+    for alert in budget.alerts(now_s, PAGING):
+        good, bad = budget.counts(now_s, alert.rule.long_s)
+        if bad >= limit.min_bad:
+            threshold = alert.rule.threshold(budget.period_s)
+            return (
+                f"SLO budget{whose}: {bad} of {good + bad} requests missed their targets in"
+                f" {alert.rule.long_s / 60:.0f} min; burn rate {alert.long_burn:.1f} there and"
+                f" {alert.short_burn:.1f} in {alert.rule.short_s / 60:.0f} min, at most"
+                f" {threshold:.1f} while it lends"
+            )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

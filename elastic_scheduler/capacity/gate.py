@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final
 
 from elastic_scheduler.capacity.budget_hold import (
@@ -53,6 +54,8 @@ from elastic_scheduler.leases.harvest_mode import (
 from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
 
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
+# Among the counters of a node's hosts: all of them together. No host is called so.
+ALL_HOSTS: Final = ""
 # The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
 CLI: Final = "cli"
 # All of them fit one reply.
@@ -152,7 +155,7 @@ class CapacityGate:
         self._withheld: dict[str, str] = {}
         self._held: dict[str, str] = {}
         self._dark: dict[str, list[str]] = {}
-        self._counted: dict[str, tuple[int, int]] = {}
+        self._counted: dict[str, dict[str, tuple[int, int]]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
         self._verdicts: dict[str, Verdict] = {}
@@ -212,17 +215,27 @@ class CapacityGate:
     # ---- what is heard ----
 
     def heard(
-        self, node: str, busy: float | None, good: int, bad: int, now_s: float, *, lends: bool
+        self,
+        node: str,
+        busy: float | None,
+        good: int,
+        bad: int,
+        now_s: float,
+        *,
+        lends: bool,
+        hosts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """A node's telemetry: its host's busy share, and its counters, which only grow."""
+        """A node's telemetry: its host's busy share, and its counters, which only grow.
+
+        `hosts`: counters of each, by name, where there are several; good and bad are their sums.
+        """
         if busy is not None:
             self._busy.step(BusySeen(node, busy), now_s)
-        before = self._counted.get(node)
-        self._counted[node] = good, bad
-        # Counters that fell are those of a new daemon; the first ones are of times unknown here.
-        fell = before is not None and (good < before[0] or bad < before[1])
-        since = (0, 0) if fell else before or (good, bad)
-        self._budgets.step(Served(node, good - since[0], bad - since[1], lends), now_s)
+        before = self._counted.get(node, {})
+        now = self._counted[node] = {ALL_HOSTS: (good, bad), **hosts}
+        since = {name: _since(before.get(name), counts) for name, counts in now.items()}
+        good, bad = since.pop(ALL_HOSTS)
+        self._budgets.step(Served(node, good, bad, lends, since), now_s)
 
     def watched(self, node: str, *, scraped: bool) -> None:
         """How a node knows its host: scraped, it is too late to yield to it, and lends nothing."""
@@ -569,3 +582,15 @@ def _noted(change: Held | Freed) -> Note:
         {"node": change.node} if change.deployment is None else {"deployment": change.deployment}
     )
     return Note("capacity_held" if begins else "capacity_freed", {**whose, "why": change.why})
+
+
+def _since(before: tuple[int, int] | None, now: tuple[int, int]) -> tuple[int, int]:
+    """What was counted since; counters that fell are those of a new daemon, or of a new host.
+
+    The first ones are of times that are unknown here, and count for nothing.
+    """
+    if before is None:
+        return 0, 0
+    if now[0] < before[0] or now[1] < before[1]:
+        return now
+    return now[0] - before[0], now[1] - before[1]

@@ -245,7 +245,9 @@ class Capacity:
         if telemetry.HasField("host"):
             host = telemetry.host
             busy = host.busy_share if host.HasField("busy_share") else None
-            self.gate.heard(view.node, busy, host.slo_good, host.slo_bad, now_s, lends=lends)
+            each = {one.host: (one.slo_good, one.slo_bad) for one in telemetry.hosts}
+            good, bad = host.slo_good, host.slo_bad
+            self.gate.heard(view.node, busy, good, bad, now_s, lends=lends, hosts=each)
             self.gate.watched(view.node, scraped=host.source == SCRAPE)
             if host.HasField("kv_share"):
                 self._kv_share[view.node] = host.kv_share

@@ -199,6 +199,27 @@ def test_counters_of_a_new_daemon_begin_anew() -> None:
     assert core.verdict("n").mode is ACTIVE, "what was before it was heard first counts for nothing"
 
 
+def test_a_node_is_held_for_one_of_its_hosts() -> None:
+    core = gate({})
+    judge(core, "n")
+    for minute in range(61):
+        # Of the other host nothing was counted when this one was heard first.
+        hosts = {"a": (80 * minute, 20 * minute), "b": (9_000 * minute, 0)}
+        good = sum(counts[0] for counts in hosts.values())
+        core.heard("n", 0.1, good, 20 * minute, 60.0 * minute, lends=True, hosts=hosts)
+    judge(core, "n", now_s=3_661.0)
+    assert core.verdict("n").mode is DRAIN
+    assert any(why.startswith("SLO budget of host a") for why in core.verdict("n").limits)
+
+
+def test_a_host_that_begins_anew_is_counted_from_its_beginning() -> None:
+    core = gate({})
+    for minute, counts in enumerate([(1_000, 900), (10, 0), (20, 0)]):
+        core.heard("n", 0.1, *counts, 60.0 * minute, lends=True, hosts={"a": counts})
+    judge(core, "n", now_s=181.0)
+    assert core.verdict("n").mode is ACTIVE
+
+
 def test_quotas_and_priorities_of_jobs_are_the_strictest() -> None:
     tenants: Iterable[dict[str, object]] = [{"job": "grpo", "priority": 2.0, "maxGuests": 1}]
     core = gate({"tenants": tenants}, {"tenants": [{"job": "grpo", "priority": 0.5}]})

@@ -1,6 +1,8 @@
 """Holds of hosts that burn their SLO budget while they lend, or that are busy."""
 
 from elastic_scheduler.capacity.budget_hold import (
+    LONGEST_S,
+    MOST_HOSTS,
     BudgetHold,
     BusyHold,
     BusySeen,
@@ -38,6 +40,44 @@ def test_a_host_that_burns_its_budget_while_it_lends_is_held_with_its_numbers() 
     assert "at most 14.4" in act.why
     assert hold.status() == {"n": act.why}
     assert hold.step(Judge({"n": LIMIT}), now_s) == [], "said once"
+
+
+def serve_both(hold: BudgetHold, minutes: int, bad: int, since_s: float = 0.0) -> float:
+    """A node of two hosts: one with few requests, some of them bad, and one with many good ones."""
+    now_s = since_s
+    for _ in range(minutes):
+        hosts = {"small": (100 - bad, bad), "large": (5_000, 0)}
+        hold.step(Served("n", 5_100 - bad, bad, True, hosts), now_s)
+        now_s += MINUTE_S
+    return now_s
+
+
+def test_one_burning_host_of_several_holds_the_node_though_their_sum_would_not() -> None:
+    hold, alone = BudgetHold(), BudgetHold()
+    now_s = serve_both(hold, minutes=60, bad=20)
+    [act] = hold.step(Judge({"n": LIMIT}), now_s)
+    assert isinstance(act, Held)
+    assert act.why.startswith("SLO budget of host small: 1180 of 5900 requests")
+    for minute in range(60):
+        alone.step(Served("n", 5_080, 20, True), minute * MINUTE_S)
+    assert alone.step(Judge({"n": LIMIT}), now_s) == []
+    assert hold.left(now_s) == alone.left(now_s), "what is left is of all of them"
+    now_s = serve_both(hold, minutes=7, bad=0, since_s=now_s)
+    assert hold.step(Judge({"n": LIMIT}), now_s) == [], "calm began just now"
+    now_s = serve_both(hold, minutes=11, bad=0, since_s=now_s)
+    [freed] = hold.step(Judge({"n": LIMIT}), now_s)
+    assert isinstance(freed, Freed)
+
+
+def test_hosts_that_left_are_forgotten_and_ever_new_names_are_bounded() -> None:
+    hold = BudgetHold()
+    for at in range(500):
+        hold.step(Served("n", 100, 0, True, {f"pod-{at}": (100, 0), "stays": (0, 0)}), at)
+    kept = hold._hosts["n"].hosts
+    assert len(kept) <= MOST_HOSTS
+    assert {"stays", "pod-499"} <= kept.keys()
+    hold.step(Served("n", 1, 0, True), 500 + LONGEST_S)
+    assert not kept, "a node with one host again has no others"
 
 
 def test_a_slow_leak_holds_nobody() -> None:

@@ -212,6 +212,23 @@ def test_policies_and_a_halted_canary_survive_a_restart() -> None:
     assert {v.mode for v in bench.core.capacity.gate.verdicts()} == {HarvestMode.OFF}
 
 
+def test_a_node_is_held_for_the_one_of_its_hosts_that_burns_its_budget() -> None:
+    bench = closed()
+    apply(bench)
+    attach(bench)
+    for minute in range(61):
+        bench.now_s += 60.0
+        bench.step(Offered(1, (offer(ttl_s=10.0, epoch=minute),)))
+        counts = {"a": (80 * minute, 20 * minute), "b": (9_000 * minute, 0)}
+        hosts = [pb.HostTelemetry(host=h, slo_good=g, slo_bad=b) for h, (g, b) in counts.items()]
+        whole = pb.HostTelemetry(slo_good=9_080 * minute, slo_bad=20 * minute)
+        bench.step(RatesMeasured(1, pb.Telemetry(host=whole, hosts=hosts)))
+        bench.at(bench.now_s + 2.0)
+    [row] = bench.core.capacity.explained("n0")
+    assert row.mode == pb.HARVEST_MODE_HOLD_AND_DRAIN
+    assert row.limits[0].startswith("SLO budget of host a: ")
+
+
 def test_a_blackout_begins_and_ends_by_the_wall_clock_that_is_handed_in() -> None:
     bench = closed()
     apply(bench, blackoutWindows=[{"from": "22:00", "to": "23:00", "timeZone": "UTC"}])

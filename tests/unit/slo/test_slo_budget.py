@@ -84,6 +84,19 @@ def test_an_alert_ends_soon_after_its_cause() -> None:
     assert PAGE_FAST not in {alert.rule for alert in budget.alerts(now_s)}
 
 
+@pytest.mark.parametrize(("bad_share", "hours"), [(0.5, 1), (0.2, 2), (0.08, 6), (0.03, 6)])
+def test_what_pages_does_so_in_a_seventh_of_the_slices(bad_share: float, hours: int) -> None:
+    whole, small = ErrorBudget(0.99), ErrorBudget(0.99, pages_only=True)
+    paging = tuple(rule for rule in RULES if rule.severity == "page")
+    now_s = run(whole, 0.0, hours * HOUR, bad_share)
+    assert run(small, 0.0, hours * HOUR, bad_share) == now_s
+    assert {a.rule for a in small.alerts(now_s, paging)} == {
+        a.rule for a in whole.alerts(now_s, paging)
+    }
+    with pytest.raises(ValueError, match="at most"):
+        small.counts(now_s, 7 * HOUR)
+
+
 def test_an_alert_says_how_fast_both_windows_burn() -> None:
     budget = ErrorBudget(0.99)
     now_s = run(budget, 0.0, 2 * HOUR, 0.2)
