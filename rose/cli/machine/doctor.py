@@ -31,6 +31,7 @@ from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION
 from executor.freeze_reason import explained
+from rose.addresses import is_loopback
 from rose.cli.main import Parser
 from rose.cli.options import DEFAULT_SCHEDULER
 from rose.engines.launch import (
@@ -270,6 +271,8 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
         yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
     for python, extra_env in _interpreters(config):
         yield checked("plugins", partial(_plugins, python, extra_env))
+    if config.replicas:
+        yield checked("proxy", partial(_proxy, config))
     yield checked("placement", partial(_placement, config))
     if config.metrics_port and daemon_of(config) is None:
         yield checked("metrics", partial(_port, "metrics", config.metrics_port))
@@ -358,11 +361,31 @@ def _plugins(python: str, extra_env: Mapping[str, str]) -> Finding:
     return wrong("plugins", what, do)
 
 
-def _port(owner: str, port: int) -> Finding:
-    with socket.socket() as probe:
+def _proxy(config: NodeConfig) -> Finding:
+    """How gateways reach this node's replicas."""
+    proxy = config.proxy
+    if proxy is None:
+        hosts = [address.rpartition(":")[0] for address in config.scheduler.split(",")]
+        if all(is_loopback(host.strip("[]")) for host in hosts):
+            return ok("proxy", "none: scheduler and gateways are on this machine")
+        do = "name an address of this machine in `proxy`, where gateways are on others"
+        return note("proxy", "none: gateways of other machines do not reach its replicas", do)
+    if daemon_of(config) is None:
+        return _port("proxy", proxy.port, proxy.host)
+    try:
+        socket.create_connection((proxy.host, proxy.port), SCHEDULER_TIMEOUT_S).close()
+    except OSError as error:
+        what = f"{proxy.host} port {proxy.port}: {error.strerror or error}"
+        return wrong("proxy", what, f"{config.log_dir / 'proxy.log'} says why")
+    return ok("proxy", f"listens on {proxy.host} port {proxy.port}")
+
+
+def _port(owner: str, port: int, host: str = "127.0.0.1") -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
             what = f"port {port}: {error.strerror}"
             return wrong(owner, what, "end what listens there (`ss -ltnp`) or choose another port")

@@ -9,13 +9,21 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from executor import ControlPage, Veto
 from rose.addresses import free_port
-from rose.cli.machine.doctor import Finding, Severity, check_memory, checked, diagnose
+from rose.cli.machine.doctor import (
+    Finding,
+    Severity,
+    _proxy,
+    check_memory,
+    checked,
+    diagnose,
+)
 from rose.cli.main import main as rose
 from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.found_hosts import FolderHost
@@ -53,6 +61,16 @@ async def test_a_node_without_a_daemon_is_well_but_for_that(bench: Bench) -> Non
     assert {"page", "host", "scheduler", "r0", "placement", "clock", "disk"} <= found.keys()
 
 
+async def test_whether_gateways_of_other_machines_reach_its_replicas_is_said(bench: Bench) -> None:
+    assert "on this machine" in _proxy(bench.config).what
+    bench.settings["scheduler"] = "127.0.0.1:1,scheduler-0.rose:7400"
+    found = _proxy(bench.config)
+    assert found.level is Severity.NOTE
+    assert "do not reach" in found.what
+    bench.settings["proxy"] = {"host": "127.0.0.1", "port": free_port()}
+    assert _proxy(bench.config).level is Severity.OK
+
+
 async def test_a_node_at_work_is_well(bench: Bench) -> None:
     bench.spawn()
     await bench.until_noted("lease_taken")
@@ -79,9 +97,12 @@ async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
     settings["cgroup"] = str(bench.folder / "no-cgroup")
     settings["receiver"] = {"disk_bytes": 1 << 60}
     settings["metrics_port"] = free_port()
-    with socket.socket() as taken, socket.socket() as scraped:
-        for busy, port in ((taken, settings["replicas"][0]["port"]), (scraped, None)):
-            busy.bind(("127.0.0.1", port or settings["metrics_port"]))
+    settings["proxy"] = {"host": "127.0.0.1", "port": free_port()}
+    taken = settings["replicas"][0]["port"], settings["metrics_port"], settings["proxy"]["port"]
+    with ExitStack() as stack:
+        for port in taken:
+            busy = stack.enter_context(socket.socket())
+            busy.bind(("127.0.0.1", port))
             busy.listen()
         found = await wrongs(bench)
     for subject, hint in {
@@ -91,6 +112,7 @@ async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
         "scheduler": "start `rose scheduler`",
         "r0": "choose another port",
         "metrics": "choose another port",
+        "proxy": "choose another port",
         "placement": "delegate a cgroup v2 folder",
         "disk": "lower `receiver.disk_bytes`",
     }.items():
