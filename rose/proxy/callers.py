@@ -23,7 +23,8 @@ from rose.security.roles import Identity, Role
 
 HEAD_S: Final = 10.0
 BODY_S: Final = 20.0
-IDLE_S: Final = 300.0
+# Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
+IDLE_S: Final = 330.0
 
 
 @dataclass(slots=True)
