@@ -23,6 +23,8 @@ from rose.security.roles import Identity, Role
 
 HEAD_S: Final = 10.0
 BODY_S: Final = 20.0
+# In which a caller reads that it is refused, while the rest of its body comes in and is dropped.
+LINGER_S: Final = 1.0
 # Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
 IDLE_S: Final = 330.0
 
@@ -215,10 +217,10 @@ class CallerConnection(asyncio.Protocol):
             engine = await self._door.engines.connect(port)
         except (OSError, TimeoutError):
             # Before anything was sent: another replica may have it at once.
+            self._asking = None
             self._refuse(PassRefusedError(503, "unavailable", "the engine does not answer"))
             return
-        finally:
-            self._asking = None
+        self._asking = None
         if self._refused:
             engine.close()
             return
@@ -243,7 +245,12 @@ class CallerConnection(asyncio.Protocol):
             self._asking.cancel()
         if self._transport is not None:
             self._transport.write(error.answer)
-            self._transport.close()
+            if self._busy and not self._whole:
+                # Closed with bytes unread, a socket takes back what its peer has not read either.
+                self.hold(False)
+                self._allow(LINGER_S)
+            else:
+                self._transport.close()
 
     def _allow(self, seconds: float | None) -> None:
         """So long may the caller take from now on."""

@@ -240,6 +240,16 @@ async def test_an_engine_that_is_not_there_is_told_before_anything_was_sent(
     assert b'"unavailable"' in heard.text
 
 
+async def test_who_sends_much_to_an_engine_that_is_not_there_is_told_all_the_same(
+    bench: ProxyBench,
+) -> None:
+    await bench.start(Engine())
+    url, upstream = bench.url.replace("g0", "gone"), bench.upstream()
+    for _ in range(5):
+        heard = await bench.ask(upstream, url, b"x" * (4 << 20))
+        assert (heard.code, heard.error) == (503, None)
+
+
 async def test_an_engine_that_closes_after_an_answer_is_asked_anew(bench: ProxyBench) -> None:
     closing = OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi"
     engine = Engine(pieces(closing), pieces(WHOLE), pieces(WHOLE))
