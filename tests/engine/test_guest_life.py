@@ -28,7 +28,7 @@ from vllm_versions import PYTHON_25, needs_25, run_by
 
 from executor import ControlPage, GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
-from executor.vllm.guest.start_gate import GATED_START
+from executor.guest.start_gate import GATED_START
 from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError

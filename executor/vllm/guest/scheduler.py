@@ -19,10 +19,17 @@ from vllm.v1.request import RequestStatus
 
 from executor.control_page.page import ControlPage
 from executor.grant_controller import GrantLiveness
+from executor.guest.gate_client import (
+    EngineLoad,
+    GateClient,
+    gate_limits,
+    step_model,
+)
+from executor.guest.kv_balloon import GuestKv, too_large
+from executor.guest.orphan_watchdog import Watchdog
 from executor.kv.shrink_plan import Rollout
 from executor.step_decision import Run
 from executor.vllm.compat import (
-    RequestSurface,
     SampledSurface,
     StepSurface,
     capped,
@@ -30,33 +37,9 @@ from executor.vllm.compat import (
     ended_requests,
     waiting_requests,
 )
-from executor.vllm.guest.gate_client import (
-    EngineLoad,
-    GateClient,
-    gate_limits,
-    step_model,
-)
-from executor.vllm.guest.kv_balloon import GuestKv
-from executor.vllm.guest.orphan_watchdog import Watchdog
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
-
-
-def too_large(
-    requests: Iterable[RequestSurface], capacity_blocks: int, block_tokens: int, lookahead: int
-) -> list[str]:
-    """Ids of the requests whose tokens so far do not fit, were they alone in the guest.
-
-    What a request may still generate does not count: it may stop before that, and its tokens are
-    with its client already.
-    """
-    capacity_tokens = capacity_blocks * block_tokens
-    return [
-        request.request_id
-        for request in requests
-        if request.num_tokens + lookahead > capacity_tokens
-    ]
 
 
 class AbortQueue:

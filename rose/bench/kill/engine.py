@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from executor import ControlPage
 from executor.step_decision import Run
-from executor.vllm.guest.gate_client import EngineLoad, GateClient, KvMapped
+from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.contract.replica import ADMIT
 from rose.engines.launch import SECRET
 

@@ -14,8 +14,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from executor import ExecutorError, Grant
 from executor.cuda.backing import CudaPages
 from executor.cuda.reservation import Reservation
+from executor.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
 from executor.kv.backing import Extent, NoPages
-from executor.vllm.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
 from executor.vllm.kv_backing import block_outermost_first, check_views, kv_layout, kv_pages, packed
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.reserved_worker import ReservedZeros

@@ -8,9 +8,9 @@ import slo
 
 LIGHT = """
 import sys
-import executor.vllm.host.state_publisher, executor.vllm.guest.gate_client
+import executor.vllm.host.state_publisher, executor.guest.gate_client
 import executor.grant_controller
-import executor.vllm.guest.kv_balloon, executor.kv.backing
+import executor.guest.kv_balloon, executor.kv.backing
 heavy = {"grpc", "fastapi", "aiohttp", "pydantic", "etcd3", "kubernetes", "torch", "vllm"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode, GuestState, Run, Yield
-from executor.vllm.guest.gate_client import YIELD_SLEEP_S, EngineLoad, GateClient, KvMapped
+from executor.guest.gate_client import YIELD_SLEEP_S, EngineLoad, GateClient, KvMapped
 from slo import StepModel, StepProfile
 from tests.seated_host import SeatedHost
 

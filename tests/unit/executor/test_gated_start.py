@@ -12,7 +12,8 @@ from torch import nn
 
 from executor import ControlPage, Grant, GrantMode
 from executor.errors import ExecutorError
-from executor.vllm.guest.start_gate import GatedStart, StartGate
+from executor.guest.start_gate import StartGate
+from executor.vllm.guest.start_gate import GatedStart
 from tests.seated_host import SeatedHost
 
 TICK_NS = 1_000_000

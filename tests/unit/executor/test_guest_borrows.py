@@ -16,9 +16,9 @@ from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
 from executor.cuda.page_server import PageServer
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError
+from executor.guest.kv_balloon import GuestKv
 from executor.kv.shrink_plan import Rollout
 from executor.vllm import kv_backing as source_module
-from executor.vllm.guest.kv_balloon import GuestKv
 from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from executor import ExecutorError
+from executor.guest.gate_client import FIRST_MODEL, gate_limits, step_model
 from executor.step_decision import GateLimits
-from executor.vllm.guest.gate_client import FIRST_MODEL, gate_limits, step_model
 from executor.vllm.settings import EngineSettings
 from slo import StepProfile
 

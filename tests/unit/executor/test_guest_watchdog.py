@@ -7,7 +7,7 @@ import pytest
 
 from executor import ControlPage, Grant, GrantMode
 from executor.grant_controller import GrantLiveness
-from executor.vllm.guest.orphan_watchdog import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
+from executor.guest.orphan_watchdog import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
 
 SECOND = 10**9
 

@@ -14,8 +14,8 @@ import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
 from executor.grant_controller import Seen, Write
+from executor.guest.gate_client import FIRST_MODEL
 from executor.step_decision import GateLimits, Run
-from executor.vllm.guest.gate_client import FIRST_MODEL
 from executor.vllm.host.latency_logger import HostLatencyLogger
 
 SECOND = 10**9

@@ -27,7 +27,7 @@ from executor import (
     Run,
     Veto,
 )
-from executor.vllm.guest.gate_client import EngineLoad, GateClient, KvMapped
+from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import GuardThread
 from rose.node.grants.host_watch import HostWatch

@@ -1,14 +1,18 @@
 """A guest's KV memory under its grant: shrinks before the next step, grows when told to."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
+from executor.guest.gate_client import KvMapped
+from executor.kv.backing import PageBackend
 from executor.kv.shrink_plan import (
     NO_CAP,
+    Granules,
+    GranuleUse,
     Rollout,
     cap_in_force,
     granules_over,
@@ -16,13 +20,85 @@ from executor.kv.shrink_plan import (
     plan_shrink,
 )
 from executor.step_decision import GateLimits
-from executor.vllm.guest.gate_client import KvMapped
-from executor.vllm.kv_block_pool import BalloonedPool
 
 # Bounds one call, so that the engine core still hears aborts while it gives much back.
 MOST_BYTES_A_CALL: Final = 512 << 20
 # How long a guest on a GPU waits for memory that others still have before it asks again.
 GROWTH_RETRY_NS: Final = 100_000_000
+
+
+class BalloonedPool(Protocol):
+    """An engine's KV block pool that granules can leave; `fence` counts engine steps."""
+
+    granules: Granules
+    pages: PageBackend
+    held: set[int]
+
+    @property
+    def granule_bytes(self) -> int:
+        """KV bytes of a whole granule."""
+        ...
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+        ...
+
+    @property
+    def unmapped(self) -> bool:
+        """Whether the pages of all held granules were returned."""
+        ...
+
+    @property
+    def owed(self) -> int:
+        """How many borrowed granules must still be taken."""
+        ...
+
+    def uses(self) -> Iterable[GranuleUse]:
+        """What lies in each mapped granule."""
+        ...
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those of the granules that can be emptied without preempting, and return how many.
+
+        Their pages stay until `unmap` is told that step `fence` is done.
+        """
+        ...
+
+    def unmap(self, steps_done: int) -> None:
+        """Return the pages that no step after the first `steps_done` can touch any more."""
+        ...
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Map held granules again: first their pages, then their blocks."""
+        ...
+
+
+class SizedRequest(Protocol):
+    """What is asked of a request: its id, and its tokens of prompt and output so far."""
+
+    request_id: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        ...
+
+
+def too_large(
+    requests: Iterable[SizedRequest], capacity_blocks: int, block_tokens: int, lookahead: int
+) -> list[str]:
+    """Ids of the requests whose tokens so far do not fit, were they alone in the guest.
+
+    What a request may still generate does not count: it may stop before that, and its tokens are
+    with its client already.
+    """
+    capacity_tokens = capacity_blocks * block_tokens
+    return [
+        request.request_id
+        for request in requests
+        if request.num_tokens + lookahead > capacity_tokens
+    ]
 
 
 class GuestKv:
