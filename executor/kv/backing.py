@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from executor.errors import PageReleaseError
 from executor.kv.shrink_plan import Granules
@@ -307,3 +307,18 @@ def runs(numbers: Iterable[int]) -> list[range]:
         else:
             found.append(range(number, number + 1))
     return found
+
+
+# The two ends of a run that share a page with a neighbour then cost less than 2%.
+GRANULE_RUN_BYTES: Final = 256 << 10
+
+
+def granule_blocks(extents: Sequence[Extent]) -> int:
+    """Blocks in the smallest granule whose runs of memory have at least GRANULE_RUN_BYTES."""
+    shortest = min((run.size for run in of_two_blocks(extents)), default=2)
+    return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
+
+
+def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
+    """The runs of memory of two neighbouring blocks."""
+    return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))

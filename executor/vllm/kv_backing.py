@@ -36,7 +36,8 @@ from executor.kv.backing import (
     NoPages,
     PageBackend,
     Range,
-    coalesce,
+    granule_blocks,
+    of_two_blocks,
     use_huge_pages,
 )
 from executor.kv.shrink_plan import Granules
@@ -180,8 +181,6 @@ def check_views(caches: Iterable[Any]) -> None:
 
 logger = logging.getLogger("vllm.rose.kv")
 
-# The two ends of a run that share a page with a neighbour then cost less than 2%.
-GRANULE_RUN_BYTES: Final = 256 << 10
 FALLBACK_GRANULE_BLOCKS: Final = 16
 # Pages of a GPU in a granule's run of memory where blocks do not fill whole ones.
 GRANULE_RUN_PAGES: Final = 4
@@ -212,7 +211,7 @@ def kv_pages(
     # The scheduler is made before the first request: nothing of account is in there yet.
     for storage in layout.storages:
         use_huge_pages(Range(storage.address, storage.address + storage.size).whole_pages())
-    granules = Granules(blocks, _granule_blocks(extents))
+    granules = Granules(blocks, granule_blocks(extents))
     return HostPages(extents, granules, kv_bytes(kv_cache_config)), granules
 
 
@@ -241,26 +240,15 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
     return None
 
 
-def _granule_blocks(extents: Sequence[Extent]) -> int:
-    """Blocks in the smallest granule whose runs of memory have at least GRANULE_RUN_BYTES."""
-    shortest = min((run.size for run in _of_two_blocks(extents)), default=2)
-    return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
-
-
 def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
     """Blocks in the smallest granule whose runs of memory are whole pages, or several of them
     where that would make it large."""
-    runs = _of_two_blocks(extents)
+    runs = of_two_blocks(extents)
     shortest = min(run.size for run in runs)
     several = max(1, -(-GRANULE_RUN_PAGES * page_bytes * 2 // shortest))
     aligned = all(run.start % page_bytes == 0 for run in runs)
     whole = page_bytes // math.gcd(page_bytes, shortest // 2)
     return min(whole, several) if aligned else several
-
-
-def _of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
-    """The runs of memory of two neighbouring blocks."""
-    return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))
 
 
 # A guest that grows leaves this to the engine's own kernels and to the host's.

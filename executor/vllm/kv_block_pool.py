@@ -20,6 +20,7 @@ from itertools import islice, takewhile
 from typing import Final, Generic, TypeVar
 
 from executor.kv.backing import PageBackend
+from executor.kv.held_granules import HeldGranules
 from executor.kv.shrink_plan import Granules, GranuleUse
 from executor.vllm.compat import BlockPoolSurface, BlockSurface
 
@@ -175,42 +176,19 @@ class GranuleQueue(Generic[Block]):
             self._by_free[self.free_in(granule)][granule] = None
 
 
-class BalloonedPool:
+class BalloonedPool(HeldGranules):
     """Balloon over vLLM's block pool, whose free queue it replaces; `fence` counts engine steps."""
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
         self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
         pool.free_block_queue = self._queue
-        self.granules = granules
-        self.pages = pages
-        self.held: set[int] = set()
-        self._touchable: dict[int, int] = {}
-        for granule in pages.released:
-            self._remove(granule)
-            self.held.add(granule)
-
-    @property
-    def granule_bytes(self) -> int:
-        """KV bytes of a whole granule."""
-        return self.pages.bytes_total // self.granules.blocks * self.granules.granule_blocks
+        super().__init__(granules, pages)
 
     @property
     def capacity_blocks(self) -> int:
         """Blocks that requests can have at most now."""
         return self._pool.num_gpu_blocks - 1  # The null block is nobody's.
-
-    @property
-    def unmapped(self) -> bool:
-        """Whether the pages of all held granules were returned."""
-        return not self._touchable
-
-    @property
-    def owed(self) -> int:
-        """How many borrowed granules must still be taken: the number that the owner asked for,
-        minus those already being returned."""
-        owed = self.pages.owed
-        return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 
     def uses(self) -> Iterator[GranuleUse]:
         """What lies in each mapped granule."""
@@ -220,38 +198,21 @@ class BalloonedPool:
                 cached = self._queue.cached_in(granule)
                 yield GranuleUse(granule, used, cached, self.pages.borrowed(granule))
 
-    def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free, and return how many.
-
-        Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
-        """
-        taken = [granule for granule in granules if self._empty(granule)]
-        for granule in taken:
-            self._remove(granule)
-            self.held.add(granule)
-            self._touchable[granule] = fence
-        return len(taken)
-
-    def unmap(self, steps_done: int) -> None:
-        """Return the pages that no step after the first `steps_done` can touch any more."""
-        due = [granule for granule, fence in self._touchable.items() if fence <= steps_done]
-        if due:
-            self.pages.release(due)
-            for granule in due:
-                del self._touchable[granule]
-
-    def give_back(self, granules: Collection[int]) -> None:
-        """Map held granules again: first their pages, then their blocks."""
-        self.pages.restore(granules)
-        for granule in granules:
-            self._insert(granule)
-            self.held.remove(granule)
-            self._touchable.pop(granule, None)
-
     def _queue_of(
         self, granules: Granules, blocks: list[BlockSurface]
     ) -> GranuleQueue[BlockSurface]:
         return GranuleQueue(granules, blocks)
+
+    def _wholly_free(self, granules: Collection[int]) -> list[int]:
+        return [granule for granule in granules if self._empty(granule)]
+
+    def _take_out(self, granules: Collection[int]) -> None:
+        for granule in granules:
+            self._remove(granule)
+
+    def _put_in(self, granules: Collection[int]) -> None:
+        for granule in granules:
+            self._insert(granule)
 
     def _remove(self, granule: int) -> None:
         blocks = self._queue.take(granule)

@@ -1,0 +1,88 @@
+"""SGLang's internals that the plugins use: the versions ROSE is tested with, and the hooks.
+
+No surface here is public in SGLang but the registry of hooks; the engine tests pin the others. A
+hook that cannot be set, or a plugin that fails, would only be logged by SGLang, which then serves
+without it. So `install` looks whether each hook is in its place, and ends the process with one line
+where it is not.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from executor.errors import ExecutorError
+
+TESTED: Final = ("0.5.23",)
+SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+
+Hook = Callable[..., Any]
+"""Called with the function that it stands around, then with that function's arguments."""
+
+logger = logging.getLogger("rose.sglang")
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise ExecutorError unless ROSE is tested with this SGLang (None: the one installed here)."""
+    if version is None:
+        from sglang.version import __version__
+
+        return check_version(__version__)
+    if version.partition("+")[0] not in TESTED:
+        raise ExecutorError(
+            f"ROSE is not tested with SGLang {version}; install one of {', '.join(TESTED)}"
+        )
+    return None
+
+
+def install(hooks: Mapping[str, Hook]) -> None:
+    """Stand around these functions, by their full names. Ends the process where one cannot be."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    missing = sorted(hooks.keys() - HookRegistry._patched)
+    if missing:
+        give_up(ExecutorError(f"this SGLang has no {missing[0]}; install {TESTED[-1]}"))
+
+
+def give_up(error: Exception) -> NoReturn:
+    """End the process with one line: SGLang would log an exception and serve on without ROSE."""
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    raise SystemExit(1) from error
+
+
+NEEDED: Final[Mapping[str, tuple[object, str]]] = {
+    "speculative_algorithm": (None, "speculative decoding"),
+    "disaggregation_mode": ("null", "disaggregated prefill and decode"),
+    "enable_custom_logit_processor": (False, "custom logit processors"),
+    "enable_lora": (False, "LoRA adapters"),
+    "enable_hierarchical_cache": (False, "the hierarchical cache"),
+    "enable_lmcache": (False, "LMCache"),
+    "dllm_algorithm": (None, "diffusion models"),
+    "tokenizer_worker_num": (1, "several tokenizer processes"),
+    "pp_size": (1, "pipeline parallelism"),
+    "dp_size": (1, "data parallelism"),
+}
+"""What a replica's server arguments have to be, and what any other value means."""
+
+GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
+    "tp_size": (1, "a guest on several GPUs"),
+    "disable_overlap_schedule": (True, "overlapped scheduling, which holds back tokens"),
+}
+
+
+def check_features(arguments: object, needed: Mapping[str, tuple[object, str]] = NEEDED) -> None:
+    """Raise ExecutorError for the first argument that breaks a promise of a replica's."""
+    for name, (value, meaning) in needed.items():
+        found = getattr(arguments, name, value)
+        if (found or None) != (value or None):
+            option = "--" + name.replace("_", "-")
+            instead = f"give {option}" if value is True else f"leave out {option}"
+            raise ExecutorError(f"a replica on SGLang does not have {meaning}; {instead}")
+
+
+def client_request_id(engine_request_id: str) -> str:
+    """The id that a client sent: SGLang takes it as it is."""
+    return engine_request_id

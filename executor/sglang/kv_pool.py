@@ -1,0 +1,132 @@
+"""SGLang's KV allocator with granules of blocks that can leave it and come back.
+
+The allocator knows its free blocks alone: two tensors of numbers, of which it hands out the first.
+What is not free is in the prefix cache, where requests may hold it, or belongs to a request. So
+
+    used      blocks of running requests, the prefixes that they share included
+    cached    all others that are not free: the prefix cache forgets them when it is asked to
+
+The free list is kept sorted while granules are away: low blocks are handed out first and the high
+granules empty by themselves. A held granule's blocks are in no list; whoever counts the whole pool
+is told by how much it is smaller.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from executor.kv.backing import PageBackend
+from executor.kv.held_granules import HeldGranules
+from executor.kv.shrink_plan import Granules, GranuleUse
+
+Forget = Callable[[int], int]
+"""Has the prefix cache forget about so many tokens that no request holds, the coldest first, and
+says how many blocks came free; 0 when there are no more."""
+
+
+class BalloonedPool(HeldGranules):
+    """Balloon over an SGLang allocator; `fence` counts engine steps."""
+
+    def __init__(
+        self,
+        allocator: Any,  # noqa: ANN401 -- SGLang's
+        granules: Granules,
+        pages: PageBackend,
+        owned: Callable[[], torch.Tensor],
+        forget: Forget,
+    ) -> None:
+        """`owned`: blocks of running requests, each once."""
+        self._allocator = allocator
+        self._owned = owned
+        self._forget = forget
+        # Whatever is freed waits for the next sort, and comes back in order.
+        allocator.need_sort = True
+        super().__init__(granules, pages)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+        return self.granules.blocks - 1 - self.held_blocks
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that the pool has less than at its start."""
+        return sum(len(self.granules.blocks_of(granule)) for granule in self.held)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that are not free, cached ones included."""
+        return self.capacity_blocks - int(self._free().numel())
+
+    def uses(self) -> Iterator[GranuleUse]:
+        """What lies in each mapped granule."""
+        free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
+        for granule in range(self.granules.count):
+            if granule not in self.held:
+                used, rest = owned[granule], self._blocks_in(granule) - free[granule]
+                yield GranuleUse(granule, used, max(0, rest - used), self.pages.borrowed(granule))
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those of the granules that can be emptied without preempting, and return how many.
+
+        Prefixes are forgotten for them, by the prefix cache's own order, as long as that helps.
+        """
+        wanted = [granule for granule in granules if granule not in self.held]
+        while missing := self._missing(wanted):
+            if self._forget(missing * int(self._allocator.page_size)) <= 0:
+                break
+        return super().take(wanted, fence)
+
+    def cleared(self) -> None:
+        """The allocator began anew, with all blocks: held ones leave it again."""
+        self._take_out(self.held)
+
+    def _missing(self, granules: Collection[int]) -> int:
+        """Cached blocks in these granules; none where a request has some of their blocks."""
+        free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
+        return sum(
+            self._blocks_in(granule) - free[granule] for granule in granules if not owned[granule]
+        )
+
+    def _wholly_free(self, granules: Collection[int]) -> list[int]:
+        free = self._per_granule(self._free())
+        return [
+            granule
+            for granule in granules
+            if granule not in self.held and free[granule] == self._blocks_in(granule)
+        ]
+
+    def _take_out(self, granules: Collection[int]) -> None:
+        if granules:
+            free = self._free()
+            gone = torch.zeros(self.granules.count, dtype=torch.bool)
+            gone[list(granules)] = True
+            self._set_free(free[~gone.to(free.device)[free // self.granules.granule_blocks]])
+
+    def _put_in(self, granules: Collection[int]) -> None:
+        free = self._free()
+        blocks = [number for granule in granules for number in self.granules.blocks_of(granule)]
+        added = torch.tensor(blocks, dtype=free.dtype, device=free.device)
+        self._set_free(torch.cat((free, added)))
+
+    def _free(self) -> torch.Tensor:
+        found: torch.Tensor = self._allocator.get_all_free_pages()
+        return found
+
+    def _set_free(self, blocks: torch.Tensor) -> None:
+        allocator = self._allocator
+        allocator.free_pages = torch.sort(blocks).values
+        if hasattr(allocator, "staged_pages"):  # One that allocates several tokens together.
+            allocator.staged_pages, allocator.num_staged_pages = [], 0
+        else:
+            allocator.release_pages = blocks.new_empty((0,))
+
+    def _per_granule(self, blocks: torch.Tensor) -> list[int]:
+        count = self.granules.count
+        numbers = blocks.to(dtype=torch.int64, device="cpu") // self.granules.granule_blocks
+        found: list[int] = torch.bincount(numbers, minlength=count).tolist()
+        return found
+
+    def _blocks_in(self, granule: int) -> int:
+        return len(self.granules.blocks_of(granule)) - (granule == self.granules.of(0))
