@@ -6,13 +6,19 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
+.PHONY: install install-sglang check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
 $(STAMP): requirements/cpu.txt pyproject.toml scripts/install
 	scripts/install $(PYTHON) $(VENV)
 	touch $@
+
+# SGLang's pins clash with vLLM's: it and ROSE's plugin beside it, in an environment of their own.
+install-sglang: .venv-sglang/.pins
+
+.venv-sglang/.pins: requirements/sglang.txt scripts/install-sglang
+	scripts/install-sglang $(PYTHON) .venv-sglang
 
 check: install
 	scripts/check
