@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 
 from executor.control_page.page import ControlPage
 from executor.control_page.seqlock_records import Grant, GuestState
+from executor.engine_settings import GUEST, POLICY_VERSION, EngineSettings
 from executor.errors import ExecutorError
 from executor.step_decision import GateLimits, Run, Yield, decide
 from executor.step_log import StepLog
-from executor.vllm.settings import GUEST, POLICY_VERSION, EngineSettings
 from slo import ProfileError, StepModel, StepProfile
 
 # A first guess: measured steps correct it within a few, and further than they may a profile.

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Final, Self
 
 from executor.control_page.page import ControlPage
+from executor.engine_settings import GUEST, EngineSettings
 from executor.guest.gate_client import FIRST_MODEL, logger
 from executor.step_decision import GateLimits, Run, decide
-from executor.vllm.settings import GUEST, EngineSettings
 
 GATED_START: Final = "ROSE_GATED_START"
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from executor.engine_settings import AUTO, MADVISE
 from executor.errors import ExecutorError
 from executor.kv.backing import (
     Extent,
@@ -23,7 +24,6 @@ from executor.kv.backing import (
     use_huge_pages,
 )
 from executor.kv.shrink_plan import Granules
-from executor.vllm.settings import AUTO, MADVISE
 
 logger = logging.getLogger("rose.kv")
 

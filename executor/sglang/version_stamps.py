@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from executor.vllm.settings import POLICY_VERSION
+from executor.engine_settings import POLICY_VERSION
 
 STAMP: Final = "rose_version"
 

@@ -29,6 +29,7 @@ from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool, PageSource
 from executor.cuda.page_server import PageServer
 from executor.cuda.reservation import Reservation, reservation_at
+from executor.engine_settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
 from executor.errors import ExecutorError, LoanError
 from executor.kv.backing import (
     Extent,
@@ -41,7 +42,6 @@ from executor.kv.backing import (
     use_huge_pages,
 )
 from executor.kv.shrink_plan import Granules
-from executor.vllm.settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
 
 
 class Storage(NamedTuple):

@@ -15,11 +15,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.bindings import open_driver
 from executor.cuda.reservation import as_tensor, whole
+from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_version
 from executor.vllm.guest.start_gate import GatedStart
 from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
-from executor.vllm.settings import EngineSettings
 
 
 class ReservedZeros(TorchFunctionMode):

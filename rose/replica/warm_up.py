@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from executor import PageError
-from executor.vllm.settings import WARM_UP
+from executor.engine_settings import WARM_UP
 from rose.contract.replica import GenerateBody, Sampling
 from rose.replica.control import GuestControl
 from rose.replica.token_versions import KvStaleness, UnknownVersionError

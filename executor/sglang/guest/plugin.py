@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from executor.engine_settings import GUEST, EngineSettings
 from executor.errors import ExecutorError
 from executor.guest.start_gate import StartGate
 from executor.sglang.compat import (
@@ -29,7 +30,6 @@ from executor.sglang.compat import (
     install,
 )
 from executor.sglang.guest.scheduler import GuestScheduler
-from executor.vllm.settings import GUEST, EngineSettings
 
 _SLEEPER: Final = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _ALLOCATORS: Final = (

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from executor.control_page.page import ControlPage
+from executor.engine_settings import WARM_UP, EngineSettings
 from executor.errors import ExecutorError
 from executor.grant_controller import GrantLiveness
 from executor.guest.gate_client import EngineLoad, GateClient, gate_limits, step_model
@@ -29,7 +30,6 @@ from executor.sglang.kv_pages import kv_pages
 from executor.sglang.kv_pool import BalloonedPool
 from executor.sglang.version_stamps import stamp
 from executor.step_decision import Run
-from executor.vllm.settings import WARM_UP, EngineSettings
 
 IDLE_POLL_MS: Final = 10
 IDLE_ROUNDS: Final = 100

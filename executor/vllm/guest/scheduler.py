@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from executor.control_page.page import ControlPage
+from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.grant_controller import GrantLiveness
 from executor.guest.gate_client import (
     EngineLoad,
@@ -39,7 +40,6 @@ from executor.vllm.compat import (
 )
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
-from executor.vllm.settings import GUEST, WARM_UP, EngineSettings
 
 
 class AbortQueue:

@@ -1,10 +1,4 @@
-"""KV lending of a host: lends free granules, takes them back on demand, skips requests meanwhile.
-
-The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it takes
-granules back without asking. On a GPU pages come back when their borrowers return them:
-
-    lends ── stop, or a failure ──> retires ── the last page is back ──> over
-    lends, retires ── addresses may be without memory ──> lost: nothing moves any more
+"""KV lending of a vLLM host: its block pool, and who skips a step on a GPU.
 
 `SkipPolicy` chooses running requests that skip a step because the blocks they need are lent. Stock
 vLLM would preempt them, and compute all their tokens again; where the block is lent and already
@@ -13,18 +7,16 @@ of computing the request again, whatever comes back meanwhile. The next hold beg
 request lacks a block any more.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
-from executor.errors import DeviceError, LendingError, LoanError, MappingLost
-from executor.kv.backing import NoPages, PageBackend
-from executor.kv.capacity_policy import LendingCore, LendingLimits
-from executor.kv.shrink_plan import Granules
+from executor.engine_settings import AUTO
+from executor.errors import LendingError
+from executor.host.kv_lender import HostLender, check_lendable
+from executor.kv.capacity_policy import LendingLimits
 from executor.vllm.compat import RequestSurface, check_version
-from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool, LendingPool
+from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool
 from executor.vllm.kv_backing import kv_pages
-from executor.vllm.settings import AUTO
 
 HOLD_NS: Final = 250_000_000
 
@@ -87,218 +79,30 @@ class SkipPolicy:
         return max(0, step), max(0, whole)
 
 
-# Bounds one call, and with it what a request that arrives meanwhile waits for.
-MOST_BYTES_A_CALL: Final = 32 << 20
-MOST_FORGOTTEN_A_CALL: Final = 4
-# How long an idle host takes empty steps while nothing comes back that it asked for, and nobody
-# takes what it has to lend.
-AWAKE_NS: Final = 250_000_000
-# How long a host that lends no more waits after a refusal of the driver's before it tries again.
-RETRY_NS: Final = 100_000_000
-# How long an idle host that lends no more takes empty steps for pages that are still out: a guest
-# that keeps them is ended by its node's ladder before that. Later the next request finds them.
-RETIRE_NS: Final = 15_000_000_000
+IN_REACH: Final = (
+    "use UniProcExecutor, and on a GPU --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
+)
 
 
-class KvLent(NamedTuple):
-    """Lending part of the host section; zeros from a host that does not lend."""
+def lender_of(
+    scheduler: Any,  # noqa: ANN401 -- vLLM's scheduler
+    limits: LendingLimits,
+    kv_backend: str = AUTO,
+) -> HostLender:
+    """Take over the block pool of an engine without requests.
 
-    granules_total: int = 0
-    granules_lent: int = 0
-    bytes_lent: int = 0
-    reserve_missing: int = 0
-
-
-class HostLender:
-    """Owner of the host's balloon. The engine core's thread alone may call it."""
-
-    def __init__(
-        self,
-        pool: LendingPool,
-        limits: LendingLimits,
-        block_tokens: int,
-        hold: SkipPolicy | None = None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        """`hold`: for a pool of which lent blocks are not to be had at once."""
-        self.pool = pool
-        self._core = LendingCore(pool.granules, limits)
-        self._cold_ns = limits.cold_ns
-        self._block_tokens = block_tokens
-        self._hold = hold
-        self.clock_ns = clock_ns
-        self._steps_begun = 0
-        self._steps_done = 0
-        self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
-        self._wanted = 0
-        self._moved_ns = 0
-        self._moved = 0, 0
-        self._retires = self._lost = False
-        self._retry_ns = 0
-        self._retires_until_ns = 0
-        # A host that was just started is idle, and all its memory is resident.
-        self.pending = True
-
-    @classmethod
-    def of(cls, scheduler: Any, limits: LendingLimits, kv_backend: str = AUTO) -> "HostLender":  # noqa: ANN401 -- vLLM's scheduler
-        """Take over the block pool of an engine without requests.
-
-        Raises ExecutorError where its memory cannot be lent.
-        """
-        check_version()
-        if scheduler.connector is not None:
-            raise LendingError("a KV connector may read blocks that are free; start without one")
-        pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)
-        _check(pages, granules)
-        stock = scheduler.kv_cache_manager.block_pool
-        if pages.always_restores:
-            return cls(HostMemoryLendingPool(stock, granules, pages), limits, scheduler.block_size)
-        hold = SkipPolicy(
-            scheduler.block_size, scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens
-        )
-        return cls(CudaLendingPool(stock, granules, pages), limits, scheduler.block_size, hold)
-
-    @property
-    def reserve(self) -> int:
-        """Granules that are never lent."""
-        return self._core.reserve
-
-    @property
-    def lent(self) -> KvLent:
-        """What is lent now; what the host has asked for is missing from its reserve."""
-        pool = self.pool
-        missing = max(self._core.missing(pool.free), self._wanted)
-        # Measured, so noise may put it below nothing.
-        returned = max(0, pool.pages.bytes_returned)
-        return KvLent(pool.granules.count, len(pool.held), returned, missing)
-
-    @property
-    def blocks_away(self) -> int:
-        """Lent blocks that vLLM's pool does not count."""
-        return self.pool.blocks_away
-
-    @property
-    def over(self) -> bool:
-        """Whether it was stopped and vLLM's own pool is back."""
-        return self._retires and not self._lost and not self.pool.held
-
-    def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
-        """Lend or take back; before each schedule.
-
-        `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block;
-        the one that waits longest needs a place for `next_tokens`. Raises DeviceError or LoanError.
-        """
-        if self._retires:
-            self._retire()
-            return
-        self.pool.check()
-        demand = self._demand(prefill_tokens, requests, next_tokens)
-        now_ns, free, idle = self.clock_ns(), self.pool.free, requests == 0
-        count = self._core.step(now_ns, free, demand, idle=idle)
-        wants = self._core.wants(now_ns, free, demand, idle=idle)
-        forgotten = self.pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
-        self._take_back(max(0, -count))
-        lent = self._lend(min(count, self._most_a_call)) if count > 0 else 0
-        self.pool.unmap(self._steps_done)
-        awaits = count >= 0 and self.pool.pages.poll()
-        # Fewer than could be lent in one call: there are no more that are wholly free.
-        self.pending = bool(forgotten) or lent == self._most_a_call or not self.pool.unmapped
-        self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
-
-    def arrived(self, prefill_tokens: int, requests: int) -> None:
-        """A request came: take back what it will need; nothing is lent meanwhile."""
-        if self._retires:
-            return
-        now_ns, free = self.clock_ns(), self.pool.free
-        demand = self._demand(prefill_tokens, requests, 0)
-        count = self._core.step(now_ns, free, demand, idle=False)
-        self._take_back(max(0, -count))
-
-    def held_back(self, running: Sequence[RequestSurface]) -> frozenset[str]:
-        """The ids of running requests that are to skip the step that is scheduled now."""
-        if self._hold is None:
-            return frozenset()
-        free = self.pool.free
-        return self._hold.choose(
-            self.clock_ns(), running, free.plain + free.cached, 0 if self._lost else free.lent
-        )
-
-    def step_begun(self) -> None:
-        """A step with work was scheduled; until it is done it may touch any block."""
-        self._steps_begun += 1
-
-    def step_done(self) -> None:
-        """The oldest step in flight was processed."""
-        self._steps_done += 1
-
-    def stop(self, why: Exception | None = None) -> None:
-        """Lend no more, and leave vLLM's own pool behind with all of its blocks.
-
-        On a GPU that takes until they are back: `step` goes on with it until it is `over`.
-        """
-        self._retires = True
-        self._retires_until_ns = self.clock_ns() + RETIRE_NS
-        self._lost |= isinstance(why, MappingLost)
-        self._wanted = len(self.pool.held)
-        if self._hold is None:
-            self.pool.held.clear()  # On host memory lent blocks have memory all the same.
-        if not self.pool.held:
-            self.pool.dissolve()
-        # Pages come back to who asks, so an idle host goes on to ask.
-        self.pending = bool(self.pool.held) and not self._lost
-
-    def _retire(self) -> None:
-        now_ns = self.clock_ns()
-        self.pending = not (self._lost or self.over) and now_ns < self._retires_until_ns
-        if self._lost or self.over or now_ns < self._retry_ns:
-            return
-        pool = self.pool
-        try:
-            pool.pages.recall(len(pool.held))
-            pool.pages.poll()
-            pool.take_back(len(pool.held))
-        except MappingLost:
-            self._lost = True
-        except (DeviceError, LoanError):
-            self._retry_ns = now_ns + RETRY_NS
-        self._wanted = len(pool.held)
-        self.pending &= bool(pool.held) and not self._lost
-        if not pool.held:
-            pool.dissolve()
-
-    def _demand(self, prefill_tokens: int, requests: int, next_tokens: int) -> int:
-        """Blocks that requests will allocate soon."""
-        queued = -(-max(prefill_tokens, next_tokens) // self._block_tokens)
-        short = self._hold.short_blocks if self._hold is not None else 0
-        return max(queued, short) + requests
-
-    def _take_back(self, count: int) -> None:
-        pool = self.pool
-        if count or self._wanted:
-            pool.pages.recall(count)
-        missing = 0
-        if count:
-            pool.pages.poll()  # After the recall: what came back just now is not to be lent again.
-            missing = count - pool.take_back(count)
-            pool.pages.recall(missing)
-        self._wanted = missing
-
-    def _awake(self, now_ns: int, *, awaits: bool) -> bool:
-        """Whether others may be waited for in empty steps: not long after they last did a thing."""
-        moved = len(self.pool.held), self.pool.pages.bytes_returned
-        if moved != self._moved or not awaits:
-            self._moved, self._moved_ns = moved, now_ns
-        return awaits and now_ns - self._moved_ns < AWAKE_NS
-
-    def _lend(self, count: int) -> int:
-        return self.pool.take(self.pool.lendable(count), self._steps_begun)
-
-
-def _check(pages: PageBackend, granules: Granules) -> None:
-    if isinstance(pages, NoPages):
-        raise LendingError(
-            "KV pages are out of this process's reach; use UniProcExecutor, and on a GPU"
-            " --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
-        )
-    if granules.count <= 2:
-        raise LendingError(f"{granules.count} granules leave nothing to lend; give more KV memory")
+    Raises ExecutorError where its memory cannot be lent.
+    """
+    check_version()
+    if scheduler.connector is not None:
+        raise LendingError("a KV connector may read blocks that are free; start without one")
+    pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)
+    check_lendable(pages, granules, IN_REACH)
+    stock = scheduler.kv_cache_manager.block_pool
+    block_tokens: int = scheduler.block_size
+    if pages.always_restores:
+        return HostLender(HostMemoryLendingPool(stock, granules, pages), limits, block_tokens)
+    hold = SkipPolicy(
+        block_tokens, scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens
+    )
+    return HostLender(CudaLendingPool(stock, granules, pages), limits, block_tokens, hold)

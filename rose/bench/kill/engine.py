@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from executor import ControlPage
-from executor.step_decision import Run
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
+from executor.step_decision import Run
 from rose.contract.replica import ADMIT
 from rose.engines.launch import SECRET
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from elastic_scheduler.capacity import docs_table, effective, read_policies
-from executor.vllm.settings import EngineSettings
+from executor.engine_settings import EngineSettings
 from rose.client import RolloutClient
 from rose.node.config import HostConfig, NodeConfig
 from rose.weight_distribution import Begun, WeightPublisher

@@ -29,11 +29,11 @@ from executor.cuda.driver import Handle
 from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
 from executor.cuda.reservation import Reservation
+from executor.engine_settings import EngineSettings
 from executor.errors import DeviceMemoryShort
 from executor.kv.capacity_policy import lent_bytes
 from executor.vllm.host.scheduler import ObservedScheduler
 from executor.vllm.kv_backing import reserve_kv
-from executor.vllm.settings import EngineSettings
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 BLOCKS, GRANULE_BLOCKS = 64, 2

@@ -3,7 +3,7 @@
 import pytest
 
 from executor import ExecutorError
-from executor.vllm.settings import EngineSettings
+from executor.engine_settings import EngineSettings
 
 
 def test_without_a_role_nothing_is_asked_for() -> None:

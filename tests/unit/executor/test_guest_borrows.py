@@ -15,13 +15,13 @@ from executor import Grant
 from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
 from executor.cuda.page_server import PageServer
+from executor.engine_settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError
 from executor.guest.kv_balloon import GuestKv
 from executor.kv.shrink_plan import Rollout
 from executor.vllm import kv_backing as source_module
 from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
 from executor.vllm.kv_block_pool import BalloonedPool
-from executor.vllm.settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver, scripted
 
 BLOCKS, GRANULES, LENT_PAGES, OWN_PAGES = 32, 16, 10, 6

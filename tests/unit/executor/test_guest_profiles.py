@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from executor import ExecutorError
+from executor.engine_settings import EngineSettings
 from executor.guest.gate_client import FIRST_MODEL, gate_limits, step_model
 from executor.step_decision import GateLimits
-from executor.vllm.settings import EngineSettings
 from slo import StepProfile
 
 PROFILE = StepProfile(0.004, 1.25e-5, 2e-5, 1e-8, samples=40, fit_error=0.05)

@@ -10,8 +10,8 @@ from kv_cases import host_rig
 
 from executor import ControlPage, ExecutorError, HostSeat, PageError
 from executor.control_page.host_description import MOST_BYTES, HostDescription, host_name
+from executor.engine_settings import EngineSettings, page_path_of
 from executor.vllm.host.latency_logger import HostLatencyLogger
-from executor.vllm.settings import EngineSettings, page_path_of
 
 SAID = HostDescription("chat", 0.5, 0.15, ("GPU-0a",), seated_ns=7)
 
@@ -67,7 +67,7 @@ def test_an_engine_describes_itself_once_it_has_the_seat(
         assert said.devices == (), "a CPU has no UUID"
         assert path.with_suffix(".json").stat().st_mode & 0o777 == 0o640
         logger = HostLatencyLogger(None)
-        assert logger._lane is not None, "its API process comes to the same page"
+        assert logger._writer.open, "its API process comes to the same page"
     second = host_rig(tmp_path / "rig", monkeypatch, level="observe")
     monkeypatch.delitem(os.environ, "ROSE_CONTROL_PAGE")
     second.scheduler.attach()

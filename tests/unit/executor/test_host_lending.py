@@ -10,7 +10,7 @@ import pytest
 from kv_cases import NARROW, WIDE, HostRig, host_rig, undisturbed
 from vllm.v1.request import RequestStatus
 
-import executor.vllm.host.kv_lender
+import executor.host.kv_lender
 import executor.vllm.host.scheduler
 from executor import HostState
 from executor.errors import PageReleaseError
@@ -77,7 +77,7 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
 
 
 def test_one_call_lends_a_bounded_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor.vllm.host.kv_lender, "MOST_BYTES_A_CALL", 4 << 20)
+    monkeypatch.setattr(executor.host.kv_lender, "MOST_BYTES_A_CALL", 4 << 20)
     rig = host_rig(tmp_path, monkeypatch)
     lent = []
     while rig.scheduler.has_requests():

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason
 
 from executor import ControlPage, GuestState
-from executor.vllm.settings import WARM_UP
+from executor.engine_settings import WARM_UP
 from rose.replica.control import GuestControl
 from rose.replica.warm_up import WarmUp, WarmUpSizes
 from tests.fakes.async_llm import FakeAsyncLLM

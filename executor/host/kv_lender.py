@@ -1,0 +1,284 @@
+"""KV lending of a host: lends free granules, takes them back on demand, skips requests meanwhile.
+
+The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it takes
+granules back without asking. On a GPU pages come back when their borrowers return them:
+
+    lends ── stop, or a failure ──> retires ── the last page is back ──> over
+    lends, retires ── addresses may be without memory ──> lost: nothing moves any more
+
+The pool and the policy of who skips are the engine's; this module knows neither.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from executor.errors import DeviceError, LendingError, LoanError, MappingLost
+from executor.kv.backing import NoPages, PageBackend
+from executor.kv.capacity_policy import KvFree, LendingCore, LendingLimits
+from executor.kv.shrink_plan import Granules
+
+LEAST_GRANULES: Final = 3
+
+# Bounds one call, and with it what a request that arrives meanwhile waits for.
+MOST_BYTES_A_CALL: Final = 32 << 20
+MOST_FORGOTTEN_A_CALL: Final = 4
+# How long an idle host takes empty steps while nothing comes back that it asked for, and nobody
+# takes what it has to lend.
+AWAKE_NS: Final = 250_000_000
+# How long a host that lends no more waits after a refusal of the driver's before it tries again.
+RETRY_NS: Final = 100_000_000
+# How long an idle host that lends no more takes empty steps for pages that are still out: a guest
+# that keeps them is ended by its node's ladder before that. Later the next request finds them.
+RETIRE_NS: Final = 15_000_000_000
+
+
+class KvLent(NamedTuple):
+    """Lending part of the host section; zeros from a host that does not lend."""
+
+    granules_total: int = 0
+    granules_lent: int = 0
+    bytes_lent: int = 0
+    reserve_missing: int = 0
+
+
+class LendablePool(Protocol):
+    """An engine's pool of KV blocks, granules of which can be lent."""
+
+    granules: Granules
+    pages: PageBackend
+    held: set[int]
+
+    @property
+    def granule_bytes(self) -> int:
+        """KV bytes of a whole granule."""
+        ...
+
+    @property
+    def free(self) -> KvFree:
+        """What no request uses."""
+        ...
+
+    @property
+    def blocks_away(self) -> int:
+        """Lent blocks that the engine does not count."""
+        ...
+
+    @property
+    def unmapped(self) -> bool:
+        """Whether the pages of all held granules were returned."""
+        ...
+
+    def lendable(self, count: int) -> list[int]:
+        """Up to `count` granules to lend."""
+        ...
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those of the granules that are wholly free, and return how many."""
+        ...
+
+    def unmap(self, steps_done: int) -> None:
+        """Return the pages that no step after the first `steps_done` can touch any more."""
+        ...
+
+    def take_back(self, count: int) -> int:
+        """Have up to `count` lent granules again, and return how many came at once."""
+        ...
+
+    def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
+        """Forget the prefixes in up to `most` granules that are cold; returns in how many."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error recorded earlier in a place that could not report it."""
+        ...
+
+    def dissolve(self) -> None:
+        """Leave the stock pool behind, whole, whatever state this one is in."""
+        ...
+
+
+class Holder(Protocol):
+    """A policy that lets running requests skip steps while lent blocks are on their way back."""
+
+    short_blocks: int
+
+    def choose(
+        self, now_ns: int, running: Sequence[Any], free_blocks: int, lent: int
+    ) -> frozenset[str]:
+        """The ids of those that skip the next step."""
+        ...
+
+
+class HostLender:
+    """Owner of the host's balloon. The engine core's thread alone may call it."""
+
+    def __init__(
+        self,
+        pool: LendablePool,
+        limits: LendingLimits,
+        block_tokens: int,
+        hold: Holder | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`hold`: for a pool of which lent blocks are not to be had at once."""
+        self.pool = pool
+        self._core = LendingCore(pool.granules, limits)
+        self._cold_ns = limits.cold_ns
+        self._block_tokens = block_tokens
+        self._hold = hold
+        self.clock_ns = clock_ns
+        self._steps_begun = 0
+        self._steps_done = 0
+        self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
+        self._wanted = 0
+        self._moved_ns = 0
+        self._moved = 0, 0
+        self._retires = self._lost = False
+        self._retry_ns = 0
+        self._retires_until_ns = 0
+        # A host that was just started is idle, and all its memory is resident.
+        self.pending = True
+
+    @property
+    def reserve(self) -> int:
+        """Granules that are never lent."""
+        return self._core.reserve
+
+    @property
+    def lent(self) -> KvLent:
+        """What is lent now; what the host has asked for is missing from its reserve."""
+        pool = self.pool
+        missing = max(self._core.missing(pool.free), self._wanted)
+        # Measured, so noise may put it below nothing.
+        returned = max(0, pool.pages.bytes_returned)
+        return KvLent(pool.granules.count, len(pool.held), returned, missing)
+
+    @property
+    def blocks_away(self) -> int:
+        """Lent blocks that the engine's pool does not count."""
+        return self.pool.blocks_away
+
+    @property
+    def over(self) -> bool:
+        """Whether it was stopped and the engine's own pool is back."""
+        return self._retires and not self._lost and not self.pool.held
+
+    def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
+        """Lend or take back; before each schedule.
+
+        `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block;
+        the one that waits longest needs a place for `next_tokens`. Raises DeviceError or LoanError.
+        """
+        if self._retires:
+            self._retire()
+            return
+        self.pool.check()
+        demand = self._demand(prefill_tokens, requests, next_tokens)
+        now_ns, free, idle = self.clock_ns(), self.pool.free, requests == 0
+        count = self._core.step(now_ns, free, demand, idle=idle)
+        wants = self._core.wants(now_ns, free, demand, idle=idle)
+        forgotten = self.pool.forget(now_ns, self._cold_ns, MOST_FORGOTTEN_A_CALL if wants else 0)
+        self._take_back(max(0, -count))
+        lent = self._lend(min(count, self._most_a_call)) if count > 0 else 0
+        self.pool.unmap(self._steps_done)
+        awaits = count >= 0 and self.pool.pages.poll()
+        # Fewer than could be lent in one call: there are no more that are wholly free.
+        self.pending = bool(forgotten) or lent == self._most_a_call or not self.pool.unmapped
+        self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
+
+    def arrived(self, prefill_tokens: int, requests: int) -> None:
+        """A request came: take back what it will need; nothing is lent meanwhile."""
+        if self._retires:
+            return
+        now_ns, free = self.clock_ns(), self.pool.free
+        demand = self._demand(prefill_tokens, requests, 0)
+        count = self._core.step(now_ns, free, demand, idle=False)
+        self._take_back(max(0, -count))
+
+    def held_back(self, running: Sequence[Any]) -> frozenset[str]:
+        """The ids of running requests that are to skip the step that is scheduled now."""
+        if self._hold is None:
+            return frozenset()
+        free = self.pool.free
+        return self._hold.choose(
+            self.clock_ns(), running, free.plain + free.cached, 0 if self._lost else free.lent
+        )
+
+    def step_begun(self) -> None:
+        """A step with work was scheduled; until it is done it may touch any block."""
+        self._steps_begun += 1
+
+    def step_done(self) -> None:
+        """The oldest step in flight was processed."""
+        self._steps_done += 1
+
+    def stop(self, why: Exception | None = None) -> None:
+        """Lend no more, and leave the engine's own pool behind with all of its blocks.
+
+        On a GPU that takes until they are back: `step` goes on with it until it is `over`.
+        """
+        self._retires = True
+        self._retires_until_ns = self.clock_ns() + RETIRE_NS
+        self._lost |= isinstance(why, MappingLost)
+        self._wanted = len(self.pool.held)
+        if self._hold is None:
+            self.pool.held.clear()  # On host memory lent blocks have memory all the same.
+        if not self.pool.held:
+            self.pool.dissolve()
+        # Pages come back to who asks, so an idle host goes on to ask.
+        self.pending = bool(self.pool.held) and not self._lost
+
+    def _retire(self) -> None:
+        now_ns = self.clock_ns()
+        self.pending = not (self._lost or self.over) and now_ns < self._retires_until_ns
+        if self._lost or self.over or now_ns < self._retry_ns:
+            return
+        pool = self.pool
+        try:
+            pool.pages.recall(len(pool.held))
+            pool.pages.poll()
+            pool.take_back(len(pool.held))
+        except MappingLost:
+            self._lost = True
+        except (DeviceError, LoanError):
+            self._retry_ns = now_ns + RETRY_NS
+        self._wanted = len(pool.held)
+        self.pending &= bool(pool.held) and not self._lost
+        if not pool.held:
+            pool.dissolve()
+
+    def _demand(self, prefill_tokens: int, requests: int, next_tokens: int) -> int:
+        """Blocks that requests will allocate soon."""
+        queued = -(-max(prefill_tokens, next_tokens) // self._block_tokens)
+        short = self._hold.short_blocks if self._hold is not None else 0
+        return max(queued, short) + requests
+
+    def _take_back(self, count: int) -> None:
+        pool = self.pool
+        if count or self._wanted:
+            pool.pages.recall(count)
+        missing = 0
+        if count:
+            pool.pages.poll()  # After the recall: what came back just now is not to be lent again.
+            missing = count - pool.take_back(count)
+            pool.pages.recall(missing)
+        self._wanted = missing
+
+    def _awake(self, now_ns: int, *, awaits: bool) -> bool:
+        """Whether others may be waited for in empty steps: not long after they last did a thing."""
+        moved = len(self.pool.held), self.pool.pages.bytes_returned
+        if moved != self._moved or not awaits:
+            self._moved, self._moved_ns = moved, now_ns
+        return awaits and now_ns - self._moved_ns < AWAKE_NS
+
+    def _lend(self, count: int) -> int:
+        return self.pool.take(self.pool.lendable(count), self._steps_begun)
+
+
+def check_lendable(pages: PageBackend, granules: Granules, instead: str) -> None:
+    """Raise LendingError unless there is something to lend; `instead`: what brings it in reach."""
+    if isinstance(pages, NoPages):
+        raise LendingError(f"KV pages are out of this process's reach; {instead}")
+    if granules.count < LEAST_GRANULES:
+        raise LendingError(f"{granules.count} granules leave nothing to lend; give more KV memory")

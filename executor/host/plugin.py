@@ -1,0 +1,201 @@
+"""Host plugin of any engine: its seat on the page, what it publishes, and what it lends.
+
+    attach ──► publishes ── anything is wrong ──► gives up: the stock engine, and a veto of guests
+
+The host never depends on ROSE: whatever goes wrong in here is logged once, and from then on the
+engine is the stock one. A host that does not publish vetoes the guests of its page for as long as
+it lives.
+"""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from executor.control_page.host_description import HostDescription
+from executor.control_page.host_seat import HostSeat, Veto
+from executor.control_page.page import ControlPage
+from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
+from executor.errors import ExecutorError, PageError
+from executor.host.kv_lender import HostLender, KvLent
+from executor.host.state_publisher import StatePublisher
+from executor.kv.capacity_policy import LendingLimits
+from executor.step_log import StepLog
+
+SERVES_ON = "the host is no longer published; it serves on without ROSE"
+KEEPS = "KV memory is not lent; the host serves on with its whole pool"
+
+Publisher = TypeVar("Publisher", bound=StatePublisher)
+
+
+def lending_limits(settings: EngineSettings) -> LendingLimits:
+    """Return what the operator lets a host lend."""
+    return LendingLimits(settings.reserve, cold_ns=round(settings.prefix_cold_s * 1e9))
+
+
+class HostPlugin(ABC, Generic[Publisher]):
+    """What publishes and lends for one engine core; inert unless ROSE_ROLE=host."""
+
+    log: ClassVar[logging.Logger]
+    _observer: Publisher | None = None
+    _lender: HostLender | None = None
+    _seat: HostSeat | None = None
+    _veto: Veto | None = None
+
+    @property
+    def observer(self) -> Publisher | None:
+        """The publisher of its state, None while it is the stock engine."""
+        return self._observer
+
+    @property
+    def lender(self) -> HostLender | None:
+        """The owner of its balloon, None while nothing is or stays lent."""
+        return self._lender
+
+    def attach(self) -> None:
+        """Publish on the page that the environment names; whatever fails, the host serves on."""
+        self._observer = None
+        self._quietly(self._attach)
+
+    def give_up(self) -> None:
+        """Publish and lend no more: be the stock engine, and veto the guests of the page."""
+        self._observer = None
+        # Memory of which nobody hears helps nobody.
+        self.stop_lending()
+        try:
+            if self._seat is not None:
+                self._seat.cease()
+        except Exception:  # noqa: BLE001 -- what failed just now may fail again
+            self.log.warning("its last state stays on the page; it is not believed for long")
+        path = _page_path()
+        if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
+            self._veto = Veto(Path(path))
+            self._veto.start()
+
+    def stop_lending(self, why: Exception | None = None) -> None:
+        """Take back what is lent, and serve on with the whole pool; on a GPU that takes steps."""
+        lender = self._lender
+        if lender is None:
+            return
+        if why is not None:
+            self.log.error("%s: %s", KEEPS, why)
+        try:
+            lender.stop(why)
+        except Exception:
+            self.log.exception("%s, as far as it came back", KEEPS)
+            self._lender = None
+        else:
+            if lender.over:
+                self._lender = None
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise ExecutorError where this engine cannot be a host."""
+
+    @abstractmethod
+    def _publisher(
+        self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
+    ) -> Publisher:
+        """The publisher of this engine, which said that it is idle."""
+
+    @abstractmethod
+    def _make_lender(self, settings: EngineSettings) -> HostLender:
+        """Take over the pool of KV memory. Raises ExecutorError where it cannot be lent."""
+
+    @abstractmethod
+    def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
+        """What a node must know of this engine to run a guest beside it."""
+
+    @abstractmethod
+    def _demand(self) -> tuple[int, int]:
+        """Unfinished requests, and tokens for which the one that waits longest needs a place."""
+
+    @abstractmethod
+    def _publish_lent(self, observer: Publisher) -> None:
+        """What the host lends changed."""
+
+    def _attach(self) -> None:
+        settings = EngineSettings.from_environ(os.environ)
+        if settings.role != HOST:
+            return
+        self._check()
+        page, seat = _seated(settings)
+        self._seat = seat
+        log = StepLog.from_environ(os.environ, HOST)
+        if settings.level == LEND:
+            self._begin_lending(settings)
+        self._observer = self._publisher(seat, settings, log)
+        seat.start()
+        if settings.found:
+            # Last: a node may start a guest once it has found this.
+            said = self._describe(settings, seat.taken_ns)
+            said.write(page.path, settings.page_group)
+
+    def _leave(self) -> None:
+        seat, self._seat, self._observer = self._seat, None, None
+        veto, self._veto = self._veto, None
+        for held in (seat, veto):
+            if held is not None:
+                held.close()
+
+    def _begin_lending(self, settings: EngineSettings) -> None:
+        try:
+            self._lender = self._make_lender(settings)
+        except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
+            self.log.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
+
+    def _lend(self, *, arrived: bool = False) -> None:
+        lender, observer = self._lender, self._observer
+        if lender is None:
+            return
+        before = lender.lent
+        tokens = observer.queued_prefill_tokens if observer is not None else 0
+        try:
+            requests, next_tokens = self._demand()
+            if arrived:
+                lender.arrived(tokens, requests)
+            else:
+                lender.step(tokens, requests, next_tokens)
+        except Exception as error:  # noqa: BLE001 -- as above
+            self.stop_lending(error)
+        if lender.over:
+            self._lender = None
+        if observer is not None and self._lent() != before:
+            self._quietly(self._publish_lent, observer)
+
+    def _lent(self) -> KvLent:
+        return self._lender.lent if self._lender is not None else KvLent()
+
+    def _blocks_away(self) -> int:
+        return self._lender.blocks_away if self._lender is not None else 0
+
+    def _quietly(self, observe: Callable[..., None], *args: object) -> None:
+        try:
+            observe(*args)
+        except ExecutorError as error:
+            self.give_up()
+            self.log.error("%s: %s", SERVES_ON, error)  # noqa: TRY400 -- the message says it all
+        except Exception:
+            self.give_up()
+            self.log.exception(SERVES_ON)
+
+
+def _seated(settings: EngineSettings) -> tuple[ControlPage, HostSeat]:
+    page = ControlPage.ensure(settings.page_path, settings.page_group)
+    try:
+        return page, page.take_host()
+    except PageError:
+        if not page.replaced:
+            raise
+    # A node swept what an earlier life left, just before the lock was taken.
+    page = ControlPage.ensure(settings.page_path, settings.page_group)
+    return page, page.take_host()
+
+
+def _page_path() -> str:
+    try:
+        return page_path_of(os.environ)
+    except PageError:
+        return ""  # Where it has no page no guest can run by it.

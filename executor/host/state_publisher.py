@@ -1,0 +1,108 @@
+"""Publisher of a host's state: an engine's work as the control page's host section."""
+
+import time
+from collections.abc import Callable
+
+from executor.control_page.host_seat import HostSeat
+from executor.control_page.seqlock_records import HostState
+from executor.deadline_tracker import DeadlineTracker
+from executor.host.kv_lender import KvLent
+from executor.step_log import StepLog
+
+
+class StatePublisher:
+    """Base of the engines' publishers; one writes to the page about once a step.
+
+    An idle host that becomes busy and a busy one that becomes idle are told at once. Between, what
+    is new waits for the next moment of the same turn of the engine's loop: arrivals, and the end of
+    a step while another is in flight, for the step that follows.
+
+    What a step costs grows with what changed in it, not with how many requests run: see
+    `executor.deadline_tracker`, and `make bench-host-overhead`. Busy time is what passes while at
+    least one step with work is in flight; asynchronous scheduling keeps two of them there.
+    """
+
+    def __init__(
+        self,
+        seat: HostSeat,
+        book: DeadlineTracker,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        step_log: StepLog | None = None,
+        lent: Callable[[], KvLent] = KvLent,
+    ) -> None:
+        """`lent`: what the host lends of its KV memory now."""
+        self._write = seat.write_packed
+        # In the order of `_tell`, which packs as it stands: making a HostState first would cost as
+        # much again.
+        self._pack = HostState.packer(
+            "step_seq",
+            "in_step",
+            "running",
+            "waiting",
+            "queued_prefill_tokens",
+            "earliest_prefill_deadline_ns",
+            "earliest_decode_deadline_ns",
+            "kv_used",
+            "kv_total",
+            "busy_ns",
+            "last_step_ns",
+            "heartbeat_ns",
+            *KvLent._fields,
+        )
+        self._step_log = step_log
+        self._lent = lent
+        self._clock_ns = clock_ns
+        self._deadlines = book
+        self._steps_in_flight = 0
+        self._step_seq = 0
+        self._step_began_ns = 0
+        self._busy_until_ns = 0
+        self._busy_ns = 0
+        self._last_step_ns = 0
+        self._told_idle = True
+        self._untold = False
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return self._deadlines.queued_prefill_tokens
+
+    def _step_begins(self, began_ns: int) -> None:
+        """A step with work was scheduled; its scheduling began at `began_ns`."""
+        if self._steps_in_flight == 0:
+            self._step_began_ns = self._busy_until_ns = began_ns
+            if self._step_log is not None:
+                self._step_log.begin()
+        self._steps_in_flight += 1
+        self._step_seq += 1
+
+    def _step_ends(self, now_ns: int, tokens: int, sequences: int) -> None:
+        """The oldest step in flight, over so many tokens of so many sequences, was processed."""
+        self._steps_in_flight = max(0, self._steps_in_flight - 1)
+        self._busy_ns += now_ns - self._busy_until_ns
+        self._last_step_ns = now_ns - self._step_began_ns
+        if self._step_log is not None:
+            self._step_log.step(self._step_began_ns, now_ns, tokens, sequences)
+        self._step_began_ns = self._busy_until_ns = now_ns
+
+    def _tell(self, now_ns: int, running: int, waiting: int, kv_used: int, kv_total: int) -> None:
+        book = self._deadlines
+        self._told_idle = not (self._steps_in_flight or running or waiting)
+        self._untold = False
+        self._write(
+            self._pack(
+                self._step_seq,
+                self._steps_in_flight > 0,
+                running,
+                waiting,
+                book.queued_prefill_tokens,
+                book.earliest_prefill_ns,
+                book.earliest_decode_ns,
+                kv_used,
+                kv_total,
+                self._busy_ns,
+                self._last_step_ns,
+                now_ns,
+                *self._lent(),
+            )
+        )
