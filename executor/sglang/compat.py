@@ -35,8 +35,11 @@ def check_version(version: str | None = None) -> None:
     return None
 
 
-def install(hooks: Mapping[str, Hook]) -> None:
-    """Stand around these functions, by their full names. Ends the process where one cannot be."""
+def stand_around(hooks: Mapping[str, Hook]) -> None:
+    """Set hooks around these functions, by their full names.
+
+    Raises ExecutorError where one cannot be set.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in hooks.items():
@@ -44,7 +47,15 @@ def install(hooks: Mapping[str, Hook]) -> None:
     HookRegistry.apply_hooks()
     missing = sorted(hooks.keys() - HookRegistry._patched)
     if missing:
-        give_up(ExecutorError(f"this SGLang has no {missing[0]}; install {TESTED[-1]}"))
+        raise ExecutorError(f"this SGLang has no {missing[0]}; install {TESTED[-1]}")
+
+
+def install(hooks: Mapping[str, Hook]) -> None:
+    """Set hooks without which this engine may not serve: ends the process where one cannot be."""
+    try:
+        stand_around(hooks)
+    except ExecutorError as error:
+        give_up(error)
 
 
 def give_up(error: Exception) -> NoReturn:
@@ -73,16 +84,56 @@ GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
 }
 
 
-def check_features(arguments: object, needed: Mapping[str, tuple[object, str]] = NEEDED) -> None:
-    """Raise ExecutorError for the first argument that breaks a promise of a replica's."""
+HOST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
+    name: NEEDED[name]
+    for name in (
+        "speculative_algorithm",
+        "disaggregation_mode",
+        "dllm_algorithm",
+        "pp_size",
+        "dp_size",
+    )
+} | {"enable_pdmux": (False, "prefill and decode multiplexed on one GPU")}
+"""What a host's have to be: its steps are told of otherwise than they are."""
+
+LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
+    name: NEEDED[name] for name in ("enable_hierarchical_cache", "enable_lmcache")
+} | {
+    "tp_size": (1, "several ranks, whose caches have to forget the same"),
+    "enable_hisparse": (False, "hierarchical sparse attention"),
+    "enable_unified_memory": (False, "one memory for several kinds of cache"),
+}
+"""What a lending host's have to be besides."""
+
+
+def check_features(
+    arguments: object,
+    needed: Mapping[str, tuple[object, str]] = NEEDED,
+    what: str = "a replica",
+) -> None:
+    """Raise ExecutorError for the first argument that breaks a promise that `what` makes."""
     for name, (value, meaning) in needed.items():
         found = getattr(arguments, name, value)
         if (found or None) != (value or None):
             option = "--" + name.replace("_", "-")
             instead = f"give {option}" if value is True else f"leave out {option}"
-            raise ExecutorError(f"a replica on SGLang does not have {meaning}; {instead}")
+            raise ExecutorError(f"{what} on SGLang does not have {meaning}; {instead}")
 
 
 def client_request_id(engine_request_id: str) -> str:
     """The id that a client sent: SGLang takes it as it is."""
     return engine_request_id
+
+
+def own_devices(ranks: int) -> tuple[str, ...]:
+    """UUIDs of the GPUs that an engine of so many ranks has; empty on a CPU, or where no driver
+    says."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    try:
+        found = [torch.cuda.get_device_properties(rank).uuid for rank in range(ranks)]
+    except Exception:  # noqa: BLE001 -- of whatever driver there is; without UUIDs nobody comes
+        return ()
+    return tuple(f"GPU-{str(uuid).removeprefix('GPU-')}" for uuid in found)

@@ -1,0 +1,1 @@
+"""Host side of SGLang: publishes its state and lends KV memory."""

@@ -1,0 +1,205 @@
+"""KV lending of an SGLang host on host memory: its allocator, granules of which are lent.
+
+To SGLang the pool stays as large as it was: it admits, retracts and reports as it would without
+lending. An allocation that the free blocks do not cover takes lent granules back by itself, before
+it fails; before any prefix is evicted, too, since SGLang counts lent blocks as free. Their pages
+come with the first touch.
+
+A prefix is forgotten, so that its memory can be lent, when nobody asked for it for a long time.
+SGLang keeps no such time where it could be asked for. What requests had in that time is known, and
+the prefix cache forgets what was used longest ago first: what is cached beyond that is cold.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from executor.engine_settings import AUTO
+from executor.errors import LendingError
+from executor.host.kv_lender import HostLender, check_lendable
+from executor.kv.backing import PageBackend
+from executor.kv.capacity_policy import KvFree, LendingLimits
+from executor.kv.held_granules import HeldGranules
+from executor.kv.shrink_plan import Granules, plan_growth
+from executor.sglang.compat import LENDING_NEEDED, check_features
+from executor.sglang.kv_pages import kv_pages
+from executor.sglang.kv_pool import BalloonedPool, Forget
+
+# A search for free granules looks at every free block, so one that found too few is not repeated
+# in every step.
+SEARCH_NS: Final = 100_000_000
+IN_REACH: Final = "run SGLang on host memory, with a model that has keys and values of each layer"
+ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+
+
+class WarmTokens:
+    """How many tokens the requests of a recent while had."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[int, int]] = deque()
+        self._sum = 0
+
+    def add(self, now_ns: int, tokens: int) -> None:
+        """A request of so many tokens ended."""
+        self._ended.append((now_ns, tokens))
+        self._sum += tokens
+
+    def since(self, ns: int) -> int:
+        """Tokens of requests that ended since then; older ones are dropped."""
+        while self._ended and self._ended[0][0] < ns:
+            self._sum -= self._ended.popleft()[1]
+        return self._sum
+
+
+class LendingPool(BalloonedPool):
+    """A ballooned pool whose held granules are lent, and count as free."""
+
+    def __init__(
+        self,
+        allocator: Any,  # noqa: ANN401 -- SGLang's
+        granules: Granules,
+        pages: PageBackend,
+        evictable_tokens: Callable[[], int],
+        forget: Forget,
+    ) -> None:
+        """`evictable_tokens`: what the prefix cache has that no request holds."""
+        self.lent_blocks = 0
+        self._evictable_tokens = evictable_tokens
+        self._page_tokens = int(allocator.page_size)
+        self._sorted_before = bool(allocator.need_sort)
+        self._out: set[int] = set()
+        self._failure: Exception | None = None
+        self._now_ns = self._search_ns = 0
+        self.warm = WarmTokens()
+        super().__init__(allocator, granules, pages, lambda: allocator.free_pages[:0], forget)
+
+    @property
+    def free(self) -> KvFree:
+        """What no request uses."""
+        allocator = self._allocator
+        staged = getattr(allocator, "num_staged_pages", None)
+        plain = len(allocator.free_pages)
+        plain += len(allocator.release_pages) if staged is None else staged
+        return KvFree(plain, self._evictable_tokens() // self._page_tokens, len(self.held))
+
+    @property
+    def blocks_away(self) -> int:
+        """None: SGLang counts them."""
+        return 0
+
+    def owns(self, allocator: Any) -> bool:  # noqa: ANN401 -- SGLang's
+        """Whether it is this allocator that lends."""
+        return allocator is self._allocator
+
+    def check(self) -> None:
+        """Raise what went wrong in an allocation."""
+        if self._failure is not None:
+            raise self._failure
+
+    def lendable(self, count: int) -> list[int]:
+        """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
+        if self._now_ns < self._search_ns:
+            return []
+        found = sorted(self._wholly_free(range(self.granules.count)), reverse=True)
+        if len(found) <= count:
+            self._search_ns = self._now_ns + SEARCH_NS
+        return found[:count]
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those that are wholly free; no prefix is forgotten for it."""
+        return HeldGranules.take(self, granules, fence)
+
+    def take_back(self, count: int) -> int:
+        """Have the lowest `count` lent granules again: all of them come."""
+        granules = plan_growth(count, self.held)
+        self.give_back(granules)
+        return len(granules)
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Have granules again: first their blocks, which a host must never lack."""
+        if not granules:
+            return
+        self._put_in(granules)
+        self.held.difference_update(granules)
+        for granule in granules:
+            self._touchable.pop(granule, None)
+        self.pages.restore(granules)
+
+    def short_of(self, tokens: int) -> bool:
+        """An allocation of so many tokens found too little; whether it is worth another try."""
+        if not self._out:
+            return False
+        blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
+        try:
+            self.take_back(-(-blocks // self.granules.granule_blocks))
+        except Exception as error:  # noqa: BLE001 -- SGLang's allocation must not see it
+            self._failure = error
+        return True
+
+    def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
+        """Forget prefixes of up to `most` granules' size that nobody asked for in `cold_ns`.
+
+        Returns of how many; to be called in every step, since it also tells the time.
+        """
+        self._now_ns = now_ns
+        if not most:
+            return 0
+        cold = self._evictable_tokens() - self.warm.since(now_ns - cold_ns)
+        tokens = min(cold, most * self.granules.granule_blocks * self._page_tokens)
+        blocks = self._forget(tokens) if tokens > 0 else 0
+        return -(-blocks // self.granules.granule_blocks)
+
+    def cleared(self) -> None:
+        """The allocator began anew, with all blocks: lent ones leave it again."""
+        out, self._out, self.lent_blocks = self._out, set(), 0
+        self._take_out(out)
+
+    def dissolve(self) -> None:
+        """Leave the stock pool behind, whole, whatever state this one is in."""
+        self._put_in(set(self._out))
+        self._allocator.need_sort = self._sorted_before
+
+    def _take_out(self, granules: Collection[int]) -> None:
+        super()._take_out(granules)
+        self._out.update(granules)
+        self.lent_blocks += self._blocks(granules)
+
+    def _put_in(self, granules: Collection[int]) -> None:
+        if granules:
+            super()._put_in(granules)
+            self._out.difference_update(granules)
+            self.lent_blocks -= self._blocks(granules)
+
+    def _blocks(self, granules: Collection[int]) -> int:
+        return sum(len(self.granules.blocks_of(granule)) for granule in granules)
+
+
+def lender_of(
+    scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
+    limits: LendingLimits,
+    kv_backend: str = AUTO,
+) -> tuple[HostLender, LendingPool]:
+    """Take over the allocator of an engine without requests.
+
+    Raises ExecutorError where its memory cannot be lent.
+    """
+    check_features(scheduler.server_args, LENDING_NEEDED, "a host that lends")
+    allocator = scheduler.token_to_kv_pool_allocator
+    if type(allocator).__name__ not in ALLOCATORS:
+        raise LendingError(
+            f"ROSE does not know a {type(allocator).__name__}; start the host with a model of"
+            " plain attention"
+        )
+    pages, granules = kv_pages(allocator, kv_backend)
+    check_lendable(pages, granules, IN_REACH)
+    tree = scheduler.tree_cache
+
+    def forget(tokens: int) -> int:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        before = pool.free.plain
+        tree.evict(EvictParams(num_tokens=tokens))
+        return pool.free.plain - before
+
+    pool = LendingPool(allocator, granules, pages, tree.evictable_size, forget)
+    return HostLender(pool, limits, int(allocator.page_size)), pool

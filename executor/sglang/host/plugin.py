@@ -1,0 +1,368 @@
+"""Plugin `rose_host` of SGLang: publishes a stock scheduler's state; inert unless ROSE_ROLE=host.
+
+    Scheduler.__init__                   attach: page, seat, what is lent
+    Scheduler._add_request_to_queue      a request came, or was put back
+    Scheduler.get_next_batch_to_run      a turn with work: lend, or take back
+    Scheduler.run_batch                  a step begins
+    Scheduler.process_batch_result       it is done
+    Scheduler.abort_request              requests may be gone
+    Scheduler.on_idle                    nothing to do: lend
+    Scheduler.maybe_sleep_on_idle        not while there is more to lend
+    Scheduler.run_event_loop             its end: leave the page
+    TokenizerManager._handle_batch_output   latencies of finished requests
+    allocator.alloc …                    only of a host that lends: what is lent counts as free
+
+Each hook calls what it stands around with what it was given, and returns what that returned.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from executor.control_page.host_description import HostDescription
+from executor.control_page.host_seat import HostSeat, Veto
+from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
+from executor.errors import ExecutorError, PageError
+from executor.host.kv_lender import HostLender
+from executor.host.plugin import SERVES_ON, HostPlugin, lending_limits
+from executor.sglang.compat import (
+    HOST_NEEDED,
+    SCHEDULER,
+    Hook,
+    check_features,
+    check_version,
+    own_devices,
+    stand_around,
+)
+from executor.sglang.host.kv_lender import LendingPool, lender_of
+from executor.sglang.host.latency_hook import HANDLE_OUTPUT, LatencyHook
+from executor.sglang.host.state_publisher import BatchPublisher
+from executor.step_log import StepLog
+
+# How long an idle host that has nothing more to lend waits before it looks again.
+IDLE_LOOK_NS: Final = 50_000_000
+_ALLOCATOR: Final = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
+_PAGED: Final = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+
+logger = logging.getLogger("rose.sglang")
+
+
+class SglangHost(HostPlugin[BatchPublisher]):
+    """What publishes and lends for one scheduler, whose thread alone may call it."""
+
+    log = logger
+
+    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+        self._scheduler = scheduler
+        self.pool: LendingPool | None = None
+        self._began_ns = self._look_ns = 0
+
+    def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
+        """A request came to the queue, or came back."""
+        if self._observer is not None:
+            self._quietly(self._tell_arrival, self._observer, request, again)
+            self._lend(arrived=True)
+
+    def turn(self) -> None:
+        """A turn of the loop with work begins."""
+        self._began_ns = time.monotonic_ns()
+        self._lend()
+
+    def begin(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """A step begins."""
+        if self._lender is not None:
+            self._lender.step_begun()
+        if self._observer is not None:
+            self._quietly(self._observer.began, self._scheduler, batch, self._began_ns)
+
+    def done(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """A step was processed."""
+        if self._lender is not None:
+            self._lender.step_done()
+            self._note_ended(batch)
+        if self._observer is not None:
+            self._quietly(self._observer.stepped, self._scheduler, batch)
+
+    def aborted(self) -> None:
+        """Requests were aborted."""
+        if self._observer is not None:
+            self._quietly(self._observer.aborted, self._scheduler)
+
+    def idled(self) -> None:
+        """A turn of the loop had nothing to run."""
+        if self._observer is not None:
+            self._quietly(self._observer.idled, self._scheduler)
+        if self._lender is not None:
+            now_ns = time.monotonic_ns()
+            if self._lender.pending or now_ns >= self._look_ns:
+                self._look_ns = now_ns + IDLE_LOOK_NS
+                self._lend()
+
+    @property
+    def awake(self) -> bool:
+        """Whether an idle host has more to lend."""
+        return self._lender is not None and self._lender.pending
+
+    def leave(self) -> None:
+        """Leave the page to whoever is its host next."""
+        self._quietly(self._leave)
+
+    def stop_lending(self, why: Exception | None = None) -> None:
+        """Have SGLang's own pool back, whole."""
+        super().stop_lending(why)
+        if self._lender is None:
+            self.pool = None
+
+    def _tell_arrival(self, observer: BatchPublisher, request: Any, again: bool) -> None:  # noqa: ANN401
+        observer.arrived(self._scheduler, request, again=again)
+
+    def _note_ended(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        if self.pool is not None:
+            now_ns = time.monotonic_ns()
+            for request in batch.reqs:
+                if request.finished_reason is not None:
+                    self.pool.warm.add(now_ns, request.seqlen)
+
+    def _check(self) -> None:
+        check_version()
+        check_features(self._scheduler.server_args, HOST_NEEDED, "a host")
+
+    def _publisher(
+        self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
+    ) -> BatchPublisher:
+        observer = BatchPublisher(
+            seat, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
+        )
+        observer.started(self._scheduler)
+        return observer
+
+    def _make_lender(self, settings: EngineSettings) -> HostLender:
+        lender, self.pool = lender_of(
+            self._scheduler, lending_limits(settings), settings.kv_backend
+        )
+        return lender
+
+    def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
+        arguments = self._scheduler.server_args
+        name = arguments.served_model_name or arguments.model_path
+        ranks = int(arguments.tp_size)
+        return HostDescription(
+            str(name)[-253:], settings.ttft_s, settings.tpot_s, own_devices(ranks), seated_ns
+        )
+
+    def _demand(self) -> tuple[int, int]:
+        scheduler, observer = self._scheduler, self._observer
+        queue = scheduler.waiting_queue
+        requests = observer.requests if observer is not None else 0
+        return max(requests, len(queue)), queue[0].seqlen if queue else 0
+
+    def _publish_lent(self, observer: BatchPublisher) -> None:
+        observer.lends(self._scheduler)
+
+
+class HostHooks:
+    """The host of this process, once it has a scheduler, and the hooks that tell it."""
+
+    def __init__(self, *, lends: bool) -> None:
+        self._lends = lends
+        self._host: SglangHost | None = None
+
+    @property
+    def host(self) -> SglangHost | None:
+        """What publishes, None before there is a scheduler and on ranks that do not."""
+        return self._host
+
+    @property
+    def hooks(self) -> Mapping[str, Hook]:
+        """By the names of what they stand around."""
+        named: dict[str, Hook] = {
+            f"{SCHEDULER}.__init__": self.made,
+            f"{SCHEDULER}._add_request_to_queue": self.add_request,
+            f"{SCHEDULER}.get_next_batch_to_run": self.get_next_batch,
+            f"{SCHEDULER}.run_batch": self.run_batch,
+            f"{SCHEDULER}.process_batch_result": self.process_batch_result,
+            f"{SCHEDULER}.abort_request": self.abort_request,
+            f"{SCHEDULER}.on_idle": self.on_idle,
+            f"{SCHEDULER}.maybe_sleep_on_idle": self.maybe_sleep,
+            f"{SCHEDULER}.run_event_loop": self.run_event_loop,
+        }
+        if self._lends:
+            for owner in (_ALLOCATOR, _PAGED):
+                named[f"{owner}.alloc"] = self.allocate
+                named[f"{owner}.available_size"] = self.available
+                named[f"{owner}.clear"] = self.clear
+            named[f"{_PAGED}.alloc_extend"] = self.allocate_extend
+            named[f"{_PAGED}.alloc_decode"] = self.allocate_decode
+        return named
+
+    def made(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> None:  # noqa: ANN401
+        """Attach to a scheduler that is complete. One of several ranks speaks for all."""
+        original(scheduler, *a, **named)
+        try:
+            if _first_rank():
+                self._host = SglangHost(scheduler)
+                self._host.attach()
+        except Exception:
+            logger.exception(SERVES_ON)
+
+    def add_request(
+        self,
+        original: Hook,
+        scheduler: Any,  # noqa: ANN401 -- SGLang's
+        request: Any,  # noqa: ANN401
+        *a: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """A request came; one that was refused is in no queue."""
+        found = original(scheduler, request, *a, **named)
+        if self._host is not None and request.finished_reason is None:
+            again = bool(request.output_ids) or bool(named.get("is_retracted") or (a and a[0]))
+            self._host.arrived(request, again=again)
+        return found
+
+    def get_next_batch(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """A turn of the loop begins; an idle one is `on_idle`'s."""
+        host = self._host
+        if host is not None and (scheduler.waiting_queue or scheduler.running_batch.reqs):
+            host.turn()
+        return original(scheduler, *a, **named)
+
+    def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """A step begins."""
+        if self._host is not None:
+            self._host.begin(batch)
+        return original(scheduler, batch, *a, **named)
+
+    def process_batch_result(
+        self,
+        original: Hook,
+        scheduler: Any,  # noqa: ANN401 -- SGLang's
+        batch: Any,  # noqa: ANN401
+        *a: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """A step is done."""
+        found = original(scheduler, batch, *a, **named)
+        if self._host is not None:
+            self._host.done(batch)
+        return found
+
+    def abort_request(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Requests may be gone."""
+        found = original(scheduler, *a, **named)
+        if self._host is not None:
+            self._host.aborted()
+        return found
+
+    def on_idle(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
+        """Before SGLang sleeps: say that the host is idle, lend what it does not need."""
+        if self._host is not None:
+            self._host.idled()
+        return original(scheduler)
+
+    def maybe_sleep(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
+        """Sleep when there is nothing more to lend."""
+        if self._host is not None and self._host.awake:
+            return None
+        return original(scheduler)
+
+    def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
+        """Run until the end; then leave the page."""
+        try:
+            return original(scheduler)
+        finally:
+            if self._host is not None:
+                self._host.leave()
+
+    def allocate(self, original: Hook, allocator: Any, need_size: int) -> Any:  # noqa: ANN401
+        """Allocate, with what is lent."""
+        return self._allocated(allocator, need_size, lambda: original(allocator, need_size))
+
+    def allocate_extend(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Allocate for a prefill, with what is lent."""
+        tokens = int(named["extend_num_tokens"] if "extend_num_tokens" in named else a[5])
+        sequences = len(named["seq_lens"] if "seq_lens" in named else a[2])
+        # Each may begin a page of which it needs a part.
+        tokens += (sequences + 1) * int(allocator.page_size)
+        return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
+
+    def allocate_decode(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Allocate for a decode, with what is lent."""
+        sequences = len(named["seq_lens"] if "seq_lens" in named else a[0])
+        tokens = sequences * int(allocator.page_size)
+        return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
+
+    def available(self, original: Hook, allocator: Any) -> int:  # noqa: ANN401 -- SGLang's
+        """What is lent can be had at once."""
+        pool = self._pool_of(allocator)
+        free = int(original(allocator))
+        return free if pool is None else free + pool.lent_blocks * int(allocator.page_size)
+
+    def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
+        """An allocator that begins anew gives out no granule that is lent without taking it."""
+        found = original(allocator)
+        pool = self._pool_of(allocator)
+        if pool is not None:
+            pool.cleared()
+        return found
+
+    def _allocated(self, allocator: Any, tokens: int, try_it: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Take lent granules back where the free blocks are too few, then try again."""
+        found = try_it()
+        if found is None and (pool := self._pool_of(allocator)) is not None:
+            while found is None and pool.short_of(tokens):
+                found = try_it()
+        return found
+
+    def _pool_of(self, allocator: Any) -> LendingPool | None:  # noqa: ANN401 -- SGLang's
+        pool = self._host.pool if self._host is not None else None
+        return pool if pool is not None and pool.owns(allocator) else None
+
+
+def _first_rank() -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank or 0) == 0
+
+
+def _veto(error: Exception) -> Veto | None:
+    """Say why there is no host; whoever serves at the page all the same keeps guests away."""
+    logger.error("%s: %s", SERVES_ON, error)
+    try:
+        path = page_path_of(os.environ)
+    except PageError:
+        return None
+    if not path or not _has_scheduler():
+        return None
+    veto = Veto(Path(path))
+    veto.start()
+    return veto
+
+
+def _has_scheduler() -> bool:
+    """Whether this process may run a scheduler: that of the detokenizer has not imported it."""
+    return "sglang.srt.managers.scheduler" in sys.modules
+
+
+_kept: list[object] = []
+
+
+def register() -> None:
+    """Entry point of `sglang.srt.plugins`."""
+    if os.environ.get("ROSE_ROLE") != HOST:
+        return
+    try:
+        check_version()
+        settings = EngineSettings.from_environ(os.environ)
+        hooks: dict[str, Callable[..., Any]] = {}
+        if _has_scheduler():
+            hooks |= HostHooks(lends=settings.level == LEND).hooks
+        if "sglang.srt.managers.tokenizer_manager" in sys.modules:
+            hooks[HANDLE_OUTPUT] = LatencyHook()
+        stand_around(hooks)
+    except ExecutorError as error:
+        _kept.append(_veto(error))
