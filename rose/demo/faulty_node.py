@@ -17,8 +17,8 @@ class FaultyReplica(ReplicaConfig):
 
     worker: str
 
-    def engine(self, *args: Any, **named: Any) -> EngineSpec:  # noqa: ANN401 - as the node asks
-        spec = super().engine(*args, **named)
+    def engine_spec(self, *args: Any, **named: Any) -> EngineSpec:  # noqa: ANN401 - as the node asks
+        spec = super().engine_spec(*args, **named)
         # The last one counts.
         return replace(spec, extra_args=(*spec.extra_args, f"--worker-extension-cls={self.worker}"))
 

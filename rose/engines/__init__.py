@@ -1,10 +1,12 @@
-"""Engines as processes: their specification, vLLM's command line, their start and their end."""
+"""Engines as processes: their specification, each kind's command line, their start and end."""
 
 from rose.engines.launch import EngineProcess, check_host, check_profile, check_spec, weight_bytes
-from rose.engines.spec import Device, EngineRole, EngineSpec, module_path, process_spec, share_of
+from rose.engines.process import process_spec, share_of
+from rose.engines.spec import Device, EngineKind, EngineRole, EngineSpec, module_path
 
 __all__ = [
     "Device",
+    "EngineKind",
     "EngineProcess",
     "EngineRole",
     "EngineSpec",

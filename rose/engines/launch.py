@@ -13,13 +13,15 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 import msgspec
 import psutil
 
 from rose.contract.replica import STATE, ReplicaState
-from rose.engines.spec import Device, EngineSpec, process_spec
+from rose.engines.process import process_spec
+from rose.engines.spec import Device, EngineKind, EngineRole, EngineSpec
 from rose.errors import BAD_BYTES, ConfigError, EngineStartError
 from rose.process.child import AdoptedProcess, Keep, ManagedProcess, ProcessGroup
 from rose.process.procfs import ProcessIdentity
@@ -31,20 +33,27 @@ PYTHON_TIMEOUT_S = 30.0
 PLUGINS_TIMEOUT_S = 120.0
 # Run by an engine's interpreter: prints the first thing that it lacks. Imports nothing large.
 _LOOK = """
+import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-lacking = [name for name in ("vllm", "rose", "msgspec") if find_spec(name) is None]
-if not any(entry_points(group="vllm.stat_logger_plugins", name="rose_host")):
+engine, group = sys.argv[1:]
+lacking = [name for name in (engine, "rose", "msgspec") if find_spec(name) is None]
+if not any(entry_points(group=group, name="rose_host")):
     lacking.append("plugins of ROSE")
 print(*lacking[:1])
 """
+_PLUGIN_GROUPS: Final = {
+    EngineKind.VLLM: "vllm.stat_logger_plugins",
+    EngineKind.SGLANG: "sglang.srt.plugins",
+}
 
 # Also run by it: prints each plugin that cannot be imported. Calls none of them.
 _LOOK_AT_PLUGINS = """
 import json
+import sys
 from importlib.metadata import entry_points
 broken = []
-for point in entry_points(group="vllm.general_plugins"):
+for point in entry_points(group=sys.argv[1]):
     try:
         point.load()
     except BaseException as error:
@@ -62,7 +71,7 @@ print("\\n" + json.dumps(broken))
 
 
 class BrokenPlugin(msgspec.Struct, frozen=True):
-    """A plugin of vLLM's that cannot be imported; every engine logs it and runs without.
+    """A plugin of an engine that cannot be imported; every engine logs it and runs without.
 
     `folder`: where the metadata lies that names it, which may be left from an earlier installation.
     """
@@ -74,13 +83,21 @@ class BrokenPlugin(msgspec.Struct, frozen=True):
     why: str
 
 
-def broken_plugins(python: str, env: Mapping[str, str]) -> list[BrokenPlugin]:
-    """Return the general plugins of vLLM that an interpreter finds and cannot import.
+_LOADED: Final = {
+    EngineKind.VLLM: "vllm.general_plugins",
+    EngineKind.SGLANG: "sglang.srt.plugins",
+}
+
+
+def broken_plugins(
+    python: str, env: Mapping[str, str], engine: EngineKind = EngineKind.VLLM
+) -> list[BrokenPlugin]:
+    """Return the plugins of an engine that an interpreter finds and cannot import.
 
     Raises OSError, TimeoutExpired or DecodeError where the interpreter does not say.
     """
     found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
-        [python, "-c", _LOOK_AT_PLUGINS],
+        [python, "-c", _LOOK_AT_PLUGINS, _LOADED[engine]],
         env={**os.environ, **env},
         capture_output=True,
         timeout=PLUGINS_TIMEOUT_S,
@@ -154,10 +171,10 @@ def check_profile(path: Path) -> None:
 
 
 def check_python(spec: EngineSpec) -> None:
-    """Raise unless the engine's interpreter finds vLLM, ROSE and ROSE's plugins."""
+    """Raise unless the engine's interpreter finds the engine, ROSE and ROSE's plugins."""
     try:
         found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
-            [spec.interpreter, "-c", _LOOK],
+            [spec.interpreter, "-c", _LOOK, spec.engine, _PLUGIN_GROUPS[spec.engine]],
             env={**os.environ, **spec.extra_env},
             capture_output=True,
             text=True,
@@ -179,10 +196,43 @@ def check_python(spec: EngineSpec) -> None:
         )
 
 
+# Options of SGLang's that break a promise of every role, and of replicas: what each of them means.
+_REFUSED: Final = {
+    "--speculative-algorithm": "speculative decoding",
+    "--speculative-draft-model-path": "speculative decoding",
+    "--disaggregation-mode": "disaggregated prefill and decode",
+    "--dllm-algorithm": "diffusion models",
+}
+_REFUSED_IN_REPLICAS: Final = {
+    "--enable-custom-logit-processor": "custom samplers",
+    "--enable-lora": "LoRA adapters",
+    "--enable-hierarchical-cache": "the hierarchical cache",
+}
+
+
+def check_sglang(spec: EngineSpec) -> None:
+    """Raise where SGLang is not here, or is to run with what breaks a promise of this role's."""
+    if spec.python is None and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
+            " interpreter (`make install-sglang` makes .venv-sglang/bin/python)"
+        )
+    refused = _REFUSED | (_REFUSED_IN_REPLICAS if spec.role.is_replica else {})
+    for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
+        option = given.partition("=")[0]
+        if option in refused:
+            raise ConfigError(
+                f"engine {spec.name}: a {spec.role} on SGLang does not have {refused[option]};"
+                f" leave out {option}"
+            )
+
+
 def check_spec(spec: EngineSpec) -> None:
     """Raise when the engine could not start: interpreter, model, profiles, port, memory."""
     if spec.python is not None:
         check_python(spec)
+    if spec.engine is EngineKind.SGLANG:
+        check_sglang(spec)
     dummy = spec.load_format == "dummy"
     check_model(spec.model_dir, weights=not dummy)
     for profile in (spec.step_profile, spec.host_step_profile):

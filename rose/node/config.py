@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from executor import PressureLimits, PressurePolicy
 from rose.addresses import checked_url, is_loopback
-from rose.engines import Device, EngineRole, EngineSpec, check_profile, weight_bytes
+from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
+from rose.engines.capabilities import Capability, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.security.certificates import CertificateFiles, files_of
@@ -34,6 +35,7 @@ OF_THE_NODE = frozenset(
         "ROSE_UNSIGNED",
         "ROSE_VERIFY_KEY",
         "ROSE_WEIGHTS_DIR",
+        "SGLANG_PLUGINS",
         "VLLM_PLUGINS",
     }
 )
@@ -55,6 +57,7 @@ Label = Annotated[str, Field(min_length=1, max_length=253)]
 class HostConfig(Frozen):
     """The production engine of this node: it is watched, never started or stopped.
 
+    engine: what it runs; the page says the same things whatever that is, advice does not.
     name: in metrics and logs, of a host that was found; the one of a file needs none.
     page_group: name or number of the group that shares the page, for a host of another user; empty
     for the owner alone. The host's ROSE_PAGE_GROUP says the same.
@@ -66,6 +69,7 @@ class HostConfig(Frozen):
     """
 
     page: Path
+    engine: EngineKind = EngineKind.VLLM
     name: str = Field(default="", max_length=100)
     page_group: str = ""
     pid: int | None = Field(default=None, gt=0)
@@ -119,7 +123,8 @@ class ReplicaConfig(Frozen):
     None: its KV memory does not depend on what the host lends.
     kv_backend: how a guest gives KV pages back; see `EngineSettings`.
     device: index or UUID of its GPU; a guest's is its host's. None computes on the CPU.
-    engine_python: interpreter of the environment that has its vLLM, None for this one.
+    engine: what it runs, whatever its host runs.
+    engine_python: interpreter of the environment that has it, None for this one.
     extra_env: environment of the engine besides; none of `OF_THE_NODE`.
     cuda_graphs: on a GPU steps are captured at the start, which is faster afterwards.
     mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
@@ -132,6 +137,7 @@ class ReplicaConfig(Frozen):
 
     id: str = Field(min_length=1, max_length=253)
     kind: Literal["guest", "dedicated"]
+    engine: EngineKind = EngineKind.VLLM
     model_dir: Path
     model: str = Field(default="", max_length=253)
     models: dict[str, Path] = {}
@@ -178,6 +184,22 @@ class ReplicaConfig(Frozen):
         if taken:
             raise ValueError(f"{taken[0]} is the node's to set; leave it out")
         return given
+
+    @model_validator(mode="after")
+    def _within_the_engine(self) -> Self:
+        wanted = {
+            Capability.RETURN_GPU: ("kv_backend", self.kv_backend == "cuda"),
+            Capability.POOLING: ("runner", self.runner == "pooling"),
+            Capability.SLEEP: ("sleep_mode", self.sleep_mode),
+        }
+        for capability, (name, given) in wanted.items():
+            why = lacking(self.engine, capability) if given else None
+            if why is not None:
+                raise ValueError(
+                    f"{name}: {self.engine} does not have it that {capability} ({why});"
+                    f" leave {name} out, or run this replica on another engine"
+                )
+        return self
 
     @model_validator(mode="after")
     def _gpu_alone(self) -> Self:
@@ -230,7 +252,7 @@ class ReplicaConfig(Frozen):
         """As the guard takes them."""
         return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
 
-    def engine(
+    def engine_spec(
         self,
         log: Path,
         host: HostConfig | None,
@@ -270,6 +292,7 @@ class ReplicaConfig(Frozen):
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,
             kv_backend=self.kv_backend,
+            engine=self.engine,
             python=self.engine_python,
             device=Device.CUDA if on_gpu else Device.CPU,
             enforce_eager=not (on_gpu and self.cuda_graphs),

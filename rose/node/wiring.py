@@ -55,7 +55,7 @@ class Wiring:
         guest = config.kind == "guest"
         cgroup = self._cgroup_of(config) if guest and self.config.cgroup else None
         gpu_env = self.gpus.environment(config)
-        spec = config.engine(
+        spec = config.engine_spec(
             log,
             self.config.host,
             self.config.verify_key,

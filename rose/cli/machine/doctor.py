@@ -4,7 +4,7 @@ Without a file the cluster is checked, by its scheduler's word; with one the mac
 cluster where a scheduler is named.
 
 Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
-vLLM's plugins, placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a
+engines' plugins, placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a
 guest needs to return memory.
 
 Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used, 4 when no
@@ -34,6 +34,7 @@ from executor.freeze_reason import explained
 from rose.addresses import is_loopback
 from rose.cli.main import Parser
 from rose.cli.options import DEFAULT_SCHEDULER
+from rose.engines import EngineKind
 from rose.engines.launch import (
     MIN_FREE_BYTES_PER_ENGINE,
     broken_plugins,
@@ -167,6 +168,23 @@ def _alive(host: HostConfig) -> Finding:
     return ok("host", f"process {pid} lives")
 
 
+_NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
+# How a host is started that publishes, and what keeps one of a tested version from it.
+_PUBLISHES = {
+    EngineKind.VLLM: (
+        "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and ROSE_ROLE=host"
+    ),
+    EngineKind.SGLANG: (
+        "ROSE_ROLE=host and ROSE installed beside SGLang; SGLANG_PLUGINS, where it is set, names"
+        " rose_host"
+    ),
+}
+_BREAKS = {
+    EngineKind.VLLM: "data_parallel_size above 1",
+    EngineKind.SGLANG: "speculative decoding, disaggregation, dp_size or pp_size above 1",
+}
+
+
 def _seat(host: HostConfig) -> Finding:
     """Whether a process that lives publishes here, and no other serves unseen."""
     with _open(host) as page:
@@ -174,15 +192,15 @@ def _seat(host: HostConfig) -> Finding:
     if view.vetoed:
         what = "an engine serves on this page that cannot publish there; guests are frozen"
         do = (
-            "look at the host's log: an untested vLLM, a ROSE_ variable it cannot read,"
-            " data_parallel_size above 1, or a second engine core"
+            f"look at the host's log: an untested {_NAMES[host.engine]}, a ROSE_ variable it cannot"
+            f" read, {_BREAKS[host.engine]}, or a second engine core"
         )
         return wrong("host seat", what, do)
     if not view.seated:
         what = "no process publishes on this page; guests are frozen"
         do = (
-            "start the host with --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and"
-            " ROSE_ROLE=host; start it again if the page was deleted since"
+            f"start the host with {_PUBLISHES[host.engine]};"
+            " start it again if the page was deleted since"
         )
         return wrong("host seat", what, do)
     seat = view.seat
@@ -197,10 +215,7 @@ def _heartbeat(host: HostConfig) -> Finding:
     with _open(host) as page:
         state, seat = page.host.read(), page.seat.read()
     if state is None or seat is None:
-        do = (
-            "start it with ROSE_ROLE=host and "
-            "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler"
-        )
+        do = f"start it with {_PUBLISHES[host.engine]}"
         return wrong(subject, "the host has never written to its page", do)
     now_ns = time.monotonic_ns()
     beat_s = (now_ns - seat.beat_ns) / _NS
@@ -269,8 +284,8 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
         headroom = host.headroom_bytes if host else 0
         runs = replica.id in running
         yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
-    for python, extra_env in _interpreters(config):
-        yield checked("plugins", partial(_plugins, python, extra_env))
+    for python, extra_env, engine in _interpreters(config):
+        yield checked("plugins", partial(_plugins, python, extra_env, engine))
     if config.replicas:
         yield checked("proxy", partial(_proxy, config))
     yield checked("placement", partial(_placement, config))
@@ -334,25 +349,28 @@ def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> F
     return _port(replica.id, replica.port)
 
 
-def _interpreters(config: NodeConfig) -> Collection[tuple[str, Mapping[str, str]]]:
+def _interpreters(
+    config: NodeConfig,
+) -> Collection[tuple[str, Mapping[str, str], EngineKind]]:
     """Each interpreter of an engine with an environment, once for each of its module paths."""
     found = {}
     for replica in config.replicas:
         python, env = str(replica.engine_python or sys.executable), replica.extra_env
-        found[python, env.get("PYTHONPATH")] = (python, env)
+        key = python, env.get("PYTHONPATH"), replica.engine
+        found[key] = (python, env, replica.engine)
     return found.values()
 
 
-def _plugins(python: str, extra_env: Mapping[str, str]) -> Finding:
-    """Whether vLLM's general plugins, ROSE's and others', can be imported where engines run."""
-    broken = broken_plugins(python, extra_env)
+def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> Finding:
+    """Whether an engine's plugins, ROSE's and others', can be imported where engines run."""
+    broken, name = broken_plugins(python, extra_env, engine), _NAMES[engine]
     if not broken:
-        return ok("plugins", f"all of vLLM's general plugins load in {python}")
+        return ok("plugins", f"all plugins of {name} load in {python}")
     first = broken[0]
     others = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
     what = (
-        f"{first.distribution} names the plugin {first.name} of vLLM, and {first.module} cannot be"
-        f" imported ({first.why}){others}"
+        f"{first.distribution} names the plugin {first.name} of {name}, and {first.module} cannot"
+        f" be imported ({first.why}){others}"
     )
     do = (
         f"install {first.distribution} again for {python}, or delete its stale *.egg-info in"

@@ -35,7 +35,7 @@ def test_a_faulty_worker_reaches_the_guests_engine_and_no_product_takes_it(
 ) -> None:
     path = serving_node(tmp_path, control)
     [guest] = FaultyNodeConfig.load(path).replicas
-    spec = guest.engine(tmp_path / "log", None, "0" * 64)
+    spec = guest.engine_spec(tmp_path / "log", None, "0" * 64)
     given = [arg for arg in process_spec(spec).argv if arg.startswith("--worker-extension-cls=")]
     assert given[-1] == f"--worker-extension-cls={worker.__module__}.{worker.__qualname__}"
     with pytest.raises(ConfigError, match="worker"):

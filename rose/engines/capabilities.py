@@ -1,0 +1,47 @@
+"""Capabilities that engines differ in: what the node refuses, `rose doctor` says and docs list.
+
+What all of them have to do is no capability but a promise: tests/engine/contract.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from rose.engines.spec import EngineKind
+
+
+class Capability(StrEnum):
+    """By the name under which it stands in docs/engines.md."""
+
+    LEND_HOST_MEMORY = "a host lends KV memory of the machine"
+    LEND_GPU = "a host lends KV memory of a GPU"
+    LEND_RANKS = "a host of several ranks lends"
+    RETURN_HOST_MEMORY = "a guest gives back KV memory of the machine"
+    RETURN_GPU = "a guest gives back KV memory of a GPU"
+    POOLING = "a replica serves a model that is not generative"
+    SLEEP = "a dedicated replica gives up its weights on request"
+
+
+LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
+    {
+        EngineKind.VLLM: MappingProxyType(
+            {Capability.LEND_RANKS: "its pages belong to processes that its scheduler does not see"}
+        ),
+        EngineKind.SGLANG: MappingProxyType(
+            {
+                Capability.LEND_GPU: "ROSE does not reserve its memory on a GPU",
+                Capability.LEND_RANKS: "the ranks' prefix caches have to forget the same",
+                Capability.RETURN_GPU: "ROSE does not reserve its memory on a GPU",
+                Capability.POOLING: "its replica serves turns only",
+                Capability.SLEEP: "its route frees memory of an idle engine only",
+            }
+        ),
+    }
+)
+"""What each engine cannot do, and why."""
+
+
+def lacking(engine: EngineKind, capability: Capability) -> str | None:
+    """Why an engine does not have it, None where it does."""
+    return LACKS[engine].get(capability)

@@ -1,0 +1,84 @@
+"""SGLang's command line and environment for an engine.
+
+SGLang takes the size of its KV cache in tokens, so it is worked out of the model's configuration.
+Of its plugins an engine runs those of its role; a stock one runs none.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from rose.engines.spec import Device, EngineRole, EngineSpec
+from rose.errors import ConfigError
+
+MODULE = "sglang.launch_server"
+_PLUGINS: Final = {
+    EngineRole.HOST: "rose_host",
+    EngineRole.GUEST: "rose_guest,rose_replica,rose_weights",
+    EngineRole.DEDICATED: "rose_replica,rose_weights",
+    EngineRole.STOCK: "none",
+}
+_DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+# What SGLang needs to run without a GPU at all.
+_CPU_ARGS: Final = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--disable-overlap-schedule",
+    "--mem-fraction-static=0.1",
+)
+_CPU_ENV: Final = {
+    "OMP_NUM_THREADS": "1",
+    # Its CPU kernels are vLLM's, which ask for what they run on.
+    "VLLM_TARGET_DEVICE": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def arguments(spec: EngineSpec) -> list[str]:
+    """Options behind the module's name."""
+    made = [
+        f"--model-path={spec.model_dir}",
+        f"--served-model-name={spec.name}",
+        "--host=127.0.0.1",
+        f"--port={spec.port}",
+        f"--dtype={spec.dtype}",
+        f"--context-length={spec.max_model_len}",
+        f"--max-running-requests={spec.max_num_seqs}",
+        f"--max-total-tokens={kv_tokens(spec)}",
+        f"--stream-interval={spec.stream_interval}",
+        f"--load-format={spec.load_format}",
+        "--skip-server-warmup",
+        # An idle engine waits for messages: it would spin on a core that others share.
+        "--sleep-on-idle",
+    ]
+    if spec.device is Device.CPU:
+        made.extend(_CPU_ARGS)
+    elif spec.enforce_eager:
+        made.append("--disable-cuda-graph")
+    if spec.role is EngineRole.GUEST and spec.device is not Device.CPU:
+        made.append("--disable-overlap-schedule")
+    return [*made, *spec.extra_args]
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables that are SGLang's alone."""
+    return {"SGLANG_PLUGINS": _PLUGINS[spec.role]} | (_CPU_ENV if spec.device is Device.CPU else {})
+
+
+def kv_tokens(spec: EngineSpec) -> int:
+    """Tokens whose keys and values fill `kv_bytes`. Raises ConfigError for another architecture."""
+    path = Path(spec.model_dir) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        a_token = 2 * layers * kv_heads * size * _DTYPE_BYTES[spec.dtype]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"engine {spec.name}: {path} does not say how large a token's KV is ({error!r:.80});"
+            " run a model of plain attention on SGLang, or vLLM"
+        ) from error
+    return max(1, int(spec.kv_bytes // a_token))

@@ -1,0 +1,77 @@
+"""vLLM's command line and environment for an engine, the same for all versions that ROSE knows.
+
+Each engine runs its worker inside its engine core (UniProcExecutor): as two processes they would
+starve each other on one core, and only there the scheduler's plugin reaches the KV memory.
+"""
+
+from rose.engines.spec import Device, EngineRole, EngineSpec
+
+MODULE = "vllm.entrypoints.openai.api_server"
+_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_PLUGINS = {
+    EngineRole.HOST: "rose_host",
+    EngineRole.GUEST: "rose_unpacked,rose_replica",
+    EngineRole.DEDICATED: "rose_unpacked,rose_replica",
+    EngineRole.STOCK: "none",
+}
+_SCHEDULERS = {
+    EngineRole.HOST: "executor.vllm.host.scheduler.ObservedScheduler",
+    EngineRole.GUEST: "executor.vllm.guest.scheduler.GatedScheduler",
+}
+_REPLICA_ARGS = (
+    "--worker-extension-cls=weight_transfer.vllm.worker.WeightWorker",
+    # Behaviour logprobs are those of the distribution that was sampled from.
+    "--logprobs-mode=processed_logprobs",
+    "--generation-config=vllm",
+    "--disable-log-stats",
+    # The routes, where vLLM has no endpoint plugins.
+    "--middleware=rose.replica.endpoint.EndpointMount",
+    # What nobody needs is shut, control needs a secret. Turns skip all middleware: the last is
+    # the outermost.
+    "--middleware=rose.replica.asgi.AccessFilter",
+    "--middleware=rose.replica.asgi.GenerateShortcut",
+)
+# KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it is
+# free when an engine starts, which would keep a guest from starting beside its host.
+_NO_SHARE = "--gpu-memory-utilization=0.01"
+# Engines of one CPU share its cores.
+_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def arguments(spec: EngineSpec) -> list[str]:
+    """Options behind the module's name."""
+    made = [
+        f"--model={spec.model_dir}",
+        f"--served-model-name={spec.name}",
+        "--host=127.0.0.1",
+        f"--port={spec.port}",
+        f"--dtype={spec.dtype}",
+        f"--kv-cache-memory-bytes={spec.kv_bytes}",
+        f"--max-model-len={spec.max_model_len}",
+        f"--max-num-seqs={spec.max_num_seqs}",
+        f"--block-size={spec.block_size}",
+        f"--stream-interval={spec.stream_interval}",
+        f"--distributed-executor-backend={_EXECUTOR}",
+        "--disable-uvicorn-access-log",
+        f"--load-format={spec.load_format}",
+    ]
+    if spec.enforce_eager:
+        made.append("--enforce-eager")
+    if spec.device is Device.CUDA:
+        made.append(_NO_SHARE)
+    if spec.role in _SCHEDULERS:
+        made.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
+    if spec.role in _SCHEDULERS and spec.kv_backend == "cuda":
+        made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
+    if spec.role.is_replica:
+        made.extend(_REPLICA_ARGS)
+    return [*made, *spec.extra_args]
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables that are vLLM's alone."""
+    env = {
+        "VLLM_PLUGINS": _PLUGINS[spec.role],
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return env | (_CPU_ENV if spec.device is Device.CPU else {})
