@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
     "Use it": "demo node gateway scheduler control-plane capacity-policy client weights trainers"
-    " gpu-memory security",
+    " gpu-memory engines security",
     "Operate it": "operators/*",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
     "Measurements": "bench bench-gateway gpu",

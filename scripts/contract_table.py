@@ -1,0 +1,117 @@
+"""Write the tables of docs/engines.md: which engine keeps which promise, and what each cannot do.
+
+    promises, capabilities ──┐
+                             ├──► tables, between the page's markers
+    results of a run ────────┘
+
+A cell says what was run last: `kept`, `broken`, `not run`; or that the engine cannot, with the
+reason below the table. Results are committed, so that the page says the same everywhere.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from contract_engines import ENGINES, ContractEngine
+from contract_promises import PROMISES, Promise, Side
+
+from rose.engines.capabilities import LACKS, Capability, lacking
+from rose.engines.spec import EngineKind
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "engines.md"
+TAKEN: Final = ROOT / "bench" / "results" / "contract" / "engines.json"
+RUN: Final = ROOT / "out" / "contract.json"
+BEGIN: Final = "<!-- scripts/contract-table begins -->\n"
+END: Final = "<!-- scripts/contract-table ends -->\n"
+WORDS: Final = {"passed": "kept", "failed": "**broken**"}
+TITLES: Final = {Side.HOST: "Host", Side.GUEST: "Guest", Side.WEIGHTS: "Weights"}
+NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
+Results = dict[str, dict[str, str]]
+
+
+def results() -> Results:
+    """What was last run of each engine, by promise."""
+    found: Results = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
+    return found
+
+
+def take() -> None:
+    """Add what the last run found."""
+    known, run = results(), json.loads(RUN.read_text(encoding="utf-8"))
+    ids = {promise.id for promise in PROMISES}
+    for engine, cells in run.items():
+        whole = known.get(engine, {}) | cells
+        known[engine] = {id_: cell for id_, cell in whole.items() if id_ in ids}
+    TAKEN.parent.mkdir(parents=True, exist_ok=True)
+    TAKEN.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def cell(engine: ContractEngine, promise: Promise, found: Results) -> str:
+    """What stands under an engine beside a promise."""
+    if promise.needs is not None and lacking(engine.kind, promise.needs) is not None:
+        return "cannot"
+    return WORDS.get(found.get(engine.name, {}).get(promise.id, ""), "not run")
+
+
+def promise_table(side: Side, found: Results) -> Iterator[str]:
+    """A table of one side's promises."""
+    yield f"### {TITLES[side]}\n\n"
+    yield f"| a {side.value if side is not Side.WEIGHTS else 'replica'} … | "
+    yield " | ".join(engine.name for engine in ENGINES) + " |\n"
+    yield "| --- |" + " --- |" * len(ENGINES) + "\n"
+    for promise in PROMISES:
+        if promise.side is side:
+            cells = " | ".join(cell(engine, promise, found) for engine in ENGINES)
+            yield f"| {promise.says} (`{promise.id}`) | {cells} |\n"
+    yield "\n"
+
+
+def capability_table() -> Iterator[str]:
+    """A table of what engines differ in."""
+    yield "### Capabilities\n\n"
+    yield "| | " + " | ".join(NAMES[kind] for kind in EngineKind) + " |\n"
+    yield "| --- |" + " --- |" * len(EngineKind) + "\n"
+    for capability in Capability:
+        reasons = [LACKS[kind].get(capability) for kind in EngineKind]
+        cells = ("yes" if why is None else f"no: {why}" for why in reasons)
+        yield f"| {capability.value} | {' | '.join(cells)} |\n"
+
+
+def tables() -> str:
+    """All that is generated."""
+    found = results()
+    sides = [side for side in Side if any(promise.side is side for promise in PROMISES)]
+    made = "".join(line for side in sides for line in promise_table(side, found))
+    return BEGIN + "\n" + made + "".join(capability_table()) + "\n" + END
+
+
+def page() -> str:
+    """The page with its tables made anew. Raises ValueError where its markers are gone."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text[: text.index(BEGIN)] + tables() + text[text.index(END) + len(END) :]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; with --check say whether it is current."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when it is stale")
+    parser.add_argument("--take", action="store_true", help="add the results of out/contract.json")
+    args = parser.parse_args(argv)
+    if args.take:
+        take()
+    made = page()
+    if not args.check:
+        PAGE.write_text(made, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") != made:
+        sys.stderr.write("docs/engines.md is stale: run scripts/contract-table\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
