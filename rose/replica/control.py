@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, Protocol
 
 from executor import ControlPage, Grant, GuestState, HostState, PageError
 from executor.control_page.page import PAGE_GROUP
@@ -31,6 +31,19 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 class HostBusyError(WeightError):
     """The host was not idle for as long as the guest waits. Nothing was written."""
+
+
+class Wakeable(Protocol):
+    """An engine whose core sleeps while it has nothing to do."""
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What it raises when it is ending or has ended."""
+        ...
+
+    async def wake(self) -> None:
+        """Have an idle engine look for work."""
+        ...
 
 
 class GuestControl:
@@ -91,7 +104,7 @@ class GuestControl:
         guest = self.page.guest.peek() if self.is_guest else None
         return None if guest is None else guest.yielded_ns / 1e9
 
-    def start_waking(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+    def start_waking(self, engine: Wakeable) -> None:
         """Keep waking an idle guest's engine for as long as this process lives."""
         if self.is_guest:
             self._waking = asyncio.get_running_loop().create_task(self.keep_waking(engine))
@@ -101,17 +114,14 @@ class GuestControl:
         if self._waking is not None:
             self._waking.cancel()
 
-    async def keep_waking(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+    async def keep_waking(self, engine: Wakeable) -> None:
         """Wake the core while its memory is wanted; ends with the loop, or with the engine."""
-        # Here, for nothing else of this module needs vLLM.
-        from rose.replica.turns import ENGINE_FAILURES
-
         while True:
             await asyncio.sleep(WAKE_POLL_S)
             try:
                 if self._memory_is_wanted():
-                    await engine.is_paused()
-            except ENGINE_FAILURES as error:
+                    await engine.wake()
+            except engine.failures as error:
                 _LOG.warning("the engine is gone, and its memory with it: %s", error)
                 return
             except PageError as error:

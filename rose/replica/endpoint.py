@@ -46,8 +46,8 @@ from rose.replica.asgi import (
     trace_in,
 )
 from rose.replica.control import GuestControl, HostBusyError
+from rose.replica.engine import ReplicaEngine
 from rose.replica.engine_update import ActivationError, WeightUpdater
-from rose.replica.token_versions import stamps_of
 from rose.replica.turns import Turns
 from rose.replica.warm_up import WarmUp
 from weight_transfer import WeightError, WrongBaseError
@@ -122,6 +122,10 @@ class ReplicaEndpoint:
         if not self._active:
             return
         check_version()
+        self.attach(app)
+
+    def attach(self, app: FastAPI) -> None:
+        """Add the routes, whichever engine this is."""
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
             Route(contract.GENERATE, self._generate, methods=["POST"]),
@@ -142,17 +146,19 @@ class ReplicaEndpoint:
         """Keep the engine; `args` are the server's own, `state` is where the shortcut looks."""
         if not self._active:
             return
+        from rose.replica.vllm.engine import VllmEngine
+
+        self.begin(VllmEngine(engine_client, str(args.model)), state)
+
+    def begin(self, engine: ReplicaEngine, state: State) -> None:
+        """Keep the engine, whichever it is, and begin what goes on beside turns."""
         setattr(state, STATE_NAME, self._generate)
-        stamps_of(engine_client)  # It counts from the first token on.
-        self._turns = self._generate.turns = Turns(engine_client)
-        self._weights = WeightUpdater(
-            engine_client, str(args.model), self._turns, self._admission, self._control
-        )
+        self._turns = self._generate.turns = Turns(engine)
+        self._weights = WeightUpdater(engine, self._turns, self._admission, self._control)
         self._generate.weights = self._weights
-        cache = engine_client.vllm_config.cache_config
-        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        self._control.start_waking(engine_client)
-        self._warm_up = WarmUp(engine_client, self._control)
+        self._kv_tokens = engine.kv_tokens
+        self._control.start_waking(engine)
+        self._warm_up = WarmUp(engine, self._control)
         self._warm_up.start()
         self._weights.start()
 

@@ -10,10 +10,6 @@ An update that breaks off from the commit on leaves unproven weights: admission 
 are revoked, and the engine stays paused. It samples no token any more; only a new life of the
 engine, which starts from its base and proves it, serves again.
 
-The pause is that of `AsyncLLM.pause_generation` without the 20 ms sleep at its end, which is there
-for callers that must have seen the last outputs. Versions do not depend on that: tokens are stamped
-by the engine, or counted where they come in (`token_versions`).
-
 A guest takes weights while its host is idle: the engine's gate covers neither the update nor a
 pause. A host that is never idle keeps its guest at its old version. The guest says so, and its node
 asks again later.
@@ -32,10 +28,9 @@ from typing import Any, Final, TypeVar
 
 from rose.replica.admission import Admission
 from rose.replica.control import GuestControl, HostPatience
-from rose.replica.token_versions import stamps_of
-from rose.replica.turns import ENGINE_FAILURES, Turns
+from rose.replica.engine import ReplicaEngine
+from rose.replica.turns import Turns
 from weight_transfer import OnUpdate, WeightError
-from weight_transfer.node_copy import ranks_folder
 from weight_transfer.vllm.proof.probe import Findings, Part, judge
 from weight_transfer.vllm.replica_weights import merged, typed
 
@@ -98,13 +93,6 @@ class Audits:
         return versions.pop(), sum(part.elements for part in parts), findings
 
 
-async def pause(engine: Any, *, clear_cache: bool) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-    """Return once no step is in flight; requests stay where they are and go on when it resumes."""
-    if clear_cache:
-        await engine.renderer.clear_mm_cache_async()
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-
-
 STAGE_POLL_S: Final = 0.01
 Call = Callable[..., Awaitable[dict[str, Any]]]
 """Calls a worker method on all ranks; `done` of its answer means: on all of them."""
@@ -161,8 +149,7 @@ class WeightUpdater:
 
     def __init__(
         self,
-        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
-        model_dir: str,
+        engine: ReplicaEngine,
         turns: Turns,
         admission: Admission,
         control: GuestControl,
@@ -170,7 +157,6 @@ class WeightUpdater:
     ) -> None:
         """`admission` is closed for good once weights are in doubt."""
         self._engine = engine
-        self._model_dir = model_dir
         self._turns = turns
         self._admission = admission
         self._control = control
@@ -187,7 +173,7 @@ class WeightUpdater:
 
         An engine without our worker extension has no weights to prepare.
         """
-        if not _updatable(self._engine.vllm_config):
+        if not self._engine.updatable:
             return
         self._spawn(self._prepare_early())
 
@@ -247,7 +233,7 @@ class WeightUpdater:
         self._admission.quarantine(why)
         try:
             await self._turns.revoke_all()
-        except ENGINE_FAILURES:
+        except self._engine.failures:
             _LOG.exception("the engine has ended, and its turns with it")
 
     @contextmanager
@@ -272,7 +258,7 @@ class WeightUpdater:
             unpaused = await self._pause(keep_kv=keep)
             report = {} if unpaused else await self._commit(version, keep_kv=keep)
             # A pause that failed half way holds the engine as well.
-            await _bounded(self._engine.resume_generation())
+            await _bounded(self._engine.resume())
         except BaseException as failure:
             # Cancelled too, when the process ends.
             why = f"version {version} broke off: {failure or type(failure).__name__}"
@@ -288,8 +274,8 @@ class WeightUpdater:
         """What went wrong, if anything did. Nothing is written yet."""
         # With cleared caches running turns recompute their KV under the new weights.
         try:
-            await _bounded(pause(self._engine, clear_cache=not keep_kv))
-        except Exception as failure:  # noqa: BLE001 -- whatever vLLM raises; the caller is told
+            await _bounded(self._engine.pause(clear_cache=not keep_kv))
+        except Exception as failure:  # noqa: BLE001 -- whatever an engine raises; the caller is told
             return failure
         return None
 
@@ -297,7 +283,7 @@ class WeightUpdater:
         """Write, prove, stamp. Raises whatever broke off, and ActivationError without proofs."""
         report = merged(await _bounded(self._call_all("rose_weights_commit")))
         _insist_proven(report, version)
-        await _bounded(stamps_of(self._engine).activate(version))
+        await _bounded(self._engine.activate(version))
         self.version = version
         self._turns.ages.activated(version, kept_kv=keep_kv)
         return report
@@ -321,8 +307,8 @@ class WeightUpdater:
         if not self._ready:
             key = os.environ.get(VERIFY_KEY) or None
             folder = os.environ.get(WEIGHTS_DIR) or None
-            place = _meeting_place(self._engine.vllm_config)
-            await self._call("rose_weights_init", self._model_dir, key, folder, place)
+            place = self._engine.meeting_place()
+            await self._call("rose_weights_init", self._engine.model_dir, key, folder, place)
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
@@ -335,7 +321,7 @@ class WeightUpdater:
 
     async def _call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
         try:
-            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+            answers = await self._engine.call_all(method, *args)
         except Exception as failure:
             known = typed(failure)
             if isinstance(known, WeightError):
@@ -367,19 +353,3 @@ def _insist_proven(report: Mapping[str, Any], version: int) -> None:
 async def _bounded(call: Awaitable[_T]) -> _T:
     async with asyncio.timeout(CALL_LIMIT_S):
         return await call
-
-
-def _updatable(config: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
-    parallel = getattr(config, "parallel_config", None)
-    return bool(getattr(parallel, "worker_extension_cls", ""))
-
-
-def _meeting_place(config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
-    """Where an engine's ranks share a copy of the checkpoint; None for one rank.
-
-    Another one for every try: what an earlier one left there has another meaning.
-    """
-    parallel = getattr(config, "parallel_config", None)
-    if max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp")) == 1:
-        return None
-    return str(ranks_folder() / secrets.token_hex(8))

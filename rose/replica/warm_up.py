@@ -14,21 +14,22 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from collections.abc import Callable
+from typing import Final
 
 from executor import PageError
 from executor.engine_settings import WARM_UP
 from rose.contract.replica import GenerateBody, Sampling
 from rose.replica.control import GuestControl
+from rose.replica.engine import (
+    WARM_UP_OUTPUT_TOKENS,
+    EngineRequest,
+    ReplicaEngine,
+    RequestRefusedError,
+)
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
-from rose.replica.turns import ENGINE_FAILURES, EngineRequest, RequestRefusedError, abort
 
 SECONDS: Final = "ROSE_WARM_UP_S"
-OUTPUT_TOKENS: Final = 3
-# More rows take the same kernels: above this a prefill only takes longer.
-MOST_TOKENS: Final = 1024
 POLL_S: Final = 0.02
 RESETS, RESET_PAUSE_S = 50, 0.1
 _LOG = logging.getLogger("vllm.rose.replica")
@@ -38,39 +39,12 @@ class WarmUpError(Exception):
     """It did not come to its end; the message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUpSizes:
-    """Largest batch that an engine may be asked for at once."""
-
-    max_num_seqs: int
-    max_model_len: int
-    max_tokens: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, config: Any) -> Self:  # noqa: ANN401 - vLLM's VllmConfig
-        return cls(
-            config.scheduler_config.max_num_seqs,
-            config.model_config.max_model_len,
-            min(config.scheduler_config.max_num_batched_tokens, MOST_TOKENS),
-            config.model_config.get_vocab_size(),
-        )
-
-    def batches(self) -> Iterator[tuple[int, int]]:
-        """(sequences, tokens of each prompt): all doublings, with short prompts and long ones."""
-        longest = self.max_model_len - OUTPUT_TOKENS
-        for sequences in _doublings(self.max_num_seqs):
-            fair = max(1, min(longest, self.max_tokens // sequences))
-            for prompt in sorted({min(8, fair), min(64, fair), fair}):
-                yield sequences, prompt
-
-
 class WarmUp:
     """Warms one engine. `said` tells a person where it stands, in one line."""
 
     def __init__(
         self,
-        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        engine: ReplicaEngine,
         control: GuestControl,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,7 +70,7 @@ class WarmUp:
     async def _run(self) -> None:
         try:
             self._began_s, self._yielded_before_s = self._clock_s(), self._yielded_s()
-            sizes = WarmUpSizes.of(self._engine.vllm_config)
+            sizes = self._engine.sizes
             self._vocabulary, batches = sizes.vocabulary, list(sizes.batches())
             for number, (sequences, prompt) in enumerate(batches):
                 self._check_time()
@@ -108,7 +82,7 @@ class WarmUp:
             _LOG.info(self.said)
         except (WarmUpError, PageError, RequestRefusedError, UnknownVersionError) as error:
             self._end(str(error))
-        except ENGINE_FAILURES as error:
+        except self._engine.failures as error:
             self._end(f"{type(error).__name__}: {error}")
         except Exception as error:  # or it would be neither warm nor failed for ever
             self._end(f"{type(error).__name__}: {error}")
@@ -124,9 +98,7 @@ class WarmUp:
         turns: list[asyncio.Task[None]] = []
         try:
             for number in range(sequences):
-                request = await EngineRequest.start(
-                    self._engine, self._body(number, prompt), KvStaleness()
-                )
+                request = await self._engine.start(self._body(number, prompt), KvStaleness())
                 requests.append(request)
                 turns.append(asyncio.create_task(_finish(request)))
             while not (await asyncio.wait(turns, timeout=POLL_S))[0] >= set(turns):
@@ -136,7 +108,7 @@ class WarmUp:
         except BaseException:
             for turn in turns:
                 turn.cancel()
-            await abort(self._engine, requests)
+            await self._engine.abort(requests)
             raise
 
     def _body(self, number: int, prompt: int) -> GenerateBody:
@@ -144,7 +116,7 @@ class WarmUp:
             f"{WARM_UP}{number}",
             [self._rng.randrange(self._vocabulary) for _ in range(prompt)],
             # Greedy and sampled turns take different ways through the sampler.
-            Sampling(temperature=float(number % 2 == 0), max_tokens=OUTPUT_TOKENS),
+            Sampling(temperature=float(number % 2 == 0), max_tokens=WARM_UP_OUTPUT_TOKENS),
         )
 
     async def _forget(self) -> None:
@@ -175,13 +147,6 @@ class WarmUp:
 async def _finish(request: EngineRequest) -> None:
     while (await request.next()).finish_reason is None:
         continue
-
-
-def _doublings(most: int) -> list[int]:
-    sizes = [1]
-    while sizes[-1] * 2 < most:
-        sizes.append(sizes[-1] * 2)
-    return sizes if sizes[-1] == most else [*sizes, most]
 
 
 def _limit_s(text: str) -> float | None:

@@ -16,12 +16,13 @@ pytest.importorskip("vllm.v1.engine.exceptions")
 class Core:
     """Counts what ends the wait of an engine core."""
 
+    failures: tuple[type[Exception], ...] = ()
+
     def __init__(self) -> None:
         self.woken = 0
 
-    async def is_paused(self) -> bool:
+    async def wake(self) -> None:
         self.woken += 1
-        return False
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,10 @@ async def test_memory_is_returned_by_the_page_that_the_engine_has_though_its_fil
     woken = asyncio.Event()
 
     class Core:
-        async def is_paused(self) -> bool:
+        failures: tuple[type[Exception], ...] = ()
+
+        async def wake(self) -> None:
             woken.set()
-            return False
 
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
@@ -117,12 +119,11 @@ async def test_whatever_a_core_raises_the_next_look_wakes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Moody(Core):
-        async def is_paused(self) -> bool:
+        async def wake(self) -> None:
             self.woken += 1
             if self.woken == 1:
                 raise RuntimeError("unheard of")
             recovered.set()
-            return False
 
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))

@@ -11,7 +11,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rose.replica.token_versions import KvStaleness
-from rose.replica.turns import EngineRequest
+from rose.replica.vllm.requests import EngineRequest
 
 
 def output(tokens: list[int], logprobs: list[float], finish_reason: str | None = None) -> Any:

@@ -12,11 +12,13 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason
 
 from rose.contract.replica import PROMPT_PLACES
-from rose.replica import turns
 from rose.replica.admission import Admission
 from rose.replica.asgi import AccessFilter
 from rose.replica.endpoint import GenerateApp
-from rose.replica.turns import Turns, ends_of
+from rose.replica.turns import Turns
+from rose.replica.vllm import requests
+from rose.replica.vllm.engine import VllmEngine
+from rose.replica.vllm.requests import ends_of
 from tests.fakes.asgi_client import exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 
@@ -27,7 +29,7 @@ def served() -> tuple[FakeAsyncLLM, GenerateApp]:
     engine, admission = FakeAsyncLLM(), Admission()
     admission.admit(1)
     app = GenerateApp(admission)
-    app.turns = Turns(engine)
+    app.turns = Turns(VllmEngine(engine))
     return engine, app
 
 
@@ -94,7 +96,7 @@ def test_the_ends_of_a_sequence_are_those_that_vllm_has_by_default(
 async def test_a_turn_ends_at_them_unless_it_ignores_them(tmp_path: Path) -> None:
     engine = model(tmp_path, [5, 6], None, None)
     _, app = served()
-    app.turns = Turns(engine)
+    app.turns = Turns(VllmEngine(engine))
     for sampling in ({"stop_token_ids": [9, 5]}, {"stop_token_ids": [9], "ignore_eos": True}):
         begun = exchange(app, "/rose/v1/generate", body(**sampling))
         await settle()
@@ -106,14 +108,14 @@ async def test_a_turn_ends_at_them_unless_it_ignores_them(tmp_path: Path) -> Non
 async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "PROMPT_PLACES", 2)
+    monkeypatch.setattr(requests, "PROMPT_PLACES", 2)
     assert PROMPT_PLACES > 2
     found = [
         {},
         {2: SimpleNamespace(logprob=-0.5, rank=1), 8: SimpleNamespace(logprob=-2.0, rank=2)},
         {3: SimpleNamespace(logprob=-0.25, rank=1)},
     ]
-    lines = turns._prompt_lines(found, 4)
+    lines = requests._prompt_lines(found, 4)
     assert [line.prompt_logprobs for line in lines] == [
         [None, [(2, -0.5, 1), (8, -2.0, 2)]],
         [[(3, -0.25, 1)]],
@@ -145,7 +147,7 @@ async def test_models_that_are_not_generative_serve_the_job_of_the_lease(
     if leased is not None:
         admission.admit(1, leased)
     gate = GenerateApp(admission)
-    gate.turns = Turns(FakeAsyncLLM())
+    gate.turns = Turns(VllmEngine(FakeAsyncLLM()))
     said: list[int] = []
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:

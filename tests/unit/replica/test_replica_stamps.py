@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rose.replica.token_versions import CountedStamps, split_spans, stamps_of
+from rose.replica.token_versions import split_spans
+from rose.replica.vllm.stamps import CountedStamps, stamps_of
 
 
 class Collector:

@@ -16,6 +16,7 @@ from rose.contract.replica import MAX_BODY_BYTES
 from rose.replica.admission import Admission
 from rose.replica.endpoint import GenerateApp
 from rose.replica.turns import Turns
+from rose.replica.vllm.engine import VllmEngine
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 
@@ -29,7 +30,7 @@ class Served:
         self.admission = Admission()
         self.admission.admit(1)
         self.app = GenerateApp(self.admission)
-        self.turns = self.app.turns = Turns(self.engine)
+        self.turns = self.app.turns = Turns(VllmEngine(self.engine))
 
     async def begin(self, **changes: Any) -> AsgiExchange:
         begun = exchange(self.app, PATH, BODY | changes)

@@ -13,7 +13,9 @@ from vllm.v1.engine import FinishReason
 from executor import ControlPage, GuestState
 from executor.engine_settings import WARM_UP
 from rose.replica.control import GuestControl
-from rose.replica.warm_up import WarmUp, WarmUpSizes
+from rose.replica.engine import WarmUpSizes
+from rose.replica.vllm.engine import VllmEngine
+from rose.replica.warm_up import WarmUp
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.patience import PATIENCE_S
 
@@ -22,7 +24,7 @@ class Rig:
     def __init__(self) -> None:
         self.engine = FakeAsyncLLM()
         self.now_s = 0.0
-        self.warm_up = WarmUp(self.engine, GuestControl(), clock_s=lambda: self.now_s)
+        self.warm_up = WarmUp(VllmEngine(self.engine), GuestControl(), clock_s=lambda: self.now_s)
         self.warm_up.start()
 
     async def run(self, steps: int) -> None:
@@ -74,7 +76,7 @@ async def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
     rig.engine.resets_after = 2
     await rig.run(2_000)
     assert rig.warm_up.warm, rig.warm_up.said
-    expected = sum(n for n, _ in WarmUpSizes.of(rig.engine.vllm_config).batches())
+    expected = sum(n for n, _ in VllmEngine(rig.engine).sizes.batches())
     assert len(rig.engine.prompts) == expected
     assert {p.temperature for p in rig.engine.parameters} == {0.0, 1.0}
     assert rig.engine.resets == 2, "asked again until no prefix is left"

@@ -11,6 +11,7 @@ from rose.replica.admission import Admission
 from rose.replica.control import GuestControl
 from rose.replica.engine_update import ActivationError, EngineCallError, WeightUpdater
 from rose.replica.turns import Turns
+from rose.replica.vllm.engine import VllmEngine
 from tests.patience import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 from weight_transfer.node_copy import ranks_folder
@@ -68,8 +69,10 @@ class FakeWeightEngine:
 def made(
     engine: FakeWeightEngine, finish_old_s: float = 20.0, turns: Turns | None = None
 ) -> WeightUpdater:
-    turns = turns or Turns(engine)
-    return WeightUpdater(engine, "model", turns, Admission(), GuestControl(), finish_old_s)
+    turns = turns or Turns(VllmEngine(engine))
+    return WeightUpdater(
+        VllmEngine(engine, "model"), turns, Admission(), GuestControl(), finish_old_s
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +121,7 @@ async def test_an_unproven_version_is_neither_stamped_nor_reported_as_active(
     proof: str, ranks: int
 ) -> None:
     engine = FakeWeightEngine(ranks=ranks, **{proof: False})
-    turns = Turns(engine)
+    turns = Turns(VllmEngine(engine))
     weights = made(engine, turns=turns)
     with pytest.raises(ActivationError, match=f"'{proof}': False"):
         await weights.apply(["m"], "c")
@@ -179,7 +182,7 @@ async def test_decoding_and_loading_go_on_until_all_of_it_is_done() -> None:
 @pytest.mark.parametrize("how", OnUpdate)
 async def test_only_keep_leaves_the_caches_and_notes_that_kv_is_older(how: OnUpdate) -> None:
     engine = FakeWeightEngine()
-    turns = Turns(engine)
+    turns = Turns(VllmEngine(engine))
     weights = made(engine, turns=turns)
     report = await weights.apply(["m"], "c", how)
     keeps = how is OnUpdate.KEEP
@@ -191,7 +194,7 @@ async def test_only_keep_leaves_the_caches_and_notes_that_kv_is_older(how: OnUpd
 @pytest.mark.parametrize("ends", [True, False])
 async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool) -> None:
     engine = FakeWeightEngine()
-    turns = Turns(engine)
+    turns = Turns(VllmEngine(engine))
     weights = made(engine, 20.0 if ends else 0.05, turns)
     turn = turns.open(SimpleNamespace())
     turn.begun = True

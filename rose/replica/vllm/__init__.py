@@ -1,0 +1,1 @@
+"""A replica inside vLLM."""
