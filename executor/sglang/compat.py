@@ -75,12 +75,13 @@ NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "tokenizer_worker_num": (1, "several tokenizer processes"),
     "pp_size": (1, "pipeline parallelism"),
     "dp_size": (1, "data parallelism"),
+    "disable_overlap_schedule": (True, "overlapped scheduling, which holds tokens back"),
+    "incremental_streaming_output": (True, "streams that repeat all tokens"),
 }
 """What a replica's server arguments have to be, and what any other value means."""
 
 GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "tp_size": (1, "a guest on several GPUs"),
-    "disable_overlap_schedule": (True, "overlapped scheduling, which holds back tokens"),
 }
 
 

@@ -1,0 +1,93 @@
+"""Plugin `rose_replica` of SGLang: the endpoint in its API process, calls in its scheduler.
+
+Inert unless ROSE_ROLE makes a replica of the engine.
+"""
+
+import os
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from executor.engine_settings import GUEST
+from executor.errors import ExecutorError
+from executor.sglang.compat import SCHEDULER, Hook, check_features, check_version, give_up, install
+from executor.sglang.version_stamps import stamped_run
+from rose.replica.asgi import ROLES, AccessFilter, GenerateShortcut
+from rose.replica.endpoint import ReplicaEndpoint
+from rose.replica.sglang.allowed_tokens import biased_batch
+from rose.replica.sglang.engine import SglangEngine
+from rose.replica.sglang.scheduler_calls import SchedulerCalls
+
+_HTTP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_BATCH: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+
+
+class Begin:
+    """ASGI middleware: begins the replica when the server does, in its event loop."""
+
+    def __init__(self, app: ASGIApp, endpoint: ReplicaEndpoint, engine: SglangEngine) -> None:
+        self._app = app
+        self._endpoint = endpoint
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand everything on."""
+        if scope["type"] == "lifespan":
+            self._endpoint.begin(self._engine, scope["app"].state)
+        await self._app(scope, receive, send)
+
+
+def serve(
+    original: Hook,
+    server_args: Any,  # noqa: ANN401 -- SGLang's
+    tokenizer_manager: Any,  # noqa: ANN401 -- SGLang's
+    template_manager: Any,  # noqa: ANN401 -- SGLang's
+    port_args: Any,  # noqa: ANN401 -- SGLang's
+    scheduler_infos: list[dict[str, Any]],
+    *more: Any,  # noqa: ANN401
+    **named: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Hook around the start of SGLang's HTTP server: ROSE's routes, and who may use which."""
+    from sglang.srt.entrypoints.http_server import app
+
+    try:
+        check_features(server_args)
+    except ExecutorError as error:
+        give_up(error)
+    kv_tokens = int(scheduler_infos[0].get("max_total_num_tokens", 0))
+    endpoint = ReplicaEndpoint()
+    endpoint.attach(app)
+    engine = SglangEngine(tokenizer_manager, server_args, kv_tokens)
+    app.add_middleware(Begin, endpoint=endpoint, engine=engine)
+    app.add_middleware(AccessFilter)
+    # Turns skip all middleware: the last is the outermost.
+    app.add_middleware(GenerateShortcut)
+    return original(
+        server_args,
+        tokenizer_manager,
+        template_manager,
+        port_args,
+        scheduler_infos,
+        *more,
+        **named,
+    )
+
+
+def register() -> None:
+    """Entry point of `sglang.srt.plugins`."""
+    if os.environ.get("ROSE_ROLE") not in ROLES:
+        return
+    try:
+        check_version()
+    except ExecutorError as error:
+        give_up(error)
+    calls = SchedulerCalls()
+    hooks: dict[str, Hook] = {
+        _HTTP: serve,
+        _BATCH: biased_batch,
+        f"{SCHEDULER}.handle_dumper_control": calls.handle,
+        f"{SCHEDULER}._record_scheduler_state_for_paused_engine": calls.rest,
+    }
+    if os.environ.get("ROSE_ROLE") != GUEST:  # A guest's own hooks stamp.
+        hooks[f"{SCHEDULER}.run_batch"] = stamped_run
+    install(hooks)

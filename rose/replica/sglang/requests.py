@@ -1,0 +1,279 @@
+"""Requests inside SGLang's TokenizerManager.
+
+`generate_request` hides what a replica needs, above all the moment a request is registered: its
+generator hands nothing on before the first output. So `EngineRequest` does what it does, with the
+same calls, and reads the state that SGLang keeps of a request. Each output of a stream holds the
+new tokens alone (`--incremental-streaming-output`), with their logprobs and version stamps.
+
+An id is never the beginning of another one: SGLang aborts all that begin with what it is told. Nor
+is it used twice: a turn may come back while its last request still ends.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final, Self
+
+import msgspec
+
+from executor.engine_settings import WARM_UP
+from executor.sglang.version_stamps import STAMP
+from rose.contract.replica import (
+    PROMPT_PLACES,
+    GenerateBody,
+    PromptLogprobs,
+    Sampling,
+    StreamLine,
+    StructuredOutputs,
+)
+from rose.replica.engine import OutputDelta, RequestRefusedError
+from rose.replica.sglang.allowed_tokens import ALLOWED
+from rose.replica.token_versions import KvStaleness, UnknownVersionError
+
+_BAD_REQUEST: Final = 400
+_numbers = itertools.count(1)
+
+
+class SglangError(Exception):
+    """The engine answered with something that it never should, or not at all."""
+
+
+class EngineRequest:
+    """A registered request. Read it with `next` until it finishes, else abort it."""
+
+    __slots__ = (
+        "_ages",
+        "_began",
+        "_ended",
+        "_error",
+        "_manager",
+        "_state",
+        "_wants_prompt",
+        "id",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        manager: Any,  # noqa: ANN401 -- SGLang's TokenizerManager
+        rid: str,
+        ages: KvStaleness,
+        began: int,
+        wants_prompt: bool = False,
+    ) -> None:
+        self._manager = manager
+        self._state = manager.rid_to_state[rid]
+        self._ages = ages
+        self._began = began
+        self._wants_prompt = wants_prompt
+        self._error: Exception | None = None
+        self._ended = False
+        self.id = rid
+        self.tokens = 0
+
+    @classmethod
+    async def start(
+        cls,
+        manager: Any,  # noqa: ANN401 -- SGLang's TokenizerManager
+        body: GenerateBody,
+        ages: KvStaleness,
+        ends: Sequence[int],
+    ) -> Self:
+        """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        began = ages.current
+        rid = request_id(body.request_id)
+        asked = _request(rid, body, ages, () if body.sampling.ignore_eos else ends)
+        manager.auto_create_handle_loop()
+        try:
+            asked.normalize_batch_and_arguments()
+            manager._set_default_priority(asked)
+            manager._init_req_state(asked, None)
+        except ValueError as error:
+            raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
+        states = {rid: manager.rid_to_state[rid]}
+        try:
+            await manager._send_one_request(await manager._tokenize_one_request(asked))
+            return cls(manager, rid, ages, began, body.sampling.prompt_logprobs is not None)
+        except ValueError as error:
+            manager._release_req_states_on_failure(states)
+            raise RequestRefusedError(_BAD_REQUEST, str(error)) from error
+        except BaseException:
+            manager._release_req_states_on_failure(states)
+            raise
+
+    async def next(self) -> OutputDelta:
+        """Wait for output; what came since the last call is merged.
+
+        Raises RequestRefusedError where the scheduler refuses the turn, UnknownVersionError,
+        SglangError, and what `interrupt` was given.
+        """
+        state = self._state
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return OutputDelta([], "abort")
+            if state.out_list:
+                break
+            state.event.clear()
+            await state.event.wait()
+        outputs, state.out_list = state.out_list, []
+        chunks: list[StreamLine] = []
+        reason: str | None = None
+        for output in outputs:
+            chunks += self._chunks(output)
+            reason = _reason(output["meta_info"].get("finish_reason")) or reason
+        if self._wants_prompt and chunks:
+            return self._with_prompt(outputs, chunks, reason)
+        return OutputDelta(chunks, reason)
+
+    def interrupt(self, error: Exception) -> None:
+        """Make `next` raise at once."""
+        self._error = error
+        self._state.event.set()
+
+    def end(self) -> None:
+        """Let `next` end with what it has; the engine is told beside."""
+        self._ended = True
+        self._manager.abort_request(self.id)
+        self._state.event.set()
+
+    def _chunks(self, output: dict[str, Any]) -> list[StreamLine]:
+        meta = output["meta_info"]
+        # What ends a request may repeat its last token: only the count says what is new.
+        new = int(meta["completion_tokens"]) - self.tokens
+        if new <= 0:
+            return []
+        tokens = list(output["output_ids"])[:new]
+        said = meta.get("output_token_logprobs") or []
+        logprobs = [float(place[0]) for place in said[:new]]
+        versions = meta.get(STAMP) or []
+        if not len(tokens) == len(logprobs) == new:
+            raise SglangError(f"{new} tokens came as {len(tokens)} with {len(logprobs)} logprobs")
+        if len(versions) < new or None in versions[:new]:
+            raise UnknownVersionError(f"no version is known for output token {self.tokens}")
+        self.tokens += new
+        lines = []
+        for version, run in itertools.groupby(range(new), key=lambda place: int(versions[place])):
+            places = list(run)
+            first, last = places[0], places[-1] + 1
+            older = self._older(version)
+            lines.append(StreamLine(tokens[first:last], logprobs[first:last], version, older))
+        return lines
+
+    def _with_prompt(
+        self, outputs: list[dict[str, Any]], chunks: list[StreamLine], reason: str | None
+    ) -> OutputDelta:
+        """The first tokens behind the logprobs of their prompt, all of one version."""
+        self._wants_prompt = False
+        version = chunks[0].version
+        if version != self._began:
+            # Some may be of the version before: the turn is asked for again.
+            return OutputDelta([], "abort")
+        return OutputDelta([*_prompt_lines(outputs[0]["meta_info"], version), *chunks], reason)
+
+    def _older(self, version: int) -> int | None:
+        if version == self._began:
+            return None
+        oldest = self._ages.oldest(self._began, version)
+        return None if oldest == version else oldest
+
+
+def request_id(name: str) -> str:
+    """An id of its own for a request: of all of one length before the turn's name."""
+    prefix = WARM_UP if name.startswith(WARM_UP) else ""
+    return f"{prefix}{next(_numbers):012x}.{name}"
+
+
+def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int]) -> Any:  # noqa: ANN401 -- SGLang's
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    wanted = body.sampling.prompt_logprobs
+    return GenerateReqInput(
+        rid=rid,
+        input_ids=list(body.token_ids),
+        sampling_params=parameters(body.sampling, ends),
+        return_logprob=True,
+        logprob_start_len=-1 if wanted is None else 0,
+        top_logprobs_num=wanted or 0,
+        stream=True,
+        # One convention everywhere: lower first. SGLang is started to have it too.
+        priority=body.priority,
+        extra_key=ages.salted(body.cache_salt),
+    )
+
+
+def parameters(sampling: Sampling, ends: Sequence[int] = ()) -> dict[str, Any]:
+    """As SGLang has them. Raises RequestRefusedError for what it cannot do."""
+    stops = [*dict.fromkeys([*(sampling.stop_token_ids or ()), *ends])]
+    asked: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "stop_token_ids": stops or None,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "sampling_seed": sampling.seed,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.allowed_token_ids is not None:
+        asked["custom_params"] = {ALLOWED: list(sampling.allowed_token_ids)}
+    if sampling.structured_outputs is not None:
+        asked |= _structured(sampling.structured_outputs)
+    return asked
+
+
+def _structured(asked: StructuredOutputs) -> dict[str, str]:
+    if asked.whitespace_pattern or asked.disable_any_whitespace:
+        raise RequestRefusedError(
+            _BAD_REQUEST, "structured_outputs: SGLang takes no rule for whitespace of one request"
+        )
+    if asked.choice is not None:
+        return {"ebnf": f"root ::= {' | '.join(map(_quoted, asked.choice))}"}
+    if asked.json_object:
+        return {"json_schema": '{"type": "object"}'}
+    known = {
+        "json_schema": asked.json,
+        "regex": asked.regex,
+        "ebnf": asked.grammar,
+        "structural_tag": asked.structural_tag,
+    }
+    found = {name: text for name, text in known.items() if text is not None}
+    if len(found) != 1:
+        raise RequestRefusedError(_BAD_REQUEST, "structured_outputs: ask for exactly one kind")
+    return found
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
+    """`stop`, `length` or `abort`; None while it runs. Raises RequestRefusedError."""
+    if said is None:
+        return None
+    if said.get("type") == "abort" and said.get("status_code") == _BAD_REQUEST:
+        raise RequestRefusedError(_BAD_REQUEST, str(said.get("message", "")))
+    return str(said["type"])
+
+
+def _prompt_lines(meta: dict[str, Any], version: int) -> list[StreamLine]:
+    """Lines with the logprobs of a prompt. SGLang tells no ranks."""
+    sampled = meta.get("input_token_logprobs") or []
+    others = meta.get("input_top_logprobs") or [None] * len(sampled)
+    places: PromptLogprobs = []
+    for own, beside in zip(sampled, others, strict=False):
+        if own[0] is None:
+            places.append(None)
+            continue
+        rest = [(int(t), float(lp), None) for lp, t, *_ in beside or () if int(t) != int(own[1])]
+        places.append([(int(own[1]), float(own[0]), None), *rest])
+    return [
+        StreamLine(version=version, prompt_logprobs=places[start : start + PROMPT_PLACES])
+        for start in range(0, len(places), PROMPT_PLACES)
+    ]

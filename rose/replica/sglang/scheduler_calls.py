@@ -1,0 +1,107 @@
+"""Calls of a replica's API process in SGLang's scheduler, on every rank, in the order of requests.
+
+They go the way of a control request that SGLang has for debugging, whose body and answer are JSON:
+it is broadcast to all ranks like a turn, so that all come to it between the same two steps.
+
+    pause     requests stay; with `clear` they go back to the queue and all prefixes are forgotten
+    activate  what is sampled from here on is of this version
+    resume    go on
+    flush     forget all prefixes
+    wake      look for work
+    others    methods of the weight worker (`weight_transfer.sglang.worker`)
+
+Overlapped scheduling is off, so no step is in flight when a call is made.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from weight_transfer.sglang.worker import WeightWorker
+
+from executor.engine_settings import POLICY_VERSION
+
+METHOD: Final = "rose"
+PAUSED_SLEEP_S: Final = 0.0005
+_LOG = logging.getLogger("rose.replica")
+
+
+class SchedulerCalls:
+    """The scheduler of this process, and the weight worker beside it."""
+
+    def __init__(self) -> None:
+        self._worker: WeightWorker | None = None
+
+    def handle(self, original: Callable[..., Any], scheduler: Any, asked: Any) -> None:  # noqa: ANN401 -- SGLang's
+        """Hook around the scheduler's `handle_dumper_control`."""
+        if asked.method != METHOD:
+            original(scheduler, asked)
+            return
+        from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+        mine: dict[str, Any]
+        try:
+            mine = {"answer": self._call(scheduler, asked.body["call"], asked.body["args"])}
+        except Exception as error:  # noqa: BLE001 -- told to whoever called, as text
+            _LOG.warning("%s: %s", asked.body["call"], error)
+            mine = {"error": f"{type(error).__name__}: {error}"}
+        answers = _of_all_ranks(scheduler, mine)
+        wrong = next((answer["error"] for answer in answers if "error" in answer), "")
+        scheduler.ipc_channels.send_to_tokenizer.send_output(
+            DumperControlReqOutput(success=not wrong, response=answers, error=wrong), asked
+        )
+
+    def rest(self, original: Callable[..., Any], scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+        """Hook around what a paused scheduler does: it would spin."""
+        original(scheduler)
+        time.sleep(PAUSED_SLEEP_S)
+
+    def _call(self, scheduler: Any, name: str, arguments: list[Any]) -> Any:  # noqa: ANN401 -- JSON
+        own = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "activate": self._activate,
+            "flush": self._flush,
+            "wake": lambda _: None,
+        }
+        if name in own:
+            return own[name](scheduler, *arguments)
+        if not name.startswith("rose_weights_"):
+            raise ValueError(f"a replica has no call {name}")
+        if self._worker is None:
+            self._worker = WeightWorker(scheduler)
+        return getattr(self._worker, name)(*arguments)
+
+    def _pause(self, scheduler: Any, clear: bool) -> None:  # noqa: ANN401 -- SGLang's
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract" if clear else "in_place"))
+        if clear and not scheduler.flush_cache():
+            raise RuntimeError("the prefixes stayed in the cache")
+
+    def _resume(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        scheduler.continue_generation(ContinueGenerationReqInput())
+
+    def _activate(self, scheduler: Any, version: int) -> None:  # noqa: ANN401 -- SGLang's
+        os.environ[POLICY_VERSION] = str(version)
+        scheduler.record_weight_version_change(new_version=str(version))
+
+    def _flush(self, scheduler: Any) -> bool:  # noqa: ANN401 -- SGLang's
+        return bool(scheduler.flush_cache())
+
+
+def _of_all_ranks(scheduler: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:  # noqa: ANN401 -- SGLang's
+    """Every rank's answer, on every rank."""
+    import torch.distributed
+
+    group = scheduler.tp_group.cpu_group
+    size = torch.distributed.get_world_size(group)
+    if size == 1:
+        return [mine]
+    answers: list[dict[str, Any]] = [{}] * size
+    torch.distributed.all_gather_object(answers, mine, group=group)
+    return answers
