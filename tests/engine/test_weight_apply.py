@@ -187,8 +187,8 @@ def flip(parameter: str, index: int, mask: int) -> Any:
 
 def prove(worker: Any) -> tuple[bool, bool, float]:
     """Whether all live weights and what is computed with them are the active version's, anew."""
-    from weight_transfer.vllm.proof.probe import compare, judge
-    from weight_transfer.vllm.proof.reference import finish, reference_in_pieces
+    from weight_transfer.engine.proof.probe import compare, judge
+    from weight_transfer.engine.proof.reference import finish, reference_in_pieces
 
     weights = worker.rose_weights
     weights.settle()
@@ -311,8 +311,8 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
     def measure(worker: Any) -> tuple[list[int], dict[str, int], bool]:
         import torch
 
-        from weight_transfer.vllm.proof.layerwise_load import LayeredModel
-        from weight_transfer.vllm.proof.reference import finish, overlay, reference_in_pieces
+        from weight_transfer.engine.proof.layerwise_load import LayeredModel
+        from weight_transfer.engine.proof.reference import finish, overlay, reference_in_pieces
 
         weights = worker.rose_weights
         engine, tensors = weights.engine, weights.tensors

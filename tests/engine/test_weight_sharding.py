@@ -86,12 +86,24 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(engine_config(root / "model"), base, new, staged)
 
 
-def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
+def loader(case: Case) -> Any:
     import torch
 
-    from weight_transfer.vllm.proof.reference import load_fresh, overlay
+    from weight_transfer.vllm.engine_model import VllmLoader
 
-    return load_fresh(case.config, torch.device("cpu"), tensors, overlay(tensors, {}))
+    return VllmLoader(case.config, torch.device("cpu"))
+
+
+def meta_skeleton(case: Case) -> Any:
+    import torch
+
+    return loader(case).skeleton(torch.device("meta"))
+
+
+def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
+    from weight_transfer.engine.proof.reference import load_fresh, overlay
+
+    return load_fresh(loader(case), tensors, overlay(tensors, {}))
 
 
 def differing(one: Any, other: Any) -> list[str]:
@@ -111,13 +123,11 @@ def never() -> Any:
 def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
     case: Case, size: int
 ) -> None:
-    import torch
 
-    from weight_transfer.vllm.applier import place, write
-    from weight_transfer.vllm.loader_map import LoaderMap
-    from weight_transfer.vllm.proof.probe import Audit, judge
-    from weight_transfer.vllm.proof.reference import skeleton
-    from weight_transfer.vllm.trace_loader import trace_loader
+    from weight_transfer.engine.applier import place, write
+    from weight_transfer.engine.loader_map import LoaderMap
+    from weight_transfer.engine.proof.probe import Audit, judge
+    from weight_transfer.engine.trace_loader import trace_loader
 
     after = Receiver(case.new).digests
     elements = {name: tensor.bits.size for name, tensor in case.base.items()}
@@ -125,7 +135,7 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
     for rank in range(size):
         with as_rank(case.config, rank, size):
             live = load(case, case.base)
-            trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+            trace = trace_loader(meta_skeleton(case), case.base)
             loader_map = LoaderMap.prove(live, trace, case.base, never)
             assert not loader_map.transformed
             assert write(place(loader_map, case.staged)) == ()
@@ -152,22 +162,20 @@ def launched_by_torch(piece: Any, packed: Any, counts: Any, *, back: bool) -> No
 def test_what_a_device_is_given_makes_the_same_of_every_rank(
     case: Case, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
 
+    from weight_transfer.engine import loader_map as maps
+    from weight_transfer.engine.applier import place, write, write_back
+    from weight_transfer.engine.rectangle import flat_view
+    from weight_transfer.engine.trace_loader import trace_loader
     from weight_transfer.kernels.triton import exchange
     from weight_transfer.kernels.triton.device_bits import DeviceBits
-    from weight_transfer.vllm import loader_map as maps
-    from weight_transfer.vllm.applier import place, write, write_back
-    from weight_transfer.vllm.proof.reference import skeleton
-    from weight_transfer.vllm.rectangle import flat_view
-    from weight_transfer.vllm.trace_loader import trace_loader
 
     monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
     monkeypatch.setattr(exchange, "launch", launched_by_torch)
     for rank in range(4):
         with as_rank(case.config, rank, 4):
             live = load(case, case.base)
-            trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+            trace = trace_loader(meta_skeleton(case), case.base)
             loader_map = maps.LoaderMap.prove(live, trace, case.base, never)
             placed = place(loader_map, case.staged, resident_bytes)
             ((_, staged),) = placed.groups
@@ -195,24 +203,23 @@ def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
 def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
     from vllm import _custom_ops
 
-    from weight_transfer.vllm.applier import OpaqueCopy, place, write, write_back
-    from weight_transfer.vllm.loader_map import LoaderMap
-    from weight_transfer.vllm.proof.reference import load_fresh, overlay, skeleton
-    from weight_transfer.vllm.trace_loader import trace_loader
+    from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
+    from weight_transfer.engine.loader_map import LoaderMap
+    from weight_transfer.engine.proof.reference import load_fresh, overlay
+    from weight_transfer.engine.trace_loader import trace_loader
 
     packed = _custom_ops.cpu_prepack_moe_weight
     monkeypatch.setattr(expert_packer(), "cpu_prepack_moe_weight", packed)
     with as_rank(case.config, 1, 2):
         live = load(case, case.base)
-        trace = trace_loader(skeleton(case.config, torch.device("meta")), case.base)
+        trace = trace_loader(meta_skeleton(case), case.base)
         loader_map = LoaderMap.prove(live, trace, case.base, lambda: load(case, case.base))
         assert len(loader_map.loose) == 4, "two stacks of experts in each of two layers"
         assert all("experts" in name for name in loader_map.transformed)
         read = overlay(case.base, {tensor.name: tensor for tensor in case.staged.tensors})
-        fresh = load_fresh(case.config, torch.device("cpu"), case.base, read)
+        fresh = load_fresh(loader(case), case.base, read)
         known = dict(fresh.named_parameters())
         copy = OpaqueCopy(loader_map, {name: known[name] for name in loader_map.loose})
         placed = place(loader_map, case.staged)

@@ -1,1 +1,1 @@
-"""Weights inside vLLM: map of its parameters, updates of a running engine, and their proofs."""
+"""What of a weight update is vLLM's own: its workers, its models, its packed weights."""

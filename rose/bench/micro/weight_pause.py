@@ -123,11 +123,12 @@ class PauseBench:
 
 def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
     """In a worker: a fresh dense load of what is active, nothing read from disk."""
-    from weight_transfer.vllm.proof.reference import load_fresh, overlay
+    from weight_transfer.engine.proof.reference import load_fresh, overlay
+    from weight_transfer.vllm.engine_model import VllmLoader
 
     tensors = worker.rose_weights.tensors
     runner = worker.model_runner
-    load_fresh(runner.vllm_config, runner.device, tensors, overlay(tensors, {}))
+    load_fresh(VllmLoader(runner.vllm_config, runner.device), tensors, overlay(tensors, {}))
 
 
 def timed(run: Callable[[], object]) -> float:

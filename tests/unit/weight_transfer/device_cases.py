@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from weight_cases import model, next_model, tensor
 
+from weight_transfer.engine import applier, loader_map, rectangle
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.chunk import encode_block, encode_chunk
 from weight_transfer.format.delta_codec import Encoding, Level
@@ -30,7 +31,6 @@ from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
 from weight_transfer.kernels.triton.exchange import PIECE_BYTES
 from weight_transfer.publish.publisher import Publisher
 from weight_transfer.store.chunk_store import ChunkStore
-from weight_transfer.vllm import applier, loader_map, rectangle
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 WIDTHS = (1, 2, 4, 8)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weight_transfer.engine.staging import Decoded, Staging
 from weight_transfer.errors import DeviceMemoryError
 from weight_transfer.kernels.backend import RangeChange, processor_of
 from weight_transfer.kernels.triton import exchange
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.device_bits import DeviceBits
-from weight_transfer.vllm.staging import Decoded, Staging
 
 
 class LoggedDevice(TorchDispatchMode):

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from weight_transfer.engine.replica_weights import ReplicaWeights
+from weight_transfer.engine.safe_files import Enclosed
+from weight_transfer.engine.staging import Staging
 from weight_transfer.errors import ChunkMissingError, StoreError
-from weight_transfer.vllm.replica_weights import ReplicaWeights
-from weight_transfer.vllm.safe_files import Enclosed
-from weight_transfer.vllm.staging import Staging
 
 LIMIT = 64
 PATIENCE_S = 5.0

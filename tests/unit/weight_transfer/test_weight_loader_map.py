@@ -16,15 +16,15 @@ from loader_cases import (
 from loader_cases import proved as prove
 
 from rose.demo.faulty_worker import permuted
+from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
+from weight_transfer.engine.loader_map import LoaderMap
+from weight_transfer.engine.proof.probe import Audit, judge
+from weight_transfer.engine.proof.reference import overlay
+from weight_transfer.engine.rectangle import UnmappableError, rectangles
+from weight_transfer.engine.trace_loader import trace_loader
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.format.tensors import TensorBits, tensor_of
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm.applier import OpaqueCopy, place, write, write_back
-from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.proof.probe import Audit, judge
-from weight_transfer.vllm.proof.reference import overlay
-from weight_transfer.vllm.rectangle import UnmappableError, rectangles
-from weight_transfer.vllm.trace_loader import trace_loader
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 
+from weight_transfer.engine.replica_weights import names_errors, typed
 from weight_transfer.errors import ChunkDigestError, WeightError, WrongBaseError
-from weight_transfer.vllm.replica_weights import names_errors, typed
 
 
 @pytest.mark.parametrize("kind", [WrongBaseError, ChunkDigestError, WeightError])

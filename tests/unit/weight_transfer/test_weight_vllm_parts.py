@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from weight_transfer.engine.proof.probe import compare, probe_prompt
+from weight_transfer.engine.proof.reference import layers
+from weight_transfer.engine.replica_weights import merged
 from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
-from weight_transfer.vllm.proof.probe import compare, probe_prompt
-from weight_transfer.vllm.proof.reference import layers
-from weight_transfer.vllm.replica_weights import merged
 
 
 def test_the_plugin_is_inert_in_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weight_transfer.engine.rectangle import Rectangle, flat_bits, flat_view, live_bits
+from weight_transfer.engine.trace_loader import Trace
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, bits_of
-from weight_transfer.vllm.rectangle import Rectangle, flat_bits, flat_view, live_bits
-from weight_transfer.vllm.trace_loader import Trace
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ commit  under the engine's pause: scatter → read back → one probe forward
         all proofs hold: the new version is active; any fails: the old values go back
 audit   any time between steps: digests of everything that is live
 
-vLLM carries only an exception's text between its processes. So the worker names the error inside
+Engines carry only an exception's text between their processes. So the worker names the error inside
 its text and the API process makes the typed error again, and an endpoint can tell a wrong base
 (409) from a failed proof (422).
 """
@@ -27,6 +27,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from weight_transfer import errors
+from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
+from weight_transfer.engine.loader_map import LoaderMap
+from weight_transfer.engine.proof.layerwise_load import LayerPlan
+from weight_transfer.engine.proof.probe import Audit, ProbeResult, compare
+from weight_transfer.engine.proof.reference import load_fresh, overlay, reference_in_pieces
+from weight_transfer.engine.safe_files import Enclosed
+from weight_transfer.engine.staging import Decoded, Prepared, Staging, warm_kernels
+from weight_transfer.engine.trace_loader import trace_loader
 from weight_transfer.errors import StoreError, WeightError, WrongBaseError
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
@@ -34,18 +42,10 @@ from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
 from weight_transfer.node_copy import NodeCopy
 from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.vllm.applier import OpaqueCopy, place, write, write_back
-from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.proof.layerwise_load import LayerPlan
-from weight_transfer.vllm.proof.probe import Audit, ProbeResult, compare
-from weight_transfer.vllm.proof.reference import load_fresh, overlay, reference_in_pieces, skeleton
-from weight_transfer.vllm.safe_files import Enclosed
-from weight_transfer.vllm.staging import Decoded, Prepared, Staging, warm_kernels
-from weight_transfer.vllm.trace_loader import trace_loader
 
 if TYPE_CHECKING:
+    from weight_transfer.engine.model import EngineModel
     from weight_transfer.format.signing import VerifyKey
-    from weight_transfer.vllm.worker import EngineModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +320,11 @@ def map_engine(
     engine: EngineModel, base: Mapping[str, TensorBits]
 ) -> tuple[LoaderMap, LayerPlan | None]:
     """Trace the engine's own loader and prove the map against its live parameters."""
-    config, device = engine.vllm_config, engine.device
-    traced = skeleton(config, torch.device("meta"))
+    traced = engine.skeleton(torch.device("meta"))
     trace = trace_loader(traced, base)
 
     def fresh() -> torch.nn.Module:
-        return load_fresh(config, device, base, overlay(base, {}))
+        return load_fresh(engine, base, overlay(base, {}))
 
     plan = LayerPlan.of(trace, traced, engine.model)
     return LoaderMap.prove(engine.model, trace, base, fresh), plan

@@ -7,7 +7,6 @@ layer, so that the engine can serve between the pieces.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from weight_transfer.receiver import StagedTensor, StagedUpdate
 if TYPE_CHECKING:
     import torch
 
-    from weight_transfer.vllm.proof.layerwise_load import LayerPlan
-    from weight_transfer.vllm.worker import EngineModel
+    from weight_transfer.engine.model import EngineModel, ModelLoader
+    from weight_transfer.engine.proof.layerwise_load import LayerPlan
 
 
 _T = TypeVar("_T")
@@ -29,27 +28,8 @@ ReadTensor = Callable[[str], "torch.Tensor"]
 """Gives a checkpoint tensor by name, with memory of its own."""
 
 
-def skeleton(vllm_config: Any, device: torch.device) -> torch.nn.Module:  # noqa: ANN401 -- vLLM's
-    """Build a second instance of the engine's model, its weights not loaded.
-
-    It registers its layers in a context of its own: the live model's stay the registered ones.
-    """
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    model_config = config.model_config
-    with set_default_torch_dtype(model_config.dtype), device:
-        model: torch.nn.Module = initialize_model(vllm_config=config, model_config=model_config)
-    return model
-
-
 def load_in_pieces(
-    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
-    device: torch.device,
+    loader: ModelLoader,
     names: Iterable[str],
     read: ReadTensor,
 ) -> Generator[None, None, torch.nn.Module]:
@@ -57,47 +37,39 @@ def load_in_pieces(
 
     Same classes, same loader and the same processing after loading as at engine start.
     """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    model = skeleton(vllm_config, device)
+    model = loader.skeleton(loader.device)
     load: Any = model.load_weights
     yield
     for group in layers(names):
-        with set_current_vllm_config(vllm_config):
+        with loader.loading():
             load((name, read(name)) for name in group)
         yield
-    with set_current_vllm_config(vllm_config):
-        process_weights_after_loading(model, vllm_config.model_config, device)
+    with loader.loading():
+        loader.process(model)
     return model.eval()
 
 
 def load_part(
-    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
-    device: torch.device,
+    loader: ModelLoader,
     model: torch.nn.Module,
     part: torch.nn.Module,
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Load a part of `model` that has memory, the rest being on the meta device."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
     load: Any = model.load_weights
-    with set_current_vllm_config(vllm_config):
+    with loader.loading():
         load(tensors)
-        process_weights_after_loading(part, vllm_config.model_config, device)
+        loader.process(part)
     part.eval()
 
 
 def load_fresh(
-    vllm_config: Any,  # noqa: ANN401 -- an engine type that is not ours to check
-    device: torch.device,
+    loader: ModelLoader,
     names: Iterable[str],
     read: ReadTensor,
 ) -> torch.nn.Module:
     """The same at once."""
-    return finish(load_in_pieces(vllm_config, device, names, read))
+    return finish(load_in_pieces(loader, names, read))
 
 
 def finish(pieces: Generator[None, None, _T]) -> _T:
@@ -143,14 +115,14 @@ def reference_in_pieces(
 
     With a `plan` one layer is in memory at a time, without one the whole model.
     """
-    from weight_transfer.vllm.proof.layerwise_load import LayeredModel
+    from weight_transfer.engine.proof.layerwise_load import LayeredModel
 
     read = overlay(tensors, {t.name: t for t in staged.tensors} if staged else {})
     if plan is not None:
         layered = LayeredModel(engine, plan, read, loose)
         logits = yield from layered.pieces()
         return Reference(logits, layered.kept)
-    model = yield from load_in_pieces(engine.vllm_config, engine.device, tensors, read)
+    model = yield from load_in_pieces(engine, tensors, read)
     yield
     logits = engine.prober.logits(model)
     known = dict(model.named_parameters()) | dict(model.named_buffers())

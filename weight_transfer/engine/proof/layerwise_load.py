@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from weight_transfer.vllm.proof.reference import ReadTensor, layer_of, load_part, skeleton
+from weight_transfer.engine.proof.reference import ReadTensor, layer_of, load_part
 
 if TYPE_CHECKING:
     import torch
 
-    from weight_transfer.vllm.trace_loader import Trace
-    from weight_transfer.vllm.worker import EngineModel
+    from weight_transfer.engine.model import EngineModel
+    from weight_transfer.engine.trace_loader import Trace
 
 
 class _LayerWantedError(Exception):
@@ -77,7 +77,7 @@ class LayeredModel:
         self._keep = frozenset(keep)
         self._live = {slot.name: slot.tensor for slot in slots_of(engine.model)}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.model = skeleton(engine.vllm_config, torch.device("meta"))
+        self.model = engine.skeleton(torch.device("meta"))
         self.kept: dict[str, torch.Tensor] = {}
 
     def pieces(self) -> Generator[None, None, torch.Tensor]:
@@ -104,8 +104,7 @@ class LayeredModel:
         for slot in slots_of(module, top):
             if slot.tensor.is_meta:
                 slot.holder[slot.key] = self._materialised(slot.name, slot.tensor)
-        config, device = self._engine.vllm_config, self._engine.device
-        load_part(config, device, self.model, module, ((n, self._read(n)) for n in names))
+        load_part(self._engine, self.model, module, ((n, self._read(n)) for n in names))
         found = {slot.name: slot.tensor for slot in slots_of(module, top)}
         self.kept |= {name: found[name].detach() for name in self._keep & found.keys()}
         # Those of a layer are not shared with what comes after it.

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_transfer.engine.loader_map import LoaderMap
+from weight_transfer.engine.rectangle import flat_view
 from weight_transfer.format.tensors import Bits
 from weight_transfer.kernels.backend import Exchange, RangeChange, processor_of
 from weight_transfer.receiver import StagedUpdate
-from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.rectangle import flat_view
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_transfer.vllm.rectangle import Rectangle, UnmappableError, rectangles
+from weight_transfer.engine.rectangle import Rectangle, UnmappableError, rectangles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

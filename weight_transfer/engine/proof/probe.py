@@ -9,8 +9,8 @@ Probe: a version is active when the model computes what a fresh dense load of it
 
 Parameters prove nothing by themselves: engines keep packed copies, tied copies, caches. So a fixed
 prompt goes through the live model and through a fresh dense load, and the logits of all positions
-must agree in every bit. Both passes use the live KV cache's null block 0 as scratch, which no
-request reads, and put back what lay there.
+must agree in every bit. How a model of an engine's is run is its own (`prober`): both passes use a
+part of the live KV cache as scratch that no request reads then, and put back what lay there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from weight_transfer.engine.loader_map import LoaderMap
+from weight_transfer.engine.rectangle import Rectangle, flat_bits, flat_view
 from weight_transfer.errors import ProbeError
 from weight_transfer.format.digest import MODULUS
-from weight_transfer.vllm.loader_map import LoaderMap
-from weight_transfer.vllm.rectangle import Rectangle, flat_bits, flat_view
 
 if TYPE_CHECKING:
     import torch
@@ -147,108 +146,3 @@ def compare(live: torch.Tensor, fresh: torch.Tensor) -> ProbeResult:
         return ProbeResult(ok=True, max_abs_diff=0.0)
     diff = float((live.double() - fresh.double()).abs().max())
     return ProbeResult(ok=False, max_abs_diff=diff if math.isfinite(diff) else sys.float_info.max)
-
-
-class Prober:
-    """Runs the probe prompt through models that share the live engine's KV cache.
-
-    Only to be used while the engine is paused or between its steps. A KV block that is shorter than
-    the prompt shortens it: the probe has block 0 alone.
-    """
-
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401 -- vLLM's
-        self._config = vllm_config
-        self._device = device
-        self._layers = _cached_layers(vllm_config)
-        if not self._layers:
-            raise ProbeError("the engine has no KV cache yet; initialise weights after its start")
-        specs = [layer.get_kv_cache_spec(vllm_config) for layer in self._layers.values()]
-        room = min(spec.block_size for spec in specs)
-        self._tokens = probe_prompt(vllm_config.model_config.get_vocab_size())[:room]
-        self._builders = _builders(vllm_config, device, self._layers)
-
-    def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return the probe's logits [tokens, vocabulary] as `model` computes them now."""
-        import torch
-        from vllm.forward_context import set_forward_context
-
-        device = self._device
-        count = len(self._tokens)
-        tokens = torch.tensor(self._tokens, dtype=torch.int32, device=device)
-        positions = torch.arange(count, dtype=torch.int64, device=device)
-        with torch.inference_mode(), self._scratch_block():
-            metadata, slots = self._attention(positions)
-            # Compiled code of the live model would be compared with code made anew for another.
-            with set_forward_context(
-                metadata,
-                self._config,
-                num_tokens=count,
-                slot_mapping=slots,
-                skip_compiled=True,
-            ):
-                hidden = model(input_ids=tokens, positions=positions)
-            compute: Any = model.compute_logits
-            logits: torch.Tensor = compute(hidden).clone()
-        return logits
-
-    def _attention(self, positions: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return metadata and slots by layer: one sequence, all of it in block 0."""
-        import torch
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        count = int(positions.numel())
-        starts = torch.tensor([0, count], dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(positions.device),
-            query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([count], dtype=torch.int32, device=positions.device),
-            num_reqs=1,
-            num_actual_tokens=count,
-            max_query_len=count,
-            max_seq_len=count,
-            block_table_tensor=torch.zeros((1, 1), dtype=torch.int32, device=positions.device),
-            slot_mapping=positions.clone(),
-            positions=positions,
-        )
-        metadata: dict[str, Any] = {}
-        for names, builder in self._builders:
-            metadata.update(dict.fromkeys(names, builder.build(0, common)))
-        return metadata, dict.fromkeys(metadata, common.slot_mapping)
-
-    @contextmanager
-    def _scratch_block(self) -> Iterator[None]:
-        blocks = [layer.kv_cache[0] for layer in self._layers.values()]
-        saved = [block.clone() for block in blocks]
-        try:
-            yield
-        finally:
-            for block, content in zip(blocks, saved, strict=True):
-                block.copy_(content)
-
-
-def _cached_layers(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 -- vLLM's
-    """Live layers by name that keep KV in the cache."""
-    context = vllm_config.compilation_config.static_forward_context
-    return {
-        name: layer
-        for name, layer in context.items()
-        if getattr(layer, "kv_cache", None) is not None
-        and len(layer.kv_cache)
-        and layer.get_kv_cache_spec(vllm_config) is not None
-    }
-
-
-def _builders(
-    vllm_config: Any,  # noqa: ANN401 -- vLLM's
-    device: torch.device,
-    layers: dict[str, Any],
-) -> list[tuple[list[str], Any]]:
-    """(layers, what builds their attention metadata) for each backend and kind of KV cache."""
-    groups: dict[tuple[Any, Any], list[str]] = {}
-    for name, layer in layers.items():
-        key = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
-        groups.setdefault(key, []).append(name)
-    return [
-        (names, backend.get_builder_cls()(spec, names, vllm_config, device))
-        for (backend, spec), names in groups.items()
-    ]

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weight_transfer.engine.applier import ParameterSlices
+from weight_transfer.engine.proof.reference import Reference
+from weight_transfer.engine.rectangle import Rectangle, live_bits
 from weight_transfer.format.chunk import decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import after_write, digest_of, updated
@@ -27,9 +30,6 @@ from weight_transfer.format.tensors import Bits, TensorBits, unsigned
 from weight_transfer.kernels.backend import Int64s, RangeChange, processor_of
 from weight_transfer.kernels.cpu.digest import scatter
 from weight_transfer.receiver import StagedUpdate
-from weight_transfer.vllm.applier import ParameterSlices
-from weight_transfer.vllm.proof.reference import Reference
-from weight_transfer.vllm.rectangle import Rectangle, live_bits
 
 if TYPE_CHECKING:
     import torch
