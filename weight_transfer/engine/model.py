@@ -48,6 +48,12 @@ class EngineModel(ModelLoader, Protocol):
     """A live model, whose KV cache exists, and the probe for models like it."""
 
     @property
+    def layerwise(self) -> bool:
+        """Whether a model computes with one layer's weights in memory at a time, each layer's
+        output being all that the next one gets."""
+        ...
+
+    @property
     def model(self) -> torch.nn.Module:
         """The one that the engine computes with."""
         ...

@@ -326,5 +326,5 @@ def map_engine(
     def fresh() -> torch.nn.Module:
         return load_fresh(engine, base, overlay(base, {}))
 
-    plan = LayerPlan.of(trace, traced, engine.model)
+    plan = LayerPlan.of(trace, traced, engine.model) if engine.layerwise else None
     return LoaderMap.prove(engine.model, trace, base, fresh), plan

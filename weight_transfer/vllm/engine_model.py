@@ -60,6 +60,8 @@ class VllmModel(VllmLoader):
     model: torch.nn.Module
     prober: VllmProber
 
+    layerwise = True
+
     @classmethod
     def of(cls, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> VllmModel:  # noqa: ANN401 -- vLLM's
         """Of a worker whose KV cache exists."""
