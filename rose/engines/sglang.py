@@ -14,8 +14,8 @@ from rose.errors import ConfigError
 MODULE = "sglang.launch_server"
 _PLUGINS: Final = {
     EngineRole.HOST: "rose_host",
-    EngineRole.GUEST: "rose_guest,rose_replica,rose_weights",
-    EngineRole.DEDICATED: "rose_replica,rose_weights",
+    EngineRole.GUEST: "rose_guest,rose_replica",
+    EngineRole.DEDICATED: "rose_replica",
     EngineRole.STOCK: "none",
 }
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -27,6 +27,16 @@ _CPU_ARGS: Final = (
     "--disable-overlap-schedule",
     "--mem-fraction-static=0.1",
 )
+_REPLICA_ARGS: Final = (
+    # A stream's parts hold what is new, so that each token is told with its version.
+    "--incremental-streaming-output",
+    # One convention for all engines: lower first. Who runs stays, as in vLLM.
+    "--enable-priority-scheduling",
+    "--schedule-low-priority-values-first",
+    "--disable-priority-preemption",
+)
+# A frozen engine generates nothing, and is well.
+_REPLICA_ENV: Final = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 _CPU_ENV: Final = {
     "OMP_NUM_THREADS": "1",
     # Its CPU kernels are vLLM's, which ask for what they run on.
@@ -56,14 +66,21 @@ def arguments(spec: EngineSpec) -> list[str]:
         made.extend(_CPU_ARGS)
     elif spec.enforce_eager:
         made.append("--disable-cuda-graph")
-    if spec.role is EngineRole.GUEST and spec.device is not Device.CPU:
-        made.append("--disable-overlap-schedule")
+    if spec.role.is_replica:
+        made.extend(_REPLICA_ARGS)
+        if spec.device is not Device.CPU:
+            # Between two steps nothing is in flight: weights and granules may be touched there.
+            made.append("--disable-overlap-schedule")
     return [*made, *spec.extra_args]
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
     """Variables that are SGLang's alone."""
-    return {"SGLANG_PLUGINS": _PLUGINS[spec.role]} | (_CPU_ENV if spec.device is Device.CPU else {})
+    return {
+        "SGLANG_PLUGINS": _PLUGINS[spec.role],
+        **(_CPU_ENV if spec.device is Device.CPU else {}),
+        **(_REPLICA_ENV if spec.role.is_replica else {}),
+    }
 
 
 def kv_tokens(spec: EngineSpec) -> int:
