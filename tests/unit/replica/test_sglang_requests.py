@@ -61,13 +61,18 @@ async def test_what_came_since_the_last_look_is_merged(manager: StandInManager) 
     assert request.tokens == 3
 
 
-async def test_tokens_are_cut_where_the_version_changes(manager: StandInManager) -> None:
-    request = made(manager)
+@pytest.mark.parametrize("kept_kv", [False, True])
+async def test_tokens_are_cut_where_the_version_changes(
+    manager: StandInManager, kept_kv: bool
+) -> None:
+    ages = KvStaleness()
+    ages.activated(3, kept_kv=kept_kv)
+    request = EngineRequest(manager, "r", ages, 0)
     manager.say([1, 2, 3, 4], 4, [0, 0, 3, 3])
     delta = await request.next()
     assert delta.chunks == [
         StreamLine([1, 2], [-1.0, -2.0], 0),
-        StreamLine([3, 4], [-3.0, -4.0], 3),
+        StreamLine([3, 4], [-3.0, -4.0], 3, 0 if kept_kv else None),
     ]
 
 
