@@ -27,6 +27,7 @@ class StandInNode(threading.Thread):
         """Grant all that there is, beside an idle host."""
         self.mode: GrantMode | None = GrantMode.RUN
         self.token_budget = 2048
+        self.max_sequences = 32
         self.kv_granule_cap = 0
         self.slack_share = 0.0
         self.ttl_s = 0.5
@@ -59,7 +60,7 @@ class StandInNode(threading.Thread):
         return Grant(
             mode,
             token_budget=self.token_budget,
-            max_sequences=32,
+            max_sequences=self.max_sequences,
             slack_share=self.slack_share,
             kv_granule_cap=self.kv_granule_cap,
             epoch=1,

@@ -57,10 +57,43 @@ HOST: Sequence[Promise] = _of(
 )
 """Of a production engine with ROSE's plugin."""
 
-GUEST: Sequence[Promise] = ()
+GUEST: Sequence[Promise] = _of(
+    Side.GUEST,
+    ("warm", "runs every size of step before its first lease, and counts none of its tokens"),
+    ("gate", "runs no step without leave, and says why"),
+    ("tokens", "has at most the granted tokens in each step, a prompt's chunks included"),
+    ("sequences", "takes no more sequences than are granted"),
+    ("freeze", "stops within one step, and goes on where it was, token for token in fp32"),
+    ("drain", "hands tokens back at once, frozen too; elsewhere a turn goes on token for token"),
+    ("priority", "runs turns of a lower priority number first"),
+    ("stop", "samples as it is asked: stops, least lengths, allowed tokens, logprobs of both"),
+    (
+        "balloon",
+        "gives KV memory back, measured, prefixes first; retracted turns lose no token",
+        Capability.RETURN_HOST_MEMORY,
+    ),
+    (
+        "idle-memory",
+        "gives KV memory back while it is idle",
+        Capability.RETURN_HOST_MEMORY,
+    ),
+    ("node", "is started, leased, frozen, ballooned, updated and ended by a node daemon"),
+    ("orphan", "ends itself when nobody grants for too long"),
+    ("refuses", "does not start, and says in one line, with what breaks a promise"),
+)
 """Of a rollout engine beside a host."""
 
-WEIGHTS: Sequence[Promise] = ()
+WEIGHTS: Sequence[Promise] = _of(
+    Side.WEIGHTS,
+    ("update", "computes what a fresh load of the version computes, its logits bit for bit"),
+    ("stamps", "says of each token which version sampled it, in turns that span several too"),
+    ("keep", "keeps the KV of running turns on request, and says how old it is"),
+    ("finish-old", "lets turns end under their version on request"),
+    ("wrong-base", "refuses a version of another base, and serves on with what it has"),
+    ("forged", "refuses a version that its trainer did not sign"),
+    ("audit", "finds each live weight to be its version's"),
+    ("frozen", "takes a version while it is frozen"),
+)
 """Of a replica that takes new versions."""
 
 PROMISES: Sequence[Promise] = (*HOST, *GUEST, *WEIGHTS)
