@@ -19,6 +19,13 @@ Control = Literal[
 ]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
+Engine = Literal["vllm", "sglang"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+# Made by `make install-sglang`.
+SGLANG_PYTHON = Path(".venv-sglang/bin/python")
+# These replace a worker of vLLM's.
+OF_VLLM: tuple[Control, ...] = ("stale-guest", "wrong-chunk")
+
 # The acceptance run goes on until it has taken so many, however slow the machine.
 DEFAULT_STEPS = 60
 MIN_STEPS = 4
@@ -56,8 +63,12 @@ class DemoSettings:
     # One arm for the whole run instead of the experiment: what `--compare` runs in pairs.
     only: Literal["leased", "frozen"] | None = None
     jobs: int = 1
+    host: Engine = "vllm"
+    guest: Engine = "vllm"
+    sglang_python: Path = SGLANG_PYTHON
 
     def __post_init__(self) -> None:
+        self._check_engines()
         if not MIN_STEPS <= self.steps <= MAX_STEPS:
             raise RoseError(f"--steps {self.steps}: choose {MIN_STEPS} to {MAX_STEPS}")
         if self.compare and (self.control or self.accept):
@@ -80,6 +91,15 @@ class DemoSettings:
             raise RoseError(
                 f"--host-model {self.host_model}: no config.json there; name a model directory"
             )
+
+    def _check_engines(self) -> None:
+        if "sglang" in (self.host, self.guest) and not self.sglang_python.is_file():
+            raise RoseError(
+                f"--sglang-python {self.sglang_python}: no such file; run `make install-sglang`, or"
+                " name an interpreter that has SGLang"
+            )
+        if self.guest != "vllm" and self.control in OF_VLLM:
+            raise RoseError(f"--control {self.control} breaks a vLLM guest; leave out --guest")
 
     @property
     def quickstart(self) -> bool:
@@ -114,8 +134,8 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("out/demo")
 EPILOG = """\
-The demo runs the whole loop on this machine: a host vLLM under bursty load, a guest vLLM beside it
-on the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
+The demo runs the whole loop on this machine: a host engine under bursty load, a guest beside it on
+the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
 For a minute the guest lends the host's idle time; it is revoked in mid-turn, then killed.
 --accept measures instead: every claim of docs/demo.md, in about six minutes.
 --jobs 2 trains two policies that have nothing but the guest, and share its time.
@@ -183,6 +203,15 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help=f"first of the loopback ports used (default {default_base})",
     )
     add("--host-model", type=Path, metavar="DIR", help="serve this model instead of a tiny one")
+    add("--host", choices=ENGINES, default="vllm", help="the host's engine (default vllm)")
+    add("--guest", choices=ENGINES, default="vllm", help="the replicas' engine (default vllm)")
+    add(
+        "--sglang-python",
+        type=Path,
+        default=SGLANG_PYTHON,
+        metavar="FILE",
+        help=f"interpreter that has SGLang (default {SGLANG_PYTHON})",
+    )
 
 
 def settings_of(args: argparse.Namespace) -> DemoSettings:
@@ -199,6 +228,9 @@ def settings_of(args: argparse.Namespace) -> DemoSettings:
         port_base=args.port_base,
         host_model=args.host_model,
         jobs=args.jobs,
+        host=args.host,
+        guest=args.guest,
+        sglang_python=args.sglang_python,
     )
 
 

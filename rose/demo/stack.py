@@ -10,7 +10,7 @@ from typing import get_args
 from rose.demo.cli import JOB, DemoSettings
 from rose.demo.report.records import RunLayout
 from rose.demo.training.records import Control as TrainControl
-from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.engines.launch import check_port
 from rose.errors import EngineStartError
 from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
@@ -200,7 +200,20 @@ class Stack:
             control_page=page,
             ttft_target_s=self._target_s(TTFT_TARGET_S),
             tpot_target_s=self._target_s(TPOT_TARGET_S),
+            engine=EngineKind(self.settings.host),
+            python=self._python(self.settings.host),
+            extra_env=self._environment(self.settings.host),
         )
+
+    def _python(self, engine: str) -> Path | None:
+        """Its interpreter, None for this one."""
+        return self.settings.sglang_python.absolute() if engine == "sglang" else None
+
+    def _environment(self, engine: str) -> dict[str, str]:
+        """What another interpreter finds ROSE by."""
+        if engine != "sglang":
+            return {}
+        return {"PYTHONPATH": module_path(self.layout.scratch / "metadata")}
 
     def _target_s(self, usual_s: float) -> float:
         return NO_TARGET_S if self.settings.control == "naive" else usual_s
@@ -245,6 +258,7 @@ class Stack:
         host = {
             "page": str(page),
             "pid": self.host.process.pid if self.host else None,
+            "engine": self.settings.host,
             "ttft_target_s": self._target_s(TTFT_TARGET_S),
             "tpot_target_s": self._target_s(TPOT_TARGET_S),
         }
@@ -277,6 +291,17 @@ class Stack:
             "stream_interval": 4,
             "start_timeout_s": START_TIMEOUT_S,
             "decode_tok_s": DECODE_TOK_S,
+            **self._engine(self.settings.guest),
+        }
+
+    def _engine(self, engine: str) -> dict[str, object]:
+        python = self._python(engine)
+        if python is None:
+            return {}
+        return {
+            "engine": engine,
+            "engine_python": str(python),
+            "extra_env": self._environment(engine),
         }
 
     def _trainer(self, job: str, number: int, key_path: Path) -> dict[str, object]:

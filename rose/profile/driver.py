@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -33,7 +34,7 @@ from rose.contract.replica import (
     ReplicaState,
     Sampling,
 )
-from rose.engines import Device, EngineProcess, EngineRole, EngineSpec
+from rose.engines import Device, EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.errors import BAD_BYTES, EngineStartError
 from rose.node.telemetry.memory_gauges import Gpus, card_environment
 from rose.profile.plan import DECODE_STEPS, Batch, LoggedStep, steps_of
@@ -97,7 +98,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
     parser.add_argument("--device", metavar="GPU", help="its index or UUID; default: the CPU")
     parser.add_argument(
-        "--engine-python", type=Path, metavar="FILE", help="interpreter that has its vLLM"
+        "--engine-python", type=Path, metavar="FILE", help="interpreter that has its engine"
+    )
+    parser.add_argument(
+        "--engine",
+        type=EngineKind,
+        choices=list(EngineKind),
+        default=EngineKind.VLLM,
+        help="vllm (the default) or sglang",
     )
     parser.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="on a GPU"
@@ -124,10 +132,24 @@ def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
         python=args.engine_python,
         device=Device.CUDA if on_gpu else Device.CPU,
         enforce_eager=not (on_gpu and args.cuda_graphs),
-        extra_env={STEP_LOG: str(folder / "steps"), **named},
+        extra_env={STEP_LOG: str(folder / "steps"), **named, **_paths(args, folder)},
         # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
-        extra_args=("--skip-tokenizer-init", "--no-enable-prefix-caching"),
+        extra_args=("--skip-tokenizer-init", _UNCACHED[args.engine]),
+        engine=args.engine,
     )
+
+
+_UNCACHED: Final = {
+    EngineKind.VLLM: "--no-enable-prefix-caching",
+    EngineKind.SGLANG: "--disable-radix-cache",
+}
+
+
+def _paths(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """What another interpreter finds ROSE by, where it is not installed there."""
+    if args.engine is EngineKind.VLLM or args.engine_python is None:
+        return {}
+    return {"PYTHONPATH": module_path(folder / "metadata")}
 
 
 def positive(text: str) -> int:

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from weight_transfer.sglang.worker import WeightWorker
-
 from executor.engine_settings import POLICY_VERSION
+from weight_transfer.sglang.worker import WeightWorker
 
 METHOD: Final = "rose"
 PAUSED_SLEEP_S: Final = 0.0005

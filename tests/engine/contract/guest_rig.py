@@ -1,4 +1,4 @@
-"""A guest or dedicated replica of any engine, beside a stand-in for its node, for contract tests."""
+"""A guest or dedicated replica of any engine beside a stand-in for its node, for contract tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,0 +1,49 @@
+"""Which engines a demo runs: what its node is told, and what is refused before anything starts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.demo.cli import DemoSettings, Engine
+from rose.demo.report.records import RunLayout
+from rose.demo.stack import Ports, Stack
+from rose.engines import EngineKind
+from rose.errors import RoseError
+from rose.node.config import NodeConfig
+
+PYTHON = Path(sys.executable)
+
+
+def settings(folder: Path, **given: Any) -> DemoSettings:
+    return DemoSettings(out=folder, sglang_python=PYTHON, **given)
+
+
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+@pytest.mark.parametrize("guest", ["vllm", "sglang"])
+def test_any_host_has_any_guest_beside_it(tmp_path: Path, host: Engine, guest: Engine) -> None:
+    run = settings(tmp_path, host=host, guest=guest)
+    stack = Stack(run, RunLayout(tmp_path), Ports.from_base(18_000), tmp_path, tmp_path)
+    path = tmp_path / "node.json"
+    path.write_text(json.dumps(stack.serving_node(tmp_path / "page", "0" * 64)))
+    config = NodeConfig.load(path)
+    assert config.host is not None
+    assert config.host.engine is EngineKind(host)
+    (replica,) = config.replicas
+    assert replica.engine is EngineKind(guest)
+    assert (replica.engine_python is None) is (guest == "vllm")
+    assert stack._host_spec(tmp_path / "page").engine is EngineKind(host)
+
+
+def test_an_interpreter_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RoseError, match="make install-sglang"):
+        DemoSettings(out=tmp_path, guest="sglang", sglang_python=tmp_path / "none")
+    DemoSettings(out=tmp_path, sglang_python=tmp_path / "none")
+
+
+def test_a_control_that_breaks_vllms_worker_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(RoseError, match="breaks a vLLM guest"):
+        settings(tmp_path, guest="sglang", control="stale-guest")
+    settings(tmp_path, guest="sglang", control="naive")
