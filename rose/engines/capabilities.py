@@ -20,6 +20,10 @@ class Capability(StrEnum):
     RETURN_HOST_MEMORY = "a guest gives back KV memory of the machine"
     RETURN_GPU = "a guest gives back KV memory of a GPU"
     POOLING = "a replica serves a model that is not generative"
+    SEED = "a turn that names a seed is repeated by it"
+    WHITESPACE = "structured outputs have a turn's own rule for whitespace"
+    RANKS = "a prompt's logprobs come with ranks"
+    PIECEWISE_PROOF = "an update is proved with one layer of the new version in memory at a time"
     SLEEP = "a dedicated replica gives up its weights on request"
 
 
@@ -34,6 +38,10 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.LEND_RANKS: "the ranks' prefix caches have to forget the same",
                 Capability.RETURN_GPU: "ROSE does not reserve its memory on a GPU",
                 Capability.POOLING: "its replica serves turns only",
+                Capability.SEED: "it takes seeds with --enable-deterministic-inference only",
+                Capability.WHITESPACE: "it has one rule for all of them",
+                Capability.RANKS: "it does not tell them",
+                Capability.PIECEWISE_PROOF: "its layers hand on more than their output",
                 Capability.SLEEP: "its route frees memory of an idle engine only",
             }
         ),

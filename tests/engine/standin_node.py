@@ -41,7 +41,8 @@ class StandInNode(threading.Thread):
     def generous(self) -> bool:
         """Whether it grants what `reset` lets it grant."""
         grant = (self.mode, self.token_budget, self.kv_granule_cap, self.slack_share, self.ttl_s)
-        return (*grant, self.host_running) == (GrantMode.RUN, 2048, 0, 0.0, 0.5, 0)
+        rest = self.host_running, self.max_sequences
+        return (*grant, *rest) == (GrantMode.RUN, 2048, 0, 0.0, 0.5, 0, 32)
 
     def silence(self) -> None:
         """Grant no more; returns once nothing is written any more."""

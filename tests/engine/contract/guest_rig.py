@@ -17,7 +17,7 @@ from tiny_model import save_tiny_model
 
 from executor import ControlPage, GrantMode, GuestState
 from rose.addresses import free_port
-from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec
 from tests.awaited import until_async
 
 START_S = 240.0
@@ -74,6 +74,8 @@ async def started(
     node.start()
     guest = role is EngineRole.GUEST
     given = {"kv_bytes": KV_BYTES, "max_model_len": LENGTH, "max_num_seqs": 16} | given
+    if engine.kind is EngineKind.VLLM:
+        given["extra_args"] = ("--scheduling-policy=priority", *given.get("extra_args", ()))
     spec = engine.spec(
         folder,
         role.value,
