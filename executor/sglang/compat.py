@@ -7,8 +7,10 @@ where it is not.
 """
 
 import logging
+import multiprocessing
 import sys
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any, Final, NoReturn
 
 from executor.errors import ExecutorError
@@ -20,6 +22,23 @@ Hook = Callable[..., Any]
 """Called with the function that it stands around, then with that function's arguments."""
 
 logger = logging.getLogger("rose.sglang")
+
+
+class Part(StrEnum):
+    """The part of an engine that a process is. Each loads all plugins."""
+
+    SERVER = "serves HTTP"
+    SCHEDULER = "schedules and computes, for one rank"
+    OTHER = "turns tokens into text"
+
+
+def part_of_engine() -> Part:
+    """What this process is: hooks of another part's would only have that part's modules loaded."""
+    if multiprocessing.parent_process() is None:
+        return Part.SERVER
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    name = getattr(target, "__name__", "")
+    return Part.OTHER if name == "run_detokenizer_process" else Part.SCHEDULER
 
 
 def check_version(version: str | None = None) -> None:

@@ -24,10 +24,12 @@ from executor.sglang.compat import (
     NEEDED,
     SCHEDULER,
     Hook,
+    Part,
     check_features,
     check_version,
     give_up,
     install,
+    part_of_engine,
 )
 from executor.sglang.guest.scheduler import GuestScheduler
 
@@ -148,7 +150,7 @@ class GuestHooks:
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`."""
-    if os.environ.get("ROSE_ROLE") != GUEST:
+    if os.environ.get("ROSE_ROLE") != GUEST or part_of_engine() is not Part.SCHEDULER:
         return
     try:
         check_version()

@@ -10,13 +10,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from executor.engine_settings import GUEST
 from executor.errors import ExecutorError
-from executor.sglang.compat import SCHEDULER, Hook, check_features, check_version, give_up, install
+from executor.sglang.compat import (
+    SCHEDULER,
+    Hook,
+    Part,
+    check_features,
+    check_version,
+    give_up,
+    install,
+    part_of_engine,
+)
 from executor.sglang.version_stamps import stamped_run
 from rose.replica.asgi import ROLES, AccessFilter, GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
 from rose.replica.sglang.allowed_tokens import biased_batch
 from rose.replica.sglang.engine import SglangEngine
-from rose.replica.sglang.scheduler_calls import SchedulerCalls
 
 _HTTP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _BATCH: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
@@ -81,13 +89,23 @@ def register() -> None:
         check_version()
     except ExecutorError as error:
         give_up(error)
+    match part_of_engine():
+        case Part.SERVER:
+            install({_HTTP: serve})
+        case Part.SCHEDULER:
+            install(_scheduler_hooks())
+
+
+def _scheduler_hooks() -> dict[str, Hook]:
+    # Its process has no use for it before.
+    from rose.replica.sglang.scheduler_calls import SchedulerCalls
+
     calls = SchedulerCalls()
     hooks: dict[str, Hook] = {
-        _HTTP: serve,
         _BATCH: biased_batch,
         f"{SCHEDULER}.handle_dumper_control": calls.handle,
         f"{SCHEDULER}._record_scheduler_state_for_paused_engine": calls.rest,
     }
     if os.environ.get("ROSE_ROLE") != GUEST:  # A guest's own hooks stamp.
         hooks[f"{SCHEDULER}.run_batch"] = stamped_run
-    install(hooks)
+    return hooks

@@ -79,6 +79,8 @@ class EngineRequest:
         ends: Sequence[int],
     ) -> Self:
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        if not body.token_ids:
+            raise RequestRefusedError(_BAD_REQUEST, "a turn has at least one token")
         began = ages.current
         rid = request_id(body.request_id)
         asked = _request(rid, body, ages, () if body.sampling.ignore_eos else ends)
