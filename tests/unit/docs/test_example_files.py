@@ -70,10 +70,19 @@ def test_the_table_of_policy_fields_is_current() -> None:
     assert table == docs_table(), "write what docs_table() returns between the two marks"
 
 
-def test_the_host_gets_an_environment_that_its_plugin_takes(tmp_path: Path) -> None:
-    [(argv, environ)] = called(tmp_path, "host.sh", "python", "models/host", "--port", "8002")
-    assert argv[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
-    assert argv[argv.index("--model") + 1] == "models/host"
+@pytest.mark.parametrize(
+    ("script", "module", "model"),
+    [
+        ("host.sh", "vllm.entrypoints.openai.api_server", "--model"),
+        ("host-sglang.sh", "sglang.launch_server", "--model-path"),
+    ],
+)
+def test_the_host_gets_an_environment_that_its_plugin_takes(
+    tmp_path: Path, script: str, module: str, model: str
+) -> None:
+    [(argv, environ)] = called(tmp_path, script, "python", "models/host", "--port", "8002")
+    assert argv[:2] == ["-m", module]
+    assert argv[argv.index(model) + 1] == "models/host"
     assert argv[-2:] == ["--port", "8002"], "options of the caller come last"
     settings = EngineSettings.from_environ(environ)
     assert settings.role == "host"

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The host on SGLang: your production server, with ROSE's plugin, which publishes its load and changes nothing else.
+#
+#   examples/host-sglang.sh MODEL [SGLang's options]      here: examples/host-sglang.sh models/host
+#
+# ROSE has to be importable in SGLang's environment: pip install --no-deps . (the plugin needs only numpy).
+# SGLang finds the plugin by itself. The node's file says "engine": "sglang" for this host.
+set -euo pipefail
+
+model=$1
+shift
+mkdir -p run
+
+# Who this engine is, and the file through which it tells its node how busy it is.
+export ROSE_ROLE=host
+export ROSE_CONTROL_PAGE=$PWD/run/control-page
+# What its users were promised: the time to the first token, and between two tokens.
+export ROSE_SLO_TTFT_S=0.5 ROSE_SLO_TPOT_S=0.15
+# To lend idle KV memory, too: docs/engines.md.
+export ROSE_HOST_LEVEL=observe
+export SGLANG_PLUGINS=rose_host
+
+# SGLang takes most of a GPU unless told otherwise: leave room for the guest's weights and KV.
+exec python -m sglang.launch_server \
+  --model-path "$model" \
+  --served-model-name host \
+  --host 127.0.0.1 --port 8001 \
+  --mem-fraction-static 0.5 \
+  "$@"
