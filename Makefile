@@ -50,7 +50,7 @@ test: unit engine
 # All of it: also what is marked `nightly`, an hour of deterministic chaos at most, and all that
 # needs a real API server, of which none may be skipped: one is built where none is named.
 NIGHTLY_SEEDS ?= 10000
-nightly: install
+nightly: install install-sglang
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
 	$(BIN)/python -m pytest -q tests/trainers --durations=10 $(ARGS)
@@ -72,8 +72,10 @@ bench-coserve: install
 bench-kv: install
 	$(BIN)/python -m rose.bench.micro.kv_return $(ARGS)
 
-bench-host-overhead: install
-	$(BIN)/python -m rose.bench.micro.host_overhead $(ARGS)
+# ENGINE=sglang measures SGLang's scheduler in the place of vLLM's.
+ENGINE ?= vllm
+bench-host-overhead: install $(if $(filter sglang,$(ENGINE)),install-sglang)
+	$(if $(filter sglang,$(ENGINE)),.venv-sglang/bin/python -m rose.bench.micro.host_overhead_sglang,$(BIN)/python -m rose.bench.micro.host_overhead) $(ARGS)
 
 bench-weights: install
 	$(BIN)/python -m rose.bench.weights $(ARGS)

@@ -1,7 +1,6 @@
 """Stock SGLang behind the gateway: `/generate` answers as SGLang does, and turns go on there.
 
-SGLang's pins clash with vLLM's, so it lives in an environment of its own: ROSE_SGLANG_PYTHON names
-that environment's interpreter; without it these tests skip.
+Without an SGLang (`sglang_python`) these tests skip.
 """
 
 import asyncio
@@ -17,19 +16,18 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from byte_tokenizer import save_byte_tokenizer
+from sglang_python import MISSING, PYTHON
 from tiny_model import VOCABULARY, save_tiny_model
 
 from rose.addresses import free_port
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
 
-PYTHON = os.environ.get("ROSE_SGLANG_PYTHON", "")
-
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not PYTHON, reason="name an interpreter with SGLang: ROSE_SGLANG_PYTHON"),
+    pytest.mark.skipif(not PYTHON, reason=MISSING),
 ]
 
 START_S = 240.0

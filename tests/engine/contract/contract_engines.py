@@ -1,7 +1,7 @@
 """Engines that the contract suite runs against: how each is found, started and asked.
 
 vLLM of this environment is there always. vLLM 0.25 is where ROSE_VLLM25_PYTHON names an interpreter
-that has it; SGLang where ROSE_SGLANG_PYTHON does, or where `make install-sglang` made .venv-sglang.
+that has it; SGLang where `sglang_python` finds one.
 """
 
 import json
@@ -12,16 +12,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from sglang_python import MISSING, PYTHON
+
 from rose.engines import EngineKind, EngineRole, EngineSpec, module_path
 
 ROOT = Path(__file__).parents[3]
 TOKENS_ONLY = "--skip-tokenizer-init"
-
-
-def sglang_python() -> str:
-    """The interpreter that has SGLang; empty where there is none."""
-    made = ROOT / ".venv-sglang/bin/python"
-    return os.environ.get("ROSE_SGLANG_PYTHON", str(made) if made.exists() else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,7 @@ VLLM_25 = ContractEngine(
 SGLANG = ContractEngine(
     "SGLang 0.5.23",
     EngineKind.SGLANG,
-    sglang_python(),
-    "make install-sglang, or name an interpreter with SGLang: ROSE_SGLANG_PYTHON",
+    PYTHON,
+    MISSING,
 )
 ENGINES = (VLLM, VLLM_25, SGLANG)
