@@ -20,13 +20,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from executor.control_page.host_description import HostDescription
-from executor.control_page.host_seat import HostSeat, Veto
-from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
-from executor.errors import ExecutorError, PageError
+from executor.control_page.host_seat import HostSeat
+from executor.engine_settings import HOST, LEND, EngineSettings
+from executor.errors import ExecutorError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import SERVES_ON, HostPlugin, lending_limits
 from executor.sglang.compat import (
@@ -56,8 +55,10 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
     log = logger
 
-    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+    def __init__(self, scheduler: Any, refused: ExecutorError | None = None) -> None:  # noqa: ANN401 -- SGLang's
+        """`refused`: why this SGLang cannot be a host, where that is known already."""
         self._scheduler = scheduler
+        self._refused = refused
         self.pool: LendingPool | None = None
         self._began_ns = self._look_ns = 0
 
@@ -68,9 +69,12 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._lend(arrived=True)
 
     def turn(self) -> None:
-        """A turn of the loop with work begins."""
+        """A turn of the loop begins; what an idle host lends is `idled`'s."""
         self._began_ns = time.monotonic_ns()
-        self._lend()
+        if self._lender is not None and (
+            self._scheduler.waiting_queue or self._scheduler.running_batch.reqs
+        ):
+            self._lend()
 
     def begin(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """A step begins."""
@@ -128,6 +132,8 @@ class SglangHost(HostPlugin[BatchPublisher]):
                     self.pool.warm.add(now_ns, request.seqlen)
 
     def _check(self) -> None:
+        if self._refused is not None:
+            raise self._refused
         check_version()
         check_features(self._scheduler.server_args, HOST_NEEDED, "a host")
 
@@ -170,6 +176,7 @@ class HostHooks:
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
         self._host: SglangHost | None = None
+        self.refused: ExecutorError | None = None
 
     @property
     def host(self) -> SglangHost | None:
@@ -204,7 +211,7 @@ class HostHooks:
         original(scheduler, *a, **named)
         try:
             if _first_rank():
-                self._host = SglangHost(scheduler)
+                self._host = SglangHost(scheduler, self.refused)
                 self._host.attach()
         except Exception:
             logger.exception(SERVES_ON)
@@ -225,10 +232,9 @@ class HostHooks:
         return found
 
     def get_next_batch(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """A turn of the loop begins; an idle one is `on_idle`'s."""
-        host = self._host
-        if host is not None and (scheduler.waiting_queue or scheduler.running_batch.reqs):
-            host.turn()
+        """A turn of the loop begins."""
+        if self._host is not None:
+            self._host.turn()
         return original(scheduler, *a, **named)
 
     def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -329,40 +335,27 @@ def _first_rank() -> bool:
     return int(get_parallel().tp_rank or 0) == 0
 
 
-def _veto(error: Exception) -> Veto | None:
-    """Say why there is no host; whoever serves at the page all the same keeps guests away."""
-    logger.error("%s: %s", SERVES_ON, error)
-    try:
-        path = page_path_of(os.environ)
-    except PageError:
-        return None
-    if not path or not _has_scheduler():
-        return None
-    veto = Veto(Path(path))
-    veto.start()
-    return veto
-
-
 def _has_scheduler() -> bool:
     """Whether this process may run a scheduler: that of the detokenizer has not imported it."""
     return "sglang.srt.managers.scheduler" in sys.modules
 
 
-_kept: list[object] = []
-
-
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`."""
+    """Entry point of `sglang.srt.plugins`.
+
+    Around a version that ROSE is not tested with there is one hook, which says so.
+    """
     if os.environ.get("ROSE_ROLE") != HOST:
         return
+    hosts = HostHooks(lends=os.environ.get("ROSE_HOST_LEVEL") == LEND)
     try:
         check_version()
-        settings = EngineSettings.from_environ(os.environ)
-        hooks: dict[str, Callable[..., Any]] = {}
         if _has_scheduler():
-            hooks |= HostHooks(lends=settings.level == LEND).hooks
+            stand_around(hosts.hooks)
         if "sglang.srt.managers.tokenizer_manager" in sys.modules:
-            hooks[HANDLE_OUTPUT] = LatencyHook()
-        stand_around(hooks)
+            stand_around({HANDLE_OUTPUT: LatencyHook()})
     except ExecutorError as error:
-        _kept.append(_veto(error))
+        hosts.refused = error
+        made = f"{SCHEDULER}.__init__"
+        if _has_scheduler():
+            stand_around({made: hosts.hooks[made]})
