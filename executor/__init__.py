@@ -1,4 +1,5 @@
-"""SLO-safe co-serving: control page, grants, KV memory; plugins in `executor.vllm`.
+"""SLO-safe co-serving: control page, grants, KV memory; plugins of engines in `executor.vllm` and
+`executor.sglang`.
 
 Its cores decide and do nothing: clock, page and memory are the caller's. A core is asked by
 `step(event, now_ns) -> list[Action]` and says where it stands by `status()`. The loop of a guest's

@@ -217,6 +217,11 @@ def check_sglang(spec: EngineSpec) -> None:
             f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
             " interpreter (`make install-sglang` makes .venv-sglang/bin/python)"
         )
+    check_options(spec)
+
+
+def check_options(spec: EngineSpec) -> None:
+    """Raise for an option of SGLang's that breaks a promise of this role's."""
     refused = _REFUSED | (_REFUSED_IN_REPLICAS if spec.role.is_replica else {})
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
         option = given.partition("=")[0]

@@ -25,6 +25,7 @@ from rose.cli.machine.doctor import (
     diagnose,
 )
 from rose.cli.main import main as rose
+from rose.engines import EngineKind
 from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.found_hosts import FolderHost
 from tests.unit.node.node_bench import Bench
@@ -233,6 +234,17 @@ async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_name
     found = await wrongs(bench)
     assert "no process publishes" in found["host seat"]
     assert "start it again if the page was deleted" in found["host seat"]
+    assert "ObservedScheduler" in found["host seat"]
+
+
+async def test_advice_is_that_of_the_hosts_engine(bench: Bench) -> None:
+    host = bench.config.host
+    assert host is not None
+    sglang = host.model_copy(update={"engine": EngineKind.SGLANG})
+    config = bench.config.model_copy(update={"host": sglang})
+    bench.host.close()
+    found = {f.subject: f for f in await asyncio.to_thread(lambda: list(diagnose(config)))}
+    assert "names rose_host" in str(found["host seat"])
 
 
 async def test_a_host_that_another_process_started_is_named(bench: Bench) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from rose.engines import Device, EngineRole, EngineSpec, check_spec, module_path, process_spec
+from rose.engines import (
+    Device,
+    EngineKind,
+    EngineRole,
+    EngineSpec,
+    check_spec,
+    launch,
+    module_path,
+    process_spec,
+)
+from rose.engines.capabilities import LACKS, Capability, lacking
 from rose.errors import ConfigError, EngineStartError
 
 ROOT = Path(__file__).parents[3]
@@ -104,3 +114,68 @@ def test_a_source_tree_is_a_distribution_with_plugins(tmp_path: Path) -> None:
 def test_an_installed_rose_says_how_another_interpreter_gets_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pip install"):
         module_path(tmp_path / "metadata", root=tmp_path)
+
+
+CONFIG = """{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+"hidden_size": 128}"""
+
+
+@pytest.fixture
+def sglang(spec: EngineSpec, tmp_path: Path) -> EngineSpec:
+    (tmp_path / "config.json").write_text(CONFIG)
+    return replace(
+        spec,
+        engine=EngineKind.SGLANG,
+        role=EngineRole.HOST,
+        python=interpreter(tmp_path),
+        load_format="dummy",
+        dtype="float32",
+        kv_bytes=3 << 20,
+    )
+
+
+def test_sizes_mean_the_same_on_sglang(sglang: EngineSpec) -> None:
+    process = process_spec(replace(sglang, max_num_seqs=7, max_model_len=99))
+    assert process.argv[1:3] == ("-m", "sglang.launch_server")
+    # Keys and values of 3 layers with 2 heads of 32 floats.
+    tokens = (3 << 20) // (2 * 3 * 2 * 32 * 4)
+    assert f"--max-total-tokens={tokens}" in process.argv
+    assert {"--max-running-requests=7", "--context-length=99"} <= set(process.argv)
+    assert (process.env["SGLANG_PLUGINS"], process.env["ROSE_ROLE"]) == ("rose_host", "host")
+    stock = process_spec(replace(sglang, role=EngineRole.STOCK))
+    assert stock.env["SGLANG_PLUGINS"] == "none"
+
+
+def test_a_model_whose_kv_has_another_shape_is_refused(sglang: EngineSpec, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    with pytest.raises(ConfigError, match="does not say how large a token's KV is"):
+        process_spec(sglang)
+
+
+@pytest.mark.parametrize(
+    ("role", "option", "meaning"),
+    [
+        (EngineRole.HOST, "--speculative-algorithm=EAGLE", "speculative decoding"),
+        (EngineRole.HOST, "--disaggregation-mode=prefill", "disaggregated prefill and decode"),
+        (EngineRole.GUEST, "--enable-custom-logit-processor", "custom samplers"),
+    ],
+)
+def test_what_breaks_a_promise_on_sglang_is_refused_before_it_starts(
+    sglang: EngineSpec, role: EngineRole, option: str, meaning: str
+) -> None:
+    """In one line, with what to change."""
+    named = replace(sglang, role=role, extra_args=(option,), python=None)
+    with pytest.raises(ConfigError, match="make install-sglang"):
+        check_spec(named)
+    looked = replace(named, python=sglang.python)
+    with pytest.raises(ConfigError, match=r"has no sglang"):
+        check_spec(looked)
+    with pytest.raises(ConfigError, match=f"does not have {meaning}; leave out {option[:9]}"):
+        launch.check_options(looked)
+
+
+def test_what_an_engine_lacks_has_a_reason() -> None:
+    for kind in EngineKind:
+        assert all(LACKS[kind].values())
+    assert lacking(EngineKind.VLLM, Capability.LEND_GPU) is None
+    assert lacking(EngineKind.SGLANG, Capability.LEND_GPU)

@@ -73,6 +73,15 @@ def test_a_guest_without_a_host_is_refused(tmp_path: Path) -> None:
         ({"replicas": [], "surprise": 1}, "surprise"),
         ({"replicas": [REPLICA | {"extra_env": {"ROSE_VERIFY_KEY": "0" * 64}}]}, "ROSE_VERIFY_KEY"),
         ({"replicas": [REPLICA | {"extra_env": {"ROSE_UNSIGNED": "1"}}]}, "ROSE_UNSIGNED"),
+        ({"replicas": [REPLICA | {"engine": "tgi"}]}, "engine"),
+        (
+            {"replicas": [REPLICA | {"engine": "sglang", "runner": "pooling"}]},
+            "runner: sglang does not have it that a replica serves a model that is not generative",
+        ),
+        (
+            {"replicas": [REPLICA | {"engine": "sglang", "kv_backend": "cuda", "device": 0}]},
+            "leave kv_backend out, or run this replica on another engine",
+        ),
     ],
 )
 def test_the_wrong_field_is_named(tmp_path: Path, change: dict[str, object], named: str) -> None:
