@@ -9,7 +9,8 @@ from executor.control_page.seqlock_records import LatencyRecord
 from executor.host.latency_writer import LatencyWriter
 from executor.sglang.compat import client_request_id
 
-HANDLE_OUTPUT: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
+TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
+HANDLE_OUTPUT: Final = f"{TOKENIZER}.TokenizerManager._handle_batch_output"
 HEALTH_CHECK: Final = "HEALTH_CHECK"
 """Ids begin so that SGLang makes up for its own health checks: their latencies are nobody's."""
 

@@ -32,13 +32,15 @@ from executor.sglang.compat import (
     HOST_NEEDED,
     SCHEDULER,
     Hook,
+    Part,
     check_features,
     check_version,
     own_devices,
+    part_of_engine,
     stand_around,
 )
 from executor.sglang.host.kv_lender import LendingPool, lender_of
-from executor.sglang.host.latency_hook import HANDLE_OUTPUT, LatencyHook
+from executor.sglang.host.latency_hook import HANDLE_OUTPUT, TOKENIZER, LatencyHook
 from executor.sglang.host.state_publisher import BatchPublisher
 from executor.step_log import StepLog
 
@@ -335,11 +337,6 @@ def _first_rank() -> bool:
     return int(get_parallel().tp_rank or 0) == 0
 
 
-def _has_scheduler() -> bool:
-    """Whether this process may run a scheduler: that of the detokenizer has not imported it."""
-    return "sglang.srt.managers.scheduler" in sys.modules
-
-
 def register() -> None:
     """Entry point of `sglang.srt.plugins`.
 
@@ -348,14 +345,16 @@ def register() -> None:
     if os.environ.get("ROSE_ROLE") != HOST:
         return
     hosts = HostHooks(lends=os.environ.get("ROSE_HOST_LEVEL") == LEND)
+    part = part_of_engine()
     try:
         check_version()
-        if _has_scheduler():
+        if part is Part.SCHEDULER:
             stand_around(hosts.hooks)
-        if "sglang.srt.managers.tokenizer_manager" in sys.modules:
+        # Further processes of the API are children, as schedulers are.
+        if part is Part.SERVER or TOKENIZER in sys.modules:
             stand_around({HANDLE_OUTPUT: LatencyHook()})
     except ExecutorError as error:
         hosts.refused = error
         made = f"{SCHEDULER}.__init__"
-        if _has_scheduler():
+        if part is Part.SCHEDULER:
             stand_around({made: hosts.hooks[made]})
