@@ -124,6 +124,8 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self.pool = None
 
     def _tell_arrival(self, observer: BatchPublisher, request: Any, again: bool) -> None:  # noqa: ANN401
+        # The time of a first token then comes with an answer that is not streamed, too.
+        request.time_stats.has_timing_data = True
         observer.arrived(self._scheduler, request, again=again)
 
     def _note_ended(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch

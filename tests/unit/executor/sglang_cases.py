@@ -14,6 +14,7 @@ class FakeReq:
     origin_input_ids: list[int] = field(default_factory=lambda: [1] * 10)
     output_ids: list[int] = field(default_factory=list)
     finished_reason: object = None
+    time_stats: Any = field(default_factory=lambda: SimpleNamespace(has_timing_data=False))
 
     @property
     def seqlen(self) -> int:
