@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.load.arrivals import read_trace
+from rose.azure_trace import read_trace
 from rose.demo.cli import DemoSettings
 from rose.demo.experiment.conductor import Conductor, Drills
 from rose.demo.experiment.plan import ExperimentPlan, plan_of

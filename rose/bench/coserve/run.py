@@ -18,6 +18,7 @@ import msgspec
 
 from executor import ControlPage
 from executor.step_log import HEADER, used_bytes
+from rose.azure_trace import read_trace
 from rose.bench.common import tiny_models
 from rose.bench.coserve.calibration import (
     TARGETS_FROM,
@@ -54,7 +55,6 @@ from rose.bench.coserve.records import (
     CoserveRunInfo,
 )
 from rose.bench.coserve.result import RESULT
-from rose.bench.load.arrivals import read_trace
 from rose.bench.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
 from rose.engines import check_host
 from rose.errors import ConfigError, RoseError

@@ -20,13 +20,8 @@ import aiohttp
 import msgspec
 from pydantic import ValidationError
 
-from rose.bench.load.arrivals import (
-    Arrival,
-    generate_segment,
-    read_trace,
-    rescale_trace,
-    trace_segment,
-)
+from rose.azure_trace import read_trace
+from rose.bench.load.arrivals import Arrival, generate_segment, rescale_trace, trace_segment
 from rose.bench.load.protocol import (
     ClientRequest,
     LoadCommand,

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rose.azure_trace import TracedRequest, read_trace
 from rose.bench.gpu.serve.bursts import burst_windows, figures_of, write_generated
-from rose.bench.load.arrivals import (
-    LoadShape,
-    TracedRequest,
-    read_trace,
-    rescale_trace,
-    trace_segment,
-)
+from rose.bench.load.arrivals import LoadShape, rescale_trace, trace_segment
 
 ARM_S = 10.0
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 
-from rose.bench.load.arrivals import COLUMNS, TracedRequest
+from rose.azure_trace import COLUMNS, TracedRequest
 
 GENERATED = "generated-bursts.csv"
 AZURE_MEAN_PER_S, AZURE_REQUESTS = 2.57, 8_800

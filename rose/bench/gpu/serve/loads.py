@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rose.azure_trace import read_trace
 from rose.bench.common.checks import FAILS, Check, at_most, exactly_none, measured_at_most
 from rose.bench.common.pairing import latency_s
 from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell, PlanBlock
@@ -22,7 +23,6 @@ from rose.bench.gpu.pieces import Measured
 from rose.bench.gpu.serve.bursts import burst_windows, figures_of
 from rose.bench.gpu.serve.session import ServingSession
 from rose.bench.gpu.sizes import ANALYSIS_S, ServingSizes
-from rose.bench.load.arrivals import read_trace
 from rose.compare.bootstrap import Estimate, percentile_estimate
 
 STOP_S = 0.020

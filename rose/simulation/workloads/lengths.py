@@ -1,0 +1,114 @@
+"""Distributions of token counts and times: by a table of quantiles, or log-normal.
+
+Each is sampled with a generator that the caller seeds, and says its mean, so that a fluid model
+may use the same figures.
+"""
+
+import math
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+from rose.errors import ConfigError
+
+
+class Amount(Protocol):
+    """Distribution of an amount above 0: tokens, seconds, turns."""
+
+    @property
+    def mean(self) -> float:
+        """Expected value."""
+        ...
+
+    def sample(self, rng: random.Random) -> float:
+        """One value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Amounts by their quantiles: (fraction, amount), from fraction 0 to 1, amounts rising.
+
+    Between two of them the logarithm is uniform. What a trace publishes as a table of percentiles
+    is sampled without a guess at its shape. Raises ConfigError for a table that cannot be.
+    """
+
+    table: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        fractions = [fraction for fraction, _ in self.table]
+        amounts = [amount for _, amount in self.table]
+        if len(self.table) < 2 or fractions[0] != 0 or fractions[-1] != 1:
+            raise ConfigError("quantiles: give fractions from 0 to 1")
+        if sorted(set(fractions)) != fractions or sorted(amounts) != amounts:
+            raise ConfigError("quantiles: fractions and amounts must rise")
+        if not all(math.isfinite(amount) and amount > 0 for amount in amounts):
+            raise ConfigError("quantiles: give finite amounts above 0")
+
+    @property
+    def mean(self) -> float:
+        """Sum over all pieces of their mean: (b − a) ÷ ln(b ÷ a) of a log-uniform one."""
+        total = 0.0
+        for (p, a), (q, b) in zip(self.table, self.table[1:], strict=False):
+            total += (q - p) * ((b - a) / math.log(b / a) if b > a else a)
+        return total
+
+    def sample(self, rng: random.Random) -> float:
+        """One amount, by the inverse of the distribution."""
+        u = rng.random()
+        at = bisect_right(self.table, u, key=lambda point: point[0])
+        (p, a), (q, b) = self.table[at - 1], self.table[at]
+        return float(a * math.exp(math.log(b / a) * (u - p) / (q - p)))
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Amounts around `median` whose logarithm has the deviation `sigma`, cut to least..most.
+
+    Token counts of prompts, answers and tools have such tails. Raises ConfigError for figures that
+    cannot be.
+    """
+
+    median: float
+    sigma: float
+    least: float = 1.0
+    most: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.median) and 0 < self.least <= self.median <= self.most):
+            raise ConfigError(
+                f"median is {self.median}; it must lie in {self.least:g} to {self.most:g}"
+            )
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise ConfigError(f"sigma is {self.sigma}; give 0 or more")
+
+    @property
+    def mean(self) -> float:
+        """Mean with both cuts: what lies beyond a cut counts as the cut."""
+        if self.sigma == 0:
+            return self.median
+        low, high = self._z(self.least), self._z(self.most)
+        middle = self.median * math.exp(self.sigma**2 / 2)
+        inside = _normal(high - self.sigma) - _normal(low - self.sigma)
+        above = 0.0 if math.isinf(self.most) else self.most * (1 - _normal(high))
+        return self.least * _normal(low) + middle * inside + above
+
+    def sample(self, rng: random.Random) -> float:
+        """One amount."""
+        drawn = self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
+        return min(self.most, max(self.least, drawn))
+
+    def _z(self, amount: float) -> float:
+        if amount <= 0 or math.isinf(amount):
+            return -math.inf if amount <= 0 else math.inf
+        return math.log(amount / self.median) / self.sigma
+
+
+def _normal(z: float) -> float:
+    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+
+def whole(amount: Amount, rng: random.Random) -> int:
+    """A sample as a count, at least 1."""
+    return max(1, round(amount.sample(rng)))

@@ -1,0 +1,276 @@
+"""Traffic of a serving cluster: generated bursts with a daily shape, or a recorded trace.
+
+Generated arrivals are a Poisson process whose rate changes between calm and bursts (a two-state
+Markov-modulated process) and follows the hour of the day. `fit_bursts` finds the bursts of a
+trace, so that what is generated is as uneven as what was recorded.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rose.azure_trace import TracedRequest, stream_trace
+from rose.errors import ConfigError
+from rose.simulation.workload import Request
+from rose.simulation.workloads.lengths import Amount, LogNormal, Quantiles, whole
+
+HOUR_S, DAY_S, WEEK_S = 3_600.0, 86_400.0, 604_800.0
+MAX_GAP_S = HOUR_S
+_BISECTIONS = 60
+_MAX_SPREAD = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DailyShape:
+    """Load of an hour as a multiple of the mean: `peak` at `peak_hour`, `valley` half a day apart.
+
+    Between them valley + (peak − valley) × ((1 + cos) ÷ 2)^k, k such that a day's mean is 1.
+    weekend: factor of Saturday and Sunday; day 0 is a Monday. The mean of working days stays 1.
+    Raises ConfigError for a shape that cannot be.
+    """
+
+    peak: float = 1.0
+    valley: float = 1.0
+    peak_hour: float = 14.0
+    weekend: float = 1.0
+
+    def __post_init__(self) -> None:
+        flat = self.peak == self.valley == 1
+        if not flat and not (math.isfinite(self.peak) and 0 <= self.valley < 1 < self.peak):
+            raise ConfigError(
+                f"daily shape of peak {self.peak} and valley {self.valley}: their mean is 1, so one"
+                " lies above and one, not negative, below"
+            )
+        if not (math.isfinite(self.weekend) and self.weekend >= 0):
+            raise ConfigError(f"weekend is {self.weekend}; give a factor of 0 or more")
+
+    @property
+    def highest(self) -> float:
+        """No moment has more."""
+        return self.peak * max(1.0, self.weekend)
+
+    def at(self, time_s: float) -> float:
+        """Multiple of the mean load at `time_s` after Monday 00:00."""
+        day = int(time_s // DAY_S) % 7
+        factor = self.weekend if day >= 5 else 1.0
+        if self.peak == self.valley:
+            return factor
+        turn = math.cos(2 * math.pi * (time_s / HOUR_S - self.peak_hour) / 24)
+        wave = math.pow((1 + turn) / 2, self._sharpness())
+        return factor * (self.valley + (self.peak - self.valley) * wave)
+
+    def _sharpness(self) -> float:
+        return _sharpness((1 - self.valley) / (self.peak - self.valley))
+
+
+_sharpnesses: dict[float, float] = {}
+
+
+def _sharpness(mean: float) -> float:
+    """The k for which ((1 + cos) ÷ 2)^k has that mean: Γ(k + ½) ÷ (√π Γ(k + 1))."""
+    if mean not in _sharpnesses:
+        low, high = 0.0, 1e4
+        for _ in range(_BISECTIONS):
+            k = (low + high) / 2
+            found = math.exp(math.lgamma(k + 0.5) - math.lgamma(k + 1)) / math.sqrt(math.pi)
+            low, high = (k, high) if found > mean else (low, k)
+        _sharpnesses[mean] = low
+    return _sharpnesses[mean]
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """Bursts `ratio` times as dense as calm, for `share` of the time, `length_s` on the average.
+
+    spread: deviation of the logarithm of their densities; 0 makes all of them alike.
+    """
+
+    ratio: float = 1.0
+    share: float = 0.1
+    length_s: float = 10.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ratio) and self.ratio >= 1):
+            raise ConfigError(f"bursts: ratio is {self.ratio}; give 1 or more")
+        if not 0 < self.share < 1:
+            raise ConfigError(f"bursts: share is {self.share}; give a share between 0 and 1")
+        if not (math.isfinite(self.length_s) and self.length_s > 0):
+            raise ConfigError(f"bursts: length_s is {self.length_s}; give a time above 0")
+        if not (math.isfinite(self.spread) and 0 <= self.spread <= _MAX_SPREAD):
+            raise ConfigError(f"bursts: spread is {self.spread}; give 0 to {_MAX_SPREAD}")
+
+    @property
+    def calm_factor(self) -> float:
+        """Rate of calm as a multiple of the mean."""
+        return 1 / (1 - self.share + self.share * self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class BurstyTraffic:
+    """Endless generated traffic of `rate_per_s` requests on the average.
+
+    start_s: of the week, at which the run begins. Raises ConfigError for a rate that cannot be.
+    """
+
+    rate_per_s: float
+    prompt: Amount
+    output: Amount
+    bursts: Bursts = Bursts()
+    day: DailyShape = DailyShape()
+    start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate_per_s) and self.rate_per_s > 0):
+            raise ConfigError(f"rate_per_s is {self.rate_per_s}; give a rate above 0")
+        if not (math.isfinite(self.start_s) and self.start_s >= 0):
+            raise ConfigError(f"start_s is {self.start_s}; give 0 or more seconds")
+
+    def scaled(self, factor: float) -> "BurstyTraffic":
+        """The same traffic with `factor` times the requests."""
+        return replace(self, rate_per_s=self.rate_per_s * factor)
+
+    def requests(self, seed: int) -> Iterator[Request]:
+        """Requests in order of arrival; the same for the same seed."""
+        rng = random.Random(f"rose-traffic/{seed}")  # noqa: S311 - a load, not a secret
+        lengths = random.Random(f"rose-lengths/{seed}")  # noqa: S311 - as above
+        highest = self.day.highest
+        if highest == 0:
+            return
+        for begin_s, end_s, rate_per_s in self._phases(rng):
+            at_s = begin_s
+            # Thinning (Lewis and Shedler, 1979): candidates at the day's highest rate.
+            while (at_s := at_s + rng.expovariate(rate_per_s * highest)) < end_s:
+                if rng.random() * highest < self.day.at(self.start_s + at_s):
+                    yield Request(at_s, whole(self.prompt, lengths), whole(self.output, lengths))
+
+    def _phases(self, rng: random.Random) -> Iterator[tuple[float, float, float]]:
+        """(begin_s, end_s, mean rate) of calm and bursts in turn."""
+        bursts = self.bursts
+        calm_s = bursts.length_s * (1 - bursts.share) / bursts.share
+        bursting, begin_s = rng.random() < bursts.share, 0.0
+        while True:
+            end_s = begin_s + rng.expovariate(1 / (bursts.length_s if bursting else calm_s))
+            factor = bursts.calm_factor * (bursts.ratio if bursting else 1.0)
+            if bursting and bursts.spread:
+                # Of mean 1.
+                factor *= rng.lognormvariate(-(bursts.spread**2) / 2, bursts.spread)
+            yield begin_s, end_s, self.rate_per_s * factor
+            begin_s, bursting = end_s, not bursting
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTraffic:
+    """Recorded traffic of a file in the Azure format, read as it is played.
+
+    speed: how much denser it arrives than it was recorded. repeat: endless, the trace again and
+    again. max_tokens: longer prompts and answers are cut to it, as a gateway's limit would.
+    """
+
+    path: Path
+    speed: float = 1.0
+    repeat: bool = False
+    max_gap_s: float = MAX_GAP_S
+    max_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise ConfigError(f"speed is {self.speed}; give a factor above 0")
+
+    def requests(self, seed: int) -> Iterator[Request]:
+        """Requests in order of arrival; a trace is the same for every seed.
+
+        Raises RoseError, with file, line and key, for a file that is no such trace.
+        """
+        del seed
+        base_s = 0.0
+        while True:
+            count, last_s = 0, 0.0
+            for traced in stream_trace(self.path, self.max_gap_s, least_tokens=1):
+                count, last_s = count + 1, traced.offset_s
+                yield Request(
+                    base_s + traced.offset_s / self.speed,
+                    min(self.max_tokens, traced.prompt_tokens),
+                    min(self.max_tokens, traced.output_tokens),
+                )
+            if not self.repeat:
+                return
+            # A mean gap between the last and the first; a trace of one moment still moves on.
+            base_s += (last_s + (last_s / count or 1.0)) / self.speed
+
+
+FIT_WINDOW_S = 2.0
+_BURST_AT = 0.5
+
+
+def fit_bursts(trace: Iterable[TracedRequest | Request], window_s: float = FIT_WINDOW_S) -> Bursts:
+    """Bursts of a trace: windows with more than half of the mean belong to one.
+
+    Raises ConfigError for a trace shorter than ten windows.
+    """
+    counts = _window_counts(trace, window_s)
+    if len(counts) < 10:
+        raise ConfigError(
+            f"the trace lasts less than {10 * window_s:g} s; bursts are seen in longer ones"
+        )
+    mean = sum(counts) / len(counts)
+    runs: list[list[int]] = []
+    calm, before = 0, False
+    for count in counts:
+        bursting = count > _BURST_AT * mean
+        if bursting:
+            runs = runs if before else [*runs, []]
+            runs[-1].append(count)
+        else:
+            calm += count
+        before = bursting
+    busy = sum(len(run) for run in runs)
+    if not 0 < busy < len(counts):
+        return Bursts()
+    dense = sum(sum(run) for run in runs) / busy
+    # A calm without any request still has the rate of one in all its windows.
+    ratio = dense / (max(calm, 1) / (len(counts) - busy))
+    logs = [math.log(sum(run) / len(run)) for run in runs]
+    spread = statistics.pstdev(logs)
+    return Bursts(
+        max(1.0, ratio), busy / len(counts), window_s * busy / len(runs), min(_MAX_SPREAD, spread)
+    )
+
+
+def _window_counts(trace: Iterable[TracedRequest | Request], window_s: float) -> list[int]:
+    counts: list[int] = []
+    for request in trace:
+        at_s = request.arrival_s if isinstance(request, Request) else request.offset_s
+        at = int(at_s / window_s)
+        if at >= len(counts):
+            counts += [0] * (at + 1 - len(counts))
+        counts[at] += 1
+    return counts
+
+
+# Azure LLM inference trace 2023, code: its quantiles and bursts, as `fit_bursts` finds them.
+AZURE_CODE_2023 = BurstyTraffic(
+    rate_per_s=2.57,
+    prompt=Quantiles(
+        ((0.0, 3), (0.05, 75), (0.1, 147), (0.25, 578), (0.5, 1_469), (0.75, 2_745),
+         (0.9, 5_194), (0.95, 7_315), (0.99, 7_436), (1.0, 7_437))
+    ),
+    output=Quantiles(
+        ((0.0, 6), (0.05, 6.5), (0.1, 7), (0.25, 9), (0.5, 13), (0.75, 24), (0.9, 55), (0.95, 90),
+         (0.99, 252), (1.0, 1_899))
+    ),
+    bursts=Bursts(ratio=942, share=0.289, length_s=12.2, spread=0.44),
+)  # fmt: skip
+# Azure LLM inference trace 2023, conversation: medians as published with Splitwise (ISCA 2024).
+AZURE_CONVERSATION_2023 = BurstyTraffic(
+    rate_per_s=5.4,
+    prompt=LogNormal(1_020, 0.5, least=2, most=14_050),
+    output=LogNormal(129, 1.0, least=7, most=1_000),
+    bursts=Bursts(1.5, 0.3, 60.0),
+)
+# Peak, mean and valley of a week of the same services, after DynamoLLM (HPCA 2025).
+CODE_DAY = DailyShape(peak=2.6, valley=2.6 / 34.6, weekend=0.4)
+CONVERSATION_DAY = DailyShape(peak=1.7, valley=1.7 / 3.3, weekend=0.8)
