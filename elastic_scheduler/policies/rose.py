@@ -33,7 +33,7 @@ class _Past:
     held_s: float = 0.0
     revokes: int = 0
     useless_since_s: float | None = None
-    linger_s: float = LINGER_S
+    linger_s: float = field(default_factory=lambda: LINGER_S)
     not_before_s: float = 0.0
     returned_s: float = float("-inf")
 

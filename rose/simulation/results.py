@@ -85,9 +85,9 @@ class RunResult:
     """One run of one scenario under one policy: all that tables and plots are made of.
 
     steps_per_hour, tokens_per_s: of the whole run, the first step left out where there are more.
-    trajectory_s: from start to reward; turn_s: of turns. overhead_share: of the job's time that
-    went to leases, switches and weights beside steps. counts: of events (preemptions,
-    revocations, hedges, ...).
+    trajectory_s: from start to reward; turn_s: of turns. tokens_per_s counts whole trajectories,
+    prompts and observations included. overhead_share: of the time for which borrowed replicas were
+    leased, the part before their first token. counts: of events (preemptions, revocations, ...).
     """
 
     scenario: str

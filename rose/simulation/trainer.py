@@ -27,7 +27,8 @@ class TrainerSpec:
     prompts started beyond the need (DAPO). tail_batching: short and long rounds (RollPacker).
     train_s: seconds of a step without tokens; train_s_per_token: seconds per token of a batch, on
     all training cards together. weight_bytes: of the policy; delta_share: of them that a version
-    sends. publish_s: until a version is durable, besides sending it. steps: to simulate.
+    sends. publish_s: until a version is durable, besides sending it. max_turn_tokens: the most that
+    one turn may make, which is all that a router knows of it before. steps: to simulate.
     """
 
     groups: int
@@ -42,10 +43,11 @@ class TrainerSpec:
     train_s: float = 1.0
     delta_share: float = 0.05
     publish_s: float = 0.5
+    max_turn_tokens: int = 4_096
     steps: int = 5
 
     def __post_init__(self) -> None:
-        for key in ("groups", "samples", "weight_bytes", "concurrency", "steps"):
+        for key in ("groups", "samples", "weight_bytes", "concurrency", "max_turn_tokens", "steps"):
             if getattr(self, key) < 1:
                 raise ClusterError(key, f"{getattr(self, key)}; give 1 or more")
         for key in ("train_s_per_token", "train_s", "publish_s", "over_sampling", "delta_share"):

@@ -92,7 +92,8 @@ class Dispatcher:
         self._entries: dict[str, ReplicaEntry] = {}
         self.newest: Mapping[str, int] = {}
         """Newest version of each registered job; nothing where no scheduler is watched."""
-        self._live: set[LiveAttempt] = set()
+        # In order of their beginning, so that one history has one outcome.
+        self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
         # What could not be placed when the queue was looked through last: router and versions.
@@ -275,7 +276,7 @@ class Dispatcher:
         """The attempt is over; `end` says how, None when nobody wants the turn any more."""
         now_s = self._clock()
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
-        self._live.discard(live)
+        self._live.pop(live, None)
         live.router.end(
             live.placement,
             now_s,
@@ -398,7 +399,7 @@ class Dispatcher:
         entry, need = self._entries[placement.replica], placement.need
         job = self._routers.registered(need.job)
         live = LiveAttempt(entry, router, job, placement, need, now_s)
-        self._live.add(live)
+        self._live[live] = None
         self._stats.attempts += 1
         return live
 

@@ -137,7 +137,7 @@ class WatchedTable:
         if not self._connected:
             self._connected = True
             self._on_event("scheduler_connected", scheduler=self._leader.address)
-        entries = [_entry(row) for row in table.replicas if self._is_replica(row)]
+        entries = [entry_of(row) for row in table.replicas if self._is_replica(row)]
         if table.settling:
             named = {row.id for row in table.replicas}
             entries += [each for each in self._entries if each.id not in named]
@@ -176,7 +176,8 @@ class WatchedTable:
             await asyncio.sleep(silence.look_s)
 
 
-def _entry(row: rose_pb2.Replica) -> ReplicaEntry:
+def entry_of(row: rose_pb2.Replica) -> ReplicaEntry:
+    """A row of the scheduler's table as the gateway has it."""
     return ReplicaEntry(
         id=row.id,
         kind=KINDS[row.kind],

@@ -112,7 +112,7 @@ class TurnRunner:
         while True:
             live = await self._place_of(copy)
             copy.belongs_to(live)
-            attempt = AttemptStream(race, copy, live, self._dispatcher, self._spans)
+            attempt = self._attempt(race, copy, live)
             live.may_move = journal.attempts < self._settings.max_attempts
             copy.live = live
             try:
@@ -130,6 +130,10 @@ class TurnRunner:
                 copy.restart()
                 journal = copy.journal
             copy.need = copy.need_now()
+
+    def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
+        """One attempt on that place; the simulator puts a modelled replica behind it."""
+        return AttemptStream(race, copy, live, self._dispatcher, self._spans)
 
     async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
         """The place that the copy was given, or one that it has to wait for."""

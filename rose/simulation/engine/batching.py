@@ -1,0 +1,466 @@
+"""Stand-in for an inference engine: continuous batching with chunked prefill, as vLLM does it.
+
+    submit ──► waiting ── KV for its prompt ──► prefilling ── first token ──► decoding ──► ended
+                  ▲                                                  │ no KV for one more unit
+                  └────────── preempted: computed again ─────────────┘
+
+A step has one token of every decoding sequence, then prompt tokens up to its bound; running
+sequences go before waiting ones, the last admitted is preempted first.
+
+What a step costs here does not grow with the sequences in it. All decoding ones get a token in the
+same step, so one counter of decode steps stands for all of them, and a heap of the counts at which
+a sequence ends or needs more KV says whose turn comes. A sequence that a step leaves out lags one
+count behind.
+"""
+
+import heapq
+from collections import deque
+from itertools import islice
+from typing import Protocol
+
+from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.cluster import EngineSpec
+from rose.simulation.engine.card import ModelledCard
+from rose.simulation.engine.kv_cache import ModelledKv
+from rose.simulation.step_times import StepWork
+
+_OVER, _WAITING, _PREFILLING, _DECODING = range(4)
+
+
+class SequenceOwner(Protocol):
+    """Who asked for a sequence, and hears of it."""
+
+    def first_token(self, now_ns: int) -> None:
+        """Its first token came."""
+        ...
+
+    def finished(self, now_ns: int) -> None:
+        """Its last token came."""
+        ...
+
+    def aborted(self, reason: str) -> None:
+        """The engine ended it without its last token."""
+        ...
+
+
+class Sequence:
+    """One sequence of an engine; tokens that it made are asked of `made`."""
+
+    __slots__ = (
+        "base_made",
+        "context",
+        "filling",
+        "id",
+        "lag",
+        "mark",
+        "output_tokens",
+        "owner",
+        "prefill_left",
+        "prefix",
+        "prefix_tokens",
+        "prompt_tokens",
+        "session",
+        "start",
+        "state",
+        "units",
+        "uses_prefix",
+    )
+
+    def __init__(
+        self,
+        id_: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        owner: SequenceOwner,
+        session: str = "",
+        prefix: str = "",
+        prefix_tokens: int = 0,
+    ) -> None:
+        self.id = id_
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.owner = owner
+        self.session = session
+        self.prefix = prefix
+        self.prefix_tokens = min(prefix_tokens, prompt_tokens)
+        self.state = _OVER
+        # Prompt and, after a preemption, what was made before it.
+        self.context = prompt_tokens
+        self.base_made = 0
+        self.prefill_left = 0
+        self.start = 0
+        self.lag = 0
+        self.mark = 0
+        self.units = 0
+        self.uses_prefix = self.filling = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the engine knows it no more."""
+        return self.state == _OVER
+
+
+class _Step:
+    """A step that runs: chunks of prompts, decoding sequences in it and those left out."""
+
+    __slots__ = ("chunks", "count", "left_out", "lost", "work")
+
+    def __init__(
+        self,
+        chunks: list[tuple[Sequence, int]],
+        count: int,
+        left_out: tuple[Sequence, ...],
+        work: StepWork,
+    ) -> None:
+        self.chunks = chunks
+        self.count = count
+        self.left_out = left_out
+        self.work = work
+        # Of `count`, those that ended while it ran.
+        self.lost = 0
+
+
+class ModelledEngine:
+    """One engine on a card. `tenant`: HOST or GUEST of it."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: EngineSpec,
+        queue: EventQueue,
+        card: ModelledCard,
+        tenant: int,
+        unit_tokens: int,
+        kv_tokens: int | None = None,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.queue = queue
+        self.card = card
+        self.tenant = tenant
+        self.kv = ModelledKv(max(1, (kv_tokens or spec.kv_tokens) // unit_tokens), unit_tokens)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: dict[Sequence, None] = {}
+        self.decoding: dict[Sequence, None] = {}
+        self.steps = self.tokens_made = self.preemptions = self.prefilled_tokens = 0
+        self.hit_tokens = 0
+        # Of decode steps; and KV tokens of decoding sequences.
+        self.count = 0
+        self.decode_context = 0
+        self.last_step_ns = 0
+        self.last_end_ns = 0
+        self.paused_until_ns = 0
+        self._marks: list[tuple[int, int, Sequence]] = []
+        self._number = 0
+        self._step: _Step | None = None
+        self._ending = False
+        self._began_ns = 0
+
+    # ---- requests ----
+
+    def submit(self, sequence: Sequence) -> None:
+        """Take a sequence in."""
+        sequence.state = _WAITING
+        self.waiting.append(sequence)
+        self.wake()
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence that nobody wants any more; its owner is not told."""
+        if sequence.state == _WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state != _OVER:
+            self._release(sequence)
+        sequence.state = _OVER
+
+    def abort_all(self, reason: str) -> int:
+        """End all sequences, and tell their owners; how many."""
+        doomed = [*self.decoding, *self.prefilling, *self.waiting]
+        for sequence in doomed:
+            self.abort(sequence)
+        for sequence in doomed:
+            sequence.owner.aborted(reason)
+        return len(doomed)
+
+    def made(self, sequence: Sequence) -> int:
+        """Tokens that the sequence has made by now."""
+        if sequence.state != _DECODING:
+            return sequence.base_made
+        return sequence.base_made + self.count - sequence.start - sequence.lag
+
+    @property
+    def running(self) -> int:
+        """Sequences that have KV memory."""
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs."""
+        return self._step is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not (self.waiting or self.prefilling or self.decoding or self._step)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that are not computed yet, of sequences that run or wait."""
+        left = sum(each.prefill_left for each in self.prefilling)
+        return left + sum(each.context for each in self.waiting)
+
+    # ---- steps ----
+
+    def wake(self) -> None:
+        """Begin a step if none runs, there is work and it may."""
+        if self._step is not None or self._ending:
+            return
+        if not (self.waiting or self.prefilling or self.decoding):
+            return
+        if self.queue.now_ns < self.paused_until_ns:
+            return
+        allowed = self.allowed()
+        if allowed is None:
+            return
+        self._begin(*allowed)
+
+    def allowed(self) -> tuple[int, int] | None:
+        """Tokens and sequences that a step may have now; None: none may begin."""
+        return self.spec.max_step_tokens, self.spec.max_sequences
+
+    def pause(self, seconds: float) -> None:
+        """Begin no step for so long, as while weights are activated."""
+        self.paused_until_ns = max(self.paused_until_ns, self.queue.now_ns + round(seconds * NS))
+        self.queue.at_ns(self.paused_until_ns, self.wake)
+
+    def recompute(self) -> None:
+        """Weights changed: what runs computes its KV anew, and cached prefixes are gone."""
+        for sequence in [*reversed(self.decoding), *reversed(self.prefilling)]:
+            self._preempt(sequence, counts=False)
+        self.kv.forget()
+
+    def work_now(self) -> int:
+        """KV tokens that a step would attend to."""
+        return self.decode_context
+
+    def _begin(self, tokens: int, sequences: int) -> None:
+        decoding = self.decoding
+        count = min(len(decoding), tokens, sequences)
+        left_out = tuple(islice(reversed(decoding), len(decoding) - count))
+        left = tokens - count
+        chunks: list[tuple[Sequence, int]] = []
+        prefill = context = 0
+        places = sequences - count
+        for sequence in self.prefilling:
+            if left <= 0 or places <= 0:
+                break
+            chunk = min(left, sequence.prefill_left)
+            chunks.append((sequence, chunk))
+            left -= chunk
+            places -= 1
+        most = min(self.spec.max_sequences, sequences)
+        while left > 0 and places > 0 and self.waiting and self.running < most:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            chunk = min(left, sequence.prefill_left)
+            chunks.append((sequence, chunk))
+            left -= chunk
+            places -= 1
+        for sequence, chunk in chunks:
+            prefill += chunk
+            context += sequence.context - sequence.prefill_left
+        if count == 0 and prefill == 0:
+            return
+        share = count / len(decoding) if decoding else 0.0
+        context += round(self.decode_context * share)
+        work = StepWork(prefill, count, len(chunks), context)
+        self._step = _Step(chunks, count, left_out, work)
+        self._began_ns = self.queue.now_ns
+        self.steps += 1
+        self.begun(work)
+        self.card.begin(self.tenant, self.spec.steps.seconds(work), self._end)
+
+    def begun(self, work: StepWork) -> None:
+        """A step begins; for subclasses."""
+
+    def ended(self, work: StepWork, took_ns: int) -> None:
+        """A step ended, and its sequences know it; for subclasses."""
+
+    def _end(self) -> None:
+        step = self._step
+        assert step is not None
+        now_ns = self.queue.now_ns
+        self._step, self._ending = None, True
+        took_ns = now_ns - self._began_ns
+        self.last_step_ns, self.last_end_ns = took_ns, now_ns
+        self.prefilled_tokens += step.work.prefill_tokens
+        if step.count:
+            self.count += 1
+            for left_out in step.left_out:
+                left_out.lag += 1
+            self.decode_context += step.count - step.lost
+            self.tokens_made += step.count - step.lost
+            self._reach_marks(now_ns)
+        for sequence, chunk in step.chunks:
+            if sequence.state != _PREFILLING:
+                continue  # Ended or preempted meanwhile.
+            sequence.prefill_left -= chunk
+            if sequence.prefill_left <= 0:
+                self._prefilled(sequence, now_ns)
+        self._ending = False
+        self.ended(step.work, took_ns)
+        self.wake()
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a sequence KV for its prompt; False: there is no room now."""
+        kv, context = self.kv, sequence.context
+        cached = units = 0
+        if sequence.session:
+            cached, units = kv.resume(sequence.session)
+            if cached >= context:
+                # The last token is computed all the same.
+                cached = context - 1
+        held = False
+        if not cached and sequence.prefix and kv.need(sequence.prefix_tokens) < kv.units:
+            cached, held = kv.join(sequence.prefix, sequence.prefix_tokens)
+            if held:
+                units = kv.shared_units(sequence.prefix)
+                cached = min(cached, context - 1)
+        need = kv.need(context + 1)
+        if not kv.allocate(max(0, need - units)):
+            if held:
+                kv.leave(sequence.prefix)
+            elif units:
+                kv.keep(sequence.session, cached, units)
+            return False
+        sequence.uses_prefix = held
+        sequence.filling = held and cached == 0
+        # Its own; those of a shared prefix are the prefix's.
+        sequence.units = need - (kv.shared_units(sequence.prefix) if held else 0)
+        if not held and units > need:
+            sequence.units = units
+        sequence.prefill_left = context - cached
+        sequence.state = _PREFILLING
+        self.hit_tokens += cached
+        self.prefilling[sequence] = None
+        return True
+
+    def _prefilled(self, sequence: Sequence, now_ns: int) -> None:
+        """The prompt is computed, and with it the next token."""
+        del self.prefilling[sequence]
+        if sequence.filling:
+            self.kv.fill(sequence.prefix)
+            sequence.filling = False
+        self.tokens_made += 1
+        first = sequence.base_made == 0
+        sequence.base_made += 1
+        sequence.context += 1
+        sequence.state = _DECODING
+        sequence.start, sequence.lag = self.count, 0
+        self.decoding[sequence] = None
+        self.decode_context += sequence.context
+        if first:
+            sequence.owner.first_token(now_ns)
+            if sequence.state != _DECODING:
+                return
+        if sequence.base_made >= sequence.output_tokens:
+            self._finish(sequence, now_ns)
+        else:
+            self._mark(sequence)
+
+    def _mark(self, sequence: Sequence) -> None:
+        """Note at which count the sequence ends or needs its next unit."""
+        made = self.count - sequence.start - sequence.lag
+        left = sequence.output_tokens - sequence.base_made - made
+        context = sequence.context + made
+        room = (sequence.units + self._prefix_units(sequence)) * self.kv.unit_tokens - context
+        self._number += 1
+        sequence.mark = self._number
+        due = self.count + (left if left <= room else max(0, room) + 1)
+        heapq.heappush(self._marks, (due, self._number, sequence))
+
+    def _prefix_units(self, sequence: Sequence) -> int:
+        return self.kv.shared_units(sequence.prefix) if sequence.uses_prefix else 0
+
+    def _reach_marks(self, now_ns: int) -> None:
+        marks = self._marks
+        while marks and marks[0][0] <= self.count:
+            _, number, sequence = heapq.heappop(marks)
+            if sequence.mark != number or sequence.state != _DECODING:
+                continue
+            made = self.count - sequence.start - sequence.lag
+            if sequence.base_made + made >= sequence.output_tokens:
+                self._finish(sequence, now_ns)
+                continue
+            held = (sequence.units + self._prefix_units(sequence)) * self.kv.unit_tokens
+            if sequence.context + made >= held:
+                self._grow(sequence)
+            if sequence.state == _DECODING:
+                self._mark(sequence)
+
+    def _grow(self, sequence: Sequence) -> None:
+        """One more unit, for which the last admitted sequences are preempted."""
+        while not self.kv.allocate(1):
+            last = next(reversed(self.prefilling or self.decoding))
+            self._preempt(last)
+            if last is sequence:
+                return
+        sequence.units += 1
+
+    def _preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
+        """Send a running sequence back to the front of the queue; its KV is computed again."""
+        made = self.made(sequence)
+        self._leave(sequence)
+        self.kv.free(sequence.units)
+        sequence.units = 0
+        sequence.context = sequence.prompt_tokens + made
+        sequence.base_made = made
+        sequence.state = _WAITING
+        self.waiting.appendleft(sequence)
+        self.preemptions += counts
+
+    def preempt(self, sequence: Sequence) -> None:
+        """As `_preempt`, for a balloon that needs its memory."""
+        self._preempt(sequence)
+
+    def _finish(self, sequence: Sequence, now_ns: int) -> None:
+        self._release(sequence)
+        sequence.base_made = sequence.output_tokens
+        sequence.state = _OVER
+        sequence.owner.finished(now_ns)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take a running sequence out; its session's prefix stays cached."""
+        made = self.made(sequence)
+        prefilled = sequence.state == _DECODING
+        prefix_units = self._prefix_units(sequence)
+        self._leave(sequence)
+        computed = sequence.prompt_tokens + made if prefilled else 0
+        if sequence.session and computed and not prefix_units:
+            self.kv.keep(sequence.session, computed, sequence.units)
+        elif sequence.session and computed:
+            # The session's own copy of the shared part: what another replica would hold too.
+            extra = self.kv.allocate(prefix_units)
+            units = sequence.units + (prefix_units if extra else 0)
+            if extra:
+                self.kv.keep(sequence.session, computed, units)
+            else:
+                self.kv.free(units)
+        else:
+            self.kv.free(sequence.units)
+        sequence.units = 0
+        sequence.base_made = made
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state == _DECODING:
+            made = self.count - sequence.start - sequence.lag
+            self.decode_context -= sequence.context + made
+            del self.decoding[sequence]
+            if self._step is not None and sequence not in self._step.left_out:
+                self._step.lost += 1
+        else:
+            del self.prefilling[sequence]
+        if sequence.uses_prefix:
+            self.kv.leave(sequence.prefix)
+            sequence.uses_prefix = sequence.filling = False

@@ -1,0 +1,174 @@
+"""Stand-in for a guest: an engine that asks the gate before each step, with a balloon for its KV.
+
+`decide` is production's, and so are the cap in force, the plan of a shrink and the step model that
+is corrected by each step. The model asks again when its host publishes or its guard grants, where
+the real engine asks every half millisecond.
+"""
+
+from executor.control_page.seqlock_records import Grant, GuestState
+from executor.kv.shrink_plan import (
+    NO_CAP,
+    Granules,
+    GranuleUse,
+    Rollout,
+    cap_in_force,
+    granules_over,
+    plan_shrink,
+)
+from executor.step_decision import GateLimits, Run, decide
+from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.cluster import GuestSpec
+from rose.simulation.engine.batching import ModelledEngine
+from rose.simulation.engine.card import GUEST, ModelledCard
+from rose.simulation.engine.page import ModelledPage
+from rose.simulation.step_times import StepWork, profile_of
+from slo import StepModel
+
+_UNITS = 4
+
+
+class ModelledGuest(ModelledEngine):
+    """Guest beside the host whose page this is."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: GuestSpec,
+        page: ModelledPage,
+        queue: EventQueue,
+        card: ModelledCard,
+        limits: GateLimits,
+    ) -> None:
+        unit_tokens = max(1, spec.granule_tokens // _UNITS)
+        engine = spec.engine
+        granules = max(2, engine.kv_tokens // (unit_tokens * _UNITS))
+        super().__init__(
+            name, engine, queue, card, GUEST, unit_tokens, granules * unit_tokens * _UNITS
+        )
+        self.page = page
+        self.granules = Granules(granules * _UNITS, _UNITS)
+        self.granule_bytes = unit_tokens * _UNITS * engine.kv_bytes_per_token
+        self.base_bytes = spec.kv_base_tokens * engine.kv_bytes_per_token
+        self.held = max(0, granules - max(1, self.base_bytes // self.granule_bytes))
+        self.kv.resize(self.mapped * _UNITS)
+        self.limits = limits
+        self.model = StepModel(profile_of(engine.steps))
+        self.policy_version = 0
+        self.refusals: dict[str, int] = {}
+        self.shrinks = 0
+        self._cap = NO_CAP
+
+    @property
+    def mapped(self) -> int:
+        """Granules that have memory."""
+        return self.granules.count - self.held
+
+    def borrowed_bytes(self) -> int:
+        """Bytes beyond its own, which are its host's."""
+        return max(0, self.mapped * self.granule_bytes - self.base_bytes)
+
+    def state(self) -> GuestState:
+        """Its section of the page."""
+        return GuestState(
+            step_seq=self.steps,
+            in_step=self.in_step,
+            last_step_ns=self.last_step_ns,
+            tokens_total=self.tokens_made,
+            running=self.running,
+            waiting=len(self.waiting),
+            kv_used=self.kv.used,
+            bytes_mapped=self.mapped * self.granule_bytes,
+            policy_version=self.policy_version,
+            heartbeat_ns=self.queue.now_ns,
+            granules_total=self.granules.count,
+            granules_mapped=self.mapped,
+            granule_bytes=self.granule_bytes,
+        )
+
+    def granted(self, grant: Grant) -> None:
+        """The guard wrote a grant: give memory back, or take some, and go on."""
+        if not self.in_step:
+            self._fit(grant)
+            self.wake()
+
+    def allowed(self) -> tuple[int, int] | None:
+        """What the gate says."""
+        grant, now_ns = self.page.grant, self.queue.now_ns
+        if grant is None:
+            return None
+        verdict = decide(
+            self.page.view(now_ns), grant, self.model, now_ns, self.limits, self.decode_context
+        )
+        if not isinstance(verdict, Run):
+            self.refusals[verdict.reason] = self.refusals.get(verdict.reason, 0) + 1
+            return None
+        if not self._fit(grant):
+            return None
+        tokens = min(verdict.token_budget, self.spec.max_step_tokens)
+        return tokens, min(verdict.max_sequences, self.spec.max_sequences)
+
+    def ended(self, work: StepWork, took_ns: int) -> None:
+        """Learn from the step."""
+        self.model = self.model.observed(
+            work.tokens, work.sequences, took_ns / 1e9, work.context_tokens
+        )
+
+    def give_back(self, granules: int) -> None:
+        """Free so many granules now, for a reclaim."""
+        if granules > 0 and not self.in_step:
+            self._shrink(min(granules, self.mapped - 1))
+
+    def _fit(self, grant: Grant) -> bool:
+        """Bring KV memory to what the grant allows; True when a step may begin."""
+        now_ns = self.queue.now_ns
+        self._cap = cap_in_force(grant, now_ns, self.limits, self._cap)
+        over = granules_over(self._cap, self.granules, self.held)
+        if over > 0:
+            self._shrink(over)
+        elif over < 0 and self.held:
+            self.held -= min(-over, self.held)
+            self.kv.resize(self.mapped * _UNITS)
+        if self.held and self.waiting:
+            self._hand_back()
+        return granules_over(self._cap, self.granules, self.held) <= 0
+
+    def _shrink(self, count: int) -> None:
+        self.shrinks += 1
+        rollouts, uses = self._packed()
+        plan = plan_shrink(count, self.granules, uses, lambda: rollouts)
+        doomed = frozenset(plan.preempt)
+        for sequence in [each for each in [*self.decoding, *self.prefilling] if each.id in doomed]:
+            self.preempt(sequence)
+        self.held += len(plan.granules)
+        if not self.kv.resize(self.mapped * _UNITS):
+            # Shared prefixes that nobody accounts for: what used them goes as well.
+            while self.running and self.kv.plain < 0:
+                self.preempt(next(reversed(self.prefilling or self.decoding)))
+
+    def _packed(self) -> tuple[list[Rollout], list[GranuleUse]]:
+        """Where blocks would lie if all were packed from the first granule on."""
+        rollouts: list[Rollout] = []
+        at = 0
+        for sequence in [*self.decoding, *self.prefilling]:
+            blocks = range(at, at + sequence.units)
+            at += sequence.units
+            tokens = sequence.context - sequence.prefill_left
+            rollouts.append(Rollout(sequence.id, tokens, blocks))
+        used_end = at + max(0, self.kv.used - at)
+        cached_end = used_end + self.kv.cached
+        uses = []
+        for granule in range(self.mapped):
+            first = granule * _UNITS
+            used = min(_UNITS, max(0, used_end - first))
+            cached = min(_UNITS - used, max(0, cached_end - max(first, used_end)))
+            uses.append(GranuleUse(granule, used, cached))
+        return rollouts, uses
+
+    def _hand_back(self) -> None:
+        """End what does not fit, were it alone here: it goes on elsewhere."""
+        most = self.kv.units * self.kv.unit_tokens
+        doomed = [each for each in self.waiting if each.context + 1 > most]
+        for sequence in doomed:
+            self.abort(sequence)
+        for sequence in doomed:
+            sequence.owner.aborted("revoked")

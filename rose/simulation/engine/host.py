@@ -1,0 +1,238 @@
+"""Stand-in for a production host: an engine that serves users, publishes its load and lends KV.
+
+Its deadlines are kept by `executor.deadline_tracker`, what it lends is decided by `LendingCore`;
+the model carries both out. It hands granules back to itself as soon as its guest has returned
+their memory, and waits for nobody: what is out is missing from its KV memory until then.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol
+
+from executor.control_page.seqlock_records import HostState
+from executor.deadline_tracker import DeadlineTracker
+from executor.kv.capacity_policy import KvFree, LendingCore, LendingLimits
+from executor.kv.shrink_plan import Granules
+from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.cluster import EngineSpec
+from rose.simulation.engine.batching import ModelledEngine, Sequence
+from rose.simulation.engine.card import HOST, ModelledCard
+from rose.simulation.engine.page import ModelledPage
+from rose.simulation.step_times import StepWork
+from rose.simulation.workload import Request
+from slo import SloSpec
+
+UNIT_TOKENS = 128
+# So many granules divide the host's KV memory, about as on a large card.
+GRANULES = 512
+_LOOK_S = 0.05
+
+
+class Users(Protocol):
+    """Who counts what users saw."""
+
+    def served(
+        self, host: int, ended_s: float, ttft_s: float, tpot_s: float, output_tokens: int
+    ) -> None:
+        """A request ended."""
+        ...
+
+
+class _UserRequest:
+    """One request at a host; owner of its sequence."""
+
+    __slots__ = ("arrival_ns", "first_ns", "host", "sequence")
+
+    def __init__(self, host: "ModelledHost", request: Request, id_: str) -> None:
+        self.host = host
+        self.arrival_ns = host.queue.now_ns
+        self.first_ns = 0
+        self.sequence = Sequence(
+            id_,
+            request.prompt_tokens,
+            request.output_tokens,
+            self,
+            prefix=request.prefix,
+            prefix_tokens=request.prefix_tokens,
+        )
+
+    def first_token(self, now_ns: int) -> None:
+        self.first_ns = now_ns
+
+    def finished(self, now_ns: int) -> None:
+        self.host.finished(self, now_ns)
+
+    def aborted(self, reason: str) -> None:
+        """Nobody ends a user's request."""
+
+
+class ModelledHost(ModelledEngine):
+    """Host `index` of a pool."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: EngineSpec,
+        slo: SloSpec,
+        queue: EventQueue,
+        card: ModelledCard,
+        users: Users,
+        lending: LendingLimits | None,
+    ) -> None:
+        """`lending`: None for a host that lends no KV memory."""
+        super().__init__(f"host-{index}", spec, queue, card, HOST, UNIT_TOKENS)
+        self.index = index
+        self.page = ModelledPage(queue.now_ns)
+        self.on_publish: Callable[[], None] | None = None
+        # Bytes of this host's memory that its guest has pages on now.
+        self.borrowed_bytes: Callable[[], int] = int
+        self.granule_units = max(1, self.kv.units // GRANULES)
+        self.granule_bytes = self.granule_units * UNIT_TOKENS * spec.kv_bytes_per_token
+        self.lent = 0
+        self._units = self.kv.units
+        self._granules = Granules(self._units, self.granule_units)
+        self._lender = LendingCore(self._granules, lending) if lending is not None else None
+        self._wanted = 0
+        self._users = users
+        self._deadlines = DeadlineTracker(slo.ttft_ns, slo.tpot_ns)
+        # Requests of the step that runs and their tokens: kept up to date, not made for each step.
+        self._scheduled: dict[str, int] = {}
+        self._chunks: list[tuple[Sequence, int]] = []
+        self._requests: dict[str, _UserRequest] = {}
+        self._gone: list[str] = []
+        self._ids = count()
+        self._told_idle = True
+        if self._lender is not None:
+            queue.every_s(_LOOK_S, self._look)
+
+    def serve(self, request: Request) -> None:
+        """A user's request arrived."""
+        mine = _UserRequest(self, request, f"r{next(self._ids)}")
+        self._requests[mine.sequence.id] = mine
+        self._deadlines.arrived(mine.sequence.id, self.queue.now_ns, mine.sequence.prompt_tokens)
+        self._lend(idle=False)
+        self.submit(mine.sequence)
+        if self._told_idle:
+            self._publish()
+
+    def finished(self, request: _UserRequest, now_ns: int) -> None:
+        """A request has its last token."""
+        sequence = request.sequence
+        self._gone.append(sequence.id)
+        del self._requests[sequence.id]
+        made = sequence.output_tokens
+        decode_ns = now_ns - request.first_ns
+        self._users.served(
+            self.index,
+            now_ns / NS,
+            (request.first_ns - request.arrival_ns) / NS,
+            decode_ns / NS / (made - 1) if made > 1 else 0.0,
+            made,
+        )
+
+    # ---- steps ----
+
+    def begun(self, work: StepWork) -> None:
+        """Note what is in the step, and publish."""
+        assert self._step is not None
+        self._chunks = self._step.chunks
+        if self._chunks:
+            self._scheduled.update((each.id, chunk) for each, chunk in self._chunks)
+            self._deadlines.begun([each.id for each, _ in self._chunks])
+        else:
+            self._deadlines.begun(())
+        self._publish()
+
+    def ended(self, work: StepWork, took_ns: int) -> None:
+        """Keep deadlines, lend or take back, publish."""
+        self._deadlines.stepped(self.queue.now_ns, self._scheduled, self._has_token)
+        for each, _ in self._chunks:
+            if each not in self.decoding:
+                self._scheduled.pop(each.id, None)
+        if self._gone:
+            for id_ in self._gone:
+                self._scheduled.pop(id_, None)
+            self._deadlines.finished(self._gone)
+            self._gone.clear()
+        self._lend(idle=self.idle)
+        if self.idle:
+            self._publish()
+
+    def _preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
+        super()._preempt(sequence, counts=counts)
+        self._scheduled.pop(sequence.id, None)
+
+    def _has_token(self, id_: str) -> bool:
+        request = self._requests.get(id_)
+        return request is None or request.sequence.base_made > 0
+
+    def _publish(self) -> None:
+        now_ns = self.queue.now_ns
+        deadlines, kv = self._deadlines, self.kv
+        self._told_idle = self.idle
+        self.page.publish(
+            HostState(
+                self.steps,
+                self._step is not None,
+                len(self.prefilling) + len(self.decoding),
+                len(self.waiting),
+                deadlines.queued_prefill_tokens,
+                deadlines.earliest_prefill_ns,
+                deadlines.earliest_decode_ns,
+                kv.used,
+                self._units,
+                self.card.busy_ns[HOST],
+                self.last_step_ns,
+                now_ns,
+                self._granules.count,
+                self.lent,
+                self.lent * self.granule_bytes,
+                self._missing(),
+            )
+        )
+        if self.on_publish is not None:
+            self.on_publish()
+
+    # ---- lending ----
+
+    def _free(self) -> KvFree:
+        return KvFree(max(0, self.kv.plain), self.kv.cached, self.lent)
+
+    def _missing(self) -> int:
+        if self._lender is None:
+            return 0
+        return max(self._lender.missing(self._free()), self._wanted)
+
+    def _look(self) -> None:
+        """An idle host looks at what it lends in empty steps."""
+        if self.idle or self._wanted:
+            before = self.lent, self._wanted
+            self._lend(idle=self.idle)
+            if (self.lent, self._wanted) != before:
+                self._publish()
+
+    def _lend(self, *, idle: bool) -> None:
+        core = self._lender
+        if core is None:
+            return
+        now_ns, kv = self.queue.now_ns, self.kv
+        queued = sum(kv.need(each.context) for each in self.waiting)
+        demand = 0 if idle else queued + self.running
+        free = self._free()
+        lends = core.step(now_ns, free, demand, idle=idle)
+        if lends > 0:
+            self._wanted = 0
+            self._set_lent(self.lent + min(lends, max(0, kv.plain) // self.granule_units))
+        elif lends < 0:
+            self._wanted = -lends
+        if core.wants(now_ns, free, demand, idle=idle) and idle:
+            kv.forget_cold(4 * self.granule_units)
+        if self._wanted:
+            out = -(-self.borrowed_bytes() // self.granule_bytes)
+            back = min(self._wanted, max(0, self.lent - out))
+            self._wanted -= back
+            self._set_lent(self.lent - back)
+
+    def _set_lent(self, lent: int) -> None:
+        self.lent = lent
+        self.kv.resize(self._units - lent * self.granule_units)

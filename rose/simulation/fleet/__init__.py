@@ -1,0 +1,1 @@
+"""Everything around the engines: nodes, scheduler, gateway, weights, trainer and users."""

@@ -1,0 +1,332 @@
+"""Shell of the gateway under the virtual clock: production's, but for HTTP and tokens.
+
+    turn ──► TurnRunner ──► Dispatcher (router, queue, stalls) ──► ModelledAttempt ──► engine
+                 └── Race, Hedging (second copies), TurnJournal
+
+Dispatcher, runner, races, hedging, journals and demand reports are production's own coroutines and
+cores. `ModelledAttempt` stands in for one streamed request. Where the real gateway hears of each
+token, this one looks twice a second how many came, and at once when a turn begins, ends or is
+interrupted; what it believes of a silent replica goes by the time of the last token all the same.
+"""
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from elastic_scheduler import Deliver, End, Outcome, ReplicaKind, VersionSpan
+from rose.contract.replica import Sampling
+from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.demand import DemandMeter
+from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
+from rose.gateway.replicas.watch import entry_of
+from rose.gateway.settings import GatewaySettings
+from rose.gateway.stats import GatewayStats
+from rose.gateway.turns.attempt import AttemptStream, Ending
+from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
+from rose.gateway.turns.request import Origin, TurnRequest
+from rose.gateway.turns.runner import TurnRunner
+from rose.gateway.turns.token_stream import TokenStream
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.core.messages import Event
+from rose.scheduler.wire import demanded
+from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.engine.batching import Sequence
+from rose.simulation.fleet.replica import ModelledReplica
+
+SWEEP_S = 0.5
+DEMAND_S = 1.0
+_ENDS = {"revoked": End.REVOKED, "broken": End.BROKEN}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """One turn as a trajectory asks for it; output_tokens is what the model will make.
+
+    budget_tokens: the most that it may make, which is all that gateway and router know.
+    """
+
+    job: str
+    request_id: str
+    session: str
+    group: str
+    group_size: int
+    hedges: int
+    prompt_tokens: int
+    output_tokens: int
+    budget_tokens: int
+    min_version: int
+    priority: int = 0
+    prefix: str = ""
+    prefix_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTurn:
+    """A turn that is whole: its versions, and tokens by kind of replica."""
+
+    oldest_version: int
+    borrowed_tokens: int
+    attempts: int
+
+
+class ModelledAttempt:
+    """One attempt at a turn on a modelled engine, in the place of a streamed request."""
+
+    def __init__(
+        self,
+        gateway: "ModelledGateway",
+        race: Race,
+        copy: TurnCopy,
+        live: LiveAttempt,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._gateway = gateway
+        self._race = race
+        self._copy = copy
+        self._live = live
+        self._dispatcher = dispatcher
+        journal = copy.journal
+        self._before = journal.generated
+        self._number = journal.begin(live.entry.id, live.entry.kind.value).number
+        self.replica = gateway.replicas.get(live.entry.id)
+        self._version = live.entry.policy_version
+        self._seen = 0
+        self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.outcome: Outcome | None = None
+        request_id = copy.request.request_id
+        asked = gateway.asked[request_id.partition(".copy")[0]]
+        self._sequence = Sequence(
+            f"{request_id}.{self._number}",
+            asked.prompt_tokens + self._before,
+            max(1, asked.output_tokens - self._before),
+            self,
+            session=asked.session,
+            prefix=asked.prefix,
+            prefix_tokens=asked.prefix_tokens,
+        )
+
+    async def run(self, upstream: Upstream) -> Ending:
+        """Have it made; how it ended. As `AttemptStream.run` does it."""
+        del upstream
+        live = self._live
+        end: End | None = None
+        reason = ""
+        live.task = asyncio.current_task()
+        try:
+            if live.interrupted is not None:
+                end, reason = live.interrupted, "lease lost"
+            elif not self._begin():
+                end, reason = End.REFUSED, "it takes no turns"
+            else:
+                end, reason = await self._over
+        except asyncio.CancelledError:
+            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
+                raise
+            end, reason = live.interrupted, live.interrupted.value
+        finally:
+            live.task = None
+            self._stop()
+            if self.outcome is None:
+                self._dispatcher.finish(live, end)
+        if self.outcome is None:
+            self._end(end)
+        return end, reason
+
+    def look(self) -> None:
+        """Journal what came since the last look."""
+        replica = self.replica
+        if replica is None:
+            return
+        made = replica.engine.made(self._sequence)
+        new = made - self._seen
+        if new <= 0:
+            return
+        self._seen = made
+        journal = self._copy.journal
+        zeros = array("q", bytes(8 * new))
+        journal.append(self._number, zeros, array("d", bytes(8 * new)), self._version)
+        self._dispatcher.journaled(self._live, new)
+        if not self._sequence.over:
+            self._live.last_token_s = replica.engine.last_end_ns / NS
+        if replica.kind is ReplicaKind.GUEST:
+            self._gateway.borrowed_tokens += new
+        self._gateway.tokens += new
+
+    # ---- owner of the sequence ----
+
+    def first_token(self, now_ns: int) -> None:
+        """Its first token came."""
+        self.look()
+
+    def finished(self, now_ns: int) -> None:
+        """Its last token came."""
+        self.look()
+        # The turn is complete: it is handed over and its place freed before anything else.
+        self._live.task = None
+        self._end(End.FINISHED)
+        self._dispatcher.finish(self._live, End.FINISHED)
+        self._settle((End.FINISHED, "stop"))
+
+    def aborted(self, reason: str) -> None:
+        """Its engine ended it."""
+        self.look()
+        self._settle((_ENDS[reason], reason))
+
+    def _end(self, end: End) -> None:
+        self.outcome = self._copy.journal.end(self._number, end, "stop")
+        if isinstance(self.outcome, Deliver):
+            self._race.delivered(self._copy)
+
+    def _settle(self, ending: Ending) -> None:
+        if not self._over.done():
+            self._over.set_result(ending)
+
+    def _begin(self) -> bool:
+        replica = self.replica
+        if replica is None or not replica.admits:
+            return False
+        # The version that it samples from now on; an update in between begins its KV anew.
+        self._version = replica.version
+        self._gateway.live.add(self)
+        replica.engine.submit(self._sequence)
+        return True
+
+    def _stop(self) -> None:
+        if self in self._gateway.live:
+            self._gateway.live.discard(self)
+            self.look()
+            if self.replica is not None and not self._sequence.over:
+                self.replica.engine.abort(self._sequence)
+
+    def activated(self) -> None:
+        """Its replica has another version: tokens from here on are of that one."""
+        self.look()
+        if self.replica is not None:
+            self._version = self.replica.version
+
+
+class ModelledRunner(TurnRunner):
+    """Production's runner, with modelled attempts."""
+
+    gateway: "ModelledGateway"
+
+    def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
+        attempt = ModelledAttempt(self.gateway, race, copy, live, self.gateway.dispatcher)
+        return cast("AttemptStream", attempt)
+
+
+class ModelledGateway:
+    """Gateway process: `make` a turn; `set_table` takes what the scheduler publishes."""
+
+    def __init__(self, queue: EventQueue, say: Callable[[Event], None]) -> None:
+        self.replicas: dict[str, ModelledReplica] = {}
+        self.asked: dict[str, AskedTurn] = {}
+        # In order of their beginning: a set's order would hang on addresses.
+        self.live: _Ordered = _Ordered()
+        self.tokens = self.borrowed_tokens = 0
+        # From leases of borrowed replicas to their first tokens.
+        self.switch_s = 0.0
+        self.events: Counter[str] = Counter()
+        self.stats = GatewayStats()
+        self._queue = queue
+        self._say = say
+        settings = GatewaySettings(port=0, scheduler="modelled:1", max_waiting=1 << 20)
+        self._settings = settings
+        self.dispatcher = Dispatcher(settings, self.stats, self._now_s, self._note)
+        self._hedging = Hedging(self.dispatcher, self.stats, self._note)
+        self._meter = DemandMeter(self.dispatcher, "gateway", queue.now_s)
+        no_upstream = cast("Upstream", None)
+        self._runner = ModelledRunner(
+            settings, self.dispatcher, no_upstream, self.stats, self._note, self._hedging
+        )
+        self._runner.gateway = self
+
+    def start(self) -> None:
+        """Begin to sweep, and to report demand."""
+        self._queue.every_s(SWEEP_S, self._sweep, 0.0011)
+        self._queue.every_s(DEMAND_S, self._report, 0.0017)
+
+    def set_table(self, table: pb.ReplicaTable) -> None:
+        """The scheduler's table."""
+        entries = tuple(entry_of(row) for row in table.replicas)
+        self.dispatcher.set_table(entries, tuple(row.job for row in table.jobs))
+
+    async def make(self, asked: AskedTurn) -> MadeTurn:
+        """One turn, whole. Raises TurnError."""
+        request = TurnRequest(
+            asked.request_id,
+            cast("list[int]", range(asked.prompt_tokens)),
+            Sampling(max_tokens=asked.budget_tokens),
+            Origin(asked.session, asked.group, asked.job, asked.group_size, asked.hedges),
+            min_version=asked.min_version or None,
+            priority=asked.priority,
+            batch=True,
+            life="0",
+            prefix_keys=(),
+        )
+        self.asked[asked.request_id] = asked
+        feed = TokenStream(request.journal(self._settings.max_attempts))
+        try:
+            await self._runner.run(request, feed)
+        finally:
+            del self.asked[asked.request_id]
+        return MadeTurn(
+            oldest_version(feed.versions),
+            sum(
+                each.end - each.start
+                for each in feed.segments
+                if each.kind == ReplicaKind.GUEST.value
+            ),
+            feed.attempts,
+        )
+
+    def activated(self, replica: ModelledReplica) -> None:
+        """A replica changed versions: what it makes from here on is of the new one."""
+        for attempt in self.live:
+            if attempt.replica is replica:
+                attempt.activated()
+
+    def forget(self, session: str, job: str) -> None:
+        """A trajectory is over."""
+        self.dispatcher.forget(session, job)
+
+    def _sweep(self) -> None:
+        for attempt in tuple(self.live):
+            attempt.look()
+        self.dispatcher.sweep()
+        self._hedging.sweep()
+
+    def _report(self) -> None:
+        report = self._meter.report(self._queue.now_s)
+        self._say(demanded(report))
+        self._meter.told(report)
+        for each in report.switches:
+            replica = self.replicas.get(each.replica)
+            if replica is not None and replica.kind is ReplicaKind.GUEST:
+                self.switch_s += each.took_s
+
+    def _now_s(self) -> float:
+        return self._queue.now_ns / NS
+
+    def _note(self, event: str, **fields: object) -> None:
+        self.events[event] += 1
+
+
+class _Ordered(dict[ModelledAttempt, None]):
+    """A set that keeps the order in which its members came."""
+
+    def add(self, attempt: ModelledAttempt) -> None:
+        """Put it last."""
+        self[attempt] = None
+
+    def discard(self, attempt: ModelledAttempt) -> None:
+        """Take it out."""
+        self.pop(attempt, None)
+
+
+def oldest_version(spans: list[VersionSpan]) -> int:
+    """Of a turn's tokens; 0 for none."""
+    return min((span.version for span in spans), default=0)

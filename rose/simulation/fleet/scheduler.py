@@ -1,0 +1,93 @@
+"""Shell of the scheduler core under the virtual clock, after `rose.scheduler.service`.
+
+The core is production's, with all its decisions; messages take `latency_s` here, and a write to the
+store `STORE_S`. The core ticks less often than in production, where nothing else would happen.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from elastic_scheduler import HarvestMode, Policy
+from rose.rpc import rose_pb2 as pb
+from rose.scheduler.core.leasing import LeaseTimes
+from rose.scheduler.core.messages import (
+    Answer,
+    CloseStream,
+    Command,
+    Event,
+    LogRecord,
+    PublishTable,
+    Reserve,
+    Save,
+    StoredEvent,
+    Tick,
+)
+from rose.scheduler.core.scheduler_core import SchedulerCore
+from rose.scheduler.persistence import Saved
+from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.fleet.node import ModelledNode
+
+TICK_S = 0.25
+STORE_S = 0.002
+
+
+class ModelledScheduler:
+    """Scheduler process: `hear` takes an event, the core's actions go to nodes and gateway."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        policy: Policy,
+        latency_s: float,
+        on_table: Callable[[pb.ReplicaTable], None],
+    ) -> None:
+        self._core = SchedulerCore(Saved(), HarvestMode.ACTIVE, LeaseTimes(), policy)
+        self._queue = queue
+        self._latency_s = latency_s
+        self._on_table = on_table
+        self._nodes: dict[int, ModelledNode] = {}
+        self.log: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to tick."""
+        self._queue.every_s(TICK_S, self._tick)
+
+    def attach(self, node: ModelledNode) -> None:
+        """Commands for the node's stream go to it."""
+        self._nodes[node.stream] = node
+
+    def hear(self, event: Event) -> None:
+        """A message is on its way to the scheduler."""
+        self._queue.after_s(self._latency_s, lambda: self._step(event))
+
+    def _tick(self) -> None:
+        self._step(Tick())
+
+    def _step(self, event: Event) -> None:
+        if isinstance(event, StoredEvent):
+            self._core.writes(event)
+        for action in self._core.step(event, self._queue.now_s):
+            match action:
+                case Reserve():
+                    self._reserve(action)
+                case Command():
+                    self._command(action)
+                case PublishTable():
+                    self._publish(action.table)
+                case LogRecord():
+                    self.log[action.event] += 1
+                    if action.event in ("policy_broken", "replica_broken"):
+                        raise RuntimeError(f"{action.event}: {action.fields}")
+                case CloseStream() | Save() | Answer():
+                    pass
+
+    def _reserve(self, action: Reserve) -> None:
+        self._queue.after_s(STORE_S, lambda: self._step(action.then))
+
+    def _command(self, action: Command) -> None:
+        node = self._nodes.get(action.stream)
+        if node is not None:
+            self._queue.after_s(self._latency_s, lambda: node.obey(action.command))
+
+    def _publish(self, table: pb.ReplicaTable) -> None:
+        self._queue.after_s(self._latency_s, lambda: self._on_table(table))

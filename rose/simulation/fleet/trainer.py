@@ -1,0 +1,277 @@
+"""Stand-in for a trainer: it takes batches, trains for a while, publishes, and plays its episodes.
+
+    take (waits for a batch) ──► train ──► publish ──► the version travels ──► take …
+                       rollout_s      train_s        sync_s
+
+Which prompts start, which are void and when a batch is complete is production's `RolloutBuffer`
+(staleness admission, tail batching); turns go through the gateway. A DAPO-like trainer starts more
+prompts than it needs, drops groups whose scores are all equal, and takes more until it has enough.
+"""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_scheduler import CancelRun, RolloutBuffer, SampleRun, StalenessBound, StepPlan
+from elastic_scheduler.rollouts.batching import TailPlan
+from rose.gateway.errors import TurnError
+from rose.scheduler.core.messages import Event, JobRegistered, VersionAnnounced
+from rose.simulation.clock.event_loop import VirtualLoop
+from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.fleet.gateway import AskedTurn, ModelledGateway
+from rose.simulation.fleet.weights import ModelledTransfer
+from rose.simulation.results import StepResult
+from rose.simulation.trainer import Algorithm, TrainerSpec
+from rose.simulation.workload import RolloutWorkload, Trajectory
+
+JOB = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """One trajectory that is whole."""
+
+    trajectory: Trajectory
+    borrowed_tokens: int
+    oldest_version: int
+
+
+class VoidRun(Exception):  # noqa: N818 -- no error: nobody waits for the run any more
+    """The run's group starts anew."""
+
+
+class ModelledTrainer:
+    """One job's trainer. `on_over` is called when all its steps are done."""
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        workload: RolloutWorkload,
+        seed: int,
+        queue: EventQueue,
+        loop: VirtualLoop,
+        gateway: ModelledGateway,
+        transfer: ModelledTransfer,
+        say: Callable[[Event], None],
+        on_over: Callable[[], None],
+        *,
+        hedges: int = 0,
+        priority_of: Callable[[int], int] = lambda failed: 0,
+    ) -> None:
+        """hedges: second copies that a group may have. priority_of: of a trajectory of which so
+        many tool results failed."""
+        self._spec = spec
+        self._workload = workload
+        self._seed = seed
+        self._queue = queue
+        self._loop = loop
+        self._gateway = gateway
+        self._transfer = transfer
+        self._say = say
+        self._on_over = on_over
+        self._hedges = hedges
+        self._priority_of = priority_of
+        over = spec.over_sampling if spec.algorithm is Algorithm.DAPO else 0.0
+        self._take_groups = math.ceil(spec.groups * (1 + over))
+        plan = StepPlan(
+            self._take_groups,
+            spec.samples,
+            StalenessBound(spec.max_staleness),
+            concurrency=spec.concurrency,
+            tail=TailPlan() if spec.tail_batching else None,
+        )
+        self._buffer: RolloutBuffer[int, PlayedEpisode] = RolloutBuffer(plan)
+        self._tasks: dict[SampleRun, asyncio.Task[PlayedEpisode]] = {}
+        self._news = asyncio.Event()
+        self._first_active = asyncio.Event()
+        self._prompts = 0
+        self._version = 0
+        self._training_since_s: float | None = None
+        self._trained_s = 0.0
+        self.failed = 0
+        self.steps: list[StepResult] = []
+        self.trajectory_s = array("d")
+        self.turn_s = array("d")
+        # Called with True when the rollout phase begins, with False before training begins.
+        self.on_phase: Callable[[bool], float] | None = None
+        self.filtered = 0
+
+    def train_until_now_s(self) -> float:
+        """Seconds in which the training cards trained."""
+        since_s = self._training_since_s
+        return self._trained_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
+
+    def buffer_counts(self) -> dict[str, int]:
+        """Counts of the rollout buffer."""
+        progress = self._buffer.progress()
+        names = ("trained", "dropped", "aged_out", "deferred", "retried")
+        return {name: getattr(progress, name) for name in names}
+
+    def start(self) -> None:
+        """Register the job and begin."""
+        spec = self._spec
+        self._say(JobRegistered(JOB, spec.max_staleness))
+        self._loop.begin(self._train())
+
+    def activated(self, version: int) -> None:
+        """Some replica has the version."""
+        if version >= self._version:
+            self._first_active.set()
+
+    # ---- training ----
+
+    async def _train(self) -> None:
+        spec = self._spec
+        ended_s = self._queue.now_s
+        for number in range(spec.steps):
+            began_s = ended_s
+            if number:
+                await self._publish(number)
+            synced_s = self._queue.now_s
+            self._phase(True)
+            episodes, version = await self._batch()
+            lag_s = self._phase(False)
+            if lag_s:
+                await asyncio.sleep(lag_s)
+            batched_s = self._queue.now_s
+            tokens = sum(each.trajectory.total_tokens for each in episodes)
+            train_s = spec.train_s + spec.train_s_per_token * tokens
+            self._training_since_s = batched_s
+            await asyncio.sleep(train_s)
+            self._training_since_s = None
+            self._trained_s += train_s
+            ended_s = self._queue.now_s
+            self.steps.append(
+                StepResult(
+                    number,
+                    began_s,
+                    ended_s,
+                    batched_s - synced_s,
+                    ended_s - batched_s,
+                    synced_s - began_s,
+                    len(episodes),
+                    sum(each.trajectory.output_tokens for each in episodes),
+                    sum(each.borrowed_tokens for each in episodes),
+                    tokens,
+                    max((version - each.oldest_version for each in episodes), default=0),
+                )
+            )
+        self._on_over()
+
+    def _phase(self, rollout: bool) -> float:
+        return self.on_phase(rollout) if self.on_phase is not None else 0.0
+
+    async def _publish(self, version: int) -> None:
+        """Make a version durable, tell everybody; a synchronous trainer waits for a replica."""
+        spec = self._spec
+        await asyncio.sleep(spec.publish_s)
+        size = max(1, round(spec.weight_bytes * spec.delta_share))
+        self._transfer.publish(version, version - 1, size)
+        self._version = version
+        self._first_active.clear()
+        self._say(VersionAnnounced(JOB, version, version - 1, "http://trainer:1"))
+        self._buffer.publish(version)
+        self._act()
+        if spec.max_staleness == 0:
+            await self._first_active.wait()
+
+    async def _batch(self) -> tuple[list[PlayedEpisode], int]:
+        """A step's episodes; a DAPO-like trainer keeps the groups that teach something."""
+        spec = self._spec
+        groups: list[tuple[PlayedEpisode, ...]] = []
+        while True:
+            step = self._buffer.take()
+            self._act()
+            if step is None:
+                self._news.clear()
+                await self._news.wait()
+                continue
+            for group in step.groups:
+                scores = {each.trajectory.score for each in group.samples}
+                if spec.algorithm is Algorithm.DAPO and len(scores) == 1:
+                    self.filtered += 1
+                    continue
+                groups.append(group.samples)
+            if len(groups) >= spec.groups or spec.algorithm is not Algorithm.DAPO:
+                kept = groups[: spec.groups] if spec.algorithm is Algorithm.DAPO else groups
+                return [each for group in kept for each in group], step.version
+
+    # ---- episodes; after `rose.client.pipeline` ----
+
+    def _act(self) -> None:
+        buffer = self._buffer
+        while buffer.wanted > 0:
+            buffer.add(self._prompts)
+            self._prompts += 1
+        for action in buffer.actions():
+            if isinstance(action, CancelRun):
+                self._tasks[action.run].cancel()
+            else:
+                run = action.run
+                task = self._loop.create_task(self._play(run))
+                self._tasks[run] = task
+                task.add_done_callback(lambda task, run=run: self._over(run, task))  # type: ignore[misc]
+        self._news.set()
+
+    def _over(self, run: SampleRun, task: "asyncio.Task[PlayedEpisode]") -> None:
+        del self._tasks[run]
+        self._gateway.forget(run.name, JOB)
+        if task.cancelled():
+            self._buffer.failed(run, VoidRun("it was cancelled"))
+        elif (error := task.exception()) is not None:
+            if not isinstance(error, TurnError | VoidRun):
+                raise error
+            self.failed += isinstance(error, TurnError)
+            self._buffer.failed(run, error)
+        else:
+            self._buffer.finished(run, task.result())
+        self._act()
+
+    async def _play(self, run: SampleRun) -> PlayedEpisode:
+        prompt = self._buffer.prompt_of(run)
+        trajectory = self._workload.trajectory(self._seed, prompt, run.sample)
+        began_s = self._queue.now_s
+        context = borrowed = failed = 0
+        oldest = self._version
+        for number, turn in enumerate(trajectory.turns):
+            context += turn.observed_tokens
+            ticket = self._buffer.begin_turn(run)
+            if ticket is None:
+                raise VoidRun("its group starts anew")
+            asked_s = self._queue.now_s
+            try:
+                made = await self._gateway.make(
+                    AskedTurn(
+                        JOB,
+                        f"{run.name}.{number}",
+                        run.name,
+                        run.group,
+                        self._spec.samples,
+                        self._hedges,
+                        context,
+                        turn.output_tokens,
+                        max(self._spec.max_turn_tokens, turn.output_tokens + 1),
+                        ticket.min_version,
+                        self._priority_of(failed),
+                        f"p{prompt}" if trajectory.shared_tokens and not number else "",
+                        trajectory.shared_tokens if not number else 0,
+                    )
+                )
+                if not self._buffer.stamp(run, ticket.number, made.oldest_version):
+                    self._act()
+                    raise VoidRun("its group aged out")
+            finally:
+                self._buffer.end_turn(run, ticket.number)
+            self.turn_s.append(self._queue.now_s - asked_s)
+            oldest = min(oldest, made.oldest_version)
+            borrowed += made.borrowed_tokens
+            failed += turn.failed
+            context += turn.output_tokens
+            if turn.environment_s:
+                await asyncio.sleep(turn.environment_s)
+        if trajectory.reward_s:
+            await asyncio.sleep(trajectory.reward_s)
+        self.trajectory_s.append(self._queue.now_s - began_s)
+        return PlayedEpisode(trajectory, borrowed, oldest)
