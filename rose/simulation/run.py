@@ -361,10 +361,11 @@ class Simulation:
         tokens = sum(step.total_tokens for step in counted)
         now_s = max(self.queue.now_s, 1e-9)
         leased_s = sum(each.leased_until_now_s() for each in self._borrowed)
-        host, guest, dedicated, training = self._busy_s()
+        _, guest, dedicated, training = self._busy_s()
         cards = cluster.cards
         serving_cards = cluster.serving.engine.cards if cluster.serving else 0
-        used_s = (host + guest) * serving_cards + dedicated * cluster.dedicated.engine.cards
+        serving_s = sum(card.any_busy_ns() for card in self._host_cards) / NS
+        used_s = serving_s * serving_cards + dedicated * cluster.dedicated.engine.cards
         used_s += training * cluster.training_cards
         return RunResult(
             scenario=scenario.name,

@@ -19,6 +19,7 @@ from rose.simulation.clock.event_queue import NS, EventQueue
 
 # At one moment: a loop that turns on the spot is a bug.
 MOST_CALLBACKS = 2_000_000
+MOST_ROUNDS = 16
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -30,6 +31,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._scheduled = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        # What ends from here on is not begun anew.
+        self.closing = False
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Start a task; what it raises ends the simulation."""
@@ -55,18 +58,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def close(self) -> None:
         """End every task where it stands."""
+        self.closing = True
         with self.running():
-            for task in asyncio.all_tasks(self):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                task.cancel()
-            self._failure = None
-            for _ in range(len(self._ready) + MOST_CALLBACKS):
-                if not self._ready:
+            for _ in range(MOST_ROUNDS):
+                # Whoever is cancelled may cancel others, and wait for them.
+                tasks = asyncio.all_tasks(self)
+                if not tasks:
                     break
-                handle = self._ready.popleft()
-                if not handle.cancelled():
-                    handle._run()
-        self._ready.clear()
+                for task in tasks:
+                    task.cancel()
+                while self._ready:
+                    handle = self._ready.popleft()
+                    if not handle.cancelled():
+                        handle._run()
         self._failure = None
 
     def _run_ready(self) -> None:

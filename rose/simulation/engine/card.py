@@ -22,6 +22,8 @@ class ModelledCard:
         self._entries: list[Entry | None] = [None, None]
         self._began_ns = [0, 0]
         self.busy_ns = [0, 0]
+        # Of either tenant: two steps at once are one busy card.
+        self._any_ns = self._any_since_ns = 0
 
     def busy(self, tenant: int) -> bool:
         """Whether a step of the tenant is in it."""
@@ -31,6 +33,8 @@ class ModelledCard:
         """Begin a step that takes so long alone; `done` is called at its end."""
         assert self._done[tenant] is None, "a tenant has one step at a time"
         now_ns = self._queue.now_ns
+        if self._done[1 - tenant] is None:
+            self._any_since_ns = now_ns
         self._done[tenant] = done
         self._left_ns[tenant] = seconds * NS
         self._since_ns[tenant] = self._began_ns[tenant] = now_ns
@@ -46,6 +50,11 @@ class ModelledCard:
         """Busy time, with that of the step that runs."""
         running_ns = self._queue.now_ns - self._began_ns[tenant] if self.busy(tenant) else 0
         return self.busy_ns[tenant] + running_ns
+
+    def any_busy_ns(self) -> int:
+        """Time in which it was busy with a step of either tenant, until now."""
+        running = self.busy(HOST) or self.busy(GUEST)
+        return self._any_ns + (self._queue.now_ns - self._any_since_ns if running else 0)
 
     def _progress(self, tenant: int, speed: float) -> None:
         now_ns = self._queue.now_ns
@@ -74,5 +83,7 @@ class ModelledCard:
         if self._done[other] is not None:
             self._progress(other, self._speed[other])
             self._plan(other, 1.0)
+        else:
+            self._any_ns += self._queue.now_ns - self._any_since_ns
         assert done is not None
         done()

@@ -217,6 +217,8 @@ class ModelledTrainer:
 
     def _over(self, run: SampleRun, task: "asyncio.Task[PlayedEpisode]") -> None:
         del self._tasks[run]
+        if self._loop.closing:
+            return
         self._gateway.forget(run.name, JOB)
         if task.cancelled():
             self._buffer.failed(run, VoidRun("it was cancelled"))
