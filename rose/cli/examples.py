@@ -46,6 +46,16 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ),
         "doctor": ("rose doctor --scheduler 127.0.0.1:7400", "rose doctor --config node.json"),
         "compare": ("rose compare serving-0 --metrics http://127.0.0.1:9100/metrics --dry-run",),
+        "sim": ("rose sim compare frozen_lake-8b --policies fixed,paper,rose",),
+        "sim run": (
+            "rose sim run frozen_lake-8b --until-s 2 -o json",
+            "rose sim run scenario.yaml --policy paper --until-s 2",
+        ),
+        "sim compare": ("rose sim compare frozen_lake-8b --policies fixed,rose --until-s 1",),
+        "sim sweep": (
+            "rose sim sweep frozen_lake-8b --vary slack_share=0,0.5 --workers 1 --until-s 1",
+        ),
+        "sim paper": ("rose sim paper --setups frozen_lake-8b --steps 3 --out paper.json",),
         "store": ("rose store backup --store run/rose.sqlite first.backup",),
         "store backup": ("rose store backup --store run/rose.sqlite store.backup",),
         "store show": ("rose store show store.backup",),

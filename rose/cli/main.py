@@ -145,6 +145,7 @@ PROCESSES = {
         "rose.cli.machine.support_bundle",
         "collect what help needs, no secrets",
     ),
+    "sim": ("rose.simulation.commands.main", "simulate a cluster with ROSE's own decisions"),
     "doctor": (
         "rose.cli.machine.doctor",
         "say what is missing, and how to mend it",

@@ -1,0 +1,1 @@
+"""`rose sim`: its commands, each in a module of its own."""
