@@ -25,8 +25,8 @@ ENGINES = ("vllm", "sglang")
 BF16_BYTES = 2
 # (name here, name there, parameters, KV heads × head size × layers, cards)
 MODELS: tuple[tuple[str, str, float, int, tuple[int, ...]], ...] = (
-    ("qwen3-8b", "Qwen/Qwen3-8B", 8.19e9, 8 * 128 * 36, (1, 2)),
-    ("qwen3-32b", "Qwen/Qwen3-32B", 32.8e9, 8 * 128 * 64, (2, 4)),
+    ("qwen3-8b", "Qwen/Qwen3-8B", 8.19e9, 8 * 128 * 36, (1, 2, 4, 8)),
+    ("qwen3-32b", "Qwen/Qwen3-32B", 32.8e9, 8 * 128 * 64, (2, 4, 8)),
     ("llama-3.1-70b", "meta-llama/Meta-Llama-3.1-70B", 70.6e9, 8 * 128 * 80, (4, 8)),
 )
 MEMORY_BYTES = {"h200": 151_397_597_184, "h100": 85_899_345_920}

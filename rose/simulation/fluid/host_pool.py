@@ -89,6 +89,11 @@ class HostPoolFluid:
         self._most = min(self._engine.max_sequences, max(1.0, self._engine.kv_tokens / context))
 
     @property
+    def mix(self) -> UserMix:
+        """Lengths of its requests."""
+        return self._mix
+
+    @property
     def busy(self) -> float:
         """Share of a host's time inside a step."""
         return 1.0 - math.exp(-self.in_host)

@@ -8,6 +8,8 @@ and nothing otherwise; the host then goes on at half of its speed.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from elastic_scheduler.capacity.budget_hold import BusyHold, BusySeen, JudgeBusy
+from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.simulation.cluster import HostPool
 from rose.simulation.fluid.host_pool import HostPoolFluid, UserMix
 from rose.simulation.fluid.users import HostMoment, UserLatencies
@@ -21,6 +23,7 @@ MARGIN_S = 0.002
 # Two tenants of a card in a step at once have half of it each.
 SHARED_SPEED = 0.5
 _FIRST_MIX = UserMix(1_000.0, 100.0)
+_POOL = "pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,14 @@ NO_GUEST = GuestLoad(0.0, 0.0)
 class ServingFluid:
     """Hosts under a stream of requests, advanced window by window."""
 
-    def __init__(self, pool: HostPool, requests: Iterator[Request], slice_s: float) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        requests: Iterator[Request],
+        slice_s: float,
+        hold: MaxHostBusy | None = None,
+    ) -> None:
+        """hold: of a capacity policy, beside how busy a host nothing is lent; None: no limit."""
         self._pool = pool
         self._requests = requests
         self._next = next(requests, None)
@@ -47,9 +57,17 @@ class ServingFluid:
         self._prompt = self._output = 0.0
         self._count = 0
         self._share = 1.0
+        self._hold = hold
+        # Hosts are alike here, so one stands for all of them.
+        self._busy_hold = BusyHold()
+        self.over = self._next is None
+        self.requests = 0
         self.now_s = 0.0
         self.busy_s = 0.0
         self._taken_s = 0.0
+        # Of a guest: card time that it had, and time in which it was held.
+        self.lent_s = self.held_s = 0.0
+        self.in_host_s = 0.0
 
     def share_at(self, time_s: float, guests: GuestLoad) -> float:
         """Share of a card that a guest has at that time, which never goes back."""
@@ -65,6 +83,11 @@ class ServingFluid:
         """Busy time of a host since this was last asked."""
         found, self._taken_s = self.busy_s - self._taken_s, self.busy_s
         return found
+
+    @property
+    def mix(self) -> UserMix:
+        """Mean lengths of the requests so far."""
+        return self._fluid.mix
 
     def latencies(self) -> Latencies:
         """What users saw so far."""
@@ -84,15 +107,30 @@ class ServingFluid:
         if self._count:
             fluid.serve(UserMix(self._prompt / self._count, self._output / self._count))
         beside = self._beside_busy(guests.step_s)
-        speed = 1.0 - (1.0 - SHARED_SPEED) * guests.duty * beside
+        held = self._held()
+        duty = 0.0 if held else guests.duty
+        speed = 1.0 - (1.0 - SHARED_SPEED) * duty * beside
         busy = fluid.advance(len(arrived) / WINDOW_S, WINDOW_S, speed)
-        self._share = (1.0 - busy) + busy * SHARED_SPEED * beside
+        self._share = 0.0 if held else (1.0 - busy) + busy * SHARED_SPEED * beside
         self.busy_s += busy * WINDOW_S
+        self.lent_s += self._share * duty * WINDOW_S
+        self.held_s += held * WINDOW_S
+        self.in_host_s += fluid.in_host * WINDOW_S
+        self._busy_hold.step(BusySeen(_POOL, busy), end_s)
         queue_s = fluid.queued / (fluid.capacity_rps(speed) * self._pool.hosts)
-        moment = HostMoment(busy, fluid.step_s(speed), speed, guests.step_s * guests.duty, queue_s)
+        moment = HostMoment(busy, fluid.step_s(speed), speed, guests.step_s * duty, queue_s)
         for request in arrived:
             self._users.serve(request, moment)
         self.now_s = end_s
+        self.requests = self._count
+        self.over = self._next is None
+
+    def _held(self) -> bool:
+        """Whether production's hold of busy hosts holds this one now."""
+        if self._hold is None:
+            return False
+        self._busy_hold.step(JudgeBusy({_POOL: self._hold}), self.now_s)
+        return _POOL in self._busy_hold.status()
 
     def _beside_busy(self, guest_step_s: float) -> float:
         """1 where a guest's step fits into what the gate lends of a busy host's slack, else 0."""
@@ -100,5 +138,8 @@ class ServingFluid:
         if guest is None or guest.slack_share <= 0 or guest_step_s <= 0:
             return 0.0
         step_s = self._fluid.step_s(SHARED_SPEED)
-        slack_s = self._pool.slo.tpot_s - step_s - MARGIN_S
+        slo = self._pool.slo
+        # The first of the prompts that wait has waited for about as long as the last one will.
+        prefill_s = slo.ttft_s - self._users.backlog_s(self.now_s) - step_s
+        slack_s = min(slo.tpot_s - step_s, prefill_s) - MARGIN_S
         return float(guest.slack_share * slack_s > guest_step_s)

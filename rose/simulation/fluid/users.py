@@ -76,7 +76,7 @@ class UserLatencies:
     def serve(self, request: Request, now: HostMoment) -> float:
         """Take one request, in order of arrival; its time to the first token."""
         self._turn = (self._turn + _GOLDEN) % 1.0
-        begin_s = max(request.arrival_s, self._free_s[0])
+        begin_s = max(request.arrival_s + now.queue_s, self._free_s[0])
         # In a step of the host's own it waits for the rest of it; else for none, but a guest that
         # is in a step has half of the card until that ends.
         in_step = self._turn < now.busy
@@ -89,10 +89,14 @@ class UserLatencies:
             rest = (self._turn - now.busy) / max(1e-9, 1 - now.busy)
             prefill_s += min(prefill_s, rest * now.guest_step_s)
         heapq.heapreplace(self._free_s, begin_s + prefill_s)
-        ttft_s = begin_s + prefill_s - request.arrival_s + now.queue_s
+        ttft_s = begin_s + prefill_s - request.arrival_s
         tpot_s = now.step_s
         self._count(request, ttft_s, tpot_s)
         return ttft_s
+
+    def backlog_s(self, now_s: float) -> float:
+        """How long a host still computes prompts that came by now, on the average of hosts."""
+        return sum(max(0.0, free_s - now_s) for free_s in self._free_s) / len(self._free_s)
 
     def _count(self, request: Request, ttft_s: float, tpot_s: float) -> None:
         self._ttft.add(ttft_s)

@@ -38,7 +38,7 @@ def test_published_engines_are_plausible_and_fit_their_tables() -> None:
         # A decode step reads the weights once: no card does that faster than its memory.
         least_s = engine.weight_bytes / engine.cards / 4.8e12
         assert spec.steps.seconds(StepWork(0, 1)) > least_s
-        assert engine.profile.fit_error < 0.1
+        assert engine.profile.fit_error < 0.12
         assert engine.kv_tokens > 100_000
     assert len({(e.model, e.card, e.engine) for e in published_engines()}) == 12
 

@@ -1,0 +1,221 @@
+"""What an operator would gain from lending, and what it would cost their users, by their trace.
+
+The trace is played twice by the fluid model: hosts alone, and with guests that always have turns to
+do. The difference in latencies is the cost, the guests' tokens are the gain.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.errors import ConfigError
+from rose.simulation.calibration.published import PublishedEngine, published_engine, source
+from rose.simulation.cluster import EngineSpec, GuestSpec, HostPool
+from rose.simulation.fluid.host_pool import StepLine
+from rose.simulation.fluid.serving import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid
+from rose.simulation.results import Latencies, UseSlice
+from rose.simulation.workload import Request
+from rose.simulation.workloads.serving import DAY_S, HOUR_S
+from slo import SloSpec
+
+# Of a rollout's turns, where the operator does not know better.
+ROLLOUT_CONTEXT, PREFILL_PER_OUTPUT = 4_096, 0.15
+KV_HEADROOM = 0.2
+MOST_SEQUENCES = 128
+# Above it a cluster does not serve its trace.
+OVERLOADED = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfQuestion:
+    """What is asked. gpus: that serve `model`; guest: model of the rollouts, on the same cards.
+
+    cards: of an engine, None for the fewest that a table has. slack_share, hold: of the capacity
+    policy. slo: the promise to users.
+    """
+
+    gpus: int
+    model: str
+    slo: SloSpec
+    guest: str = "8b"
+    card: str = "h200"
+    engine: str = "vllm"
+    cards: int | None = None
+    slack_share: float = 0.0
+    hold: MaxHostBusy | None = None
+    context: int = ROLLOUT_CONTEXT
+
+    def __post_init__(self) -> None:
+        for key in ("gpus", "context"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} is {getattr(self, key)}; give 1 or more")
+        if not 0 <= self.slack_share <= 1:
+            raise ConfigError(f"slack_share is {self.slack_share}; give a share in 0..1")
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfAnswer:
+    """What would happen. Days are of 24 h of such traffic.
+
+    busy: share of its time that a host works for users, alone. lent: share of a card that a guest
+    has. gpu_hours_saved_a_day: that the same tokens would take on GPUs of their own.
+    """
+
+    hosts: int
+    hours: float
+    requests: int
+    busy: float
+    lent: float
+    held: float
+    guest_sequences: int
+    harvested_tokens_a_day: float
+    gpu_hours_saved_a_day: float
+    alone: Latencies
+    lending: Latencies
+    use: tuple[UseSlice, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def lost_points(self) -> float:
+        """Percentage points of users' requests that miss their targets only with guests."""
+        return 100 * (self.alone.attainment - self.lending.attainment)
+
+    def plain(self) -> dict[str, object]:
+        """As JSON has it, without the series."""
+        found = asdict(self) | {"lost_points": self.lost_points}
+        del found["use"]
+        for name in ("alone", "lending"):
+            latencies: Latencies = getattr(self, name)
+            found[name] = asdict(latencies) | {"attainment": latencies.attainment}
+            del found[name]["series"]
+        return found
+
+
+def what_if(
+    question: WhatIfQuestion, requests: Callable[[], Iterator[Request]], slice_s: float = 60.0
+) -> WhatIfAnswer:
+    """Answer a question; `requests` gives the trace from its beginning, each time it is called.
+
+    Raises ConfigError for a cluster that cannot be, RoseError for a file that is no trace.
+    """
+    host = published_engine(question.model, question.card, question.engine, question.cards)
+    guest = published_engine(question.guest, question.card, question.engine, host.cards)
+    hosts = question.gpus // host.cards
+    if hosts < 1:
+        raise ConfigError(
+            f"gpus is {question.gpus}; one engine of {host.model} has {host.cards} of them"
+        )
+    # Weights of the guest lie in what was the host's KV memory.
+    room = host.kv_tokens * host.kv_bytes_per_token * (1 - KV_HEADROOM) - guest.weight_bytes
+    if room <= 0:
+        raise ConfigError(
+            f"guest {guest.model}: its weights do not fit beside {host.model} on {host.cards}"
+            f" {host.card} cards; choose a smaller one, or more cards"
+        )
+    pool = HostPool(hosts, host.spec(), question.slo, _guest_spec(question, guest, room))
+    alone, _, _ = _play(ServingFluid(pool, requests(), slice_s), NO_GUEST, slice_s)
+    used = alone.in_host_s / alone.now_s * _user_context(alone)
+    kv_tokens = (room - used * host.kv_bytes_per_token) / guest.kv_bytes_per_token
+    sequences = max(1, min(MOST_SEQUENCES, int(kv_tokens / question.context)))
+    line = StepLine.of(guest.profile, question.context, PREFILL_PER_OUTPUT)
+    step_s = line.seconds(sequences)
+    lending, use, lent = _play(
+        ServingFluid(pool, requests(), slice_s, question.hold), GuestLoad(1.0, step_s), slice_s
+    )
+    tokens = lent * sequences / step_s * hosts
+    own = published_engine(question.guest, question.card, question.engine)
+    own_line = StepLine.of(own.profile, question.context, PREFILL_PER_OUTPUT)
+    own_tokens_a_gpu_hour = MOST_SEQUENCES / own_line.seconds(MOST_SEQUENCES) * HOUR_S / own.cards
+    days = lending.now_s / DAY_S
+    busy = alone.busy_s / alone.now_s
+    return WhatIfAnswer(
+        hosts=hosts,
+        hours=alone.now_s / HOUR_S,
+        requests=alone.requests,
+        busy=busy,
+        lent=lent / lending.now_s,
+        held=lending.held_s / lending.now_s,
+        guest_sequences=sequences,
+        harvested_tokens_a_day=tokens / days,
+        gpu_hours_saved_a_day=tokens / own_tokens_a_gpu_hour / days,
+        alone=alone.latencies(),
+        lending=lending.latencies(),
+        use=use,
+        assumptions=_assumptions(question, host, guest, hosts, sequences, own, alone.now_s, busy),
+    )
+
+
+def _guest_spec(question: WhatIfQuestion, guest: PublishedEngine, room: float) -> GuestSpec:
+    kv_tokens = max(1_024, int(room / guest.kv_bytes_per_token))
+    engine: EngineSpec = replace(guest.spec(), kv_tokens=kv_tokens)
+    return GuestSpec(engine, kv_base_tokens=1_024, slack_share=question.slack_share)
+
+
+def _user_context(fluid: ServingFluid) -> float:
+    mix = fluid.mix
+    return mix.prompt_tokens + mix.output_tokens / 2
+
+
+def _play(
+    fluid: ServingFluid, guests: GuestLoad, slice_s: float
+) -> tuple[ServingFluid, tuple[UseSlice, ...], float]:
+    """Play a trace to its end; slices of use, and the card time of one guest."""
+    slices: list[UseSlice] = []
+    start_s = busy_s = lent_s = 0.0
+    while not fluid.over or fluid.now_s == 0:
+        fluid.advance(fluid.now_s + WINDOW_S, guests)
+        if fluid.now_s - start_s >= slice_s or fluid.over:
+            span_s = fluid.now_s - start_s
+            slices.append(
+                UseSlice(
+                    start_s, (fluid.busy_s - busy_s) / span_s, (fluid.lent_s - lent_s) / span_s,
+                    0.0, 0.0,
+                )
+            )  # fmt: skip
+            start_s, busy_s, lent_s = fluid.now_s, fluid.busy_s, fluid.lent_s
+    return fluid, tuple(slices), fluid.lent_s
+
+
+def _assumptions(
+    question: WhatIfQuestion,
+    host: PublishedEngine,
+    guest: PublishedEngine,
+    hosts: int,
+    sequences: int,
+    own: PublishedEngine,
+    seconds: float,
+    busy: float,
+) -> tuple[str, ...]:
+    hold = question.hold
+    found = [
+        f"{hosts} hosts of {host.model}, {host.cards} {host.card} cards each, under {host.engine};"
+        " requests go to the host that is done with its prompts first",
+        f"step times of {source()}: fitted to within {host.profile.fit_error:.0%} on the average",
+        f"users are promised {question.slo.ttft_s:g} s to the first token and"
+        f" {question.slo.tpot_s * 1e3:g} ms per token after it",
+        f"rollouts always have turns to do: {guest.model}, {sequences} sequences a guest, a context"
+        f" of {question.context} tokens, {PREFILL_PER_OUTPUT:g} prompt tokens per output token"
+        " that no prefix cache has",
+        f"guests' weights lie in the hosts' KV memory, of which {KV_HEADROOM:.0%} is never lent;"
+        " preemption of users' requests for want of KV memory is not modelled",
+        f"slackShare {question.slack_share:g}: a guest computes beside a busy host while its step"
+        " fits that share of the slack, each at half of its speed; nothing stops a step that began",
+        "no guest beside a busy host is held"
+        if hold is None
+        else f"maxHostBusy: a host that worked {hold.share:.0%} of {hold.over_s:g} s is left alone"
+        f" until {hold.resume:.0%}",
+        f"GPU-hours saved: of {own.cards} {own.card} cards of their own at {MOST_SEQUENCES}"
+        " sequences an engine",
+        "time to fetch weights, to start guests and to hand turns over is not counted",
+    ]
+    if not math.isclose(seconds, DAY_S, rel_tol=0.05):
+        found.append(
+            f"a day is {DAY_S / seconds:.1f} times the {seconds / HOUR_S:.2f} h of the trace; hours"
+            " that it does not have may be busier, or lend more"
+        )
+    if question.gpus % host.cards:
+        found.append(f"{question.gpus % host.cards} GPUs make no engine and are left out")
+    if busy > OVERLOADED:
+        found.append("the hosts are overloaded by this trace alone: it belongs to more GPUs")
+    return tuple(found)

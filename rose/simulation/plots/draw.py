@@ -1,0 +1,239 @@
+"""Pictures of results: steps by their parts, use of cards, users' attainment, tail of episodes.
+
+Each takes results of one scenario under several policies; a policy has the same colour in all of
+them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose.errors import ConfigError
+from rose.simulation.fluid.what_if import WhatIfAnswer
+from rose.simulation.results import RunResult, UseSlice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 130
+INK = "#22313f"
+ROLLOUT, TRAIN, SYNC = "#2a7f9e", "#e0a83a", "#c0392b"
+HOST, GUEST, DEDICATED, TRAINING = "#9aa3ad", "#2a7f9e", "#58b19f", "#e0a83a"
+POLICIES = ("#22313f", "#c0392b", "#8d6cab", "#e0a83a", "#2a7f9e", "#58b19f", "#3d5a80", "#7fb8cc")
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "grid.color": "#e6e9ec",
+    "font.size": 9,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
+# A slice with fewer requests says little about a share: its neighbours join it.
+_LEAST_REQUESTS = 20
+
+
+def draw_steps(results: Sequence[RunResult]) -> "Figure":
+    """Mean time of a training step under each policy, as rollout, training and weights."""
+    figure, axes = _figure(1 + 0.8 * len(results))
+    rows = range(len(results))
+    left = [0.0] * len(results)
+    for key, colour, label in (
+        ("rollout_s", ROLLOUT, "rollout"),
+        ("train_s", TRAIN, "train"),
+        ("sync_s", SYNC, "weights"),
+    ):
+        values = [_mean([getattr(step, key) for step in _counted(each)]) for each in results]
+        axes.barh(rows, values, left=left, color=colour, label=label, height=0.6)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    for row, total in zip(rows, left, strict=True):
+        axes.text(total, row, f" {total:.0f} s", va="center", color=INK)
+    axes.set_yticks(rows, [each.policy for each in results])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(right=1.12 * max(left, default=1.0) or 1.0)
+    axes.set(title=f"Time of a step: {_name(results)}", xlabel="seconds")
+    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def draw_use(results: Sequence[RunResult]) -> "Figure":
+    """Share of each pool's cards that was in a step, over time, one row for each policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.7 + 1.6 * len(results)))
+    rows = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, each in zip(rows, results, strict=True):
+        for key, colour in (
+            ("host", HOST),
+            ("guest", GUEST),
+            ("dedicated", DEDICATED),
+            ("training", TRAINING),
+        ):
+            _line(axes, each.use, key, colour)
+        axes.set_title(f"{each.policy}: cards in use {each.gpu_use:.0%}")
+        axes.set_ylim(0, 1.02)
+    rows[-1].set_xlabel("minutes")
+    figure.supylabel("share of time in a step")
+    handles, labels = rows[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=4, loc="outside upper right")
+    return figure
+
+
+def draw_slo(results: Sequence[RunResult]) -> "Figure":
+    """Share of users' requests that met their targets, over time."""
+    figure, axes = _figure(3.2)
+    lowest = 1.0
+    for each, colour in zip(results, _colours(results), strict=True):
+        if each.users is None:
+            continue
+        points = _attained([(s.start_s, s.requests, s.attained) for s in each.users.series])
+        if points:
+            lowest = min(lowest, *(share for _, share in points))
+            minutes = [start_s / 60 for start_s, _ in points]
+            axes.step(
+                minutes, [share for _, share in points], where="post", color=colour,
+                label=f"{each.policy} ({each.users.attainment:.2%})",
+            )  # fmt: skip
+    axes.set_ylim(max(0.0, lowest - 0.05), 1.005)
+    axes.set(title="Users' requests within their targets", xlabel="minutes", ylabel="share")
+    if axes.lines:
+        axes.legend(loc="lower right", ncols=2)
+    return figure
+
+
+def draw_tail(results: Sequence[RunResult]) -> "Figure":
+    """Times of trajectories: median, 90th and 99th percentile, and the longest."""
+    figure, axes = _figure(3.4)
+    labels = ("p50", "p90", "p99", "longest")
+    for each, colour in zip(results, _colours(results), strict=True):
+        found = each.trajectory_s
+        if found.count:
+            axes.plot(
+                labels, (found.p50, found.p90, found.p99, found.max), "o-", color=colour,
+                label=each.policy,
+            )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set(title="Tail of trajectories", ylabel="seconds from start to reward")
+    if axes.lines:
+        axes.legend(loc="upper left", ncols=2)
+    return figure
+
+
+def draw_what_if(answer: WhatIfAnswer) -> "Figure":
+    """An operator's trace: how busy users keep their cards, and what is lent of the rest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.6))
+    top, bottom = figure.subplots(2, 1, height_ratios=(2, 1))
+    edges = [*(each.start_s / 60 for each in answer.use), answer.hours * 60]
+    users = [each.host for each in answer.use]
+    both = [each.host + each.guest for each in answer.use]
+    top.stairs(users, edges, color=HOST, label="users", fill=True)
+    top.stairs(both, edges, baseline=users, color=GUEST, label="lent to rollouts", fill=True)
+    top.set_ylim(0, 1.02)
+    top.set_xlim(0, edges[-1])
+    top.set(title="Share of the serving cards' time", xlabel="minutes of the trace", ylabel="share")
+    top.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    _bars(bottom, answer)
+    return figure
+
+
+def _bars(axes: "Axes", answer: WhatIfAnswer) -> None:
+    rows = ("alone", "lending")
+    for shift, (key, label, colour) in zip(
+        (-0.2, 0.2), (("p50", "p50", "#7fb8cc"), ("p99", "p99", INK)), strict=True
+    ):
+        values = [getattr(each.ttft_s, key) for each in (answer.alone, answer.lending)]
+        places = [row + shift for row in range(len(rows))]
+        axes.barh(places, values, height=0.36, color=colour, label=label)
+        for place, value in zip(places, values, strict=True):
+            axes.text(value, place, f" {value:.3g} s", va="center", color=INK)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    axes.set(title="Users' time to the first token", xlabel="seconds")
+    axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+
+
+PICTURES: dict[str, Callable[[Sequence[RunResult]], "Figure"]] = {
+    "steps.png": draw_steps,
+    "use.png": draw_use,
+    "slo.png": draw_slo,
+    "tail.png": draw_tail,
+}
+
+
+def save_plots(results: Sequence[RunResult], folder: Path) -> list[Path]:
+    """Draw and save every picture of at least one result; their files.
+
+    Raises ConfigError where matplotlib is not installed.
+    """
+    return _save({name: partial(draw, results) for name, draw in PICTURES.items()}, folder)
+
+
+def save_what_if(answer: WhatIfAnswer, folder: Path) -> list[Path]:
+    """Draw and save the picture of an answer; its file. Raises ConfigError as `save_plots` does."""
+    return _save({"what-if.png": partial(draw_what_if, answer)}, folder)
+
+
+def _save(pictures: dict[str, Callable[[], "Figure"]], folder: Path) -> list[Path]:
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError(
+            "plots need matplotlib; install rose-rollout[simulation], or leave --plots out"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        for name, draw in pictures.items():
+            draw().savefig(folder / name, dpi=DPI)
+    return [folder / name for name in pictures]
+
+
+def _figure(height: float) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height))
+    return figure, figure.subplots()
+
+
+def _colours(results: Sequence[RunResult]) -> list[str]:
+    return [POLICIES[number % len(POLICIES)] for number in range(len(results))]
+
+
+def _name(results: Sequence[RunResult]) -> str:
+    return results[0].scenario if results else ""
+
+
+def _counted(result: RunResult) -> Sequence[Any]:
+    """The first step starts engines: it is left out where there are more."""
+    return result.steps[1:] or result.steps
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _line(axes: "Axes", use: Sequence[UseSlice], key: str, colour: str) -> None:
+    minutes = [each.start_s / 60 for each in use]
+    axes.step(minutes, [getattr(each, key) for each in use], where="post", color=colour, label=key)
+
+
+def _attained(slices: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
+    """(start_s, share) of slices, joined until each has enough requests."""
+    found: list[tuple[float, float]] = []
+    start_s, requests, attained = 0.0, 0, 0
+    for slice_s, count, good in slices:
+        start_s = slice_s if not requests else start_s
+        requests, attained = requests + count, attained + good
+        if requests >= _LEAST_REQUESTS:
+            found.append((start_s, attained / requests))
+            requests = attained = 0
+    return found
