@@ -64,6 +64,14 @@ class UserMix:
                 raise ClusterError(key, f"{value}; give a figure above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class GuestLoad:
+    """Guests at one moment: `duty` of the time they have something to do, in steps of `step_s`."""
+
+    duty: float
+    step_s: float
+
+
 class HostPoolFluid:
     """Hosts of a pool under users' traffic, advanced by the caller's clock.
 

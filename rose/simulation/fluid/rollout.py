@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.simulation.fluid.host_pool import StepLine
+from rose.simulation.cluster import EngineSpec
+from rose.simulation.fluid.host_pool import GuestLoad, StepLine
 from rose.simulation.workload import Trajectory
+from slo import StepProfile
 
 Floats = NDArray[np.float64]
 _ROUNDS = 30
@@ -25,22 +27,40 @@ _TICK_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePool:
+    """Equal engines that roll out."""
+
+    count: float
+    engine: EngineSpec
+    profile: StepProfile
+
+    def at(self, context_tokens: float, prefill_per_output: float) -> "Engines":
+        """While their sequences have such contexts, each token of which brings prompt tokens."""
+        line = StepLine.of(self.profile, context_tokens, prefill_per_output)
+        most = min(self.engine.max_sequences, self.engine.kv_tokens / max(1.0, context_tokens))
+        return Engines(self.count, line, max(1.0, most))
+
+
+@dataclass(frozen=True, slots=True)
 class Engines:
-    """Equal engines; each batches at most `most` sequences, the others wait."""
+    """Engines of a pool at one moment; each batches at most `most` sequences, the others wait."""
 
     count: float
     line: StepLine
     most: float
 
     def in_one(self, token_s: float, share: float = 1.0) -> float:
-        """Sequences in one of them while a token takes `token_s` and it has `share` of its card."""
-        if share <= 0:
+        """Sequences in one of them while a token takes `token_s` and it has `share` of its card.
+
+        A sequence alone takes a step of one, so up to one there may be any number.
+        """
+        if share <= 0 or not self.count:
             return 0.0
         room = token_s * share - self.line.base_s
         if room <= 0:
             return 0.0
         if self.line.per_sequence_s <= 0:
-            return math.inf
+            return self.most
         sequences = room / self.line.per_sequence_s
         if sequences <= self.most:
             return sequences
@@ -50,43 +70,32 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBatch:
-    """Episodes of a step. Arrays have one value each: tokens to make, environment per token."""
+    """Episodes of a step. Arrays have one value each: tokens to make, environment per token, the
+    context at the beginning and what it grows by for each token made.
+    """
 
     output_tokens: Floats
     environment_s: Floats
-    total_tokens: float
-    prompt_per_output: float
-    mean_context: float
+    first_context: Floats
+    growth: Floats
+    prefill_per_output: float
 
     @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> "EpisodeBatch":
-        """Of at least one episode."""
+    def of(cls, episodes: Sequence[Trajectory], turn_s: float = 0.0) -> "EpisodeBatch":
+        """Of at least one episode; turn_s: what messages of each turn take."""
         output = np.array([e.output_tokens for e in episodes], dtype=np.float64)
-        waits = np.array(
-            [sum(t.environment_s for t in e.turns) + e.reward_s for e in episodes],
-            dtype=np.float64,
-        )
-        total = float(sum(e.total_tokens for e in episodes))
-        observed = total - float(output.sum())
+        waits = np.array([_waits_s(e, turn_s) for e in episodes], dtype=np.float64)
+        first = np.array([e.turns[0].observed_tokens for e in episodes], dtype=np.float64)
+        total = np.array([e.total_tokens for e in episodes], dtype=np.float64)
         shared = sum(e.shared_tokens for e in episodes)
-        context = sum(_context(e) for e in episodes) / float(output.sum())
-        return cls(
-            output,
-            waits / output,
-            total,
-            max(0.0, observed - shared) / float(output.sum()),
-            context,
-        )
+        made = float(output.sum())
+        prefill = max(0.0, float(total.sum()) - made - shared) / made
+        return cls(output, waits / output, first, (total - first) / output, prefill)
 
 
-def _context(episode: Trajectory) -> float:
-    """Sum over an episode's tokens of the context that each attends to."""
-    total, before = 0.0, 0
-    for turn in episode.turns:
-        before += turn.observed_tokens
-        total += turn.output_tokens * (before + turn.output_tokens / 2)
-        before += turn.output_tokens
-    return total
+def _waits_s(episode: Trajectory, turn_s: float) -> float:
+    waits_s = sum(turn.environment_s for turn in episode.turns) + episode.reward_s
+    return waits_s + turn_s * len(episode.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,47 +112,67 @@ class RolloutPhase:
 
 def roll_out(
     batch: EpisodeBatch,
-    dedicated: Engines,
-    guests: Engines | None,
-    guest_share: Callable[[float], float],
+    dedicated: EnginePool,
+    guests: EnginePool | None,
+    guest_share: Callable[[float, GuestLoad], float],
     slots: int,
     longest_tick_s: float,
 ) -> RolloutPhase:
     """Run all episodes to their ends.
 
-    guest_share: of a card that a guest has at a moment of the phase, 0 to 1. slots: episodes at a
-    time; the rest begin as others end. Raises ValueError when nothing could ever advance.
+    guest_share: of a card that a guest has at a moment of the phase, 0 to 1, with what it has to
+    do. slots: episodes at a time; the rest begin as others end. Raises ValueError when nothing
+    could ever advance.
     """
+    size = len(batch.output_tokens)
     left = batch.output_tokens.copy()
-    ends = np.zeros(len(left))
-    alive = np.zeros(len(left), dtype=bool)
-    alive[:slots] = True
-    begun = min(slots, len(left))
+    ends = np.zeros(size)
+    alive = np.arange(size) < slots
+    begun = min(slots, size)
     now_s = borrowed = busy_d = busy_g = 0.0
+    load = GuestLoad(1.0, guests.profile.base_s) if guests is not None else GuestLoad(0.0, 0.0)
     while alive.any():
-        share = guest_share(now_s) if guests is not None else 0.0
+        share = guest_share(now_s, load) if guests is not None else 0.0
         waits = batch.environment_s[alive]
-        token_s = token_time(waits, dedicated, guests, share)
+        made = batch.output_tokens[alive] - left[alive]
+        context = float((batch.first_context[alive] + batch.growth[alive] * made).mean())
+        own = dedicated.at(context, batch.prefill_per_output)
+        lent = guests.at(context, batch.prefill_per_output) if guests is not None else None
+        token_s = token_time(waits, own, lent, share)
         if not math.isfinite(token_s):
-            raise ValueError("no engine has a card to roll out on")
+            if guests is None or longest_tick_s <= 0:
+                raise ValueError("no engine has a card to roll out on")
+            now_s += longest_tick_s
+            continue
         pace = 1.0 / (token_s + waits)
         tick_s = min(longest_tick_s, _tick_s(left[alive], pace))
         left[alive] -= pace * tick_s
         now_s += tick_s
-        on_dedicated = dedicated.count * dedicated.in_one(token_s)
-        on_guests = guests.count * guests.in_one(token_s, share) if guests is not None else 0.0
-        made = float(pace.sum()) * tick_s
-        borrowed += made * on_guests / max(1e-12, on_dedicated + on_guests)
-        busy_d += tick_s * min(1.0, on_dedicated / max(1e-12, dedicated.count))
-        if guests is not None:
-            busy_g += tick_s * share * min(1.0, on_guests / max(1e-12, guests.count))
+        on_own, on_lent = _placed(float((token_s * pace).sum()), own, lent, token_s, share)
+        tokens = float(pace.sum()) * tick_s
+        borrowed += tokens * on_lent / max(1e-12, on_own + on_lent)
+        busy_d += tick_s * min(1.0, on_own / max(1e-12, own.count))
+        if lent is not None and lent.count:
+            in_one = on_lent / lent.count
+            load = GuestLoad(min(1.0, in_one), lent.line.seconds(max(1.0, in_one)))
+            busy_g += tick_s * share * load.duty
         ended = np.flatnonzero(alive & (left <= 1e-9))
         ends[ended] = now_s
         alive[ended] = False
-        more = min(len(ended), len(left) - begun)
+        more = min(len(ended), size - begun)
         alive[begun : begun + more] = True
         begun += more
     return RolloutPhase(now_s, ends, float(batch.output_tokens.sum()), borrowed, busy_d, busy_g)
+
+
+def _placed(
+    wanted: float, dedicated: Engines, guests: Engines | None, token_s: float, share: float
+) -> tuple[float, float]:
+    """(sequences in dedicated engines, in guests): all of `wanted`, in parts as each has room."""
+    own = dedicated.count * dedicated.in_one(token_s)
+    lent = guests.count * guests.in_one(token_s, share) if guests is not None else 0.0
+    scale = wanted / max(1e-12, own + lent)
+    return own * scale, lent * scale
 
 
 def token_time(waits: Floats, dedicated: Engines, guests: Engines | None, share: float) -> float:
@@ -175,10 +204,10 @@ def token_time(waits: Floats, dedicated: Engines, guests: Engines | None, share:
 
 
 def _fastest(dedicated: Engines, guests: Engines | None, share: float) -> float:
-    """A token's time in an empty engine."""
-    times = [dedicated.line.base_s] if dedicated.count else []
+    """A token's time in an engine of its own."""
+    times = [dedicated.line.seconds(1)] if dedicated.count else []
     if guests is not None and guests.count and share > 0:
-        times.append(guests.line.base_s / share)
+        times.append(guests.line.seconds(1) / share)
     return min(times, default=math.inf)
 
 

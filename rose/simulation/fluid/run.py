@@ -11,9 +11,9 @@ from itertools import chain
 import numpy as np
 
 from rose.simulation.cluster import EngineSpec
-from rose.simulation.fluid.host_pool import StepLine
-from rose.simulation.fluid.rollout import Engines, EpisodeBatch, RolloutPhase, roll_out
-from rose.simulation.fluid.serving import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid
+from rose.simulation.fluid.host_pool import GuestLoad
+from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, RolloutPhase, roll_out
+from rose.simulation.fluid.serving import WINDOW_S, ServingFluid
 from rose.simulation.fluid.users import Summary
 from rose.simulation.results import RunResult, StepResult, UseSlice
 from rose.simulation.scenario import Scenario
@@ -60,6 +60,8 @@ class FluidRun:
         self._near_s = size / links.near_bytes_s + links.latency_s + links.apply_s
         self._far_s = size / min(links.slow_bytes_s, links.near_bytes_s) + links.latency_s
         self._far_s += links.apply_s
+        # A turn is asked for and answered.
+        self._turn_s = 2 * links.latency_s
 
     def run(self) -> RunResult:
         """All steps that end by `until_s`."""
@@ -95,7 +97,9 @@ class FluidRun:
         phases = []
         while len(kept) < trainer.groups:
             groups = list(self._groups(take))
-            phase = self._phase(EpisodeBatch.of(list(chain.from_iterable(groups))), now_s, number)
+            phase = self._phase(
+                EpisodeBatch.of(list(chain.from_iterable(groups)), self._turn_s), now_s, number
+            )
             phases.append(phase)
             now_s += phase.seconds
             for group in groups:
@@ -113,20 +117,16 @@ class FluidRun:
 
     def _phase(self, batch: EpisodeBatch, start_s: float, number: int) -> RolloutPhase:
         cluster, totals = self._scenario.cluster, self._totals
-        dedicated = _engines(cluster.dedicated.replicas, cluster.dedicated.engine, batch)
+        dedicated = _pool_of(cluster.dedicated.replicas, cluster.dedicated.engine)
         guests = None
         if self._guests is not None and self._pool is not None:
-            guests = _engines(self._pool.hosts, self._guests.engine, batch)
+            guests = _pool_of(self._pool.hosts, self._guests.engine)
         ready_s = start_s + (self._far_s - self._near_s if number else self._startup_s())
         serving = self._serving
-        load = NO_GUEST
-        if guests is not None:
-            per_guest = len(batch.output_tokens) / max(1.0, guests.count + dedicated.count)
-            load = GuestLoad(1.0, guests.line.seconds(min(guests.most, per_guest)))
         if serving is not None:
             serving.advance(start_s)
 
-        def share_at(passed_s: float) -> float:
+        def share_at(passed_s: float, load: GuestLoad) -> float:
             now_s = start_s + passed_s
             if serving is None:
                 return 0.0
@@ -219,10 +219,8 @@ class FluidRun:
         )
 
 
-def _engines(count: int, engine: EngineSpec, batch: EpisodeBatch) -> Engines:
-    line = StepLine.of(profile_of(engine.steps), batch.mean_context, batch.prompt_per_output)
-    most = min(engine.max_sequences, engine.kv_tokens / max(1.0, 2 * batch.mean_context))
-    return Engines(count, line, max(1.0, most))
+def _pool_of(count: int, engine: EngineSpec) -> EnginePool:
+    return EnginePool(count, engine, profile_of(engine.steps))
 
 
 def run_fluid(scenario: Scenario, seed: int = 0, *, borrows: bool = True) -> RunResult:

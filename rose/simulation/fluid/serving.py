@@ -6,12 +6,11 @@ and nothing otherwise; the host then goes on at half of its speed.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from elastic_scheduler.capacity.budget_hold import BusyHold, BusySeen, JudgeBusy
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.simulation.cluster import HostPool
-from rose.simulation.fluid.host_pool import HostPoolFluid, UserMix
+from rose.simulation.fluid.host_pool import GuestLoad, HostPoolFluid, UserMix
 from rose.simulation.fluid.users import HostMoment, UserLatencies
 from rose.simulation.results import Latencies
 from rose.simulation.step_times import profile_of
@@ -24,14 +23,6 @@ MARGIN_S = 0.002
 SHARED_SPEED = 0.5
 _FIRST_MIX = UserMix(1_000.0, 100.0)
 _POOL = "pool"
-
-
-@dataclass(frozen=True, slots=True)
-class GuestLoad:
-    """Guests at one moment: `duty` of the time they have something to do, in steps of `step_s`."""
-
-    duty: float
-    step_s: float
 
 
 NO_GUEST = GuestLoad(0.0, 0.0)

@@ -12,8 +12,8 @@ from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
 from rose.simulation.calibration.published import PublishedEngine, published_engine, source
 from rose.simulation.cluster import EngineSpec, GuestSpec, HostPool
-from rose.simulation.fluid.host_pool import StepLine
-from rose.simulation.fluid.serving import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid
+from rose.simulation.fluid.host_pool import GuestLoad, StepLine
+from rose.simulation.fluid.serving import NO_GUEST, WINDOW_S, ServingFluid
 from rose.simulation.results import Latencies, UseSlice
 from rose.simulation.workload import Request
 from rose.simulation.workloads.serving import DAY_S, HOUR_S
