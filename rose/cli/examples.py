@@ -55,6 +55,10 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sim sweep": (
             "rose sim sweep frozen_lake-8b --vary slack_share=0,0.5 --workers 1 --until-s 1",
         ),
+        "sim what-if": (
+            "rose sim what-if --trace trace.csv --gpus 32 --model 70b",
+            "rose sim what-if --trace trace.csv --gpus 64 --model 70b --slack-share 0.3 -o json",
+        ),
         "sim paper": ("rose sim paper --setups frozen_lake-8b --steps 3 --out paper.json",),
         "store": ("rose store backup --store run/rose.sqlite first.backup",),
         "store backup": ("rose store backup --store run/rose.sqlite store.backup",),

@@ -12,6 +12,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "run": ("run", "run one scenario under one policy"),
         "compare": ("compare", "run one scenario under several policies"),
         "sweep": ("sweep", "run one scenario with other constants, several runs at once"),
+        "what-if": ("what_if", "say what lending would gain and cost, by a trace of your users"),
         "paper": ("paper", "run the ROSE paper's set-ups, and show its rows beside ours"),
     }
 )

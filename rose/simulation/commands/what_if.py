@@ -1,20 +1,19 @@
 """`rose sim what-if`: what lending would gain, and what it would cost users, by their own trace.
 
-The trace is a CSV in the Azure LLM format: `TIMESTAMP,ContextTokens,GeneratedTokens`, times rising.
-It is played by a fluid model with step times of published GPU tables; every assumption is listed
-under the answer. Nothing is measured, so `rose compare` on a real host has the last word.
+The trace is played by the fluid model with step times of published GPU tables; every assumption is
+listed under the answer. Nothing is measured: `rose compare` on a real host has the last word.
 """
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.cli.main import Parser
+from rose.cli.output import Format, Table, View, add_output_options, write
 from rose.errors import ConfigError
 from rose.simulation.fluid.what_if import WhatIfAnswer, WhatIfQuestion, what_if
+from rose.simulation.plots import save_what_if
+from rose.simulation.results import Latencies
 from rose.simulation.workload import Request
 from rose.simulation.workloads.serving import MAX_GAP_S, TraceTraffic
 from slo import SloSpec, TargetError
@@ -22,81 +21,15 @@ from slo import SloSpec, TargetError
 TTFT_S, TPOT_S = 2.0, 0.2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Answer; what cannot be read or be raises RoseError, which `rose` says in one line."""
-    args = _arguments(argv)
-    trace = TraceTraffic(args.trace, max_gap_s=args.max_gap_s)
-
-    def requests() -> Iterator[Request]:
-        return trace.requests(0)
-
-    answer = what_if(_question(args), requests)
-    if args.plots is not None:
-        from rose.simulation.plots import save_what_if
-
-        save_what_if(answer, args.plots)
-    if args.output == "json":
-        sys.stdout.write(json.dumps(answer.plain(), indent=2, allow_nan=False) + "\n")
-    else:
-        sys.stdout.write("\n".join(lines(answer)) + "\n")
-    return 0
-
-
-def lines(answer: WhatIfAnswer) -> Iterator[str]:
-    """The answer for a person."""
-    alone, lending = answer.alone, answer.lending
-    yield f"{answer.requests} requests in {answer.hours:.2f} h on {answer.hosts} hosts"
-    yield f"users keep the hosts busy for           {answer.busy:8.1%} of the time"
-    yield f"rollouts could have                     {answer.lent:8.1%} of the cards"
-    yield f"hosts are held for being too busy for   {answer.held:8.1%} of the time"
-    yield f"tokens that could be harvested          {answer.harvested_tokens_a_day:8.3g} a day"
-    yield f"GPU-hours saved                         {answer.gpu_hours_saved_a_day:8.1f} a day"
-    yield ""
-    yield f"{'users':>24}{'alone':>12}{'lending':>12}"
-    for name, key in (("p50", "p50"), ("p99", "p99")):
-        before, after = getattr(alone.ttft_s, key), getattr(lending.ttft_s, key)
-        yield f"{'TTFT ' + name:>24}{before:>10.3f} s{after:>10.3f} s"
-    for name, key in (("p50", "p50"), ("p99", "p99")):
-        before, after = 1e3 * getattr(alone.tpot_s, key), 1e3 * getattr(lending.tpot_s, key)
-        yield f"{'TPOT ' + name:>24}{before:>9.1f} ms{after:>9.1f} ms"
-    yield f"{'within targets':>24}{alone.attainment:>12.3%}{lending.attainment:>12.3%}"
-    yield ""
-    yield "assumed:"
-    for assumption in answer.assumptions:
-        yield f"* {assumption}"
-
-
-def _question(args: argparse.Namespace) -> WhatIfQuestion:
-    try:
-        slo = SloSpec(args.model, args.ttft_s, args.tpot_s)
-    except TargetError as error:
-        raise ConfigError(f"--ttft-s, --tpot-s: {error}") from error
-    hold = None
-    if args.max_host_busy < 1:
-        usual = MaxHostBusy()
-        resume = args.max_host_busy * usual.resume / usual.share
-        hold = MaxHostBusy(share=args.max_host_busy, resume=round(resume, 3))
-    return WhatIfQuestion(
-        gpus=args.gpus,
-        model=args.model,
-        slo=slo,
-        guest=args.guest,
-        card=args.card,
-        engine=args.engine,
-        cards=args.cards,
-        slack_share=args.slack_share,
-        hold=hold,
-        context=args.context,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="users' requests, CSV in the Azure LLM format",
     )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="rose sim what-if",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="users' requests")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="that serve them")
     parser.add_argument("--model", required=True, help="that they serve: 8b, 32b or 70b")
     parser.add_argument(
@@ -144,8 +77,81 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a trace with longer gaps is refused; default 3600",
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="folder for what-if.png")
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
-    return parser.parse_args(argv)
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, draw, print. Raises RoseError with one line."""
+    trace = TraceTraffic(args.trace, max_gap_s=args.max_gap_s)
+
+    def requests() -> Iterator[Request]:
+        return trace.requests(0)
+
+    answer = what_if(_question(args), requests)
+    if args.plots is not None:
+        save_what_if(answer, args.plots)
+    write(view(answer), Format(args.output))
+    return 0
+
+
+def view(answer: WhatIfAnswer) -> View:
+    """The answer: gains, costs, and what was assumed."""
+    gains = (
+        ("users keep the hosts busy", f"{answer.busy:.1%} of the time"),
+        ("rollouts could have", f"{answer.lent:.1%} of the cards"),
+        ("hosts are held for being too busy", f"{answer.held:.1%} of the time"),
+        ("tokens that could be harvested", f"{answer.harvested_tokens_a_day:.3g} a day"),
+        ("GPU-hours saved", f"{answer.gpu_hours_saved_a_day:.0f} a day"),
+    )
+    alone, lending = _column(answer.alone), _column(answer.lending)
+    names = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "within targets")
+    return View(
+        answer.plain(),
+        (f"{answer.requests} requests in {answer.hours:.2f} h on {answer.hosts} hosts",),
+        (
+            Table(("FIGURE", "VALUE"), gains, right=frozenset(("VALUE",))),
+            Table(
+                ("USERS", "ALONE", "LENDING"),
+                tuple(zip(names, alone, lending, strict=True)),
+                right=frozenset(("ALONE", "LENDING")),
+            ),
+            Table(("ASSUMED",), tuple((each,) for each in answer.assumptions)),
+        ),
+    )
+
+
+def _column(users: Latencies) -> tuple[str, ...]:
+    return (
+        f"{users.ttft_s.p50:.3f} s",
+        f"{users.ttft_s.p99:.3f} s",
+        f"{1e3 * users.tpot_s.p50:.1f} ms",
+        f"{1e3 * users.tpot_s.p99:.1f} ms",
+        f"{users.attainment:.3%}",
+    )
+
+
+def _question(args: argparse.Namespace) -> WhatIfQuestion:
+    try:
+        slo = SloSpec(args.model, args.ttft_s, args.tpot_s)
+    except TargetError as error:
+        raise ConfigError(f"--ttft-s, --tpot-s: {error}") from error
+    hold = None
+    if args.max_host_busy < 1:
+        usual = MaxHostBusy()
+        resume = args.max_host_busy * usual.resume / usual.share
+        hold = MaxHostBusy(share=args.max_host_busy, resume=round(resume, 3))
+    return WhatIfQuestion(
+        gpus=args.gpus,
+        model=args.model,
+        slo=slo,
+        guest=args.guest,
+        card=args.card,
+        engine=args.engine,
+        cards=args.cards,
+        slack_share=args.slack_share,
+        hold=hold,
+        context=args.context,
+    )
 
 
 def _share(text: str) -> float:

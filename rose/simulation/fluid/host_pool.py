@@ -147,6 +147,8 @@ class HostPoolFluid:
 
     def settled(self, rate_per_s: float, speed: float = 1.0) -> float:
         """Requests in a host in the long run, at so many a second for each."""
+        if rate_per_s <= 0:
+            return 0.0
         low, high = 0.0, self._most
         if rate_per_s * self.stay_s(rate_per_s, high, speed) >= high:
             return high

@@ -199,8 +199,10 @@ def _assumptions(
         " that no prefix cache has",
         f"guests' weights lie in the hosts' KV memory, of which {KV_HEADROOM:.0%} is never lent;"
         " preemption of users' requests for want of KV memory is not modelled",
-        f"slackShare {question.slack_share:g}: a guest computes beside a busy host while its step"
-        " fits that share of the slack, each at half of its speed; nothing stops a step that began",
+        "slackShare 0: a guest computes while its host is idle; nothing stops a step that began"
+        if not question.slack_share
+        else f"slackShare {question.slack_share:g}: a guest also computes beside a busy host, each"
+        " at half of its speed, while its step fits that share of the slack",
         "no guest beside a busy host is held"
         if hold is None
         else f"maxHostBusy: a host that worked {hold.share:.0%} of {hold.over_s:g} s is left alone"

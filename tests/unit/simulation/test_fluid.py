@@ -1,0 +1,212 @@
+"""The fluid model conserves work, behaves at its limits, and answers what-if questions."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.cli.main import main
+from rose.errors import ConfigError
+from rose.simulation import (
+    ClusterSpec,
+    DedicatedPool,
+    EngineSpec,
+    GuestSpec,
+    HostPool,
+    ProfiledSteps,
+    Request,
+    Scenario,
+    TrainerSpec,
+    Trajectory,
+    Turn,
+)
+from rose.simulation.fluid import run_fluid
+from rose.simulation.fluid.host_pool import GuestLoad, HostPoolFluid, UserMix
+from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, roll_out
+from rose.simulation.fluid.serving import ServingFluid
+from rose.simulation.fluid.what_if import WhatIfQuestion, what_if
+from rose.simulation.workloads import AZURE_CODE_2023, FROZEN_LAKE, BurstyTraffic, LogNormal
+from slo import SloSpec, StepProfile
+
+PROFILE = StepProfile(0.005, 2e-5, 0.0, 3e-8)
+ENGINE = EngineSpec("m", 1, ProfiledSteps(PROFILE), 200_000, 100_000, 16_000_000_000)
+SLO = SloSpec("m", 2.0, 0.1)
+POOL = HostPool(2, ENGINE, SLO, GuestSpec(ENGINE, 50_000, slack_share=0.5))
+SIMPLE = Trajectory((Turn(100, 1_000),))
+
+
+def scenario(**changed: object) -> Scenario:
+    cluster = ClusterSpec(DedicatedPool(2, ENGINE), 8, POOL)
+    trainer = TrainerSpec(4, 8, 1e-5, 16_000_000_000, steps=3)
+    usual = Scenario("small", cluster, trainer, FROZEN_LAKE, AZURE_CODE_2023, until_s=3_600)
+    return replace(usual, **changed)  # type: ignore[arg-type] # names are checked there
+
+
+def batch_of(count: int, episode: Trajectory = SIMPLE) -> EpisodeBatch:
+    return EpisodeBatch.of([episode] * count)
+
+
+def test_an_episode_alone_takes_its_steps_and_its_environment() -> None:
+    waits = Trajectory((Turn(100, 500, 2.0), Turn(1, 500)), reward_s=1.0)
+    own = EnginePool(1, ENGINE, PROFILE)
+    phase = roll_out(batch_of(1, waits), own, None, lambda *_: 0.0, 64, 1.0)
+    context = 100 + 500
+    step_s = 0.005 + 2e-5 * (1 + 101 / 1_000) + 3e-8 * context
+    assert phase.seconds == pytest.approx(1_000 * step_s + 3.0, rel=0.01)
+
+
+def test_episodes_share_engines_and_more_engines_are_faster_until_each_has_one() -> None:
+    times = [
+        roll_out(
+            batch_of(64), EnginePool(count, ENGINE, PROFILE), None, lambda *_: 0.0, 64, 1.0
+        ).seconds
+        for count in (1, 2, 8, 64, 256)
+    ]
+    assert times[0] > times[1] > times[2] > times[3]
+    assert times[3] == pytest.approx(times[4])
+
+
+def test_guests_make_what_their_share_of_the_cards_gives() -> None:
+    own, guests = EnginePool(2, ENGINE, PROFILE), EnginePool(2, ENGINE, PROFILE)
+    whole = roll_out(batch_of(64), own, guests, lambda *_: 1.0, 64, 1.0)
+    none = roll_out(batch_of(64), own, guests, lambda *_: 0.0, 64, 1.0)
+    assert whole.borrowed_tokens == pytest.approx(whole.output_tokens / 2, rel=0.01)
+    assert none.borrowed_tokens == 0
+    assert whole.seconds < none.seconds
+
+
+def test_guests_alone_wait_for_cards_that_nobody_has() -> None:
+    """A share of nothing does not divide by zero: time passes."""
+    guests = EnginePool(1, ENGINE, PROFILE)
+    phase = roll_out(
+        batch_of(1), EnginePool(0, ENGINE, PROFILE), guests,
+        lambda now_s, load: float(now_s >= 5.0), 8, 1.0,
+    )  # fmt: skip
+    assert 5.0 < phase.seconds < 15.0
+    with pytest.raises(ValueError, match="no engine"):
+        roll_out(batch_of(1), EnginePool(0, ENGINE, PROFILE), None, lambda *_: 0.0, 8, 1.0)
+
+
+def test_hosts_are_busy_as_a_queue_of_requests_served_side_by_side_says() -> None:
+    fluid = HostPoolFluid(ENGINE, PROFILE, 1, UserMix(1_000, 100))
+    assert fluid.advance(0.0, 10.0) == 0.0
+    for _ in range(200):
+        busy = fluid.advance(0.5, 1.0)
+    stay_s = fluid.stay_s(0.5, fluid.in_host)
+    assert busy == pytest.approx(1 - math.exp(-0.5 * stay_s), rel=1e-3)
+    assert fluid.queued == 0
+
+
+def test_hosts_that_are_asked_for_too_much_queue_and_work_it_off() -> None:
+    fluid = HostPoolFluid(ENGINE, PROFILE, 1, UserMix(1_000, 100))
+    most = fluid.capacity_rps()
+    for _ in range(30):
+        busy = fluid.advance(2 * most, 1.0)
+    assert busy > 0.99
+    assert fluid.queued == pytest.approx(30 * most, rel=0.1)
+    for _ in range(60):
+        fluid.advance(0.0, 1.0)
+    assert fluid.queued == 0
+
+
+def test_a_run_is_the_same_for_a_seed_and_has_no_figure_that_is_not_finite() -> None:
+    first, again, other = (run_fluid(scenario(), seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert json.loads(first.to_json())["fidelity"] == "fluid"
+    for step in first.steps:
+        assert step.ended_s - step.started_s == pytest.approx(
+            step.rollout_s + step.train_s + step.sync_s
+        )
+    assert first.users is not None
+    assert first.users.requests > 100
+
+
+def test_borrowing_shortens_rollouts_and_a_stale_trainer_waits_less() -> None:
+    alone = run_fluid(scenario(), borrows=False)
+    borrowing = run_fluid(scenario())
+    assert borrowing.steps_per_hour > alone.steps_per_hour
+    assert alone.borrowed_gpu_hours == 0 < borrowing.borrowed_gpu_hours
+    stale = run_fluid(scenario(trainer=replace(scenario().trainer, max_staleness=1)))
+    assert stale.steps_per_hour > borrowing.steps_per_hour
+
+
+def trace(rate_per_s: float, seconds: float = 400.0) -> Iterator[Request]:
+    traffic = BurstyTraffic(rate_per_s, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
+    for request in traffic.requests(0):
+        if request.arrival_s > seconds:
+            return
+        yield request
+
+
+QUESTION = WhatIfQuestion(16, "70b", SloSpec("70b", 2.0, 0.2))
+
+
+def test_the_busier_the_users_the_less_is_lent() -> None:
+    answers = [what_if(QUESTION, lambda rate=rate: trace(rate)) for rate in (1.0, 4.0, 12.0)]  # type: ignore[misc]
+    assert answers[0].lent > answers[1].lent > answers[2].lent
+    harvested = [each.harvested_tokens_a_day for each in answers]
+    assert harvested == sorted(harvested, reverse=True)
+    for answer in answers:
+        assert answer.busy + answer.lent == pytest.approx(1.0, abs=0.02)
+        assert abs(answer.lost_points) <= 0.1
+        json.dumps(answer.plain(), allow_nan=False)
+
+
+def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_left_alone() -> None:
+    def requests() -> Iterator[Request]:
+        return trace(8.0)
+
+    idle = what_if(QUESTION, requests)
+    slack = what_if(replace(QUESTION, slack_share=0.7), requests)
+    held = what_if(replace(QUESTION, hold=MaxHostBusy(share=0.3, resume=0.2)), requests)
+    assert slack.lent > idle.lent > held.lent
+    assert slack.lending.tpot_s.p99 > idle.lending.tpot_s.p99 == idle.alone.tpot_s.p99
+    assert held.held > 0.9
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gpus": 3}, "gpus is 3; one engine of llama-3.1-70b has 4"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"slack_share": 2.0}, "slack_share is 2"),
+        ({"card": "h100", "guest": "70b"}, "guest llama-3.1-70b: its weights do not fit"),
+        ({"model": "7b"}, "model 7b"),
+    ],
+)
+def test_impossible_questions_are_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        what_if(replace(QUESTION, **changed), lambda: trace(1.0))  # type: ignore[arg-type]
+
+
+def test_an_operator_asks_with_a_trace_and_reads_what_was_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"2026-01-01 00:{n // 60:02}:{n % 60:02},900,40\n" for n in range(600))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    asked = ["sim", "what-if", "--trace", str(path), "--gpus", "8", "--model", "70b"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    for part in ("harvested", "GPU-hours saved", "TTFT p99", "ASSUMED", "slackShare 0"):
+        assert part in said
+    assert main([*asked, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 600
+    path.write_text(path.read_text() + "2026-01-01 00:00:00,1,1\n")
+    assert main(asked) == 2
+    assert f"{path}:602: TIMESTAMP" in capsys.readouterr().err
+
+
+def test_a_guest_beside_a_busy_host_waits_for_slack() -> None:
+    """The gate's rule: a step that does not fit the lent share of the slack does not begin."""
+
+    def lent(step_s: float) -> float:
+        fluid = ServingFluid(POOL, trace(12.0, 60.0), 60.0)
+        fluid.advance(60.0, GuestLoad(1.0, step_s))
+        return fluid.lent_s
+
+    assert lent(0.01) > lent(0.09)
