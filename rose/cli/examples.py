@@ -48,17 +48,18 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "compare": ("rose compare serving-0 --metrics http://127.0.0.1:9100/metrics --dry-run",),
         "sim": ("rose sim compare frozen_lake-8b --policies fixed,paper,rose",),
         "sim run": (
-            "rose sim run frozen_lake-8b --until-s 2 -o json",
-            "rose sim run scenario.yaml --policy paper --until-s 2",
+            "rose sim run frozen_lake-8b --policy rose --steps 2 -o json",
+            "rose sim run scenario.yaml --until-s 600 --out run.json",
         ),
-        "sim compare": ("rose sim compare frozen_lake-8b --policies fixed,rose --until-s 1",),
-        "sim sweep": (
-            "rose sim sweep frozen_lake-8b --vary slack_share=0,0.5 --workers 1 --until-s 1",
+        "sim compare": (
+            "rose sim compare frozen_lake-8b",
+            "rose sim compare frozen_lake-8b-async --policies fixed,rose --seeds 3",
         ),
         "sim what-if": (
             "rose sim what-if --trace trace.csv --gpus 32 --model 70b",
             "rose sim what-if --trace trace.csv --gpus 64 --model 70b --slack-share 0.3 -o json",
         ),
+        "sim sweep": ("rose sim sweep frozen_lake-8b --vary slack_share=0,0.25,0.5 --workers 2",),
         "sim paper": ("rose sim paper --setups frozen_lake-8b --steps 3 --out paper.json",),
         "store": ("rose store backup --store run/rose.sqlite first.backup",),
         "store backup": ("rose store backup --store run/rose.sqlite store.backup",),

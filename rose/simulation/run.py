@@ -231,6 +231,7 @@ class Simulation:
         guest = ModelledGuest(name, spec, host.page, self.queue, card, limits)
         host.on_publish = guest.wake
         host.borrowed_bytes = guest.borrowed_bytes
+        guest.lent_bytes = host.lent_bytes
         self.guests.append(guest)
         replica = ModelledReplica(
             name, node.name, ReplicaKind.GUEST, guest, self.queue, node.told, far=True

@@ -5,6 +5,8 @@ is corrected by each step. The model asks again when its host publishes or its g
 the real engine asks every half millisecond.
 """
 
+from collections.abc import Callable
+
 from executor.control_page.seqlock_records import Grant, GuestState
 from executor.kv.shrink_plan import (
     NO_CAP,
@@ -56,6 +58,8 @@ class ModelledGuest(ModelledEngine):
         self.policy_version = 0
         self.refusals: dict[str, int] = {}
         self.shrinks = 0
+        # Bytes of its host's memory that are lent now.
+        self.lent_bytes: Callable[[], int] = int
         self._cap = NO_CAP
 
     @property
@@ -126,8 +130,13 @@ class ModelledGuest(ModelledEngine):
         if over > 0:
             self._shrink(over)
         elif over < 0 and self.held:
-            self.held -= min(-over, self.held)
-            self.kv.resize(self.mapped * _UNITS)
+            # The grant may be older than what the host took back.
+            free_bytes = self.base_bytes + self.lent_bytes()
+            room = free_bytes // self.granule_bytes - self.mapped
+            grown = min(-over, self.held, room)
+            if grown > 0:
+                self.held -= grown
+                self.kv.resize(self.mapped * _UNITS)
         if self.held and self.waiting:
             self._hand_back()
         return granules_over(self._cap, self.granules, self.held) <= 0

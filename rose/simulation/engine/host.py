@@ -195,6 +195,10 @@ class ModelledHost(ModelledEngine):
 
     # ---- lending ----
 
+    def lent_bytes(self) -> int:
+        """Memory that a guest may have pages on now."""
+        return self.lent * self.granule_bytes
+
     def _free(self) -> KvFree:
         return KvFree(max(0, self.kv.plain), self.kv.cached, self.lent)
 

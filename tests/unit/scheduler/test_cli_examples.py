@@ -27,8 +27,9 @@ from tests.fakes.memory_store import InMemoryStore
 POLICY = {"name": "chat", "mode": "Active"}
 # Other ends than 0: what a diff finds, the end of a watch, what is unproved of a guest.
 ENDS = {"rose policy diff policy.json": 1, "rose status --watch 5": 130}
-# Those of `doctor` and `completion` look at the machine, or make every parser there is.
-ELSEWHERE = {"doctor", "completion"}
+# Those of `doctor` and `completion` look at the machine, or make every parser there is; those of
+# `sim` take minutes.
+ELSEWHERE = {"doctor", "completion", "sim"}
 
 
 def test_every_command_has_an_example_of_itself() -> None:

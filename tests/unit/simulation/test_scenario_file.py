@@ -1,0 +1,165 @@
+"""Scenario files say where they are wrong, and commands of `rose sim` print what was run."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rose.cli.examples import EXAMPLES
+from rose.cli.main import main
+from rose.cli.parsers import parser_of
+from rose.errors import ConfigError
+from rose.simulation import Algorithm, ProfiledSteps
+from rose.simulation.commands.main import COMMANDS
+from rose.simulation.commands.main import main as sim
+from rose.simulation.scenario_file import read_scenario
+from rose.simulation.setups import SETUPS, setup_scenario
+from slo import StepProfile
+
+WHOLE = """\
+name: mine
+until_s: 30
+cluster:
+  training_cards: 2
+  dedicated:
+    replicas: 1
+    engine: {model: 8b, card: h100, max_sequences: 32}
+  serving:
+    hosts: 2
+    engine: {model: 8b, card: h100, kv_tokens: 200000}
+    slo: {preset: rose-7b}
+    guest: {engine: {model: 8b, card: h100}, kv_base_tokens: 20000, slack_share: 0.25}
+  links: {slow_bytes_s: 1.0e+9}
+trainer:
+  groups: 1
+  samples: 2
+  train_s_per_token: 0.00001
+  weight_bytes: 1000000000
+  algorithm: dapo
+  steps: 1
+rollouts: {environment: alfworld}
+traffic: {azure: conversation, requests_per_s: 2}
+options: {slack_share: 0.4}
+"""
+
+
+def test_a_file_says_everything_or_changes_a_set_up(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(WHOLE)
+    scenario = read_scenario(file)
+    serving = scenario.cluster.serving
+    assert serving is not None
+    assert (serving.hosts, serving.engine.kv_tokens, serving.slo.ttft_s) == (2, 200_000, 0.5)
+    assert serving.guest is not None
+    assert serving.guest.slack_share == 0.25
+    assert scenario.trainer.algorithm is Algorithm.DAPO
+    assert scenario.options == {"slack_share": 0.4}
+    file.write_text("setup: frozen_lake-8b\ntrainer: {steps: 7}\n")
+    changed = read_scenario(file)
+    usual = setup_scenario(SETUPS["frozen_lake-8b"])
+    assert changed.trainer.steps == 7
+    assert changed.cluster == usual.cluster
+
+
+def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(StepProfile(0.01, 1e-5).to_json())
+    engine = (
+        "{profile: p.json, model: x, cards: 1, kv_tokens: 9999, kv_bytes_per_token: 10,"
+        " weight_bytes: 10}"
+    )
+    file = tmp_path / "scenario.yaml"
+    file.write_text(WHOLE.replace("{model: 8b, card: h100, max_sequences: 32}", engine))
+    steps = read_scenario(file).cluster.dedicated.engine.steps
+    assert isinstance(steps, ProfiledSteps)
+    assert steps.profile.base_s == 0.01
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("replicas: 1", "replicaz: 1"), ":6: cluster.dedicated.replicas: it is missing"),
+        (("hosts: 2", "hosts: two"), ":9: cluster.serving.hosts: 'two' is no whole number"),
+        (("hosts: 2", "hosts: 0"), ":9: cluster.serving.hosts: 0; give a figure above 0"),
+        (("until_s: 30", "until_s: .nan"), ":2: until_s: nan is no finite number"),
+        (("until_s: 30", "untils: 30"), ":2: untils: unknown key; did you mean 'until_s'?"),
+        (("steps: 1", "stepz: 1"), ":20: trainer.stepz: unknown key; did you mean 'steps'?"),
+        (("samples: 2", "samples: -2"), ":16: trainer.samples: -2; give 1 or more"),
+        (("dapo", "dpo"), ":19: trainer.algorithm: 'dpo'; did you mean 'dapo'?"),
+        (("model: 8b, card: h100, max", "model: 9b, max"), ":7: cluster.dedicated.engine.model:"),
+        (("alfworld", "alfwrld"), ":21: rollouts.environment: there is no 'alfwrld'; did you"),
+        (("slack_share: 0.25", "slack_share: 2"), ":12: cluster.serving.guest.slack_share: 2.0;"),
+        (("slack_share: 0.4", "slackshare: 0.4"), ":23: options.slackshare: unknown key; did you"),
+        (("rose-7b", "rose-8b"), ":11: cluster.serving.slo.preset: there is no 'rose-8b'; did"),
+        (("name: mine", "name: mine\nname: x"), ":2: name: it is given twice"),
+        (("kv_base_tokens: 20000", "kv_base_tokens: 1.5"), "kv_base_tokens: 1.5 is no whole"),
+        (("cluster:", "cluster: ["), "it is no YAML"),
+        (("azure: conversation", "trace: none.csv"), "requests_per_s: unknown key"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line_and_key(
+    tmp_path: Path, wrong: tuple[str, str], said: str
+) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(WHOLE.replace(*wrong, 1))
+    with pytest.raises(ConfigError) as error:
+        read_scenario(file)
+    assert said in str(error.value)
+    assert str(error.value).startswith(str(file))
+
+
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    for name in ("empty.yaml", "none.yaml"):
+        with pytest.raises(ConfigError, match=name):
+            read_scenario(tmp_path / name)
+
+
+def test_a_run_prints_its_table_and_saves_its_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "scenario.yaml", tmp_path / "out.json"
+    file.write_text(WHOLE)
+    words = ["sim", "run", str(file), "--until-s", "1", "--out", str(out), "--policy", "fixed"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "mine, seed 0" in said.out
+    assert "1 steps were not done after 1 s" in said.err
+    (saved,) = json.loads(out.read_text())
+    assert (saved["policy"], saved["duration_s"]) == ("fixed", 1.0)
+    assert main([*words[:2], *words[2:5], "--policy", "fixed", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [saved]
+
+
+def test_several_runs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(WHOLE)
+    common = [str(file), "--until-s", "0.5", "--workers", "1"]
+    assert sim(["compare", *common, "--policies", "fixed,rose", "--seeds", "2"]) == 0
+    assert "rose (seed 1)" in capsys.readouterr().out
+    assert sim(["sweep", *common, "--vary", "slack_share=0,1", "--vary", "hedges=0"]) == 0
+    assert "slack_share=1 hedges=0" in capsys.readouterr().out
+
+
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["run", "nothing"], "nothing is no file and no set-up"),
+        (["run", "frozen_lake-8b", "--policy", "libre"], "did you mean 'libra'?"),
+        (["run", "frozen_lake-8b", "--set", "linger=1"], "did you mean 'linger_s'?"),
+        (["run", "frozen_lake-8b", "--set", "linger_s=nan"], "nan is no finite number"),
+        (["sweep", "frozen_lake-8b", "--vary", "linger_s"], "write NAME=A,B,C"),
+        (["compare", "frozen_lake-8b", "--seeds", "0"], "--seeds is 0"),
+        (["paper", "--setups", "frozen"], "there is no set-up 'frozen'"),
+        (["rum"], "did you mean 'run'?"),
+    ):
+        assert main(["sim", *words]) == 2, words
+        said_err = capsys.readouterr().err
+        assert said in said_err
+        assert said_err.count("\n") == 1
+
+
+def test_every_command_has_an_example_that_its_parser_takes() -> None:
+    parser = parser_of(sim)
+    for name in COMMANDS:
+        for line in EXAMPLES[f"sim {name}"]:
+            assert parser.parse_args(shlex.split(line)[2:]).command == name

@@ -1,0 +1,236 @@
+"""A simulated cluster has one history a seed, obeys production's cores, and adds up."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulation_cases import ENGINE, GUEST, Silence, Users, small
+
+from executor.step_decision import Run as MayRun
+from executor.step_decision import decide
+from rose.errors import ConfigError
+from rose.simulation import Algorithm, ClusterError, EngineSpec, RunResult, Trajectory
+from rose.simulation import run as run_module
+from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.cluster import Links
+from rose.simulation.engine import guest as guest_module
+from rose.simulation.fleet.trainer import ModelledTrainer, PlayedEpisode
+from rose.simulation.fleet.users import percentiles
+from rose.simulation.fleet.weights import ModelledTransfer
+from rose.simulation.policies.catalog import CONSTANTS, SETUPS, tuned
+from rose.simulation.policies.rlboost import OffloadWindow
+from rose.simulation.run import run
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, RunResult]:
+    """The small cluster under every policy."""
+    return {policy: run(small(), policy) for policy in SETUPS}
+
+
+def test_every_policy_trains_its_steps_on_whole_batches(results: dict[str, RunResult]) -> None:
+    for policy, result in results.items():
+        assert [step.number for step in result.steps] == [0, 1], policy
+        assert all(step.trajectories == 8 for step in result.steps), policy
+        assert result.tokens_per_s > 0, policy
+
+
+def test_a_step_is_its_parts_and_steps_follow_each_other(results: dict[str, RunResult]) -> None:
+    for result in results.values():
+        for step in result.steps:
+            parts_s = step.rollout_s + step.train_s + step.sync_s
+            assert parts_s == pytest.approx(step.ended_s - step.started_s)
+        assert result.steps[0].ended_s == result.steps[1].started_s
+
+
+def test_a_seed_has_one_history_and_another_seed_another(results: dict[str, RunResult]) -> None:
+    assert run(small(), "rose").to_json() == results["rose"].to_json()
+    assert run(small(), "rose", seed=1).to_json() != results["rose"].to_json()
+
+
+def test_every_policy_is_given_the_same_episodes(results: dict[str, RunResult]) -> None:
+    tokens = {result.steps[0].total_tokens for result in results.values()}
+    assert len(tokens) == 1
+
+
+def test_no_figure_is_other_than_finite(results: dict[str, RunResult]) -> None:
+    def figures(value: Any) -> Iterator[float]:
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list):
+            for each in value:
+                yield from figures(each)
+        elif isinstance(value, float):
+            yield value
+
+    for result in results.values():
+        found = list(figures(json.loads(result.to_json())))
+        assert found
+        assert all(map(math.isfinite, found))
+        for use in result.use:
+            assert all(0 <= share <= 1.001 for share in (use.host, use.guest, use.dedicated))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(results["rose"], tokens_per_s=math.nan).to_json()
+
+
+def test_only_what_borrows_uses_cards_of_others(results: dict[str, RunResult]) -> None:
+    for policy in ("fixed", "libra"):
+        assert results[policy].borrowed_gpu_hours == 0
+    for policy in ("paper", "rose"):
+        assert results[policy].borrowed_gpu_hours > 0
+        assert results[policy].steps[0].borrowed_tokens > 0
+
+
+def test_no_guest_step_begins_without_the_gates_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slack_share 0 a guest's step never begins while its host works."""
+    verdicts = []
+
+    def asked(view: Any, grant: Any, *rest: Any) -> Any:
+        verdict = decide(view, grant, *rest)
+        verdicts.append((verdict, view.state.idle))
+        return verdict
+
+    monkeypatch.setattr(guest_module, "decide", asked)
+    result = run(small(users=Users(3.0)), "rose", options={"slack_share": 0.0})
+    ran = [idle for verdict, idle in verdicts if isinstance(verdict, MayRun)]
+    refused = [verdict for verdict, _ in verdicts if not isinstance(verdict, MayRun)]
+    assert result.steps
+    assert ran
+    assert all(ran)
+    assert {verdict.reason for verdict in refused} >= {"host_busy"}
+
+
+def test_users_wait_longer_for_more_slack() -> None:
+    scenario = small(users=Users(4.0, burst=10), until_s=20, steps=20)
+    none = run(scenario, "fixed").users
+    all_ = run(scenario, "rose", options={"slack_share": 1.0}).users
+    assert none is not None
+    assert all_ is not None
+    assert all_.tpot_s.mean > none.tpot_s.mean
+    assert none.requests > 20
+
+
+def test_memory_of_a_card_is_never_used_twice() -> None:
+    """What the host can use and what its guest has pages on are no more than there is."""
+    lent: list[int] = []
+    simulated = run_module.Simulation._sample
+
+    def sampled(self: run_module.Simulation) -> None:
+        simulated(self)
+        for host, guest in zip(self.hosts, self.guests, strict=True):
+            assert guest.borrowed_bytes() <= host.lent_bytes()
+            own = host._granules.count - host.lent
+            assert host.kv.units <= own * host.granule_units
+            assert host.kv.used <= host.kv.units
+            lent.append(host.lent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module.Simulation, "_sample", sampled)
+        run(replace(small(users=Users(4.0, 20)), slice_s=0.1), "rose")
+    assert max(lent) > 0
+
+
+def test_a_guest_gives_memory_back_and_its_turns_go_on() -> None:
+    tight = EngineSpec(**{**_fields(ENGINE), "kv_tokens": 6_000})
+    guest = replace(GUEST, kv_base_tokens=1_000, granule_tokens=256)
+    scenario = small(guest=guest, users=Users(3.0, 12), replicas=1)
+    pool = scenario.cluster.serving
+    assert pool is not None
+    cluster = replace(scenario.cluster, serving=replace(pool, engine=tight))
+    result = run(replace(scenario, cluster=cluster), "paper")
+    assert result.counts["guest_shrinks"] > 0
+    assert all(step.trajectories == 8 for step in result.steps)
+
+
+def _fields(spec: EngineSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in EngineSpec.__dataclass_fields__}
+
+
+def test_tokens_are_never_older_than_the_trainer_allows() -> None:
+    synchronous = run(small(steps=4), "rose")
+    stale = run(small(steps=4, max_staleness=1), "rose")
+    assert {step.oldest for step in synchronous.steps} == {0}
+    assert {step.oldest for step in stale.steps} <= {0, 1}
+    assert stale.steps[-1].ended_s < synchronous.steps[-1].ended_s
+
+
+def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
+    trained: list[Trajectory] = []
+    batch = ModelledTrainer._batch
+
+    async def noted(self: ModelledTrainer) -> tuple[list[PlayedEpisode], int]:
+        episodes, version = await batch(self)
+        trained.extend(each.trajectory for each in episodes)
+        return episodes, version
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelledTrainer, "_batch", noted)
+        result = run(small(algorithm=Algorithm.DAPO, over_sampling=1.0), "fixed")
+    assert result.counts["groups_filtered"] > 0
+    assert all(step.trajectories == 8 for step in result.steps)
+    assert {each.score for each in trained} == {0.0, 1.0}
+
+
+def test_borrowed_cards_are_whole_and_go_back_when_users_need_them() -> None:
+    scenario = small(users=Silence(), until_s=300, steps=40, train_s=2.0)
+    quiet = run(scenario, "spot")
+    assert quiet.borrowed_gpu_hours > 0
+    assert run(small(steps=2), "spot").borrowed_gpu_hours == 0
+
+
+def test_training_waits_for_hybrid_cards_only_to_change_sides() -> None:
+    result = run(small(groups=8, samples=8, steps=3), "libra")
+    assert result.steps[-1].trajectories == 64
+    window = OffloadWindow()
+    first_s = window.window_s
+    window.step(first_s + 1)
+    assert window.window_s > first_s
+    window.step(1.0)
+    window.step(1.0)
+    assert window.window_s < first_s
+
+
+def test_each_object_crosses_the_slow_link_once() -> None:
+    queue = EventQueue()
+    links = Links(slow_bytes_s=1e9, near_bytes_s=1e10, latency_s=0.0)
+    transfer = ModelledTransfer(queue, links, 10**10)
+    transfer.publish(1, 0, 10**9)
+    first_s = transfer.fetch_s(0, 1, far=True)
+    assert first_s == pytest.approx(1.0)
+    assert transfer.fetch_s(0, 1, far=True) == pytest.approx(1.0)
+    assert transfer.slow_bytes == 10**9
+    assert transfer.fetch_s(0, 1, far=False) == pytest.approx(0.1)
+    for version in range(2, 40):
+        transfer.publish(version, version - 1, 10**9)
+    # Who is far behind takes a base instead of every delta.
+    assert transfer.fetch_s(0, 39, far=False) < 3.0
+
+
+def test_constants_are_as_they_were_after_a_run() -> None:
+    import elastic_scheduler.routing.router as router
+
+    before = router.STICKY_MARGIN
+    with tuned({"sticky_margin": 0.9}):
+        assert router.STICKY_MARGIN == 0.9
+    assert before == router.STICKY_MARGIN
+    for module, attribute in CONSTANTS.values():
+        assert hasattr(__import__(module, fromlist=["x"]), attribute)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'rose'"):
+        run(small(), "rosé")
+    with pytest.raises(ConfigError, match="did you mean 'slack_share'"):
+        run(small(), "rose", options={"slack_shar": 1.0})
+    with pytest.raises(ConfigError, match="no serving pool"):
+        run(small(hosts=0), "rose")
+    with pytest.raises(ClusterError, match="nobody rolls out"):
+        small(hosts=0, replicas=0)
+
+
+def test_percentiles_of_nothing_are_zero() -> None:
+    assert percentiles([]).p99 == 0
+    assert (percentiles([1.0, 2.0, 3.0]).p50, percentiles([1.0]).p99) == (2.0, 1.0)
