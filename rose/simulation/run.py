@@ -5,6 +5,7 @@
 Everything is built in one order and driven by one queue, so a seed has one history.
 """
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -51,6 +52,7 @@ from rose.simulation.step_times import StepWork
 NODE_CARDS = 8
 # Of dedicated replicas and borrowed cards.
 UNIT_TOKENS = 256
+GC_THRESHOLD = 50_000
 
 
 def run(
@@ -65,6 +67,9 @@ def run(
     with tuned(wanted):
         queue = EventQueue()
         loop = VirtualLoop(queue)
+        # Tasks leave cycles behind, and looking for them takes as long as all else.
+        thresholds = gc.get_threshold()
+        gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
         try:
             with loop.running():
                 simulation = Simulation(scenario, setup_of(policy), seed, wanted, queue, loop)
@@ -72,6 +77,7 @@ def run(
                 return simulation.result()
         finally:
             loop.close()
+            gc.set_threshold(*thresholds)
 
 
 class Simulation:
