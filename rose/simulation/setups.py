@@ -132,7 +132,7 @@ def _assumptions(
         f" rest but 20%; slackShare {SLACK_SHARE:g}",
         "host and guest in a step at once: each at half its speed",
         "weights: 5% of a version's bytes are sent, 2.5 GB/s between clusters, 12.5 GB/s inside",
-        "spot, serverless, rlboost: cards that the last minute's traffic did not need, an engine"
-        " answers 60 s later; users get them back at once",
+        "spot, serverless, rlboost: cards that Kubernetes' autoscaler frees (60% utilisation, 5"
+        " minutes without need), an engine answers 60 s later; users get them back at once",
         "libra: all training cards roll out between training phases, 3 s to change sides",
     )

@@ -1,9 +1,9 @@
 """Stand-ins for a serving cluster's users, its balancer, and an autoscaler that frees whole cards.
 
 The balancer sends a request to the host with the least work, as gateways of serving clusters do.
-The autoscaler is for policies that borrow whole cards: hosts that the traffic of the last minute
-does not need are free, the last ones first, and come back the moment that they are needed. That
-favours these policies: a real host would have to start first.
+The autoscaler is for policies that borrow whole cards: hosts that it scales down are free, the last
+ones first, and serve again the moment that it scales up. That favours these policies: a real host
+would have to start first.
 """
 
 import math
@@ -11,10 +11,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.engine.card import HOST
 from rose.simulation.engine.host import ModelledHost
 from rose.simulation.results import Latencies, Percentiles, SloSlice
-from rose.simulation.step_times import StepWork
 from rose.simulation.workload import Request
 from slo import SloSpec
 
@@ -80,7 +80,6 @@ class ModelledUsers:
         self._hosts = hosts
         self._requests = requests
         self.serving = len(hosts)
-        self.on_arrival: Callable[[Request], None] | None = None
         # Longer than a host's whole KV memory: it would wait for ever.
         self.refused = 0
 
@@ -99,8 +98,6 @@ class ModelledUsers:
         if request.prompt_tokens + request.output_tokens > most:
             self.refused += 1
         else:
-            if self.on_arrival is not None:
-                self.on_arrival(request)
             self._host_of(request).serve(request)
         self._next()
 
@@ -114,14 +111,20 @@ def _load(host: ModelledHost) -> tuple[int, int]:
     return len(host.waiting) + host.running, host.index
 
 
-WINDOW_S = 60.0
-LOOK_S = 1.0
-# A host is planned to be full to this share: serving autoscalers keep room for bursts.
+# Kubernetes' horizontal autoscaler by default: it looks every 15 s, and goes down only to what was
+# enough for all of the last 5 minutes.
+SYNC_S = 15.0
+STABLE_S = 300.0
+# GPU utilisation that it aims at: serving clusters keep room for bursts.
 TARGET_SHARE = 0.6
 
 
 class ModelledAutoscaler:
-    """Says which hosts the traffic needs; `on_change` hears of a host that is freed or needed."""
+    """Says which hosts the traffic needs; `on_change` hears of a host that is freed or needed.
+
+    Kubernetes' rule: replicas × utilisation ÷ target, rounded up; utilisation is the share of time
+    in which a host's card is inside a step of its own, as a GPU's duty cycle is measured.
+    """
 
     def __init__(
         self,
@@ -135,41 +138,31 @@ class ModelledAutoscaler:
         self._users = users
         self._hosts = hosts
         self._on_change = on_change
-        self._work_s = 0.0
+        self._busy_ns = 0
         self._needed: deque[tuple[float, int]] = deque()
         self._free: set[int] = set()
-        steps, spec = hosts[0].spec.steps, hosts[0].spec
-        chunk = spec.max_step_tokens
-        batch = 32
-        self._prefill_s = steps.seconds(StepWork(chunk, 0, 1, 0)) / chunk
-        self._token_s = steps.seconds(StepWork(0, batch, 0, batch * 1_024)) / batch
-        users.on_arrival = self._arrived
 
     def start(self) -> None:
         """Begin to look."""
-        self._queue.every_s(LOOK_S, self._look, 0.0023)
-
-    def _arrived(self, request: Request) -> None:
-        self._work_s += request.prompt_tokens * self._prefill_s
-        self._work_s += request.output_tokens * self._token_s
+        self._queue.every_s(SYNC_S, self._look, 0.0023)
 
     def _look(self) -> None:
-        now_s = self._queue.now_s
-        share, self._work_s = self._work_s / LOOK_S, 0.0
-        running = sum(len(host.waiting) + host.running for host in self._hosts)
-        by_rate = share / TARGET_SHARE
-        needed = max(1, math.ceil(by_rate), math.ceil(running / 48))
-        self._needed.append((now_s, min(len(self._hosts), needed)))
-        while self._needed[0][0] < now_s - WINDOW_S:
+        now_s, users = self._queue.now_s, self._users
+        busy_ns = sum(host.card.busy_until_now_ns(HOST) for host in self._hosts)
+        share = (busy_ns - self._busy_ns) / NS / SYNC_S / users.serving
+        self._busy_ns = busy_ns
+        needed = math.ceil(users.serving * share / TARGET_SHARE)
+        self._needed.append((now_s, min(len(self._hosts), max(1, needed))))
+        while self._needed[0][0] < now_s - STABLE_S:
             self._needed.popleft()
-        settled = now_s >= WINDOW_S
-        most = max(each for _, each in self._needed) if settled else len(self._hosts)
-        self._users.serving = most
-        for index in range(len(self._hosts)):
-            wanted = index < most
+        settled = now_s >= STABLE_S
+        most = max(each for _, each in self._needed)
+        users.serving = most if settled else len(self._hosts)
+        for index, host in enumerate(self._hosts):
+            wanted = index < users.serving
             if wanted and index in self._free:
                 self._free.discard(index)
                 self._on_change(index, False)
-            elif not wanted and index not in self._free and self._hosts[index].idle:
+            elif not wanted and index not in self._free and host.idle:
                 self._free.add(index)
                 self._on_change(index, True)

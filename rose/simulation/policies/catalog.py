@@ -3,7 +3,7 @@
 | name | borrows | leases by |
 | --- | --- | --- |
 | fixed | nothing | elastic_scheduler's `FixedPolicy` |
-| spot | whole serving cards that users do not need | `SpotPolicy` |
+| spot | whole serving cards that an autoscaler frees | `SpotPolicy` |
 | serverless | the same | `ServerlessPolicy` |
 | rlboost | the same, and training cards for a window of each step | `RlboostPolicy` |
 | libra | training cards, while they do not train | `LibraPolicy` |

@@ -12,11 +12,19 @@ from simulation_cases import ENGINE, GUEST, Silence, Users, small
 from executor.step_decision import Run as MayRun
 from executor.step_decision import decide
 from rose.errors import ConfigError
-from rose.simulation import Algorithm, ClusterError, EngineSpec, RunResult, Trajectory
+from rose.simulation import (
+    Algorithm,
+    ClusterError,
+    EngineSpec,
+    Request,
+    RunResult,
+    Trajectory,
+)
 from rose.simulation import run as run_module
 from rose.simulation.clock.event_queue import EventQueue
 from rose.simulation.cluster import Links
 from rose.simulation.engine import guest as guest_module
+from rose.simulation.fleet import users as users_module
 from rose.simulation.fleet.trainer import ModelledTrainer, PlayedEpisode
 from rose.simulation.fleet.users import percentiles
 from rose.simulation.fleet.weights import ModelledTransfer
@@ -157,6 +165,12 @@ def test_tokens_are_never_older_than_the_trainer_allows() -> None:
     assert stale.steps[-1].ended_s < synchronous.steps[-1].ended_s
 
 
+def test_rounds_of_the_tail_train_whole_batches() -> None:
+    result = run(small(tail_batching=True, steps=3, groups=4), "rose")
+    assert [step.trajectories for step in result.steps] == [16, 16, 16]
+    assert result.counts["buffer_deferred"] > 0
+
+
 def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
     trained: list[Trajectory] = []
     batch = ModelledTrainer._batch
@@ -174,11 +188,19 @@ def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
     assert {each.score for each in trained} == {0.0, 1.0}
 
 
-def test_borrowed_cards_are_whole_and_go_back_when_users_need_them() -> None:
-    scenario = small(users=Silence(), until_s=300, steps=40, train_s=2.0)
-    quiet = run(scenario, "spot")
-    assert quiet.borrowed_gpu_hours > 0
-    assert run(small(steps=2), "spot").borrowed_gpu_hours == 0
+def test_borrowed_cards_are_whole_and_go_back_when_users_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(users_module, "STABLE_S", 5.0)
+    monkeypatch.setattr(users_module, "SYNC_S", 1.0)
+    late = tuple(Request(30.0 + at / 10, 800, 20) for at in range(120))
+    scenario = small(users=Silence(late), until_s=50, steps=100, train_s=2.0)
+    busy = run(scenario, "spot", options={"instance_s": 2.0})
+    assert busy.borrowed_gpu_hours > 0
+    assert busy.counts["revoked"] > 0
+    assert busy.counts["turns_failed"] == 0
+    assert busy.users is not None
+    assert busy.users.requests > 100
 
 
 def test_training_waits_for_hybrid_cards_only_to_change_sides() -> None:
