@@ -53,6 +53,7 @@ NODE_CARDS = 8
 # Of dedicated replicas and borrowed cards.
 UNIT_TOKENS = 256
 GC_THRESHOLD = 50_000
+LEAST_RESERVE = 0.001
 
 
 def run(
@@ -186,7 +187,7 @@ class Simulation:
                 node = self._node(far=False)
             card = ModelledCard(self.queue)
             cards.append(card)
-            engine = ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS)
+            engine = ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
             node.replicas[name] = ModelledReplica(
                 name,
                 node.name,
@@ -206,7 +207,8 @@ class Simulation:
         borrows = self._setup.borrows
         guest = pool.guest if borrows is Borrows.GUESTS else None
         headroom = self._options.get("kv_headroom", guest.kv_headroom if guest else 0.2)
-        lending = LendingLimits(reserve=headroom) if guest is not None and headroom < 1 else None
+        reserve = min(1.0, max(LEAST_RESERVE, headroom))
+        lending = LendingLimits(reserve=reserve) if guest is not None else None
         share = self._options.get("host_share", 0.5)
         node: ModelledNode | None = None
         each_node = max(1, NODE_CARDS // pool.engine.cards)
@@ -278,7 +280,7 @@ class Simulation:
         same = spec.cards == dedicated.cards and spec.model == dedicated.model
         whole = dedicated if same else spec
         name = f"instance-{index}"
-        engine = ModelledEngine(name, whole, self.queue, card, GUEST, UNIT_TOKENS)
+        engine = ModelledEngine(name, whole, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
         replica = ModelledReplica(
             name,
             node.name,
@@ -396,6 +398,8 @@ class Simulation:
     def _counts(self) -> dict[str, int]:
         log, stats = self.scheduler.log, self.gateway.stats
         engines = [each.engine for each in self.gateway.replicas.values()]
+        for engine in (*engines, *self.hosts):
+            engine.settle()
         counts = {
             "steps_missing": self._scenario.trainer.steps - len(self.trainer.steps),
             "leases": log["lease_granted"],

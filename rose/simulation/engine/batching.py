@@ -11,9 +11,13 @@ What a step costs here does not grow with the sequences in it. All decoding ones
 same step, so one counter of decode steps stands for all of them, and a heap of the counts at which
 a sequence ends or needs more KV says whose turn comes. A sequence that a step leaves out lags one
 count behind.
+
+An engine that has its card alone takes all steps up to the next such count as one event (`leaps`).
+Each has its own time; whoever asks or comes in between finds the engine in the step in which it is.
 """
 
 import heapq
+from bisect import bisect_right
 from collections import deque
 from itertools import islice
 from typing import Protocol
@@ -24,6 +28,7 @@ from rose.simulation.engine.card import ModelledCard
 from rose.simulation.engine.kv_cache import ModelledKv
 from rose.simulation.step_times import StepWork
 
+MOST_LEAP = 512
 _OVER, _WAITING, _PREFILLING, _DECODING = range(4)
 
 
@@ -101,9 +106,12 @@ class Sequence:
 
 
 class _Step:
-    """A step that runs: chunks of prompts, decoding sequences in it and those left out."""
+    """A step that runs: chunks of prompts, decoding sequences in it and those left out.
 
-    __slots__ = ("chunks", "count", "left_out", "lost", "work")
+    ends_ns: of each step of a leap, the last one's included; passed of them are over and counted.
+    """
+
+    __slots__ = ("chunks", "count", "ends_ns", "left_out", "lost", "passed", "work")
 
     def __init__(
         self,
@@ -118,6 +126,8 @@ class _Step:
         self.work = work
         # Of `count`, those that ended while it ran.
         self.lost = 0
+        self.ends_ns: list[int] = []
+        self.passed = 0
 
 
 class ModelledEngine:
@@ -132,8 +142,12 @@ class ModelledEngine:
         tenant: int,
         unit_tokens: int,
         kv_tokens: int | None = None,
+        *,
+        leaps: bool = False,
     ) -> None:
+        """leaps: it has its card alone, and nobody needs to hear of each of its steps."""
         self.name = name
+        self.leaps = leaps
         self.spec = spec
         self.queue = queue
         self.card = card
@@ -162,10 +176,12 @@ class ModelledEngine:
         """Take a sequence in."""
         sequence.state = _WAITING
         self.waiting.append(sequence)
+        self._land()
         self.wake()
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence that nobody wants any more; its owner is not told."""
+        self._land()
         if sequence.state == _WAITING:
             self.waiting.remove(sequence)
         elif sequence.state != _OVER:
@@ -185,6 +201,7 @@ class ModelledEngine:
         """Tokens that the sequence has made by now."""
         if sequence.state != _DECODING:
             return sequence.base_made
+        self.settle()
         return sequence.base_made + self.count - sequence.start - sequence.lag
 
     @property
@@ -229,18 +246,62 @@ class ModelledEngine:
 
     def pause(self, seconds: float) -> None:
         """Begin no step for so long, as while weights are activated."""
+        self._land()
         self.paused_until_ns = max(self.paused_until_ns, self.queue.now_ns + round(seconds * NS))
         self.queue.at_ns(self.paused_until_ns, self.wake)
 
     def recompute(self) -> None:
         """Weights changed: what runs computes its KV anew, and cached prefixes are gone."""
+        self._land()
         for sequence in [*reversed(self.decoding), *reversed(self.prefilling)]:
             self._preempt(sequence, counts=False)
         self.kv.forget()
 
-    def work_now(self) -> int:
-        """KV tokens that a step would attend to."""
-        return self.decode_context
+    # ---- leaps ----
+
+    def _leap(self, step: _Step) -> None:
+        """Plan all steps until a sequence ends or needs KV, as long as nothing waits."""
+        marks = self._marks
+        while marks and (marks[0][2].mark != marks[0][1] or marks[0][2].state != _DECODING):
+            heapq.heappop(marks)
+        most = min(MOST_LEAP, marks[0][0] - self.count) if marks else 1
+        if most < 2:
+            return
+        seconds, count = self.spec.steps.seconds, step.count
+        end_ns, context = self.queue.now_ns, self.decode_context
+        for _ in range(most):
+            end_ns += round(seconds(StepWork(0, count, 0, context)) * NS)
+            context += count
+            step.ends_ns.append(end_ns)
+
+    def settle(self) -> None:
+        """Count the steps of a leap that are over by now."""
+        step = self._step
+        if step is None or not step.ends_ns:
+            return
+        over = min(bisect_right(step.ends_ns, self.queue.now_ns), len(step.ends_ns) - 1)
+        new = over - step.passed
+        if new <= 0:
+            return
+        step.passed = over
+        self.count += new
+        self.steps += new
+        self.decode_context += new * step.count
+        self.tokens_made += new * step.count
+        self.last_end_ns = self._began_ns = step.ends_ns[over - 1]
+        self.last_step_ns = step.ends_ns[over - 1] - step.ends_ns[over - 2] if over > 1 else 0
+
+    def _land(self) -> None:
+        """End a leap with the step that runs now."""
+        step = self._step
+        if step is None or not step.ends_ns:
+            return
+        self.settle()
+        if step.passed + 1 < len(step.ends_ns):
+            del step.ends_ns[step.passed + 1 :]
+            self.card.shorten(self.tenant, step.ends_ns[-1])
+
+    # ---- a step ----
 
     def _begin(self, tokens: int, sequences: int) -> None:
         decoding = self.decoding
@@ -275,11 +336,16 @@ class ModelledEngine:
         share = count / len(decoding) if decoding else 0.0
         context += round(self.decode_context * share)
         work = StepWork(prefill, count, len(chunks), context)
-        self._step = _Step(chunks, count, left_out, work)
-        self._began_ns = self.queue.now_ns
+        step = self._step = _Step(chunks, count, left_out, work)
+        now_ns = self._began_ns = self.queue.now_ns
         self.steps += 1
+        if self.leaps and not (chunks or left_out or self.waiting):
+            self._leap(step)
         self.begun(work)
-        self.card.begin(self.tenant, self.spec.steps.seconds(work), self._end)
+        takes_s = self.spec.steps.seconds(work)
+        if step.ends_ns:
+            takes_s = (step.ends_ns[-1] - now_ns) / NS
+        self.card.begin(self.tenant, takes_s, self._end)
 
     def begun(self, work: StepWork) -> None:
         """A step begins; for subclasses."""
@@ -288,6 +354,7 @@ class ModelledEngine:
         """A step ended, and its sequences know it; for subclasses."""
 
     def _end(self) -> None:
+        self.settle()
         step = self._step
         assert step is not None
         now_ns = self.queue.now_ns

@@ -79,8 +79,9 @@ class ModelledHost(ModelledEngine):
         users: Users,
         lending: LendingLimits | None,
     ) -> None:
-        """`lending`: None for a host that lends no KV memory."""
-        super().__init__(f"host-{index}", spec, queue, card, HOST, UNIT_TOKENS)
+        """`lending`: None for a host without a guest, whose page nobody reads."""
+        alone = lending is None
+        super().__init__(f"host-{index}", spec, queue, card, HOST, UNIT_TOKENS, leaps=alone)
         self.index = index
         self.page = ModelledPage(queue.now_ns)
         self.on_publish: Callable[[], None] | None = None
@@ -108,6 +109,9 @@ class ModelledHost(ModelledEngine):
     def serve(self, request: Request) -> None:
         """A user's request arrived."""
         mine = _UserRequest(self, request, f"r{next(self._ids)}")
+        if self._lender is None:
+            self.submit(mine.sequence)
+            return
         self._requests[mine.sequence.id] = mine
         self._deadlines.arrived(mine.sequence.id, self.queue.now_ns, mine.sequence.prompt_tokens)
         self._lend(idle=False)
@@ -118,8 +122,8 @@ class ModelledHost(ModelledEngine):
     def finished(self, request: _UserRequest, now_ns: int) -> None:
         """A request has its last token."""
         sequence = request.sequence
-        self._gone.append(sequence.id)
-        del self._requests[sequence.id]
+        if self._requests.pop(sequence.id, None) is not None:
+            self._gone.append(sequence.id)
         made = sequence.output_tokens
         decode_ns = now_ns - request.first_ns
         self._users.served(
@@ -134,6 +138,8 @@ class ModelledHost(ModelledEngine):
 
     def begun(self, work: StepWork) -> None:
         """Note what is in the step, and publish."""
+        if self._lender is None:
+            return
         assert self._step is not None
         self._chunks = self._step.chunks
         if self._chunks:
@@ -145,6 +151,8 @@ class ModelledHost(ModelledEngine):
 
     def ended(self, work: StepWork, took_ns: int) -> None:
         """Keep deadlines, lend or take back, publish."""
+        if self._lender is None:
+            return
         self._deadlines.stepped(self.queue.now_ns, self._scheduled, self._has_token)
         for each, _ in self._chunks:
             if each not in self.decoding:

@@ -24,6 +24,7 @@ from rose.simulation import run as run_module
 from rose.simulation.clock.event_queue import EventQueue
 from rose.simulation.cluster import Links
 from rose.simulation.engine import guest as guest_module
+from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.fleet import users as users_module
 from rose.simulation.fleet.trainer import ModelledTrainer, PlayedEpisode
 from rose.simulation.fleet.users import percentiles
@@ -57,6 +58,18 @@ def test_a_step_is_its_parts_and_steps_follow_each_other(results: dict[str, RunR
 def test_a_seed_has_one_history_and_another_seed_another(results: dict[str, RunResult]) -> None:
     assert run(small(), "rose").to_json() == results["rose"].to_json()
     assert run(small(), "rose", seed=1).to_json() != results["rose"].to_json()
+
+
+@pytest.mark.parametrize("policy", ["fixed", "libra", "rose"])
+def test_steps_taken_as_one_event_make_the_same_history(
+    policy: str, results: dict[str, RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelledEngine, "_leap", lambda *_: None)
+    single = run(small(), policy)
+    leapt = results[policy]
+    assert leapt.counts["events"] < single.counts["events"]
+    alike = leapt.counts | {"events": single.counts["events"]}
+    assert replace(leapt, counts=alike) == single
 
 
 def test_every_policy_is_given_the_same_episodes(results: dict[str, RunResult]) -> None:
