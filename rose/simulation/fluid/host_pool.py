@@ -2,9 +2,11 @@
 
 The state is the mean number of requests in a host, n. They come at rate λ and stay T(n) seconds:
 
-    dn/dt = λ − n ÷ T(n)        busy share of a host = 1 − exp(−n)
+    dn/dt = λ − n ÷ T(n)        busy share of hosts = E[min(M, hosts)] ÷ hosts
 
-since the number in a host whose requests are served side by side is Poisson (an M/G/∞ queue).
+M, the number in all of them, is Poisson of mean n × hosts, since requests are served side by side
+(an M/G/∞ queue); a balancer gives each to a host that has the fewest, so none is idle while another
+has two.
 T(n) = (prefill + output tokens × step(n)) ÷ (1 − λ × prefill): all sequences of a step wait for the
 prompts that others bring into it.
 """
@@ -87,6 +89,8 @@ class HostPoolFluid:
         self._profile = profile
         self.in_host = 0.0
         self.queued = 0.0
+        # Of a host's time, in the last stretch, that went to prompts.
+        self.prefill_share = 0.0
         self.serve(mix)
 
     def serve(self, mix: UserMix) -> None:
@@ -104,7 +108,7 @@ class HostPoolFluid:
     @property
     def busy(self) -> float:
         """Share of a host's time inside a step."""
-        return 1.0 - math.exp(-self.in_host)
+        return busy_share(self.in_host, self._hosts)
 
     @property
     def prefill_s(self) -> float:
@@ -116,8 +120,9 @@ class HostPoolFluid:
         return self._line.seconds(self._in_busy_host()) / speed
 
     def stay_s(self, rate_per_s: float, in_host: float, speed: float = 1.0) -> float:
-        """How long a request stays in a host that has `in_host` others on the average."""
-        step_s = self._line.seconds(1.0 + in_host) / speed
+        """How long a request stays, while hosts have `in_host` of them on the average."""
+        beside = in_host / max(1e-12, busy_share(in_host, self._hosts)) if in_host else 1.0
+        step_s = self._line.seconds(max(1.0, beside)) / speed
         prefill_s = self.prefill_s / speed
         share = min(_MOST_PREFILL_SHARE, rate_per_s * prefill_s)
         return (prefill_s + self._mix.output_tokens * step_s) / (1 - share)
@@ -143,7 +148,8 @@ class HostPoolFluid:
         left = math.exp(-seconds / stay_s)
         self.in_host = min(self._most, settled + (before - settled) * left)
         mean = min(self._most, settled + (before - settled) * (1 - left) * stay_s / seconds)
-        return 1.0 - math.exp(-mean)
+        self.prefill_share = min(_MOST_PREFILL_SHARE, accepted * self.prefill_s / speed)
+        return busy_share(mean, self._hosts)
 
     def settled(self, rate_per_s: float, speed: float = 1.0) -> float:
         """Requests in a host in the long run, at so many a second for each."""
@@ -164,3 +170,25 @@ class HostPoolFluid:
     def _in_busy_host(self) -> float:
         busy = self.busy
         return self.in_host / busy if busy > 1e-9 else 1.0
+
+
+# Of more hosts the Poisson distribution is close to a normal one.
+_MANY_HOSTS = 40
+
+
+def busy_share(in_host: float, hosts: float) -> float:
+    """Share of hosts that have at least one of `in_host` × `hosts` requests, spread evenly."""
+    mean = in_host * hosts
+    if mean <= 0:
+        return 0.0
+    if hosts >= _MANY_HOSTS:
+        sigma = math.sqrt(mean)
+        z = (hosts - mean) / sigma
+        below = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+        density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return min(1.0, max(0.0, 1 - ((hosts - mean) * below + sigma * density) / hosts))
+    idle, chance = 0.0, math.exp(-mean)
+    for number in range(math.ceil(hosts)):
+        idle += (hosts - number) * chance
+        chance *= mean / (number + 1)
+    return min(1.0, max(0.0, 1 - idle / hosts))

@@ -75,7 +75,7 @@ class FluidRun:
             start_s = began_rollout_s if overlapped and number else synced_s
             episodes, batched_s, phases = self._batch(start_s, number)
             batched_s = max(batched_s, synced_s)
-            if batched_s > self._scenario.until_s:
+            if batched_s + self._train_s(episodes) > self._scenario.until_s:
                 break
             if overlapped:
                 began_rollout_s = batched_s
@@ -142,6 +142,10 @@ class FluidRun:
         totals.guest_s += phase.guest_busy_s
         return phase
 
+    def _train_s(self, episodes: list[Trajectory]) -> float:
+        tokens = sum(episode.total_tokens for episode in episodes)
+        return self._trainer.train_s + self._trainer.train_s_per_token * tokens
+
     def _startup_s(self) -> float:
         return self._guests.startup_s if self._guests is not None else 0.0
 
@@ -156,7 +160,7 @@ class FluidRun:
     ) -> float:
         trainer, totals = self._trainer, self._totals
         tokens = sum(episode.total_tokens for episode in episodes)
-        train_s = trainer.train_s + trainer.train_s_per_token * tokens
+        train_s = self._train_s(episodes)
         ended_s = batched_s + train_s
         totals.training_s += train_s
         totals.sync_s += synced_s - began_s

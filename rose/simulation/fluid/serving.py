@@ -109,7 +109,9 @@ class ServingFluid:
         self.in_host_s += fluid.in_host * WINDOW_S
         self._busy_hold.step(BusySeen(_POOL, busy), end_s)
         queue_s = fluid.queued / (fluid.capacity_rps(speed) * self._pool.hosts)
-        moment = HostMoment(busy, fluid.step_s(speed), speed, guests.step_s * duty, queue_s)
+        step_s = fluid.step_s(speed)
+        token_s = step_s / (1 - fluid.prefill_share)
+        moment = HostMoment(busy, step_s, token_s, speed, guests.step_s * duty, queue_s)
         for request in arrived:
             self._users.serve(request, moment)
         self.now_s = end_s

@@ -21,13 +21,15 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class HostMoment:
     """Hosts of a pool at one moment.
 
-    busy: share of time inside a step; step_s: of a decode step; speed: of the card that a working
+    busy: share of time inside a step; step_s: of a decode step; token_s: of a token, with the steps
+    that others' prompts make longer; speed: of the card that a working
     host has; guest_step_s: of a guest that computes in the hosts' idle time, 0 without one;
     queue_s: that a request waits until any host has room for it.
     """
 
     busy: float
     step_s: float
+    token_s: float
     speed: float = 1.0
     guest_step_s: float = 0.0
     queue_s: float = 0.0
@@ -90,8 +92,7 @@ class UserLatencies:
             prefill_s += min(prefill_s, rest * now.guest_step_s)
         heapq.heapreplace(self._free_s, begin_s + prefill_s)
         ttft_s = begin_s + prefill_s - request.arrival_s
-        tpot_s = now.step_s
-        self._count(request, ttft_s, tpot_s)
+        self._count(request, ttft_s, now.token_s)
         return ttft_s
 
     def backlog_s(self, now_s: float) -> float:

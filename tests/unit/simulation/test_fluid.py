@@ -25,7 +25,7 @@ from rose.simulation import (
     Turn,
 )
 from rose.simulation.fluid import run_fluid
-from rose.simulation.fluid.host_pool import GuestLoad, HostPoolFluid, UserMix
+from rose.simulation.fluid.host_pool import GuestLoad, HostPoolFluid, UserMix, busy_share
 from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, roll_out
 from rose.simulation.fluid.serving import ServingFluid
 from rose.simulation.fluid.what_if import WhatIfQuestion, what_if
@@ -97,6 +97,7 @@ def test_hosts_are_busy_as_a_queue_of_requests_served_side_by_side_says() -> Non
     for _ in range(200):
         busy = fluid.advance(0.5, 1.0)
     stay_s = fluid.stay_s(0.5, fluid.in_host)
+    # One host: it is idle while nobody is there.
     assert busy == pytest.approx(1 - math.exp(-0.5 * stay_s), rel=1e-3)
     assert fluid.queued == 0
 
@@ -210,3 +211,14 @@ def test_a_guest_beside_a_busy_host_waits_for_slack() -> None:
         return fluid.lent_s
 
     assert lent(0.01) > lent(0.09)
+
+
+@pytest.mark.parametrize("hosts", [1, 4, 39, 40, 400])
+def test_even_spread_keeps_as_many_hosts_busy_as_there_are_requests(hosts: int) -> None:
+    assert busy_share(0.0, hosts) == 0.0
+    shares = [busy_share(0.1 * n, hosts) for n in range(30)]
+    assert shares == sorted(shares)
+    assert all(share <= min(1.0, 0.1 * n) + 1e-9 for n, share in enumerate(shares))
+    assert busy_share(5.0, hosts) > 0.99
+    if hosts > 100:
+        assert busy_share(0.5, hosts) == pytest.approx(0.5, abs=0.001)
