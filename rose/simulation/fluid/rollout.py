@@ -2,10 +2,9 @@
 
 Episode i has X_i tokens to make and e_i seconds of environment for each of them. While a token
 takes s seconds it advances at 1 ÷ (s + e_i), and is in an engine for s ÷ (s + e_i) of the time. s
-follows from how many are in engines: turns go where they are done first, so it is the same for
-dedicated engines and for guests, which have a share h of their card:
+follows from how many are in engines and where (`place`); guests have a share of their card:
 
-    s = dedicated(n_d) = guest(n_g) ÷ h,   n_d × engines + n_g × guests = Σ s ÷ (s + e_i)
+    n_d × engines + n_g × guests = Σ s ÷ (s + e_i)
 """
 
 import math
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_scheduler.routing.router import STICKY_MARGIN
 from rose.simulation.cluster import EngineSpec
 from rose.simulation.fluid.host_pool import GuestLoad, StepLine
 from rose.simulation.workload import Trajectory
@@ -24,6 +24,8 @@ Floats = NDArray[np.float64]
 _ROUNDS = 30
 # Largest part of what is left of the shortest episode that one tick advances.
 _TICK_SHARE = 0.05
+# The router leaves a turn where its prefix is unless elsewhere it costs a margin less.
+STAY = 1 / (1 - STICKY_MARGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,17 @@ class Engines:
     count: float
     line: StepLine
     most: float
+
+    @property
+    def full_rate(self) -> float:
+        """Tokens a second of a full batch."""
+        return self.most / self.line.seconds(self.most)
+
+    def token_s(self, sequences: float) -> float:
+        """Of each of so many sequences in one engine, those that wait for a place among them."""
+        if sequences > self.most:
+            return self.line.seconds(self.most) * sequences / self.most
+        return self.line.seconds(max(1.0, sequences))
 
     def in_one(self, token_s: float, share: float = 1.0) -> float:
         """Sequences in one of them while a token takes `token_s` and it has `share` of its card.
@@ -138,7 +151,8 @@ def roll_out(
         context = float((batch.first_context[alive] + batch.growth[alive] * made).mean())
         own = dedicated.at(context, batch.prefill_per_output)
         lent = guests.at(context, batch.prefill_per_output) if guests is not None else None
-        token_s = token_time(waits, own, lent, share)
+        placed = place(waits, own, lent, share)
+        token_s = placed.token_s
         if not math.isfinite(token_s):
             if guests is None or longest_tick_s <= 0:
                 raise ValueError("no engine has a card to roll out on")
@@ -148,13 +162,12 @@ def roll_out(
         tick_s = min(longest_tick_s, _tick_s(left[alive], pace))
         left[alive] -= pace * tick_s
         now_s += tick_s
-        on_own, on_lent = _placed(float((token_s * pace).sum()), own, lent, token_s, share)
         tokens = float(pace.sum()) * tick_s
-        borrowed += tokens * on_lent / max(1e-12, on_own + on_lent)
-        busy_d += tick_s * min(1.0, on_own / max(1e-12, own.count))
+        borrowed += tokens * placed.borrowed
+        busy_d += tick_s * min(1.0, placed.on_dedicated / max(1e-12, own.count))
         if lent is not None and lent.count:
-            in_one = on_lent / lent.count
-            load = GuestLoad(min(1.0, in_one), lent.line.seconds(max(1.0, in_one)))
+            in_one = placed.on_guests / lent.count
+            load = GuestLoad(min(1.0, in_one), lent.token_s(in_one))
             busy_g += tick_s * share * load.duty
         ended = np.flatnonzero(alive & (left <= 1e-9))
         ends[ended] = now_s
@@ -165,50 +178,77 @@ def roll_out(
     return RolloutPhase(now_s, ends, float(batch.output_tokens.sum()), borrowed, busy_d, busy_g)
 
 
-def _placed(
-    wanted: float, dedicated: Engines, guests: Engines | None, token_s: float, share: float
-) -> tuple[float, float]:
-    """(sequences in dedicated engines, in guests): all of `wanted`, in parts as each has room."""
-    own = dedicated.count * dedicated.in_one(token_s)
-    lent = guests.count * guests.in_one(token_s, share) if guests is not None else 0.0
-    scale = wanted / max(1e-12, own + lent)
-    return own * scale, lent * scale
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where sequences are: in all dedicated engines, in all guests, and a mean token's time."""
+
+    on_dedicated: float
+    on_guests: float
+    token_s: float
+
+    @property
+    def borrowed(self) -> float:
+        """Share of sequences that guests have."""
+        return self.on_guests / max(1e-12, self.on_dedicated + self.on_guests)
 
 
-def token_time(waits: Floats, dedicated: Engines, guests: Engines | None, share: float) -> float:
-    """Seconds of a token, such that as many sequences are in engines as are not waiting.
+def place(waits: Floats, dedicated: Engines, guests: Engines | None, share: float) -> Placement:
+    """Place as many sequences in engines as are not in their environment.
 
-    Both sides are monotone: a longer time has room for more in the engines, and more are in them.
-    Infinite when no engine has anything of a card.
+    The router offers turns to replicas as they are fast with a full batch, of which guests tell the
+    rate of a whole card; a turn stays where its prefix is until elsewhere it is done earlier by a
+    margin. So guests have as many sequences as dedicated engines have, but no more than makes a
+    token there take `STAY` times as long. A token takes infinitely long when no engine has
+    anything of a card.
     """
+    if not dedicated.count:
+        return _place_on_guests(waits, guests, share)
+    ratio = guests.full_rate / dedicated.full_rate if guests is not None else 0.0
 
-    def room(token_s: float) -> float:
-        found = dedicated.count * dedicated.in_one(token_s) if dedicated.count else 0.0
-        return found + (guests.count * guests.in_one(token_s, share) if guests else 0.0)
+    def at(own_s: float) -> Placement:
+        own = dedicated.in_one(own_s)
+        lent = 0.0
+        if guests is not None and share > 0:
+            lent = min(own * ratio, guests.in_one(own_s * STAY, share))
+        on_own, on_lent = own * dedicated.count, lent * (guests.count if guests else 0.0)
+        if not on_lent or guests is None:
+            return Placement(on_own, 0.0, own_s)
+        lent_s = guests.token_s(lent) / share
+        return Placement(on_own, on_lent, (on_own * own_s + on_lent * lent_s) / (on_own + on_lent))
 
-    low = _fastest(dedicated, guests, share)
-    if not math.isfinite(low):
-        return math.inf
+    low = dedicated.line.seconds(1)
     high = low
     for _ in range(_ROUNDS):
-        high *= 2
-        if room(high) >= float((high / (high + waits)).sum()):
+        if _fits(at(high), waits):
             break
+        low, high = high, 2 * high
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        if room(middle) < float((middle / (middle + waits)).sum()):
-            low = middle
-        else:
-            high = middle
-    return high
+        low, high = (low, middle) if _fits(at(middle), waits) else (middle, high)
+    return _scaled(at(high), waits)
 
 
-def _fastest(dedicated: Engines, guests: Engines | None, share: float) -> float:
-    """A token's time in an engine of its own."""
-    times = [dedicated.line.seconds(1)] if dedicated.count else []
-    if guests is not None and guests.count and share > 0:
-        times.append(guests.line.seconds(1) / share)
-    return min(times, default=math.inf)
+def _place_on_guests(waits: Floats, guests: Engines | None, share: float) -> Placement:
+    """Where there is no dedicated engine."""
+    if guests is None or not guests.count or share <= 0:
+        return Placement(0.0, 0.0, math.inf)
+    wanted = float(len(waits))
+    for _ in range(_ROUNDS):
+        token_s = guests.token_s(wanted / guests.count) / share
+        wanted = (wanted + float((token_s / (token_s + waits)).sum())) / 2
+    return Placement(0.0, wanted, guests.token_s(wanted / guests.count) / share)
+
+
+def _fits(placed: Placement, waits: Floats) -> bool:
+    wanted = float((placed.token_s / (placed.token_s + waits)).sum())
+    return placed.on_dedicated + placed.on_guests >= wanted
+
+
+def _scaled(placed: Placement, waits: Floats) -> Placement:
+    """Where engines have less than one sequence each, there was room for more than there are."""
+    wanted = float((placed.token_s / (placed.token_s + waits)).sum())
+    scale = wanted / max(1e-12, placed.on_dedicated + placed.on_guests)
+    return Placement(placed.on_dedicated * scale, placed.on_guests * scale, placed.token_s)
 
 
 def _tick_s(left: Floats, pace: Floats) -> float:
