@@ -13,6 +13,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "compare": ("compare", "run one scenario under several policies"),
         "sweep": ("sweep", "run one scenario with other constants, several runs at once"),
         "what-if": ("what_if", "say what lending would gain and cost, by a trace of your users"),
+        "fleet": ("fleet", "run a fleet of 1,000 cards for days, by means instead of steps"),
         "paper": ("paper", "run the ROSE paper's set-ups, and show its rows beside ours"),
     }
 )

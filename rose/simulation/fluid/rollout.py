@@ -21,7 +21,7 @@ from rose.simulation.workload import Trajectory
 from slo import StepProfile
 
 Floats = NDArray[np.float64]
-_ROUNDS = 30
+_ROUNDS = 20
 # Largest part of what is left of the shortest episode that one tick advances.
 _TICK_SHARE = 0.05
 # The router leaves a turn where its prefix is unless elsewhere it costs a margin less.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError
+from rose.simulation.fluid.fleet import FleetResult
 from rose.simulation.fluid.what_if import WhatIfAnswer
 from rose.simulation.results import RunResult, UseSlice
 
@@ -144,6 +145,25 @@ def draw_what_if(answer: WhatIfAnswer) -> "Figure":
     return figure
 
 
+def draw_fleet(result: FleetResult) -> "Figure":
+    """A fleet's serving cards by the hour: users' share, what is lendable, what is borrowed."""
+    figure, axes = _figure(3.4)
+    hours = [each.start_s / 3_600 for each in result.series]
+    for key, colour, label in (
+        ("users", HOST, "users alone"),
+        ("lendable", "#7fb8cc", "lendable"),
+        ("borrowed", GUEST, "borrowed"),
+    ):
+        values = [getattr(each, key) for each in result.series]
+        axes.step(hours, values, where="post", color=colour, label=label)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(0, result.hours)
+    axes.set_xticks(range(0, int(result.hours) + 1, 24 if result.hours > 48 else 4))
+    axes.set(title="Serving cards of the fleet", xlabel="hours from Monday 00:00", ylabel="share")
+    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
 def _bars(axes: "Axes", answer: WhatIfAnswer) -> None:
     rows = ("alone", "lending")
     for shift, (key, label, colour) in zip(
@@ -181,6 +201,11 @@ def save_plots(results: Sequence[RunResult], folder: Path) -> list[Path]:
 def save_what_if(answer: WhatIfAnswer, folder: Path) -> list[Path]:
     """Draw and save the picture of an answer; its file. Raises ConfigError as `save_plots` does."""
     return _save({"what-if.png": partial(draw_what_if, answer)}, folder)
+
+
+def save_fleet(result: FleetResult, folder: Path) -> list[Path]:
+    """Draw and save the picture of a fleet; its file. Raises ConfigError as `save_plots` does."""
+    return _save({"fleet.png": partial(draw_fleet, result)}, folder)
 
 
 def _save(pictures: dict[str, Callable[[], "Figure"]], folder: Path) -> list[Path]:

@@ -57,8 +57,6 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     (tmp_path / "run" / "serving-0").mkdir(parents=True)
     (tmp_path / "run" / "s1").mkdir()
     (tmp_path / "policy.json").write_text(json.dumps({**POLICY, "cooldown": "1m"}))
-    times = "".join(f"2026-01-01 00:00:{second:02},900,40\n" for second in range(60))
-    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + times)
     log = AuditLog(audit_file(tmp_path / "run" / "s1", "scheduler"), "scheduler")
     log.write("started", {})
     log.close()

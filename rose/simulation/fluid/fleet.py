@@ -1,0 +1,419 @@
+"""Fluid of a whole fleet: serving deployments and training jobs that borrow from them, for days.
+
+    deployment ── busy share of each quarter of an hour ──► what its hosts could lend
+    job ── rollout: the free hosts that lend most ──► train ──► weights travel ──► rollout …
+
+A job borrows from one deployment at a time, at most so many cards; a host has the guest of one job.
+Rollouts of the same batch on as many guests with the same share take equally long, so they are
+computed once: a week of a thousand cards takes minutes, and its memory does not grow with the days.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+
+from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.errors import ConfigError
+from rose.simulation.calibration.published import PublishedEngine, published_engine
+from rose.simulation.cluster import Links
+from rose.simulation.fluid.host_pool import HostPoolFluid, UserMix
+from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, RolloutPhase, roll_out
+from rose.simulation.fluid.serving import MARGIN_S, SHARED_SPEED
+from rose.simulation.trainer import Algorithm, TrainerSpec
+from rose.simulation.workload import RolloutWorkload
+from rose.simulation.workloads.serving import DAY_S, HOUR_S, BurstyTraffic
+from slo import SloSpec
+
+QUARTER_S = 900.0
+KV_HEADROOM = 0.2
+# Batches of a job that differ; later steps play them again.
+BATCHES = 8
+_SHARE_STEP = 0.05
+# Of what a host serves at half of its speed: with more its queue grows, and slack is gone.
+_KEEPS_UP = 0.9
+GUEST_STEP_S = 0.03
+_LEAST_SHARE = 0.1
+_TICK_S = 5.0
+# Gauss-Hermite points and weights of a normal distribution, for bursts that differ in density.
+_POINTS = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Equal hosts that serve one model's users, and what their operator lends.
+
+    slack_share: of a busy host's slack, 0 for idle time alone. hold: beside how busy a host nothing
+    is lent, None for no limit: a host that decodes for someone all the time is always busy.
+    """
+
+    name: str
+    hosts: int
+    engine: PublishedEngine
+    traffic: BurstyTraffic
+    slo: SloSpec
+    slack_share: float = 0.5
+    hold: MaxHostBusy | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ConfigError(f"{self.name}.hosts is {self.hosts}; give at least 1")
+
+    @property
+    def cards(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.engine.cards
+
+    def lendable(self, time_s: float) -> tuple[float, float]:
+        """(busy share alone, share of a card that a guest would have) at a time of the week.
+
+        Beside a busy host that is half of it, while the host keeps up at half of its speed and its
+        slack is longer than a guest's step.
+        """
+        traffic, busy, lent = self.traffic, 0.0, 0.0
+        mix = UserMix(traffic.prompt.mean, traffic.output.mean)
+        fluid = HostPoolFluid(self.engine.spec(), self.engine.profile, self.hosts, mix)
+        rate = traffic.rate_per_s * traffic.day.at(traffic.start_s + time_s)
+        bursts = traffic.bursts
+        calm = rate * bursts.calm_factor
+        states = [(1 - bursts.share, calm)]
+        for z, weight in _POINTS:
+            density = math.exp(bursts.spread * z - bursts.spread**2 / 2)
+            states.append((bursts.share * weight, calm * bursts.ratio * density))
+        for weight, state_rate in states:
+            fluid.in_host = fluid.settled(state_rate / self.hosts)
+            alone = fluid.busy
+            busy += weight * alone
+            if self.hold is not None and alone >= self.hold.share:
+                continue
+            lent += weight * self._beside(fluid, state_rate / self.hosts, alone)
+        return busy, lent
+
+    def _beside(self, fluid: HostPoolFluid, rate_per_s: float, alone: float) -> float:
+        if rate_per_s >= _KEEPS_UP * fluid.capacity_rps(SHARED_SPEED):
+            return 1 - alone
+        fluid.in_host = fluid.settled(rate_per_s, SHARED_SPEED)
+        slack_s = self.slo.tpot_s - fluid.step_s(SHARED_SPEED) - MARGIN_S
+        if self.slack_share * slack_s <= GUEST_STEP_S:
+            return 1 - alone
+        return (1 - fluid.busy) + fluid.busy * SHARED_SPEED
+
+
+@dataclass(frozen=True, slots=True)
+class FleetJob:
+    """One training job: `replicas` engines and `training_cards` of its own; `model` also on guests.
+
+    borrowed_cards: at most so many at once. start_s, end_s: of the run. Raises ConfigError.
+    """
+
+    name: str
+    model: str
+    replicas: int
+    replica_cards: int
+    training_cards: int
+    borrowed_cards: int
+    trainer: TrainerSpec
+    rollouts: RolloutWorkload
+    start_s: float = 0.0
+    end_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.training_cards < 1:
+            raise ConfigError(f"{self.name}: a job has at least one replica and a training card")
+        if not 0 <= self.start_s < self.end_s:
+            raise ConfigError(f"{self.name}: start_s {self.start_s} is not before end_s")
+
+    @property
+    def cards(self) -> int:
+        """Of its own."""
+        return self.replicas * self.replica_cards + self.training_cards
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """A fleet for so many seconds. card, engine: of all published step times."""
+
+    deployments: tuple[Deployment, ...]
+    jobs: tuple[FleetJob, ...]
+    seconds: float = DAY_S
+    card: str = "h200"
+    engine: str = "vllm"
+    links: Links = field(default_factory=Links)
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError(f"seconds is {self.seconds}; give a time above 0")
+        names = [*(each.name for each in self.deployments), *(each.name for each in self.jobs)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name}: two parts of a fleet have this name")
+
+    @property
+    def cards(self) -> int:
+        """Of all."""
+        serving = sum(each.cards for each in self.deployments)
+        return serving + sum(each.cards for each in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetHour:
+    """Means of one hour: shares of the serving cards' time."""
+
+    start_s: float
+    users: float
+    lendable: float
+    borrowed: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a job did: training steps, tokens trained on and borrowed, and its hours in rollouts."""
+
+    name: str
+    steps: int
+    tokens: float
+    borrowed_tokens: float
+    rollout_hours: float
+    hours: float
+    borrowed_gpu_hours: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over its whole time."""
+        return self.tokens / (self.hours * HOUR_S) if self.hours else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """What a fleet did. gpu_use: share of all cards' time in a step."""
+
+    cards: int
+    hours: float
+    jobs: tuple[JobResult, ...]
+    series: tuple[FleetHour, ...]
+    users_busy: float
+    borrowed_gpu_hours: float
+    gpu_use: float
+    assumptions: tuple[str, ...]
+
+    def plain(self) -> dict[str, object]:
+        """As JSON has it."""
+        found = asdict(self)
+        for job, plain in zip(self.jobs, found["jobs"], strict=True):
+            plain["tokens_per_s"] = job.tokens_per_s
+        return found
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job while it runs."""
+
+    job: FleetJob
+    step: int = 0
+    tokens: float = 0.0
+    borrowed: float = 0.0
+    rollout_s: float = 0.0
+    own_busy_s: float = 0.0
+    guest_s: float = 0.0
+    ended_s: float = 0.0
+
+
+class FleetRun:
+    """One run of a fleet. borrows: whether jobs borrow at all."""
+
+    def __init__(self, spec: FleetSpec, seed: int = 0, *, borrows: bool = True) -> None:
+        self._spec, self._seed, self._borrows = spec, seed, borrows
+        self._free = {each.name: each.hosts for each in spec.deployments}
+        self._use = _Slices(spec.seconds)
+        self._lendable = lru_cache(maxsize=4_096)(self._lendable_in)
+        self._rolled = lru_cache(maxsize=4_096)(self._roll_out)
+        self._batch = lru_cache(maxsize=BATCHES * max(1, len(spec.jobs)))(self._make_batch)
+
+    def run(self) -> FleetResult:
+        """All jobs to the end."""
+        running = [_Running(job) for job in self._spec.jobs]
+        # (time, order, job, hosts to give back to their deployment); ties go by order.
+        events: list[tuple[float, int, _Running, str, int]] = []
+        for number, each in enumerate(running):
+            heapq.heappush(events, (each.job.start_s, number, each, "", 0))
+        while events:
+            now_s, order, each, deployment, hosts = heapq.heappop(events)
+            if deployment:
+                self._free[deployment] += hosts
+                continue
+            if now_s >= min(self._spec.seconds, each.job.end_s):
+                continue
+            next_s, given = self._step(each, now_s)
+            if given is not None:
+                heapq.heappush(events, (given[2], order + 1_000, each, given[0], given[1]))
+            heapq.heappush(events, (next_s, order, each, "", 0))
+        return self._result(running)
+
+    def _step(self, each: _Running, now_s: float) -> tuple[float, tuple[str, int, float] | None]:
+        """One training step: when the next begins, and the hosts that its rollout gives back."""
+        job, trainer = each.job, each.job.trainer
+        deployment, hosts, share = self._borrow(job, now_s)
+        phase, tokens = self._rolled(
+            self._spec.jobs.index(job), each.step % BATCHES, deployment, hosts, share
+        )
+        train_s = trainer.train_s + trainer.train_s_per_token * tokens
+        size = trainer.weight_bytes * trainer.delta_share
+        sync_s = trainer.publish_s + size / self._spec.links.near_bytes_s
+        sync_s += self._spec.links.latency_s + self._spec.links.apply_s
+        together_s = phase.seconds + train_s + sync_s
+        if trainer.max_staleness:
+            together_s = max(phase.seconds, train_s + trainer.publish_s)
+        limit_s = min(self._spec.seconds, job.end_s)
+        part = min(1.0, (limit_s - now_s) / together_s)
+        each.step += part == 1.0
+        each.tokens += part * tokens
+        each.borrowed += part * phase.borrowed_tokens
+        each.rollout_s += part * phase.seconds
+        busy_s = phase.dedicated_busy_s * job.replicas * job.replica_cards
+        each.own_busy_s += part * (busy_s + train_s * job.training_cards)
+        each.ended_s = now_s + part * together_s
+        if not hosts:
+            return now_s + together_s, None
+        guest_cards = hosts * self._deployment(deployment).engine.cards
+        each.guest_s += part * phase.guest_busy_s * guest_cards
+        self._use.add(now_s, min(limit_s, now_s + phase.seconds), phase.guest_busy_s * guest_cards)
+        self._free[deployment] -= hosts
+        return now_s + together_s, (deployment, hosts, now_s + phase.seconds)
+
+    def _borrow(self, job: FleetJob, now_s: float) -> tuple[str, int, float]:
+        """The deployment that lends most to the job now, how many hosts, and their share."""
+        best = ("", 0, 0.0)
+        if not self._borrows:
+            return best
+        quarter = int(now_s // QUARTER_S)
+        for each in self._spec.deployments:
+            hosts = min(self._free[each.name], job.borrowed_cards // each.engine.cards)
+            share = round(self._lendable(each.name, quarter)[1] / _SHARE_STEP) * _SHARE_STEP
+            fits = hosts and share >= _LEAST_SHARE and self._guest(job, each) is not None
+            if fits and hosts * each.engine.cards * share > best[1] * best[2]:
+                best = (each.name, hosts, round(share, 2))
+        return best
+
+    def _guest(self, job: FleetJob, deployment: Deployment) -> EnginePool | None:
+        """The job's model on one host of the deployment; None where there is no room for it."""
+        host = deployment.engine
+        try:
+            guest = published_engine(job.model, self._spec.card, self._spec.engine, host.cards)
+        except ConfigError:
+            return None
+        room = host.kv_tokens * host.kv_bytes_per_token * (1 - KV_HEADROOM) - guest.weight_bytes
+        kv_tokens = int(room / guest.kv_bytes_per_token)
+        if kv_tokens < guest.spec().max_step_tokens:
+            return None
+        return _pool(guest, 1, kv_tokens)
+
+    def _lendable_in(self, name: str, quarter: int) -> tuple[float, float]:
+        return self._deployment(name).lendable((quarter + 0.5) * QUARTER_S)
+
+    def _deployment(self, name: str) -> Deployment:
+        return next(each for each in self._spec.deployments if each.name == name)
+
+    def _make_batch(self, number: int, batch: int) -> tuple[EpisodeBatch, float]:
+        """A step's episodes, and the tokens that it trains on."""
+        job = self._spec.jobs[number]
+        trainer, rollouts = job.trainer, job.rollouts
+        groups = trainer.groups
+        if trainer.algorithm is Algorithm.DAPO:
+            groups = math.ceil(groups * (1 + trainer.over_sampling))
+        first = batch * groups
+        episodes = [
+            rollouts.trajectory(self._seed, prompt, sample)
+            for prompt in range(first, first + groups)
+            for sample in range(trainer.samples)
+        ]
+        tokens = sum(each.total_tokens for each in episodes) * trainer.groups / groups
+        return EpisodeBatch.of(episodes, 2 * self._spec.links.latency_s), tokens
+
+    def _roll_out(
+        self, number: int, batch: int, deployment: str, hosts: int, share: float
+    ) -> tuple[RolloutPhase, float]:
+        job = self._spec.jobs[number]
+        episodes, tokens = self._batch(number, batch)
+        own = published_engine(job.model, self._spec.card, self._spec.engine, job.replica_cards)
+        guests = None
+        if hosts:
+            pool = self._guest(job, self._deployment(deployment))
+            assert pool is not None, "only hosts with room lend"
+            guests = EnginePool(hosts, pool.engine, pool.profile)
+        phase = roll_out(
+            episodes, _pool(own, job.replicas), guests, lambda *_: share, job.trainer.concurrency,
+            _TICK_S,
+        )  # fmt: skip
+        return phase, tokens
+
+    def _result(self, running: Sequence[_Running]) -> FleetResult:
+        spec = self._spec
+        serving = sum(each.cards for each in spec.deployments)
+        series, busy_s = [], 0.0
+        for hour in range(math.ceil(spec.seconds / HOUR_S)):
+            users, lendable = self._hour(hour, serving)
+            span_s = min(HOUR_S, spec.seconds - hour * HOUR_S)
+            busy_s += users * serving * span_s
+            borrowed = self._use.seconds[hour] / max(1.0, serving * span_s)
+            series.append(FleetHour(hour * HOUR_S, users, lendable, borrowed))
+        guest_s = sum(each.guest_s for each in running)
+        used_s = busy_s + guest_s + sum(each.own_busy_s for each in running)
+        return FleetResult(
+            cards=spec.cards,
+            hours=spec.seconds / HOUR_S,
+            jobs=tuple(_job_result(each, spec.seconds) for each in running),
+            series=tuple(series),
+            users_busy=busy_s / max(1.0, serving * spec.seconds),
+            borrowed_gpu_hours=guest_s / HOUR_S,
+            gpu_use=min(1.0, used_s / (spec.cards * spec.seconds)),
+            assumptions=spec.assumptions,
+        )
+
+    def _hour(self, hour: int, serving: int) -> tuple[float, float]:
+        """(users, lendable): means of an hour over all serving cards."""
+        users = lendable = 0.0
+        quarters = range(int(hour * HOUR_S // QUARTER_S), int((hour + 1) * HOUR_S // QUARTER_S))
+        for each in self._spec.deployments:
+            for quarter in quarters:
+                busy, lent = self._lendable(each.name, quarter)
+                users += busy * each.cards / len(quarters)
+                lendable += lent * each.cards / len(quarters)
+        return users / max(1, serving), lendable / max(1, serving)
+
+
+class _Slices:
+    """Card seconds by hour."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = [0.0] * math.ceil(seconds / HOUR_S)
+
+    def add(self, start_s: float, end_s: float, amount: float) -> None:
+        """Spread an amount evenly over a span."""
+        span_s = max(1e-9, end_s - start_s)
+        hour = int(start_s // HOUR_S)
+        while hour < len(self.seconds) and hour * HOUR_S < end_s:
+            overlap_s = min(end_s, (hour + 1) * HOUR_S) - max(start_s, hour * HOUR_S)
+            self.seconds[hour] += amount * max(0.0, overlap_s) / span_s
+            hour += 1
+
+
+def _pool(engine: PublishedEngine, count: int, kv_tokens: int | None = None) -> EnginePool:
+    spec = engine.spec()
+    if kv_tokens is not None:
+        spec = replace(spec, kv_tokens=min(spec.kv_tokens, kv_tokens))
+    return EnginePool(count, spec, engine.profile)
+
+
+def _job_result(each: _Running, seconds: float) -> JobResult:
+    hours = max(0.0, min(seconds, each.job.end_s) - each.job.start_s) / HOUR_S
+    return JobResult(
+        each.job.name, each.step, each.tokens, each.borrowed, each.rollout_s / HOUR_S, hours,
+        each.guest_s / HOUR_S,
+    )  # fmt: skip
+
+
+def run_fleet(spec: FleetSpec, seed: int = 0, *, borrows: bool = True) -> FleetResult:
+    """Run a fleet; the same result for the same seed."""
+    return FleetRun(spec, seed, borrows=borrows).run()

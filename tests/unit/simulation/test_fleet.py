@@ -1,0 +1,77 @@
+"""A fleet's jobs borrow what deployments lend: never a host twice, never more than there is."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.errors import ConfigError
+from rose.simulation.calibration import published_engine
+from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetSpec, run_fleet
+from rose.simulation.workloads import (
+    ALFWORLD,
+    ALFWORLD_32B,
+    CONVERSATION_DAY,
+    BurstyTraffic,
+    LogNormal,
+)
+from rose.simulation.workloads.fleets import thousand_cards
+from slo import SloSpec
+
+TRAFFIC = BurstyTraffic(10.0, LogNormal(1_000, 0.5), LogNormal(60, 0.5), day=CONVERSATION_DAY)
+SERVES = Deployment("chat", 8, published_engine("70b"), TRAFFIC, SloSpec("70b", 2.0, 0.2))
+TRAINS = FleetJob(
+    "train", "32b", 2, 2, 8, 16, replace(ALFWORLD_32B.grpo(), groups=4), ALFWORLD
+)  # fmt: skip
+FLEET = FleetSpec((SERVES,), (TRAINS, replace(TRAINS, name="other", start_s=900.0)), 3_600.0)
+
+
+def test_a_fleet_is_the_same_for_a_seed_and_borrowing_helps_its_jobs() -> None:
+    alone, borrowing = run_fleet(FLEET, borrows=False), run_fleet(FLEET)
+    assert borrowing == run_fleet(FLEET)
+    assert json.loads(json.dumps(borrowing.plain(), allow_nan=False))["cards"] == 56
+    assert alone.borrowed_gpu_hours == 0 < borrowing.borrowed_gpu_hours
+    for before, after in zip(alone.jobs, borrowing.jobs, strict=True):
+        assert after.tokens_per_s > before.tokens_per_s
+    assert alone.gpu_use < borrowing.gpu_use <= 1
+
+
+def test_no_more_is_borrowed_than_hosts_lend() -> None:
+    for hour in run_fleet(FLEET).series:
+        assert 0 <= hour.borrowed <= hour.lendable + 1e-9
+
+
+def test_nothing_is_borrowed_where_the_operator_or_the_memory_says_no() -> None:
+    shy = replace(SERVES, hold=MaxHostBusy(share=0.05, resume=0.04), slack_share=0.0)
+    assert run_fleet(replace(FLEET, deployments=(shy,))).borrowed_gpu_hours == 0
+    small = replace(SERVES, engine=published_engine("8b"))
+    assert run_fleet(replace(FLEET, deployments=(small,))).borrowed_gpu_hours == 0
+
+
+def test_a_night_lends_more_than_an_afternoon() -> None:
+    idle_only = replace(SERVES, slack_share=0.0)
+    night, afternoon = (idle_only.lendable(hour * 3_600.0) for hour in (3, 14))
+    assert night[0] < afternoon[0]
+    assert night[1] > afternoon[1]
+
+
+def test_a_thousand_cards_are_a_thousand() -> None:
+    assert thousand_cards(7.0).cards == 1_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seconds": 0.0}, "seconds is 0"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"jobs": (TRAINS, TRAINS)}, "train: two parts"),
+    ],
+)
+def test_impossible_fleets_are_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(FLEET, **changed)  # type: ignore[arg-type] # of the names above
+    with pytest.raises(ConfigError, match="start_s"):
+        replace(TRAINS, start_s=5.0, end_s=5.0)
+    with pytest.raises(ConfigError, match="hosts is 0"):
+        replace(SERVES, hosts=0)
