@@ -67,7 +67,7 @@ def run(
     check_options(wanted)
     with tuned(wanted):
         queue = EventQueue()
-        loop = VirtualLoop(queue)
+        loop = VirtualLoop(queue)  # type: ignore[abstract]  # nothing here asks for sockets
         # Tasks leave cycles behind, and looking for them takes as long as all else.
         thresholds = gc.get_threshold()
         gc.set_threshold(GC_THRESHOLD, *thresholds[1:])

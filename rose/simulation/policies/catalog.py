@@ -148,5 +148,5 @@ def tuned(options: Mapping[str, float]) -> Iterator[None]:
             setattr(module, attribute, value)
         yield
     finally:
-        for module, attribute, value in reversed(before):
-            setattr(module, attribute, value)
+        for changed, attribute, usual in reversed(before):
+            setattr(changed, attribute, usual)

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -57,6 +58,10 @@ class Plain:
     done_s: float = -1.0
 
 
+def _need(tokens: int) -> int:
+    return -(-tokens // UNIT)
+
+
 def plain_history(  # noqa: C901 -- as plain as it can be
     asked: list[tuple[float, int, int]], units: int
 ) -> list[Plain]:
@@ -67,7 +72,6 @@ def plain_history(  # noqa: C901 -- as plain as it can be
     prefilling: list[Plain] = []
     decoding: list[Plain] = []
     now_s = 0.0
-    need = lambda tokens: -(-tokens // UNIT)  # noqa: E731
     free = units
     while arrivals or waiting or prefilling or decoding:
         if not (waiting or prefilling or decoding):
@@ -81,10 +85,10 @@ def plain_history(  # noqa: C901 -- as plain as it can be
         while left > 0 and waiting and len(prefilling) + len(decoding) < ENGINE.max_sequences:
             each = waiting[0]
             context = each.prompt + each.made
-            if need(context + 1) > free:
+            if _need(context + 1) > free:
                 break
             waiting.popleft()
-            each.units, each.left = need(context + 1), context
+            each.units, each.left = _need(context + 1), context
             free -= each.units
             prefilling.append(each)
             chunks.append((each, min(left, each.left)))
@@ -144,7 +148,7 @@ def test_it_makes_the_history_of_an_engine_that_looks_at_every_sequence(
     owners = [Owner(e.queue) for _ in asked]
     for at, ((at_s, prompt, output), owner) in enumerate(zip(asked, owners, strict=True)):
         sequence = Sequence(str(at), prompt, output, owner)
-        e.queue.at_ns(round(at_s * NS), lambda sequence=sequence: e.submit(sequence))
+        e.queue.at_ns(round(at_s * NS), partial(e.submit, sequence))
     e.queue.run(1_000)
     for owner, plain in zip(owners, plain_history(asked, units), strict=True):
         # Who is preempted first among those that need memory in the same step may differ.
@@ -185,8 +189,7 @@ def test_the_next_turn_of_a_session_computes_only_what_is_new() -> None:
 def test_a_prompt_that_a_group_shares_is_held_once() -> None:
     e = engine()
     for name in "ab":
-        prefix = {"prefix": "p", "prefix_tokens": 320}
-        e.submit(Sequence(name, 350, 30, Owner(e.queue), **prefix))
+        e.submit(Sequence(name, 350, 30, Owner(e.queue), prefix="p", prefix_tokens=320))
         e.queue.run(e.queue.now_s + 0.2)
     assert e.prefilled_tokens == 350 + 30
     assert e.kv.used < 2 * e.kv.need(350)
