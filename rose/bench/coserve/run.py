@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -70,13 +70,19 @@ MODEL_ROOT, LOGS = "models", "logs"
 WRITTEN = (MODEL_ROOT, LOGS, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
 
 
-def run_bench(settings: BenchSettings) -> None:
-    """Measure, and leave the raw records in `settings.out`. Raises RoseError for bad input."""
+MakeBlocks = Callable[[BenchSettings, list[Cell]], list[PlanBlock]]
+
+
+def run_bench(settings: BenchSettings, make_blocks: MakeBlocks | None = None) -> None:
+    """Measure, and leave the raw records in `settings.out`. Raises RoseError for bad input.
+
+    make_blocks: which blocks to play of the loads found; default: rounds of all arms.
+    """
     if settings.trace:
         read_trace(settings.trace)
     check_host(ENGINES)
     _prepare(settings.out)
-    asyncio.run(_Run(settings).play())
+    asyncio.run(_Run(settings, make_blocks or round_blocks).play())
 
 
 def _prepare(out: Path) -> None:
@@ -93,9 +99,19 @@ def _prepare(out: Path) -> None:
     (out / LOGS).mkdir()
 
 
+def round_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
+    """As many rounds of each load as the budget allows."""
+    s = settings
+    wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
+    one_s = round_s(s.block_s, s.idle_block_s)
+    rounds = fit_rounds(wanted, one_s, s.budget_s, s.min_rounds)
+    return make_rounds(cells, rounds, s.block_s, s.idle_block_s, s.seed)
+
+
 class _Run:
-    def __init__(self, settings: BenchSettings) -> None:
+    def __init__(self, settings: BenchSettings, make_blocks: MakeBlocks) -> None:
         self._settings = settings
+        self._make_blocks = make_blocks
         self._out = settings.out
         self._logs = settings.out / LOGS
         self._began_s = time.monotonic()
@@ -168,7 +184,7 @@ class _Run:
             self._say(f"targets TTFT {ttft_s:.3f} s, TPOT {tpot_s:.4f} s: host starts again")
             await drills.engines.restart_host(ttft_s, tpot_s)
         cells = [Cell(r.busy_target, r.traffic, r.rate_per_s) for r in rates]
-        blocks = self._blocks(cells)
+        blocks = self._make_blocks(settings, cells)
         for number, block in enumerate(blocks, 1):
             load = f"{block.cell.busy_target} {block.cell.traffic}" if block.cell else "host off"
             self._say(f"block {number}/{len(blocks)}: {block.arm.name}, {load}")
@@ -182,13 +198,6 @@ class _Run:
         await player.load.say(cmd="quit")
         await player.load.process.wait()
         await asyncio.sleep(FLUSH_S)
-
-    def _blocks(self, cells: list[Cell]) -> list[PlanBlock]:
-        s = self._settings
-        wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
-        one_s = round_s(s.block_s, s.idle_block_s)
-        rounds = fit_rounds(wanted, one_s, s.budget_s, s.min_rounds)
-        return make_rounds(cells, rounds, s.block_s, s.idle_block_s, s.seed)
 
     async def _targets(self, player: Player, rates: list[Calibration]) -> tuple[float, float]:
         settings = self._settings

@@ -1,0 +1,198 @@
+"""Validation of the simulator: it plays the loads of a measured run, and its error is shown.
+
+Calibrated is by the first load alone: the host's step times, and how long its API process takes.
+All other loads, and every figure beside a guest, are predictions.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rose.bench.simulation.measured import EngineSizes, MeasuredLoad, MeasuredRepeat, MeasuredRun
+from rose.cli.output import Table
+from rose.simulation import (
+    ClusterSpec,
+    DedicatedPool,
+    EngineSpec,
+    GuestSpec,
+    HostPool,
+    ProfiledSteps,
+    Request,
+    RunResult,
+    Scenario,
+    TrainerSpec,
+    Trajectory,
+    Turn,
+)
+from rose.simulation.run import run
+from slo import SloSpec
+
+# Turns begin before the load does, and requests end after it.
+LEAD_S, AFTER_S = 2.0, 20.0
+# The guest is in the kernel's background class: the host has the core whenever it wants it.
+BACKGROUND = {"host_share": 0.99}
+MOST_ERROR = 0.10
+# The model's KV memory comes in units of so many tokens, the engines' in blocks of 16: so there is
+# a unit for each sequence that may run. It limits neither in these loads.
+UNIT_TOKENS = 256
+COLUMNS = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRow:
+    """One figure: repeats of a measurement, what was simulated, and whether that is near enough."""
+
+    load: str
+    figure: str
+    measured: tuple[float, ...]
+    simulated: float
+    unit: str
+    scale: float = 1.0
+    calibrated: bool = False
+    by_spread: bool = True
+
+    @property
+    def off(self) -> float:
+        """Of the median of the repeats."""
+        middle = median(self.measured)
+        return self.simulated / middle - 1 if middle else 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Inside the spread of repeats, or of a throughput within 10% of their median."""
+        if self.by_spread:
+            return min(self.measured) <= self.simulated <= max(self.measured)
+        return abs(self.off) <= MOST_ERROR
+
+    def cells(self) -> tuple[str, ...]:
+        """As the table shows it."""
+        low, high = self.scale * min(self.measured), self.scale * max(self.measured)
+        said = "calibrated" if self.calibrated else ("holds" if self.holds else "misses")
+        return (
+            self.load,
+            self.figure,
+            f"{low:.3g} to {high:.3g} {self.unit}",
+            str(len(self.measured)),
+            f"{self.scale * self.simulated:.3g} {self.unit}",
+            f"{self.off:+.0%}",
+            said,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """Arrivals of a load as users' traffic, after a lead."""
+
+    load: MeasuredLoad
+
+    def requests(self, seed: int) -> Iterator[Request]:
+        del seed
+        for offset_s, prompt, output in self.load.arrivals:
+            yield Request(LEAD_S + offset_s, prompt, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """Turns of equal lengths, for ever."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+        del seed, prompt, sample
+        return Trajectory((Turn(self.prompt_tokens, self.output_tokens),))
+
+
+def validate(measured: MeasuredRun) -> list[ValidationRow]:
+    """All rows; the first load's times to the first token give the API process's."""
+    rows: list[ValidationRow] = []
+    api_s = 0.0
+    for number, load in enumerate(measured.loads):
+        alone = _play(measured, load, "fixed")
+        assert alone.users is not None
+        if number == 0:
+            api_s = median(r.ttft_p50_s for r in load.alone) - alone.users.ttft_s.p50
+        rows += _rows(load.name, load.alone, alone, api_s, load.seconds, calibrated=number == 0)
+        if load.lending:
+            lending = _play(measured, load, "paper")
+            rows += _rows(f"{load.name}, lending", load.lending, lending, api_s, load.seconds)
+            made = lending.counts["turns"] * measured.guest_output_tokens
+            rows.append(
+                ValidationRow(
+                    f"{load.name}, lending", "guest", tuple(r.guest_tok_s for r in load.lending),
+                    made / lending.duration_s, "tok/s", by_spread=False,
+                )
+            )  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[ValidationRow]) -> Table:
+    """Rows as a table."""
+    return Table(COLUMNS, tuple(row.cells() for row in rows), right=frozenset(COLUMNS[2:6]))
+
+
+def _rows(
+    name: str,
+    repeats: Sequence[MeasuredRepeat],
+    simulated: RunResult,
+    api_s: float,
+    seconds: float,
+    *,
+    calibrated: bool = False,
+) -> Iterator[ValidationRow]:
+    users = simulated.users
+    assert users is not None
+    for figure, key, value in (
+        ("TTFT p50", "ttft_p50_s", users.ttft_s.p50 + api_s),
+        ("TTFT p90", "ttft_p90_s", users.ttft_s.p90 + api_s),
+        ("TPOT p50", "tpot_p50_s", users.tpot_s.p50),
+        ("TPOT p90", "tpot_p90_s", users.tpot_s.p90),
+    ):
+        found = tuple(getattr(repeat, key) for repeat in repeats)
+        fitted = calibrated and figure == "TTFT p50"
+        yield ValidationRow(name, figure, found, value, "ms", 1e3, fitted)
+    yield ValidationRow(
+        name, "host", tuple(r.host_tok_s for r in repeats),
+        users.requests * median(r.host_tok_s / r.requests for r in repeats), "tok/s",
+        by_spread=False,
+    )  # fmt: skip
+
+
+def _play(measured: MeasuredRun, load: MeasuredLoad, policy: str) -> RunResult:
+    host, guest = _engine("host", measured.host), _engine("guest", measured.guest)
+    slo = SloSpec("host", measured.ttft_target_s, measured.tpot_target_s)
+    lends = policy != "fixed"
+    beside = GuestSpec(
+        guest, kv_base_tokens=guest.kv_tokens, slack_share=0.0, startup_s=0.0, granule_tokens=1_024
+    )
+    trainer = TrainerSpec(
+        groups=100_000 if lends else 1,
+        samples=1,
+        train_s_per_token=0.0,
+        weight_bytes=1_000_000,
+        concurrency=measured.guest_streams,
+        # Alone, one turn on a dedicated engine, and then nothing until the end.
+        train_s=1e6,
+        steps=1,
+    )
+    scenario = Scenario(
+        load.name,
+        ClusterSpec(DedicatedPool(0 if lends else 1, guest), 1, HostPool(1, host, slo, beside)),
+        trainer,
+        _Streams(measured.guest_prompt_tokens, measured.guest_output_tokens),
+        _Replay(load),
+        until_s=LEAD_S + load.seconds + (0.0 if lends else AFTER_S),
+    )
+    return run(scenario, policy, measured.seed, BACKGROUND)
+
+
+def _engine(name: str, sizes: EngineSizes) -> EngineSpec:
+    return EngineSpec(
+        model=name,
+        cards=1,
+        steps=ProfiledSteps(sizes.steps),
+        kv_tokens=max(sizes.kv_tokens, sizes.max_sequences * UNIT_TOKENS),
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        weight_bytes=1_000_000,
+        max_sequences=sizes.max_sequences,
+    )
