@@ -7,6 +7,7 @@ of it measured, alone and beside a guest; and the step times of both engines, fi
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -24,6 +25,7 @@ KIND, LAYOUT = "rose.measured_host", 1
 LENDING = "adaptive-0.0"
 # A size of step that was seen less often is as likely to be an interruption.
 _LEAST_SEEN = 3
+_AT_ONCE_NS = 2_000_000
 
 
 class EngineSizes(msgspec.Struct, frozen=True):
@@ -161,13 +163,19 @@ def _guest_tok_s(block: CoserveBlockRecord) -> float:
 
 
 def _steps(folder: Path, role: str, blocks: Sequence[CoserveBlockRecord]) -> StepProfile:
-    """Step times of an engine during some blocks: the median of each size, fitted."""
+    """Step times of an engine during some blocks: the median of each size, fitted.
+
+    A step that another follows at once takes until that one begins: the engine works between them.
+    """
     spans = [(round(b.start_s * 1e9), round(b.end_s * 1e9)) for b in blocks]
     seen = defaultdict[tuple[int, int], list[float]](list)
     for path in sorted(folder.glob(f"steps-{role}-*.bin")):
-        for step in _records(path):
+        steps = _records(path)
+        for step, following in pairwise(steps):
             if any(begin <= step.begin_ns and step.end_ns <= end for begin, end in spans):
-                seen[step.tokens, step.sequences].append((step.end_ns - step.begin_ns) / 1e9)
+                at_once = following.begin_ns - step.end_ns < _AT_ONCE_NS
+                end_ns = max(step.end_ns, following.begin_ns) if at_once else step.end_ns
+                seen[step.tokens, step.sequences].append((end_ns - step.begin_ns) / 1e9)
     return fit_profile(
         StepSample(*size, 0, median(times))
         for size, times in seen.items()
@@ -175,11 +183,11 @@ def _steps(folder: Path, role: str, blocks: Sequence[CoserveBlockRecord]) -> Ste
     )
 
 
-def _records(path: Path) -> Iterable[StepRecord]:
+def _records(path: Path) -> list[StepRecord]:
     with path.open("rb") as file:
         header = file.read(HEADER.size)
         found = read_step_log(header + file.read(max(0, used_bytes(header) - HEADER.size)))
-    return (record for record in found if record.kind == STEP)
+    return sorted(record for record in found if record.kind == STEP)
 
 
 def _sizes(

@@ -32,6 +32,8 @@ LEAD_S, AFTER_S = 2.0, 20.0
 # The guest is in the kernel's background class: the host has the core whenever it wants it.
 BACKGROUND = {"host_share": 0.99}
 MOST_ERROR = 0.10
+# More than a guest makes while a load runs.
+_TURNS = 10_000
 # The model's KV memory comes in units of so many tokens, the engines' in blocks of 16: so there is
 # a unit for each sequence that may run. It limits neither in these loads.
 UNIT_TOKENS = 256
@@ -116,11 +118,10 @@ def validate(measured: MeasuredRun) -> list[ValidationRow]:
         if load.lending:
             lending = _play(measured, load, "paper")
             rows += _rows(f"{load.name}, lending", load.lending, lending, api_s, load.seconds)
-            made = lending.counts["turns"] * measured.guest_output_tokens
             rows.append(
                 ValidationRow(
                     f"{load.name}, lending", "guest", tuple(r.guest_tok_s for r in load.lending),
-                    made / lending.duration_s, "tok/s", by_spread=False,
+                    _guest_tok_s(measured, load), "tok/s", by_spread=False,
                 )
             )  # fmt: skip
     return rows
@@ -158,7 +159,19 @@ def _rows(
     )  # fmt: skip
 
 
-def _play(measured: MeasuredRun, load: MeasuredLoad, policy: str) -> RunResult:
+def _guest_tok_s(measured: MeasuredRun, load: MeasuredLoad) -> float:
+    """Tokens of the guest while the load ran: those by its end without those by its beginning."""
+    before, after = (
+        _play(measured, load, "paper", until_s).counts["turns"]
+        for until_s in (LEAD_S, LEAD_S + load.seconds)
+    )
+    return (after - before) * measured.guest_output_tokens / load.seconds
+
+
+def _play(
+    measured: MeasuredRun, load: MeasuredLoad, policy: str, until_s: float | None = None
+) -> RunResult:
+    """The load under a policy, until its last requests have ended unless `until_s` says when."""
     host, guest = _engine("host", measured.host), _engine("guest", measured.guest)
     slo = SloSpec("host", measured.ttft_target_s, measured.tpot_target_s)
     lends = policy != "fixed"
@@ -166,11 +179,12 @@ def _play(measured: MeasuredRun, load: MeasuredLoad, policy: str) -> RunResult:
         guest, kv_base_tokens=guest.kv_tokens, slack_share=0.0, startup_s=0.0, granule_tokens=1_024
     )
     trainer = TrainerSpec(
-        groups=100_000 if lends else 1,
+        groups=_TURNS if lends else 1,
         samples=1,
         train_s_per_token=0.0,
         weight_bytes=1_000_000,
         concurrency=measured.guest_streams,
+        max_turn_tokens=measured.guest_output_tokens + 1,
         # Alone, one turn on a dedicated engine, and then nothing until the end.
         train_s=1e6,
         steps=1,
@@ -181,7 +195,7 @@ def _play(measured: MeasuredRun, load: MeasuredLoad, policy: str) -> RunResult:
         trainer,
         _Streams(measured.guest_prompt_tokens, measured.guest_output_tokens),
         _Replay(load),
-        until_s=LEAD_S + load.seconds + (0.0 if lends else AFTER_S),
+        until_s=until_s if until_s is not None else LEAD_S + load.seconds + AFTER_S,
     )
     return run(scenario, policy, measured.seed, BACKGROUND)
 
