@@ -367,6 +367,9 @@ class NodeDaemon:
             guard.stop()
         await self._background.close()
         self._metrics.close()
+        for room in self._rooms.values():
+            if room.host:
+                room.host.close()  # and of the right to grant on its page
         self._events.write("node_stopped", node=self._config.node)
         await asyncio.to_thread(self._logs.close)
         await asyncio.to_thread(self._audit.close)

@@ -33,6 +33,7 @@ from typing import Final
 import aiohttp
 import msgspec
 import numpy as np
+import uvloop
 
 from rose.addresses import free_ports
 from rose.bench.gateway.arms import REPLICA
@@ -54,6 +55,8 @@ PIECES: Final = 10
 PIECE_TOKENS: Final = 8
 PROMPT: Final = list(range(1_000, 1_512))
 STRAIGHT, PROXIED = "straight", "proxied"
+SPREAD_S: Final = 1.0
+HANDSHAKES_A_S: Final = 100
 TICK_S: Final = 0.02
 START_S: Final = 30.0
 
@@ -130,12 +133,12 @@ class Generator:
         self._upstream = Upstream(ClusterTls(files))
         self.turns: list[_Turn] = []
 
-    async def block(self, streams: int, until_s: float) -> list[_Turn]:
-        """Turns that begin before `until_s`; their beginnings are spread over a piece's time."""
+    async def block(self, streams: int, until_s: float, spread_s: float) -> list[_Turn]:
+        """Turns that begin before `until_s`, each stream's first one within `spread_s`."""
         self.turns = []
         async with asyncio.TaskGroup() as group:
             for number in range(streams):
-                group.create_task(self._stream(number / streams, until_s))
+                group.create_task(self._stream(spread_s * number / streams, until_s))
         return self.turns
 
     async def _stream(self, offset_s: float, until_s: float) -> None:
@@ -225,7 +228,8 @@ class Bench:
         """Measure one load, after a block of each arm that makes connections and counts nothing."""
         await self._pace(gap_s)
         for name in (STRAIGHT, PROXIED):
-            await self._half(name, streams, 0.0)
+            # Handshakes are a millisecond or two each, on either side.
+            await self._half(name, streams, 0.0, streams / HANDSHAKES_A_S)
         found: dict[str, list[Half]] = {STRAIGHT: [], PROXIED: []}
         for number in range(rounds):
             order = (STRAIGHT, PROXIED) if number % 2 == 0 else (PROXIED, STRAIGHT)
@@ -242,10 +246,12 @@ class Bench:
             found[PROXIED],
         )
 
-    async def _half(self, name: str, streams: int, seconds: float) -> Half:
+    async def _half(
+        self, name: str, streams: int, seconds: float, spread_s: float = SPREAD_S
+    ) -> Half:
         self._guard.gaps_s()
         began_s, before_s = time.monotonic(), used(self._proxy).ran_s
-        turns = await self._arms[name].block(streams, time.monotonic() + seconds)
+        turns = await self._arms[name].block(streams, time.monotonic() + seconds, spread_s)
         ran_s = used(self._proxy).ran_s - before_s
         into = [turn.into_s for turn in turns if turn.into_s is not None]
         out = [each for turn in turns for each in turn.out_s]
@@ -321,7 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tick:
         return tick()
-    loads = asyncio.run(measure(args.rounds, args.seconds))
+    # As a gateway runs.
+    loads = uvloop.run(measure(args.rounds, args.seconds))
     found = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
         "most_added_ms": MOST_ADDED_MS,

@@ -4,9 +4,10 @@
 
 Prints one JSON object. A scheduler process leads so many nodes, each with a guest that works, which
 this process plays. The commands are run as an operator runs them, each in a process of its own, in
-turn and in an order that changes from round to round. Beside each the time in which Python starts
-and imports nothing says what of it no command can help. Exit code 1 when one takes longer than a
-second at the median, or fails.
+turn and in an order that changes from round to round. Besides its time each has the least of all
+rounds and its processor time, which say how much of a wait was a busy machine's; Python that starts
+and imports nothing says what of it no command can help. Exit code 1 when one that asks a scheduler
+takes longer than a second at best, or any fails.
 """
 
 import argparse
@@ -55,15 +56,17 @@ class Answer(msgspec.Struct, frozen=True):
     """One command, over all rounds."""
 
     command: str
+    least_s: float
     p50_s: float
     p95_s: float
+    cpu_s: float
     bytes: int
     failed: int
 
     @property
     def good(self) -> bool:
         """Whether an operator gets on with it."""
-        return self.failed == 0 and self.p50_s <= MOST_S
+        return self.failed == 0 and (self.least_s <= MOST_S or self.command in OFFLINE)
 
 
 class _Times:
@@ -71,11 +74,14 @@ class _Times:
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.bytes = self.failed = 0
 
     def answer(self, command: str) -> Answer:
         p50_s, p95_s = (round(percentile(self.took_s, at), 3) for at in (0.5, 0.95))
-        return Answer(command, p50_s, p95_s, self.bytes, self.failed)
+        cpu_s = round(percentile(self.cpu_s, 0.5), 3)
+        least_s = round(min(self.took_s), 3)
+        return Answer(command, least_s, p50_s, p95_s, cpu_s, self.bytes, self.failed)
 
 
 async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
@@ -103,7 +109,7 @@ async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
         await at_work(stub, nodes)
         for _ in range(rounds):
             for name in dice.sample(sorted(commands), len(commands)):
-                await _run(commands[name], times[name])
+                await asyncio.to_thread(_run, commands[name], times[name])
     finally:
         for task in tasks:
             task.cancel()
@@ -112,13 +118,15 @@ async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
     return [found.answer(name) for name, found in times.items()]
 
 
-async def _run(words: Sequence[str], times: _Times) -> None:
+def _run(words: Sequence[str], times: _Times) -> None:
     began_s = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    said, _ = await process.communicate()
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
     times.took_s.append(time.monotonic() - began_s)
+    times.cpu_s.append(usage.ru_utime + usage.ru_stime)
+    process.returncode = os.waitstatus_to_exitcode(status)
     times.bytes = max(times.bytes, len(said))
     times.failed += process.returncode != 0
 
