@@ -132,7 +132,6 @@ class StandInScheduler:
         )
         self.max_total_num_tokens = slots
         self.invariant_checker = SimpleNamespace(max_total_num_tokens=slots)
-        self.pool_stats_observer = SimpleNamespace(max_total_num_tokens=slots)
         self.running_batch = StandInBatch()
         self.waiting_queue: list[StandInRequest] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])

@@ -199,8 +199,7 @@ class GuestScheduler:
     def _tell_capacity(self) -> None:
         """SGLang checks, when it is idle, that no block was lost."""
         away = self._pool.held_blocks * self._page_tokens
-        for counts in (self._scheduler.invariant_checker, self._scheduler.pool_stats_observer):
-            counts.max_total_num_tokens = self._capacity_tokens - away
+        self._scheduler.invariant_checker.max_total_num_tokens = self._capacity_tokens - away
 
     def _hand_back_too_large(self) -> None:
         waiting = [

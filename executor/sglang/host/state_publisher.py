@@ -15,7 +15,7 @@ RECONCILE_STEPS: Final = 64
 
 
 class BatchPublisher(StatePublisher):
-    """Called at each turn of the scheduler's loop.
+    """Called at each turn of the scheduler's loop; it tells of what was when a step begins.
 
     SGLang says of no request that it ended. Whoever finishes is seen in its batch; whoever leaves
     in another way (aborted in the queue, dropped at its limit) when the books are compared with the
@@ -85,9 +85,8 @@ class BatchPublisher(StatePublisher):
             book.finished(ended)
         if self._step_seq % RECONCILE_STEPS == 0:
             self._reconcile(scheduler)
-        self._untold = self._steps_in_flight > 0
-        if not self._untold:
-            self._publish(scheduler, now_ns)
+        # The next step follows at once and tells of it, or SGLang says that there is none.
+        self._untold = True
 
     def aborted(self, scheduler: Any) -> None:  # noqa: ANN401
         """Requests may have ended from outside."""
@@ -96,11 +95,14 @@ class BatchPublisher(StatePublisher):
 
     def idled(self, scheduler: Any) -> None:  # noqa: ANN401
         """A turn of the loop had nothing to run."""
-        if self._told_idle or not scheduler.is_fully_idle():
+        if self._told_idle:
             return
-        self._steps_in_flight = 0
-        self._deadlines.finished(self._deadlines.known())
-        self._publish(scheduler, self._clock_ns())
+        if scheduler.is_fully_idle():
+            self._steps_in_flight = 0
+            self._deadlines.finished(self._deadlines.known())
+            self._publish(scheduler, self._clock_ns())
+        elif self._untold:
+            self._publish(scheduler, self._clock_ns())
 
     def lends(self, scheduler: Any) -> None:  # noqa: ANN401
         """What the host lends changed."""

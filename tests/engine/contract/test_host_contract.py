@@ -68,6 +68,7 @@ def hosts(
     folder = tmp_path_factory.mktemp("contract")
     bad = folder / "bad"
     bad.write_text("not a page")
+    bad.chmod(0o600)
     page = ControlPage.create(folder / "page")
     sizes = {"kv_bytes": KV_BYTES, "ttft_target_s": TTFT_S, "tpot_target_s": TPOT_S}
     with page, host_stage(contract_engine, folder) as stage:

@@ -34,10 +34,16 @@ class Rig:
         self.observer.started(self.scheduler)
 
     @property
-    def state(self) -> HostState:
+    def told(self) -> HostState:
         state = self.page.host.read()
         assert state is not None
         return state
+
+    @property
+    def state(self) -> HostState:
+        """As the next step would tell of it."""
+        self.observer.lends(self.scheduler)
+        return self.told
 
     def add(self, *ids: str) -> list[FakeReq]:
         requests = [FakeReq(id_) for id_ in ids]
@@ -79,18 +85,21 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_a_request_is_told_when_it_comes_when_it_runs_and_when_it_ends(rig: Rig) -> None:
     assert rig.state.idle
     (request,) = rig.add("a")
-    assert (rig.state.waiting, rig.state.running) == (1, 0)
-    assert rig.state.queued_prefill_tokens == 10
-    assert rig.state.earliest_prefill_deadline_ns == 1_500 * MS
+    assert (rig.told.waiting, rig.told.running) == (1, 0)
+    assert rig.told.queued_prefill_tokens == 10
+    assert rig.told.earliest_prefill_deadline_ns == 1_500 * MS
     rig.prefill(request)
-    assert (rig.state.waiting, rig.state.running, rig.state.step_seq) == (0, 1, 1)
-    assert rig.state.earliest_prefill_deadline_ns == 0
-    assert rig.state.earliest_decode_deadline_ns == 1_170 * MS
+    assert rig.told.in_step
+    assert rig.told.earliest_prefill_deadline_ns == 1_500 * MS
+    rig.decode()
+    assert (rig.told.waiting, rig.told.running, rig.told.step_seq) == (0, 1, 2)
+    assert rig.told.earliest_prefill_deadline_ns == 0
+    assert rig.told.earliest_decode_deadline_ns == 1_170 * MS
     rig.decode(request)
-    assert not rig.state.idle, "SGLang has not said so"
+    assert not rig.told.idle, "SGLang has not said so"
     rig.observer.idled(rig.scheduler)
-    assert rig.state.idle
-    assert rig.state.busy_ns == 30 * MS
+    assert rig.told.idle
+    assert rig.told.busy_ns == 40 * MS
 
 
 def test_who_waits_for_a_prefill_keeps_the_deadline_of_its_last_token(rig: Rig) -> None:
