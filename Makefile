@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install install-sglang check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
+.PHONY: install install-sglang check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway evaluation bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
@@ -103,6 +103,10 @@ bench-cli: install
 
 bench-tracing: install
 	$(BIN)/python -m rose.bench.operators.tracing --out out/bench/tracing.json $(ARGS)
+
+# Tables and pictures of docs/evaluation.md; FULL=1 also the paper's set-ups, TRACE=FILE your users.
+evaluation: install
+	scripts/evaluation
 
 bench-gateway: install
 	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)

@@ -15,7 +15,7 @@ CONTENTS = {
     " gpu-memory engines security",
     "Operate it": "operators/*",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
-    "Measurements": "simulator bench bench-gateway gpu",
+    "Measurements": "simulator evaluation bench bench-gateway gpu",
     "The project": "contributing changelog",
 }
 OF_THE_ROOT = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}

@@ -70,7 +70,8 @@ class GuestSpec:
     kv_base_tokens: KV memory of its own; beyond it the host's idle memory is lent, up to
     `engine.kv_tokens`. slack_share: of the host's slack (0: host-idle time only). kv_headroom:
     share of the host's KV memory that is never lent. startup_s: from nothing to a warm engine.
-    granule_tokens: KV tokens whose memory comes and goes together.
+    granule_tokens: KV tokens whose memory comes and goes together. wake_s: until a guest that was
+    refused sees that it may run.
     """
 
     engine: EngineSpec
@@ -80,11 +81,13 @@ class GuestSpec:
     startup_s: float = 5.0
     granule_tokens: int = 1_024
     token_budget: int = 2_048
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("kv_base_tokens", "granule_tokens", "token_budget"):
             _positive(key, getattr(self, key))
         _not_negative("startup_s", self.startup_s)
+        _not_negative("wake_s", self.wake_s)
         for key in ("slack_share", "kv_headroom"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ClusterError(key, f"{getattr(self, key)}; give a share in 0..1")

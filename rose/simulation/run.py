@@ -237,7 +237,7 @@ class Simulation:
         limits = self._gate_limits(host)
         name = f"guest-{host.index}"
         guest = ModelledGuest(name, spec, host.page, self.queue, card, limits)
-        host.on_publish = guest.wake
+        host.on_publish = guest.heard
         host.borrowed_bytes = guest.borrowed_bytes
         guest.lent_bytes = host.lent_bytes
         self.guests.append(guest)

@@ -1,6 +1,7 @@
 """`python -m rose.bench.simulation`: measures a host's loads again and again, and validates by it.
 
 measure     starts engines, plays every load five times alone and five times beside a guest
+trace       writes a generated trace in the Azure format, as uneven as the recorded one of 2023
 extract     takes a measured run from the raw records of a co-serving run
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
 """
@@ -9,10 +10,11 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import msgspec
-
+from rose.azure_trace import COLUMNS
 from rose.bench.coserve.plan import (
     ALL_ARMS,
     ALONE,
@@ -22,9 +24,10 @@ from rose.bench.coserve.plan import (
     PlanBlock,
     quick_settings,
 )
-from rose.bench.simulation.measured import LENDING, MeasuredRun, extract, read_measured
-from rose.bench.simulation.validate import table, validate
+from rose.bench.simulation.measured import LENDING, extract, read_measured, write_measured
+from rose.bench.simulation.validate import summary, table, validate
 from rose.cli.output import Format, View, write
+from rose.simulation.workloads.serving import AZURE_CODE_2023, CODE_DAY, HOUR_S
 
 MEASURED = Path("bench/results/simulation/measured.json")
 REPEATS = 5
@@ -49,9 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--out", type=Path, default=MEASURED, metavar="FILE")
     measure.set_defaults(run=_measure)
     take = commands.add_parser("extract", help="of raw records of `python -m rose.bench.coserve`")
-    take.add_argument("raw", type=Path, metavar="DIR")
+    take.add_argument("raw", type=Path, nargs="+", metavar="DIR")
     take.add_argument("--out", type=Path, default=MEASURED, metavar="FILE")
     take.set_defaults(run=_extract)
+    trace = commands.add_parser("trace", help="for `rose sim what-if`, where there is no other")
+    trace.add_argument("--out", type=Path, required=True, metavar="FILE")
+    trace.add_argument("--seed", type=int, default=0)
+    trace.add_argument("--hours", type=float, default=1.0, metavar="N")
+    trace.add_argument("--day", action="store_true", help="with the shape of a day; at 0:00")
+    trace.set_defaults(run=_trace)
     check = commands.add_parser("validate", help="play a measured run in the simulator")
     check.add_argument("measured", type=Path, nargs="?", default=MEASURED, metavar="FILE")
     check.set_defaults(run=_validate)
@@ -66,6 +75,7 @@ def _measure(args: argparse.Namespace) -> int:
         args.raw, seed=args.seed, busy_targets=BUSY_TARGETS, event_rounds=0, calibration_s=9.0
     )
     run_bench(settings, repeated_blocks)
+    args.raw = [args.raw]
     return _extract(args)
 
 
@@ -84,23 +94,30 @@ def repeated_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBloc
 
 
 def _extract(args: argparse.Namespace) -> int:
-    found: MeasuredRun = extract(args.raw)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_bytes(msgspec.json.encode(found) + b"\n")
-    sys.stdout.write(f"{len(found.loads)} loads in {args.out}\n")
+    runs = [extract(folder) for folder in args.raw]
+    write_measured(runs, args.out)
+    loads = sum(len(run.loads) for run in runs)
+    sys.stdout.write(f"{loads} loads of {len(runs)} runs in {args.out}\n")
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    began = datetime(2026, 1, 5, tzinfo=UTC)
+    with args.out.open("w", encoding="utf-8") as file:
+        file.write(",".join(COLUMNS) + "\n")
+        traffic = replace(AZURE_CODE_2023, day=CODE_DAY) if args.day else AZURE_CODE_2023
+        for request in traffic.requests(args.seed):
+            if request.arrival_s > args.hours * HOUR_S:
+                break
+            moment = began + timedelta(seconds=request.arrival_s)
+            lengths = f"{request.prompt_tokens},{request.output_tokens}"
+            file.write(f"{moment:%Y-%m-%d %H:%M:%S.%f},{lengths}\n")
     return 0
 
 
 def _validate(args: argparse.Namespace) -> int:
-    measured = read_measured(args.measured)
-    rows = validate(measured)
-    held = sum(row.holds for row in rows if not row.calibrated)
-    predicted = sum(not row.calibrated for row in rows)
-    lines = (
-        f"{measured.machine}, seed {measured.seed}: {held} of {predicted} predictions hold"
-        " (latencies inside the spread of repeats, tokens/s within 10%)",
-    )
-    write(View({}, lines, (table(rows),)), Format.TABLE)
+    rows = [row for run in read_measured(args.measured) for row in validate(run)]
+    write(View({}, tuple(summary(rows)), (table(rows),)), Format.TABLE)
     return 0
 
 

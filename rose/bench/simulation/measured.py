@@ -21,7 +21,7 @@ from rose.bench.load.protocol import Request
 from rose.errors import RoseError
 from slo import StepProfile, StepSample, fit_profile, percentile
 
-KIND, LAYOUT = "rose.measured_host", 1
+KIND, LAYOUT = "rose.measured_hosts", 1
 LENDING = "adaptive-0.0"
 # A size of step that was seen less often is as likely to be an interruption.
 _LEAST_SEEN = 3
@@ -62,8 +62,6 @@ class MeasuredLoad(msgspec.Struct, frozen=True):
 class MeasuredRun(msgspec.Struct, frozen=True):
     """All loads of a run. guest_streams: turns at a time, of so many tokens each."""
 
-    kind: str
-    layout: int
     seed: int
     machine: str
     ttft_target_s: float
@@ -77,12 +75,26 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     loads: tuple[MeasuredLoad, ...]
 
 
-def read_measured(path: Path) -> MeasuredRun:
-    """The run in a file. Raises RoseError for any other file."""
-    run = read_json(path, MeasuredRun, "name a file of `python -m rose.bench.simulation`")
-    if (run.kind, run.layout) != (KIND, LAYOUT):
-        raise RoseError(f"{path}:1: kind, layout: {run.kind} {run.layout}; it is no measured run")
-    return run
+class MeasuredFile(msgspec.Struct, frozen=True):
+    """Runs of one machine, each with its own calibration."""
+
+    kind: str
+    layout: int
+    runs: tuple[MeasuredRun, ...]
+
+
+def read_measured(path: Path) -> tuple[MeasuredRun, ...]:
+    """The runs in a file. Raises RoseError for any other file."""
+    found = read_json(path, MeasuredFile, "name a file of `python -m rose.bench.simulation`")
+    if (found.kind, found.layout) != (KIND, LAYOUT):
+        raise RoseError(f"{path}:1: kind, layout: {found.kind} {found.layout}; no measured runs")
+    return found.runs
+
+
+def write_measured(runs: Sequence[MeasuredRun], path: Path) -> None:
+    """Inverse of `read_measured`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(MeasuredFile(KIND, LAYOUT, tuple(runs))) + b"\n")
 
 
 def extract(folder: Path) -> MeasuredRun:
@@ -98,8 +110,6 @@ def extract(folder: Path) -> MeasuredRun:
     idle = [b for b in records.blocks if b.arm == IDLE_ROSE.name]
     machine = run.machine
     return MeasuredRun(
-        KIND,
-        LAYOUT,
         run.seed,
         f"{machine['cpus']} {machine['processor']} cores",
         run.ttft_target_s,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rose.cli.output import add_output_options
 from rose.errors import ConfigError
+from rose.simulation.plots import save_plots
 from rose.simulation.policies.catalog import check_options
 from rose.simulation.results import RunResult
 from rose.simulation.scenario import Scenario
@@ -48,6 +49,9 @@ def add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         help="a constant or setting other than the usual",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="results as JSON as well")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="folder for pictures of steps, use, SLO and tail"
+    )
     add_output_options(parser)
 
 
@@ -122,6 +126,17 @@ def save(results: Sequence[RunResult], path: Path | None) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
+
+
+def draw(results: Sequence[RunResult], folder: Path | None) -> None:
+    """Draw the first seed's results, where a folder was named. Raises ConfigError."""
+    if folder is None or not results:
+        return
+    first = results[0].seed
+    try:
+        save_plots([each for each in results if each.seed == first], folder)
+    except OSError as error:
+        raise ConfigError(f"--plots {folder} cannot be written: {error}") from error
 
 
 def warn_unfinished(results: Sequence[RunResult]) -> None:

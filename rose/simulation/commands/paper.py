@@ -13,6 +13,7 @@ from rose.errors import ConfigError
 from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (
     add_run_options,
+    draw,
     save,
     taken_seeds,
     taken_settings,
@@ -120,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         tables += view(mine, lambda each, _: each.policy, scenario.name).tables
         by_policy = {p: [each for each in mine if each.policy == p] for p in POLICIES}
         tables.append(_rows(name, by_policy))
+        draw(mine, args.plots / name if args.plots is not None else None)
     write(View([plain(each) for each in results], (), tuple(tables)), Format(args.output))
     save(results, args.out)
     warn_unfinished(results)

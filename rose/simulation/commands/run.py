@@ -7,6 +7,7 @@ from rose.simulation.batch import Run, carry_out
 from rose.simulation.commands.options import (
     add_run_options,
     add_scenario_options,
+    draw,
     save,
     taken_scenario,
     taken_settings,
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     tables = (shown.tables[0], _steps(result), *shown.tables[1:])
     write(View(shown.data, shown.lines, tables), Format(args.output))
     save([result], args.out)
+    draw([result], args.plots)
     warn_unfinished([result])
     return 0
 

@@ -9,6 +9,7 @@ from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (
     add_run_options,
     add_scenario_options,
+    draw,
     save,
     taken_scenario,
     taken_seeds,
@@ -55,5 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
     write(view(results, label, f"{scenario.name}, policy {args.policy}"), Format(args.output))
     save(results, args.out)
+    draw(results, args.plots)
     warn_unfinished(results)
     return 0

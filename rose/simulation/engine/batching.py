@@ -20,6 +20,7 @@ import heapq
 from bisect import bisect_right
 from collections import deque
 from itertools import islice
+from operator import itemgetter
 from typing import Protocol
 
 from rose.simulation.clock.event_queue import NS, EventQueue
@@ -58,6 +59,7 @@ class Sequence:
         "id",
         "lag",
         "mark",
+        "order",
         "output_tokens",
         "owner",
         "prefill_left",
@@ -96,6 +98,7 @@ class Sequence:
         self.start = 0
         self.lag = 0
         self.mark = 0
+        self.order = 0
         self.units = 0
         self.uses_prefix = self.filling = False
 
@@ -165,7 +168,7 @@ class ModelledEngine:
         self.last_end_ns = 0
         self.paused_until_ns = 0
         self._marks: list[tuple[int, int, Sequence]] = []
-        self._number = 0
+        self._number = self._joined = 0
         self._step: _Step | None = None
         self._ending = False
         self._began_ns = 0
@@ -425,6 +428,8 @@ class ModelledEngine:
         sequence.context += 1
         sequence.state = _DECODING
         sequence.start, sequence.lag = self.count, 0
+        self._joined += 1
+        sequence.order = self._joined
         self.decoding[sequence] = None
         self.decode_context += sequence.context
         if first:
@@ -444,7 +449,7 @@ class ModelledEngine:
         room = (sequence.units + self._prefix_units(sequence)) * self.kv.unit_tokens - context
         self._number += 1
         sequence.mark = self._number
-        due = self.count + (left if left <= room else max(0, room) + 1)
+        due = self.count + min(left, max(1, room))
         heapq.heappush(self._marks, (due, self._number, sequence))
 
     def _prefix_units(self, sequence: Sequence) -> int:
@@ -452,8 +457,14 @@ class ModelledEngine:
 
     def _reach_marks(self, now_ns: int) -> None:
         marks = self._marks
+        due: list[tuple[int, int, Sequence]] = []
         while marks and marks[0][0] <= self.count:
             _, number, sequence = heapq.heappop(marks)
+            due.append((sequence.order, number, sequence))
+        if len(due) > 1:
+            # As vLLM goes through them: who was admitted first takes memory first.
+            due.sort(key=itemgetter(0))
+        for _, number, sequence in due:
             if sequence.mark != number or sequence.state != _DECODING:
                 continue
             made = self.count - sequence.start - sequence.lag

@@ -1,8 +1,8 @@
 """Stand-in for a guest: an engine that asks the gate before each step, with a balloon for its KV.
 
 `decide` is production's, and so are the cap in force, the plan of a shrink and the step model that
-is corrected by each step. The model asks again when its host publishes or its guard grants, where
-the real engine asks every half millisecond.
+is corrected by each step. The real engine asks every half millisecond; the model asks again so long
+(`wake_s`) after its host published something new, and at once when its guard grants.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,8 @@ class ModelledGuest(ModelledEngine):
         # Bytes of its host's memory that are lent now.
         self.lent_bytes: Callable[[], int] = int
         self._cap = NO_CAP
+        self._wake_s = spec.wake_s
+        self._asks = False
 
     @property
     def mapped(self) -> int:
@@ -88,6 +90,20 @@ class ModelledGuest(ModelledEngine):
             granules_mapped=self.mapped,
             granule_bytes=self.granule_bytes,
         )
+
+    def heard(self) -> None:
+        """The host published: it may be this guest's turn, which it sees when it asks again."""
+        if self._asks or self.in_step or not (self.waiting or self.prefilling or self.decoding):
+            return
+        if not self._wake_s:
+            self.wake()
+            return
+        self._asks = True
+        self.queue.after_s(self._wake_s, self._ask)
+
+    def _ask(self) -> None:
+        self._asks = False
+        self.wake()
 
     def granted(self, grant: Grant) -> None:
         """The guard wrote a grant: give memory back, or take some, and go on."""
@@ -143,7 +159,12 @@ class ModelledGuest(ModelledEngine):
 
     def _shrink(self, count: int) -> None:
         self.shrinks += 1
-        rollouts, uses = self._packed()
+        rollouts: list[Rollout] = []
+        if max(0, self.kv.plain) // _UNITS >= count:
+            # Packed, the last granules are free: a plan takes no others.
+            uses = [GranuleUse(self.mapped - 1 - at, 0, 0) for at in range(count)]
+        else:
+            rollouts, uses = self._packed()
         plan = plan_shrink(count, self.granules, uses, lambda: rollouts)
         doomed = frozenset(plan.preempt)
         for sequence in [each for each in [*self.decoding, *self.prefilling] if each.id in doomed]:

@@ -3,7 +3,8 @@
     deployment ── busy share of each quarter of an hour ──► what its hosts could lend
     job ── rollout: the free hosts that lend most ──► train ──► weights travel ──► rollout …
 
-A job borrows from one deployment at a time, at most so many cards; a host has the guest of one job.
+A job borrows from one deployment at a time, at most so many cards, and only for rollouts that get
+shorter by it; a host has the guest of one job.
 Rollouts of the same batch on as many guests with the same share take equally long, so they are
 computed once: a week of a thousand cards takes minutes, and its memory does not grow with the days.
 """
@@ -35,6 +36,7 @@ _SHARE_STEP = 0.05
 _KEEPS_UP = 0.9
 GUEST_STEP_S = 0.03
 _LEAST_SHARE = 0.1
+_LEAST_GAIN = 0.01
 _TICK_S = 5.0
 # Gauss-Hermite points and weights of a normal distribution, for bursts that differ in density.
 _POINTS = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
@@ -255,9 +257,15 @@ class FleetRun:
         """One training step: when the next begins, and the hosts that its rollout gives back."""
         job, trainer = each.job, each.job.trainer
         deployment, hosts, share = self._borrow(job, now_s)
-        phase, tokens = self._rolled(
-            self._spec.jobs.index(job), each.step % BATCHES, deployment, hosts, share
-        )
+        number, batch = self._spec.jobs.index(job), each.step % BATCHES
+        phase, tokens = self._rolled(number, batch, "", 0, 0.0)
+        if hosts:
+            borrowing, _ = self._rolled(number, batch, deployment, hosts, share)
+            # Leases are for jobs that gain by them.
+            if borrowing.seconds < phase.seconds * (1 - _LEAST_GAIN):
+                phase = borrowing
+            else:
+                hosts = 0
         train_s = trainer.train_s + trainer.train_s_per_token * tokens
         size = trainer.weight_bytes * trainer.delta_share
         sync_s = trainer.publish_s + size / self._spec.links.near_bytes_s

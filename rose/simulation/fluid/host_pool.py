@@ -20,6 +20,7 @@ from slo import StepProfile
 # A host is never asked to take more than this of its time for prompts.
 _MOST_PREFILL_SHARE = 0.95
 _ROUNDS = 12
+_CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,12 @@ class HostPoolFluid:
         """Of a decode step of a busy host."""
         return self._line.seconds(self._in_busy_host()) / speed
 
+    def token_s(self, speed: float = 1.0) -> float:
+        """Of a decoding request's token, with prompts of others in its steps: full ones at most."""
+        step_s = self.step_s(speed)
+        most_s = self._engine.max_step_tokens * self._line.prefill_s_per_token / speed
+        return min(step_s / (1 - self.prefill_share), step_s + most_s)
+
     def stay_s(self, rate_per_s: float, in_host: float, speed: float = 1.0) -> float:
         """How long a request stays, while hosts have `in_host` of them on the average."""
         beside = in_host / max(1e-12, busy_share(in_host, self._hosts)) if in_host else 1.0
@@ -155,6 +162,14 @@ class HostPoolFluid:
         """Requests in a host in the long run, at so many a second for each."""
         if rate_per_s <= 0:
             return 0.0
+        settled = self.in_host
+        for _ in range(_ROUNDS):
+            before, settled = (
+                settled,
+                min(self._most, rate_per_s * self.stay_s(rate_per_s, settled, speed)),
+            )
+            if abs(settled - before) <= _CLOSE * settled:
+                return settled
         low, high = 0.0, self._most
         if rate_per_s * self.stay_s(rate_per_s, high, speed) >= high:
             return high

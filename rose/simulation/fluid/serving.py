@@ -110,7 +110,7 @@ class ServingFluid:
         self._busy_hold.step(BusySeen(_POOL, busy), end_s)
         queue_s = fluid.queued / (fluid.capacity_rps(speed) * self._pool.hosts)
         step_s = fluid.step_s(speed)
-        token_s = step_s / (1 - fluid.prefill_share)
+        token_s = fluid.token_s(speed)
         moment = HostMoment(busy, step_s, token_s, speed, guests.step_s * duty, queue_s)
         for request in arrived:
             self._users.serve(request, moment)

@@ -37,6 +37,7 @@ STYLE = {
 }
 # A slice with fewer requests says little about a share: its neighbours join it.
 _LEAST_REQUESTS = 20
+MOST_BARS = 96
 
 
 def draw_steps(results: Sequence[RunResult]) -> "Figure":
@@ -132,17 +133,30 @@ def draw_what_if(answer: WhatIfAnswer) -> "Figure":
 
     figure = Figure(figsize=(9, 5.6))
     top, bottom = figure.subplots(2, 1, height_ratios=(2, 1))
-    edges = [*(each.start_s / 60 for each in answer.use), answer.hours * 60]
-    users = [each.host for each in answer.use]
-    both = [each.host + each.guest for each in answer.use]
+    unit, unit_s = ("hours", 3_600.0) if answer.hours > 4 else ("minutes", 60.0)
+    edges, users, lent = _joined(answer)
+    edges = [edge_s / unit_s for edge_s in edges]
+    both = [each + beside for each, beside in zip(users, lent, strict=True)]
     top.stairs(users, edges, color=HOST, label="users", fill=True)
     top.stairs(both, edges, baseline=users, color=GUEST, label="lent to rollouts", fill=True)
     top.set_ylim(0, 1.02)
     top.set_xlim(0, edges[-1])
-    top.set(title="Share of the serving cards' time", xlabel="minutes of the trace", ylabel="share")
+    top.set(title="Share of the serving cards' time", xlabel=f"{unit} of the trace", ylabel="share")
     top.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
     _bars(bottom, answer)
     return figure
+
+
+def _joined(answer: WhatIfAnswer) -> tuple[list[float], list[float], list[float]]:
+    """(edges_s, users, lent) of at most so many bars as can be told apart."""
+    many = -(-len(answer.use) // MOST_BARS)
+    edges, users, lent = list[float](), list[float](), list[float]()
+    for first in range(0, len(answer.use), many):
+        part = answer.use[first : first + many]
+        edges.append(part[0].start_s)
+        users.append(_mean([each.host for each in part]))
+        lent.append(_mean([each.guest for each in part]))
+    return [*edges, answer.hours * 3_600.0], users, lent
 
 
 def draw_fleet(result: FleetResult) -> "Figure":

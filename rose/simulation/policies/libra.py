@@ -9,18 +9,21 @@ Source: Chen, Tan, Li, Xu, "Libra: Efficient Resource Management for Agentic RL 
   returned instead of by predicted lengths.
 
 It borrows no serving card. Where the paper leaves a figure open the model takes the one that
-favours it: all training cards are in the pool, a change of sides takes `SWITCH_S`, and cards leave
-the rollouts one by one when the dedicated replicas have room for what is left. Its buckets of
-different parallel sizes are not modelled: engines here are all equal, and what is left of C-MLFQ is
-the order of the queue.
+favours it: all training cards are in the pool, a change of sides takes `SWITCH_S`, and cards roll
+out as long as rollouts are faster by it, as ROSE's own cost model reckons. Its buckets of different
+parallel sizes are not modelled: engines here are all equal, and what is left of C-MLFQ is the order
+of the queue.
 """
 
 from elastic_scheduler import Decision, Holding, Move, Offer, ReplicaKind, Situation, SwitchKind
+from elastic_scheduler.leases.cost_model import Supply, supply_of
 from elastic_scheduler.policies.baselines import spread
 
 HYBRID = "hybrid"
 # To load the rollout engine's weights from the trainer's own cards, and its graphs.
 SWITCH_S = 3.0
+# The planner gives a card to rollouts that are so much faster with it, and takes it back below.
+TAKE_GAIN, KEEP_GAIN = 0.02, 0.005
 # Levels of the queue: trajectories whose tools failed so often.
 LEVELS = 3
 
@@ -48,26 +51,35 @@ class LibraPolicy:
         """Take while turns need places, give back what the others have room for."""
         turns = sum(job.cleaned().turns for job in situation.jobs)
         dedicated = [o for o in situation.free if o.kind is ReplicaKind.DEDICATED]
-        held = [each for each in situation.held if not is_hybrid(each.offer)]
-        hybrid = [each for each in situation.held if is_hybrid(each.offer)]
-        places = sum(each.offer.max_sequences for each in held)
-        places += sum(offer.max_sequences for offer in dedicated if not is_hybrid(offer))
         own = [offer for offer in dedicated if not is_hybrid(offer)]
-        # A quarter of a full batch runs at nearly the speed of one sequence.
-        wanted = turns > places / 4
-        more = [offer for offer in dedicated if is_hybrid(offer)] if wanted else []
-        take = (
-            *spread(own, situation, "dedicated replicas are always leased"),
-            *spread(more, situation, "the plan gives its cards to rollouts"),
-        )
-        if wanted or not hybrid:
-            return Decision(take)
-        last = min(hybrid, key=lambda each: each.since_s)
-        why = "the other replicas have room for what is left"
-        return Decision(take, (Move(last.job, last.offer.replica, why),))
+        pool = [offer for offer in dedicated if is_hybrid(offer)]
+        held = [each for each in situation.held if is_hybrid(each.offer)]
+        supply = supply_of([*(each.offer for each in situation.held), *own])
+        take = list(spread(own, situation, "dedicated replicas are always leased"))
+        more: list[Offer] = []
+        for offer in pool:
+            if not _worth(supply, supply.plus(offer), turns, TAKE_GAIN):
+                break
+            more.append(offer)
+            supply = supply.plus(offer)
+        take += spread(more, situation, "the plan gives its cards to rollouts")
+        if more or not held:
+            return Decision(tuple(take))
+        last = max(held, key=lambda each: (each.since_s, each.offer.replica))
+        if _worth(supply.minus(last.offer), supply, turns, KEEP_GAIN):
+            return Decision(tuple(take))
+        why = "rollouts are hardly slower without it"
+        return Decision(tuple(take), (Move(last.job, last.offer.replica, why),))
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Training needs the cards: nothing changes by that."""
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Costs do not count."""
+
+
+def _worth(without: Supply, with_it: Supply, turns: float, gain: float) -> bool:
+    """Whether one more replica makes rollouts faster by that share."""
+    if turns <= without.count:
+        return False
+    return with_it.rate_tok_s(turns) > (1 + gain) * without.rate_tok_s(turns)

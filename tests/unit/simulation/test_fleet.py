@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
 from rose.simulation.calibration import published_engine
-from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetSpec, run_fleet
+from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetResult, FleetSpec, run_fleet
 from rose.simulation.workloads import (
     ALFWORLD,
     ALFWORLD_32B,
@@ -27,8 +28,13 @@ TRAINS = FleetJob(
 FLEET = FleetSpec((SERVES,), (TRAINS, replace(TRAINS, name="other", start_s=900.0)), 3_600.0)
 
 
+@cache
+def borrowed() -> FleetResult:
+    return run_fleet(FLEET)
+
+
 def test_a_fleet_is_the_same_for_a_seed_and_borrowing_helps_its_jobs() -> None:
-    alone, borrowing = run_fleet(FLEET, borrows=False), run_fleet(FLEET)
+    alone, borrowing = run_fleet(FLEET, borrows=False), borrowed()
     assert borrowing == run_fleet(FLEET)
     assert json.loads(json.dumps(borrowing.plain(), allow_nan=False))["cards"] == 56
     assert alone.borrowed_gpu_hours == 0 < borrowing.borrowed_gpu_hours
@@ -38,7 +44,7 @@ def test_a_fleet_is_the_same_for_a_seed_and_borrowing_helps_its_jobs() -> None:
 
 
 def test_no_more_is_borrowed_than_hosts_lend() -> None:
-    for hour in run_fleet(FLEET).series:
+    for hour in borrowed().series:
         assert 0 <= hour.borrowed <= hour.lendable + 1e-9
 
 

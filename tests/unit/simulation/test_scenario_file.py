@@ -163,3 +163,13 @@ def test_every_command_has_an_example_that_its_parser_takes() -> None:
     for name in COMMANDS:
         for line in EXAMPLES[f"sim {name}"]:
             assert parser.parse_args(shlex.split(line)[2:]).command == name
+
+
+def test_the_scenario_of_the_manual_can_be_read(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "simulator.md"
+    file = tmp_path / "scenario.yaml"
+    file.write_text(page.read_text().split("```yaml\n")[1].split("```")[0])
+    scenario = read_scenario(file)
+    assert scenario.trainer.max_staleness == 1
+    assert scenario.cluster.serving is not None
+    assert scenario.cluster.serving.slo.ttft_s == 1.0

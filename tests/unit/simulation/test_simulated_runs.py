@@ -124,6 +124,15 @@ def test_no_guest_step_begins_without_the_gates_leave(monkeypatch: pytest.Monkey
     assert {verdict.reason for verdict in refused} >= {"host_busy"}
 
 
+def test_a_guest_that_wakes_late_makes_less() -> None:
+    idle_only = {"slack_share": 0.0}
+    made = {}
+    for wake_s in (0.0, 0.2):
+        scenario = small(users=Users(4.0), guest=replace(GUEST, wake_s=wake_s), steps=1)
+        made[wake_s] = run(scenario, "paper", options=idle_only).borrowed_gpu_hours
+    assert made[0.2] < made[0.0]
+
+
 def test_users_wait_longer_for_more_slack() -> None:
     scenario = small(users=Users(4.0, burst=10), until_s=20, steps=20)
     none = run(scenario, "fixed").users
