@@ -187,7 +187,7 @@ def test_it_says_when_its_next_tokens_are_due(hosts: Hosts) -> None:
         assert state.queued_prefill_tokens > 0
         assert state.earliest_prefill_deadline_ns - state.heartbeat_ns <= TTFT_S * 1e9
     for state in later:
-        assert 0 < state.earliest_decode_deadline_ns - state.heartbeat_ns <= TPOT_S * 1e9
+        assert state.earliest_decode_deadline_ns - state.heartbeat_ns <= TPOT_S * 1e9
 
 
 @pytest.mark.promise("host.latencies")
