@@ -77,7 +77,10 @@ class BalloonedPool(Protocol):
 class SizedRequest(Protocol):
     """What is asked of a request: its id, and its tokens of prompt and output so far."""
 
-    request_id: str
+    @property
+    def request_id(self) -> str:
+        """Under which its scheduler knows it."""
+        ...
 
     @property
     def num_tokens(self) -> int:

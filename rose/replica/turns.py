@@ -79,9 +79,10 @@ class ReplicaTurn:
         Raises ClientGoneError.
         """
         assert self.request is not None
+        failures: tuple[type[Exception], ...] = (*self._engine.failures, UnknownVersionError)
         try:
             delta = await self.request.next()
-        except (*self._engine.failures, UnknownVersionError) as error:
+        except failures as error:
             self.ended = True
             await self._engine.abort([self.request])
             return _line_of("error", f"{type(error).__name__}: {error}")

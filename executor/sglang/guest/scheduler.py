@@ -237,7 +237,8 @@ class GuestScheduler:
         kv = request.kv
         rows = self._scheduler.req_to_token_pool.req_to_token
         slots = rows[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
-        return torch.unique(slots // self._page_tokens)
+        blocks: torch.Tensor = torch.unique(slots // self._page_tokens)
+        return blocks
 
     def _owned(self) -> torch.Tensor:
         blocks = [self._blocks(request) for request in self._running()]

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -13,6 +13,9 @@ from rose.replica.sglang.requests import EngineRequest, SglangError
 from rose.replica.token_versions import KvStaleness
 from rose.tracing.context import TraceContext
 from weight_transfer.node_copy import ranks_folder
+
+KEPT_TOKENS: Final = 6
+"""So much of a model's length SGLang keeps for itself: a longer prompt is refused."""
 
 
 class SglangEngine:
@@ -34,7 +37,7 @@ class SglangEngine:
         chunk = self._arguments.chunked_prefill_size or MOST_WARM_UP_TOKENS
         return WarmUpSizes(
             self._arguments.max_running_requests or 1,
-            int(self._manager.context_len),
+            int(self._manager.context_len) - KEPT_TOKENS,
             min(chunk, MOST_WARM_UP_TOKENS),
             int(self._manager.model_config.vocab_size),
         )

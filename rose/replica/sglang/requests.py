@@ -122,8 +122,9 @@ class EngineRequest:
         chunks: list[StreamLine] = []
         reason: str | None = None
         for output in outputs:
-            chunks += self._chunks(output)
+            # What is refused may come with a token that nobody sampled.
             reason = _reason(output["meta_info"].get("finish_reason")) or reason
+            chunks += self._chunks(output)
         if self._wants_prompt and chunks:
             return self._with_prompt(outputs, chunks, reason)
         return OutputDelta(chunks, reason)

@@ -58,7 +58,7 @@ class SchedulerCalls:
         time.sleep(PAUSED_SLEEP_S)
 
     def _call(self, scheduler: Any, name: str, arguments: list[Any]) -> Any:  # noqa: ANN401 -- JSON
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": self._resume,
             "activate": self._activate,

@@ -22,7 +22,7 @@ from tests.awaited import until_async
 
 START_S = 240.0
 KV_BYTES = 96 << 20
-LENGTH = 640
+LENGTH = 512
 
 
 @dataclass

@@ -141,7 +141,7 @@ class Cluster:
             "port": self.port,
             "kv_bytes": KV_BYTES,
             "max_sequences": 16,
-            "max_model_len": 640,
+            "max_model_len": 512,
             "pressure_policy": "adaptive",
         }
         if engine.python is not None:
@@ -222,7 +222,7 @@ def test_a_node_daemon_leases_freezes_balloons_updates_drains_and_ends_it(
 
         # An operator stops lending.
         ended: list[list[dict[str, Any]]] = []
-        turn = threading.Thread(target=lambda: ended.append(cluster.turn(500)))
+        turn = threading.Thread(target=lambda: ended.append(cluster.turn(440)))
         turn.start()
         cluster.until(lambda: cluster.state().get("running") == 1, "a turn runs")
         cluster.stub.SetHarvest(
