@@ -23,11 +23,13 @@ from executor.sglang.compat import (
 from executor.sglang.version_stamps import stamped_run
 from rose.replica.asgi import ROLES, AccessFilter, GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
-from rose.replica.sglang.allowed_tokens import biased_batch
 from rose.replica.sglang.engine import SglangEngine
+from rose.replica.sglang.turn_sampling import biased_batch, ended_at_stop
 
 _HTTP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _BATCH: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+
+_STOPS: Final = "sglang.srt.managers.schedule_batch.Req._check_token_based_finish"
 
 
 class Begin:
@@ -103,6 +105,7 @@ def _scheduler_hooks() -> dict[str, Hook]:
     calls = SchedulerCalls()
     hooks: dict[str, Hook] = {
         _BATCH: biased_batch,
+        _STOPS: ended_at_stop,
         f"{SCHEDULER}.handle_dumper_control": calls.handle,
         f"{SCHEDULER}._record_scheduler_state_for_paused_engine": calls.rest,
     }

@@ -26,7 +26,7 @@ from rose.contract.replica import (
     StructuredOutputs,
 )
 from rose.replica.engine import OutputDelta, RequestRefusedError
-from rose.replica.sglang.allowed_tokens import ALLOWED
+from rose.replica.sglang.turn_sampling import ALLOWED
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 
 _BAD_REQUEST: Final = 400

@@ -55,6 +55,17 @@ class Rig:
         await until_async(lambda: bool(what(self.state)), 30, why, 0.005)
         return self.state
 
+    async def grants(self, **given: int) -> None:
+        """Grant so much; returns once it is on the page."""
+        for name, value in given.items():
+            setattr(self.node, name, value)
+
+        def told() -> bool:
+            grant = self.control.grant.peek()
+            return grant is not None and all(getattr(grant, n) == v for n, v in given.items())
+
+        await until_async(told, 10, "the page has it", 0.005)
+
     async def freeze(self) -> None:
         """Freeze the guest; returns once it yields."""
         self.node.mode = GrantMode.FREEZE

@@ -68,7 +68,7 @@ async def test_a_small_budget_makes_small_steps_of_the_same_tokens(
     rig: Rig, replica: Replica
 ) -> None:
     whole = await replica.lines(PROMPT, 24, salt="whole")
-    rig.node.token_budget = 16
+    await rig.grants(token_budget=16)
     before = rig.state.step_seq
     cut = await replica.lines(PROMPT, 24, salt="cut")
     chunks = -(-len(PROMPT) // 16)
@@ -81,13 +81,13 @@ async def test_more_turns_than_tokens_of_a_step_end_all_the_same(
     rig: Rig, replica: Replica
 ) -> None:
     expected = await gathered(replica, 6, 24)
-    rig.node.token_budget = 4
+    await rig.grants(token_budget=4)
     assert await gathered(replica, 6, 24, salt="few tokens") == expected
 
 
 @pytest.mark.promise("guest.sequences")
 async def test_no_more_sequences_than_granted(rig: Rig, replica: Replica) -> None:
-    rig.node.max_sequences = 2
+    await rig.grants(max_sequences=2)
     turns = asyncio.create_task(gathered(replica, 6, TURN))
     seen = set()
     while not turns.done():
@@ -154,7 +154,7 @@ async def test_what_was_revoked_gives_its_memory_back_though_nothing_runs(
 
 @pytest.mark.promise("guest.priority")
 async def test_a_lower_number_runs_first(rig: Rig, replica: Replica) -> None:
-    rig.node.max_sequences = 1
+    await rig.grants(max_sequences=1)
     ended: list[int] = []
 
     async def turn(priority: int) -> None:
@@ -169,7 +169,7 @@ async def test_a_lower_number_runs_first(rig: Rig, replica: Replica) -> None:
             await answer.read()
         ended.append(priority)
 
-    await rig.freeze()
+    rig.node.mode = GrantMode.FREEZE
     turns = [asyncio.create_task(turn(priority)) for priority in (5, 9, 1)]
     await rig.said(lambda state: state.waiting == 3, "all wait")
     rig.node.mode = GrantMode.RUN
@@ -258,3 +258,19 @@ async def test_nobodys_guest_ends_itself(
 async def test_tokens_of_the_model_as_it_was_started_say_so(replica: Replica) -> None:
     lines = await replica.lines(PROMPT, 8)
     assert versions_of(lines) == [0] * 8
+
+
+@pytest.mark.promise("weights.frozen")
+async def test_a_frozen_guest_takes_a_version(rig: Rig, replica: Replica) -> None:
+    await replica.prepared()
+    stream = replica.stream(PROMPT, 400)
+    begun = await anext(stream)
+    # One that has nothing to do asks for no leave.
+    await rig.freeze()
+    report = await replica.apply(replica.publish(6))
+    assert rig.state.policy_version == report["version"], "its page tells it too"
+    assert report["version"] == rig.versions.version
+    rig.node.mode = GrantMode.RUN
+    lines = [begun, *[line async for line in stream]]
+    assert len(tokens_of(lines)) == 400
+    assert versions_of(lines)[-1] == rig.versions.version

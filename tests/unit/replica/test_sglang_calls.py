@@ -12,10 +12,10 @@ import sys
 from types import ModuleType
 
 import rose.replica.sglang.scheduler_calls as calls_module
-from rose.replica.sglang.allowed_tokens import ALLOWED, biased_batch
 from rose.replica.sglang.engine import SglangEngine, ends_of
 from rose.replica.sglang.requests import SglangError
 from rose.replica.sglang.scheduler_calls import SchedulerCalls
+from rose.replica.sglang.turn_sampling import ALLOWED, biased_batch
 
 
 class StandInScheduler:

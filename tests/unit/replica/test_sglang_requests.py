@@ -10,8 +10,8 @@ import pytest
 from executor.sglang.version_stamps import STAMP
 from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
 from rose.replica.engine import RequestRefusedError
-from rose.replica.sglang.allowed_tokens import ALLOWED
 from rose.replica.sglang.requests import EngineRequest, SglangError, parameters, request_id
+from rose.replica.sglang.turn_sampling import ALLOWED
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 
 
