@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-START_S = 240.0
+START_S = 480.0
 BEAT_S = 0.02
 GUEST = "guest"
 KV_BYTES = 96 << 20
@@ -140,7 +140,7 @@ class Cluster:
             "model_dir": str(self.folder / "model"),
             "port": self.port,
             "kv_bytes": KV_BYTES,
-            "max_sequences": 16,
+            "max_sequences": 4,
             "max_model_len": 512,
             "pressure_policy": "adaptive",
         }
