@@ -15,7 +15,7 @@ import rose.replica.sglang.scheduler_calls as calls_module
 from rose.replica.sglang.engine import SglangEngine, ends_of
 from rose.replica.sglang.requests import SglangError
 from rose.replica.sglang.scheduler_calls import SchedulerCalls
-from rose.replica.sglang.turn_sampling import ALLOWED, biased_batch
+from rose.replica.sglang.turn_sampling import ALLOWED, biased_batch, ended_at_stop
 
 
 class StandInScheduler:
@@ -163,6 +163,32 @@ def test_tokens_that_are_not_allowed_are_never_sampled() -> None:
     untouched = SimpleNamespace(reqs=[free], device="cpu")
     said = biased_batch(lambda *_: SimpleNamespace(logit_bias=None), None, untouched, 5)
     assert said.logit_bias is None
+
+
+@pytest.mark.parametrize(
+    ("new", "ended", "length"), [([4], False, None), ([7], True, 3), ([4, 7, 5], True, 2)]
+)
+def test_a_turn_that_ignores_the_models_ends_ends_at_its_own_stops(
+    new: list[int], ended: bool, length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ModuleType("standin")
+    kinds.FINISH_MATCHED_TOKEN = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", kinds)
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(ignore_eos=True, stop_token_ids={7, 9}),
+        output_ids=[1, 2, 3][: 3 - len(new)] + new,
+        finished_reason=None,
+        finished_len=None,
+    )
+    assert ended_at_stop(_never, request, new) is ended
+    assert request.finished_len == length
+    assert (request.finished_reason is not None) is ended
+
+
+def test_any_other_turns_ends_are_sglangs_business() -> None:
+    asked = SimpleNamespace(ignore_eos=True, stop_token_ids=None)
+    request = SimpleNamespace(sampling_params=asked)
+    assert ended_at_stop(lambda *given: given == (request, [1]), request, [1])
 
 
 def _arguments(**given: Any) -> Any:
