@@ -90,8 +90,9 @@ class Load(msgspec.Struct, frozen=True):
     @property
     def good(self) -> bool:
         """Whether it keeps to what is promised of so many streams."""
-        quick = max(self.added_in_p50_ms, self.added_out_p50_ms) <= MOST_ADDED_MS
-        return (quick or self.streams > FEW) and self.added_gap_p999_ms <= MOST_GAP_MS
+        if self.streams > FEW:
+            return self.added_gap_p999_ms <= MOST_GAP_MS
+        return max(self.added_in_p50_ms, self.added_out_p50_ms) <= MOST_ADDED_MS
 
 
 class _Turn:

@@ -7,7 +7,7 @@ this process plays. The commands are run as an operator runs them, each in a pro
 turn and in an order that changes from round to round. Besides its time each has the least of all
 rounds and its processor time, which say how much of a wait was a busy machine's; Python that starts
 and imports nothing says what of it no command can help. Exit code 1 when one that asks a scheduler
-takes longer than a second at best, or any fails.
+takes longer than a second at best (`rose top` waits one between its two frames), or any fails.
 """
 
 import argparse
@@ -29,19 +29,22 @@ import msgspec
 from rose.addresses import free_port
 from rose.bench.micro.scheduler_rpc import channel_to
 from rose.bench.micro.stop_all import PATIENCE_S, POLICY, StoppableNode, at_work
+from rose.cli.cluster.top import ONCE_S
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from slo import percentile
 
 MOST_S: Final = 1.0
 NOTHING: Final = "python -c pass"
+# Rates are those between two frames.
+TOP: Final = "rose top --once"
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "rose status": ("status",),
     "rose nodes": ("nodes",),
     "rose nodes NODE -o json": ("nodes", "n000", "-o", "json"),
     "rose replicas": ("replicas",),
     "rose jobs": ("jobs",),
-    "rose top --once": ("top", "--once"),
+    TOP: ("top", "--once"),
     "rose policy get": ("policy", "get"),
     "rose policy explain NODE": ("policy", "explain", "n000"),
     "rose stop-all --dry-run": ("stop-all", "--dry-run"),
@@ -66,7 +69,8 @@ class Answer(msgspec.Struct, frozen=True):
     @property
     def good(self) -> bool:
         """Whether an operator gets on with it."""
-        return self.failed == 0 and (self.least_s <= MOST_S or self.command in OFFLINE)
+        most_s = MOST_S + (ONCE_S if self.command == TOP else 0.0)
+        return self.failed == 0 and (self.least_s <= most_s or self.command in OFFLINE)
 
 
 class _Times:
