@@ -7,8 +7,7 @@ log, and short turns one after the other on a few streams: the most turns a seco
 traces. The arms are the same turn without a trace, with one that is not recorded, with one that is
 (the event log gets `turn_traced`), and, where OpenTelemetry is installed, through a gateway that
 sends spans to a collector, a second stand-in. Blocks alternate; added is the median over rounds of
-the difference to the arm without. Exit code 1 when a trace alone costs more than a twentieth of the
-turn: who asks for none pays nothing, and who asks pays for spans.
+the difference to the arm without.
 """
 
 import argparse
@@ -20,7 +19,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +38,6 @@ STREAMS: Final = 8
 PIECES: Final = 2
 PIECE_TOKENS: Final = 8
 PROMPT: Final = list(range(1_000, 1_128))
-MOST_SHARE: Final = 0.05
 WITHOUT, UNRECORDED, RECORDED, SPANS = "no trace", "a trace", "a recorded trace", "spans"
 
 
@@ -182,14 +180,8 @@ def _arm(name: str, blocks: list[Block], without: Sequence[Block]) -> Arm:
     )
 
 
-def verdict(arms: Sequence[Arm]) -> Mapping[str, object]:
-    """Whether a trace without spans is nearly free."""
-    shares = {arm.name: arm.added_share for arm in arms}
-    return {"most_share": MOST_SHARE, "good": shares[UNRECORDED] <= MOST_SHARE}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and say by the exit code whether a trace is nearly free."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each block")
@@ -199,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
         "streams": STREAMS,
-        **verdict(arms),
         "arms": [msgspec.to_builtins(arm) for arm in arms],
     }
     text = json.dumps(found, indent=1) + "\n"
@@ -207,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
-    return 0 if found["good"] else 1
+    return 0
 
 
 if __name__ == "__main__":
