@@ -23,7 +23,8 @@ HYBRID = "hybrid"
 # To load the rollout engine's weights from the trainer's own cards, and its graphs.
 SWITCH_S = 3.0
 # The planner gives a card to rollouts that are so much faster with it, and takes it back below.
-TAKE_GAIN, KEEP_GAIN = 0.02, 0.005
+# Cards of a synchronous trainer have nothing else to do meanwhile.
+TAKE_GAIN, KEEP_GAIN = 0.002, 0.0
 # Levels of the queue: trajectories whose tools failed so often.
 LEVELS = 3
 
