@@ -107,6 +107,6 @@ def _check_time(where: str, time_s: float, latest_s: float, max_gap_s: float) ->
         raise RoseError(f"{where}: TIMESTAMP: its time is before the line above; sort the trace")
     if latest_s > -inf and time_s - latest_s > max_gap_s:
         raise RoseError(
-            f"{where}: TIMESTAMP: nothing for {time_s - latest_s:.0f} s before it, more than the"
+            f"{where}: TIMESTAMP: nothing for {time_s - latest_s:.4g} s before it, more than the"
             f" {max_gap_s:g} s that a gap may last; cut the trace there"
         )

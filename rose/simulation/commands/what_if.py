@@ -19,6 +19,7 @@ from rose.simulation.workloads.serving import MAX_GAP_S, TraceTraffic
 from slo import SloSpec, TargetError
 
 TTFT_S, TPOT_S = 2.0, 0.2
+LEAST_HOST_BUSY = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +140,10 @@ def _question(args: argparse.Namespace) -> WhatIfQuestion:
     if args.max_host_busy < 1:
         usual = MaxHostBusy()
         resume = args.max_host_busy * usual.resume / usual.share
+        if args.max_host_busy < LEAST_HOST_BUSY:
+            raise ConfigError(
+                f"--max-host-busy is {args.max_host_busy:g}; give {LEAST_HOST_BUSY:g} to 1"
+            )
         hold = MaxHostBusy(share=args.max_host_busy, resume=round(resume, 3))
     return WhatIfQuestion(
         gpus=args.gpus,

@@ -23,6 +23,8 @@ from slo import SloSpec
 ROLLOUT_CONTEXT, PREFILL_PER_OUTPUT = 4_096, 0.15
 KV_HEADROOM = 0.2
 MOST_SEQUENCES = 128
+# Of a shorter trace a day would be a guess.
+LEAST_S = 60.0
 # Above it a cluster does not serve its trace.
 OVERLOADED = 0.999
 
@@ -115,8 +117,17 @@ def what_if(
         )
     pool = HostPool(hosts, host.spec(), question.slo, _guest_spec(question, guest, room))
     alone, _, _ = _play(ServingFluid(pool, requests(), slice_s), NO_GUEST, slice_s)
+    if alone.now_s < LEAST_S:
+        raise ConfigError(
+            f"the trace lasts {alone.now_s:.0f} s; give requests of at least {LEAST_S:.0f} s"
+        )
     used = alone.in_host_s / alone.now_s * _user_context(alone)
     kv_tokens = (room - used * host.kv_bytes_per_token) / guest.kv_bytes_per_token
+    if kv_tokens < question.context:
+        raise ConfigError(
+            f"context is {question.context}; a guest has KV memory for {max(0, int(kv_tokens))}"
+            " tokens beside its host"
+        )
     sequences = max(1, min(MOST_SEQUENCES, int(kv_tokens / question.context)))
     line = StepLine.of(guest.profile, question.context, PREFILL_PER_OUTPUT)
     step_s = line.seconds(sequences)

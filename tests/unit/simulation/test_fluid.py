@@ -177,11 +177,14 @@ def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_lef
         ({"slack_share": 2.0}, "slack_share is 2"),
         ({"card": "h100", "guest": "70b"}, "guest llama-3.1-70b: its weights do not fit"),
         ({"model": "7b"}, "model 7b"),
+        ({"context": 10**8}, "context is 100000000; a guest has KV memory for"),
     ],
 )
 def test_impossible_questions_are_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         what_if(replace(QUESTION, **changed), lambda: trace(1.0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the trace lasts"):
+        what_if(QUESTION, lambda: trace(1.0, 20.0))
 
 
 def test_an_operator_asks_with_a_trace_and_reads_what_was_assumed(
