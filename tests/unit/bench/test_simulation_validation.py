@@ -1,13 +1,16 @@
 """The simulator's validation plays what was measured, and compares with the spread of repeats."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rose.azure_trace import read_trace
+from rose.bench.coserve.plan import Cell, quick_settings
 from rose.bench.simulation import validate as validation
-from rose.bench.simulation.__main__ import main
+from rose.bench.simulation.__main__ import main, repeated_blocks
 from rose.bench.simulation.measured import (
+    LENDING,
     EngineSizes,
     MeasuredLoad,
     MeasuredRepeat,
@@ -81,3 +84,15 @@ def test_a_generated_trace_can_be_asked_about(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert len(trace) > 100
     assert trace[-1].offset_s < 360
+
+
+def test_every_load_is_measured_again_and_again_with_the_same_arrivals(tmp_path: Path) -> None:
+    cells = [Cell(0.3, "poisson", 5.0), Cell(0.3, "bursty", 9.0)]
+    settings = quick_settings(tmp_path, busy_targets=(0.3,))
+    blocks = repeated_blocks(settings, cells)
+    assert blocks == repeated_blocks(settings, cells)
+    for number, cell in enumerate(cells, 1):
+        mine = [block for block in blocks if block.cell is cell]
+        assert {block.segment for block in mine} == {1_000 * number}
+        assert Counter(block.arm.name for block in mine) == {"alone": 5, LENDING: 5}
+    assert sum(block.cell is None for block in blocks) == 5
