@@ -32,6 +32,8 @@ LEAD_S, AFTER_S = 2.0, 20.0
 # The guest is in the kernel's background class: the host has the core whenever it wants it.
 BACKGROUND = {"host_share": 0.99}
 MOST_ERROR = 0.10
+# A guest of vLLM that may not run looks again after so long (executor.vllm.guest.gate_client).
+WAKE_S = 0.0005
 # Turns that a guest is given, as a multiple of those that it makes alone.
 _TURNS = 1.5
 GUEST_TIMES = 6
@@ -196,8 +198,9 @@ def _play(
     end_s = until_s if until_s is not None else LEAD_S + load.seconds + AFTER_S
     turns = _TURNS * end_s * measured.guest_alone_tok_s / measured.guest_output_tokens
     beside = GuestSpec(
-        guest, kv_base_tokens=guest.kv_tokens, slack_share=0.0, startup_s=0.0, granule_tokens=1_024
-    )
+        guest, kv_base_tokens=guest.kv_tokens, slack_share=0.0, startup_s=0.0, granule_tokens=1_024,
+        wake_s=WAKE_S,
+    )  # fmt: skip
     trainer = TrainerSpec(
         groups=max(1, round(turns)) if lends else 1,
         samples=1,
