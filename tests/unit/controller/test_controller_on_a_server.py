@@ -265,12 +265,13 @@ async def test_an_object_becomes_a_policy_and_says_what_became_of_it(
     objects.put("chat", mode="Active")
     async with serving(tmp_path, Path(KUBECONFIG)) as run:
         await run.until(run.mode, pb.HARVEST_MODE_ACTIVE, "its node lends")
-        for kind, said in (
-            ("Ready", ("True", "Active")),
-            ("TelemetryFresh", ("True", "Fresh")),
-            ("Conflicted", ("False", "None")),
-            ("Enforced", ("True", "Observed")),
-        ):
+        calm = {
+            "Ready": ("True", "Active"),
+            "TelemetryFresh": ("True", "Fresh"),
+            "Conflicted": ("False", "None"),
+            "Enforced": ("True", "Observed"),
+        }
+        for kind, said in calm.items():
             await run.until(lambda k=kind: objects.condition("chat", k), said, kind)
         objects.put("everywhere", stopPolicy="Hold")
         await run.until(run.mode, pb.HARVEST_MODE_OFF, "the other one only advises")
@@ -281,6 +282,8 @@ async def test_an_object_becomes_a_policy_and_says_what_became_of_it(
         await run.until(
             lambda: objects.events("chat").count("LimitedByOther"), 1, "one event for each change"
         )
+        for kind, said in calm.items():
+            await run.until(lambda k=kind: objects.condition("chat", k), said, f"{kind} again")
         version = objects.get("chat")["metadata"]["resourceVersion"]
         await asyncio.sleep(5.0)
         again = objects.get("chat")["metadata"]["resourceVersion"]
