@@ -81,6 +81,7 @@ class Cluster:
         self.processes = [self._spawn("scheduler", argv)]
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self.scheduler_port}")
         self.stub = SchedulerStub(self._channel)
+        grpc.channel_ready_future(self._channel).result(timeout=120)
         (folder / "node.json").write_text(json.dumps(self._node(engine)))
         daemon = ROOT / "tests/engine/short_daemon.py"
         argv = [sys.executable, str(daemon), "--config", str(folder / "node.json")]
