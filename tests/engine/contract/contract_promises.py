@@ -66,7 +66,7 @@ GUEST: Sequence[Promise] = _of(
     ("freeze", "stops within one step, and goes on where it was, token for token in fp32"),
     ("drain", "hands tokens back at once, frozen too; elsewhere a turn goes on token for token"),
     ("priority", "runs turns of a lower priority number first"),
-    ("stop", "samples as it is asked: stops, least lengths, allowed tokens, logprobs of both"),
+    ("stop", "samples as it is asked: its own stops, allowed tokens alone, logprobs of the same"),
     (
         "balloon",
         "gives KV memory back, measured, prefixes first; retracted turns lose no token",
