@@ -337,6 +337,7 @@ class SimulatedReplica(Replica):
             start_timeout_s=60.0,
         )
         self.url = "http://127.0.0.1:8000"
+        self._reachable = lambda: True
         self._events = node.events  # type: ignore[assignment]
         self._report = node.session.say
         self._changed = node.session.changed
