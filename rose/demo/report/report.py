@@ -82,9 +82,10 @@ def _what_ran(report: Report) -> Iterator[str]:
         return
     yield (
         f"In {report.elapsed_s:.0f} s a policy trained for {len(reward.by_step)} steps on "
-        f"FrozenLake. Its {total:,} tokens came from a dedicated vLLM and from a guest vLLM that "
-        "shared one core with a host vLLM under bursty load. After each step the new weights went "
-        "to both, as a signed, bit-exact delta."
+        f"FrozenLake. Its {total:,} tokens came from a dedicated {_engine(report, 'guest')} and "
+        f"from a guest {_engine(report, 'guest')} that shared one core with a host "
+        f"{_engine(report, 'host')} under bursty load. After each step the new weights went to "
+        "both, as a signed, bit-exact delta."
     )
     if report.settings.get("quickstart"):
         yield "The guest was revoked in the middle of turns, then killed."
@@ -100,13 +101,19 @@ def _what_ran(report: Report) -> Iterator[str]:
         yield f"**This run is a control (`{control}`): {expected} must fail.**"
 
 
+def _engine(report: Report, side: str) -> str:
+    """Which engine it was, as people write it; runs from before there was a choice had vLLM."""
+    return {"sglang": "SGLang"}.get(str(report.settings.get(side)), "vLLM")
+
+
 def _what_jobs_ran(report: Report, total: int) -> str:
     return (
         f"In {report.elapsed_s:.0f} s {len(report.jobs)} training runs of equal weight trained a "
         f"policy each on FrozenLake, for {' and '.join(str(job.steps) for job in report.jobs)} "
-        f"steps. All of their {total:,} tokens came from one borrowed guest vLLM, which shared a "
-        "core with a host vLLM under bursty load and served one job at a time. From one job to the "
-        "other it came by an update of the running engine: a signed base, and the deltas after it."
+        f"steps. All of their {total:,} tokens came from one borrowed guest "
+        f"{_engine(report, 'guest')}, which shared a core with a host {_engine(report, 'host')} "
+        "under bursty load and served one job at a time. From one job to the other it came by an "
+        "update of the running engine: a signed base, and the deltas after it."
     )
 
 

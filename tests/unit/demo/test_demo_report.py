@@ -91,6 +91,16 @@ def test_the_page_names_every_claim_and_shows_every_picture(tmp_path: Path) -> N
     assert {row.count("|") for row in rows} == {7}
 
 
+def test_the_page_names_the_engines_that_ran(tmp_path: Path) -> None:
+    folder = StandInRun().write(tmp_path)
+    run = json.loads((folder / "run.json").read_text())
+    run["settings"] |= {"host": "sglang", "guest": "vllm"}
+    (folder / "run.json").write_text(json.dumps(run))
+    write_report(folder)
+    page = (folder / "report.md").read_text()
+    assert "a guest vLLM that shared one core with a host SGLang" in page
+
+
 def test_the_page_of_a_control_says_what_must_fail(tmp_path: Path) -> None:
     write_report(StandInRun(control="lr0").write(tmp_path))
     page = (tmp_path / "report.md").read_text()
