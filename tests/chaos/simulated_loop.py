@@ -9,13 +9,13 @@ back with the process's messages. Nothing here waits, and no thread is ever aske
 
 import asyncio
 from asyncio import events
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
 from typing_extensions import override
 
+from rose.simulation.clock.callback_loop import CallbackLoop
 from tests.chaos.simulation import SKIPPED, SimulatedProcess
 
 # At one moment: a loop that turns on the spot is a bug.
@@ -25,13 +25,13 @@ MOST_CLOSES = 8
 ROUNDING_S = 1e-6
 
 
-class SimulatedLoop(asyncio.AbstractEventLoop):
+class SimulatedLoop(CallbackLoop):
     """Loop of one process. `failed` takes what broke outside of any task."""
 
     def __init__(self, process: SimulatedProcess, failed: Callable[[BaseException], None]) -> None:
+        super().__init__()
         self._process = process
         self._failed = failed
-        self._ready: deque[asyncio.Handle] = deque()
         self.closed = False
 
     def run(self, call: Callable[[], object]) -> None:
@@ -72,24 +72,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self._process.now_s()
 
     @override
-    def call_soon(  # type: ignore[override]
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
-
-    @override
-    def call_later(  # type: ignore[override]
-        self,
-        delay: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self.time() + delay, callback, *args, context=context)
-
-    @override
     def call_at(  # type: ignore[override]
         self,
         when: float,
@@ -110,39 +92,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     @override
-    def create_future(self) -> "asyncio.Future[Any]":
-        return asyncio.Future(loop=self)
-
-    @override
-    def create_task(  # type: ignore[override]
-        self,
-        coro: Coroutine[Any, Any, Any],
-        *,
-        name: str | None = None,
-        context: Context | None = None,
-    ) -> "asyncio.Task[Any]":
-        return asyncio.Task(coro, loop=self, name=name, context=context)
-
-    @override
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if "handle" in context and error is not None and not self.closed:
-            self._failed(error)
-
-    @override
-    def get_debug(self) -> bool:
-        return False
-
-    @override
-    def is_running(self) -> bool:
-        return True
-
-    @override
     def is_closed(self) -> bool:
         return self.closed
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when it is due."""
+    @override
+    def _broke(self, error: BaseException) -> None:
+        if not self.closed:
+            self._failed(error)
 
 
 def _close(coroutine: Any) -> None:

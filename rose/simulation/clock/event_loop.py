@@ -7,7 +7,6 @@ Nothing here waits, and no thread is ever asked.
 
 import asyncio
 from asyncio import events
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context
@@ -15,6 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from rose.simulation.clock.callback_loop import CallbackLoop
 from rose.simulation.clock.event_queue import NS, EventQueue
 
 # At one moment: a loop that turns on the spot is a bug.
@@ -22,12 +22,12 @@ MOST_CALLBACKS = 2_000_000
 MOST_ROUNDS = 16
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(CallbackLoop):
     """Loop over an `EventQueue`; run that within `running`. What breaks ends the simulation."""
 
     def __init__(self, queue: EventQueue) -> None:
+        super().__init__()
         self._queue = queue
-        self._ready: deque[asyncio.Handle] = deque()
         self._scheduled = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -44,7 +44,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
+            self._broke(error)
+
+    @override
+    def _broke(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,22 +101,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
+        handle = super().call_soon(callback, *args, context=context)
         if not self._scheduled:
             self._scheduled = True
             self._queue.at_ns(self._queue.now_ns, self._run_ready)
         return handle
-
-    @override
-    def call_later(  # type: ignore[override]
-        self,
-        delay: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self.time() + delay, callback, *args, context=context)
 
     @override
     def call_at(  # type: ignore[override]
@@ -133,36 +126,5 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     @override
-    def create_future(self) -> "asyncio.Future[Any]":
-        return asyncio.Future(loop=self)
-
-    @override
-    def create_task(  # type: ignore[override]
-        self,
-        coro: Coroutine[Any, Any, Any],
-        *,
-        name: str | None = None,
-        context: Context | None = None,
-    ) -> "asyncio.Task[Any]":
-        return asyncio.Task(coro, loop=self, name=name, context=context)
-
-    @override
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if "handle" in context and error is not None:
-            self._failure = self._failure or error
-
-    @override
-    def get_debug(self) -> bool:
-        return False
-
-    @override
-    def is_running(self) -> bool:
-        return True
-
-    @override
     def is_closed(self) -> bool:
         return False
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when it is due."""
