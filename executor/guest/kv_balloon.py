@@ -8,10 +8,9 @@ from typing import Final, Protocol
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
 from executor.guest.gate_client import KvMapped
-from executor.kv.backing import PageBackend
+from executor.kv.backing import GranulePool
 from executor.kv.shrink_plan import (
     NO_CAP,
-    Granules,
     GranuleUse,
     Rollout,
     cap_in_force,
@@ -27,26 +26,12 @@ MOST_BYTES_A_CALL: Final = 512 << 20
 GROWTH_RETRY_NS: Final = 100_000_000
 
 
-class BalloonedPool(Protocol):
-    """An engine's KV block pool that granules can leave; `fence` counts engine steps."""
-
-    granules: Granules
-    pages: PageBackend
-    held: set[int]
-
-    @property
-    def granule_bytes(self) -> int:
-        """KV bytes of a whole granule."""
-        ...
+class BalloonedPool(GranulePool, Protocol):
+    """An engine's KV block pool that granules can leave."""
 
     @property
     def capacity_blocks(self) -> int:
         """Blocks that requests can have at most now."""
-        ...
-
-    @property
-    def unmapped(self) -> bool:
-        """Whether the pages of all held granules were returned."""
         ...
 
     @property
@@ -63,10 +48,6 @@ class BalloonedPool(Protocol):
 
         Their pages stay until `unmap` is told that step `fence` is done.
         """
-        ...
-
-    def unmap(self, steps_done: int) -> None:
-        """Return the pages that no step after the first `steps_done` can touch any more."""
         ...
 
     def give_back(self, granules: Collection[int]) -> None:

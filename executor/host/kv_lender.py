@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
-from executor.kv.backing import NoPages, PageBackend
+from executor.kv.backing import GranulePool, NoPages, PageBackend
 from executor.kv.capacity_policy import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
 
@@ -42,17 +42,8 @@ class KvLent(NamedTuple):
     reserve_missing: int = 0
 
 
-class LendablePool(Protocol):
+class LendablePool(GranulePool, Protocol):
     """An engine's pool of KV blocks, granules of which can be lent."""
-
-    granules: Granules
-    pages: PageBackend
-    held: set[int]
-
-    @property
-    def granule_bytes(self) -> int:
-        """KV bytes of a whole granule."""
-        ...
 
     @property
     def free(self) -> KvFree:
@@ -64,21 +55,12 @@ class LendablePool(Protocol):
         """Lent blocks that the engine does not count."""
         ...
 
-    @property
-    def unmapped(self) -> bool:
-        """Whether the pages of all held granules were returned."""
-        ...
-
     def lendable(self, count: int) -> list[int]:
         """Up to `count` granules to lend."""
         ...
 
     def take(self, granules: Collection[int], fence: int) -> int:
         """Hold those of the granules that are wholly free, and return how many."""
-        ...
-
-    def unmap(self, steps_done: int) -> None:
-        """Return the pages that no step after the first `steps_done` can touch any more."""
         ...
 
     def take_back(self, count: int) -> int:
