@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Protocol
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from rose.errors import ConfigError
@@ -17,6 +19,21 @@ _log = logging.getLogger(__name__)
 _log.addFilter(
     lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 )
+
+
+def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
+    """When a process's own certificate begins and ends: Unix seconds."""
+    begin_s, end_s = validity_s
+    yield GaugeMetricFamily(
+        "rose_certificate_not_before_timestamp_seconds",
+        "When the process's own certificate begins.",
+        value=begin_s,
+    )
+    yield GaugeMetricFamily(
+        "rose_certificate_not_after_timestamp_seconds",
+        "When the process's own certificate is over.",
+        value=end_s,
+    )
 
 
 class Metrics(Protocol):

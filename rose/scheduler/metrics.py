@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import Advice
+from rose.metrics_server import certificate_families
 from rose.scheduler.core.usage import Lent, Pair
 from rose.scheduler.service import SchedulerService, ServiceFigures
 from rose.security.audit_log import AuditLog
@@ -165,17 +166,7 @@ class SchedulerMetrics(Collector):
             self._audit.lost,
         )
         if self._certificates is not None:
-            begin_s, end_s = self._certificates.validity_s
-            yield _gauge(
-                "rose_certificate_not_before_timestamp_seconds",
-                "When the process's own certificate begins.",
-                begin_s,
-            )
-            yield _gauge(
-                "rose_certificate_not_after_timestamp_seconds",
-                "When the process's own certificate is over.",
-                end_s,
-            )
+            yield from certificate_families(self._certificates.validity_s)
         if self._figures is not None:
             yield from self._of_service(self._figures)
 

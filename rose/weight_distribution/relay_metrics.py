@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rose.metrics_server import certificate_families
 from rose.security.certificates import CertificateFiles
 from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
 
@@ -81,17 +82,7 @@ class RelayMetrics(Collector):
         )
         yield from _of_versions(self._known)
         if self._certificates is not None:
-            begin_s, end_s = self._certificates.validity_s
-            yield GaugeMetricFamily(
-                "rose_certificate_not_before_timestamp_seconds",
-                "When the process's own certificate begins.",
-                value=begin_s,
-            )
-            yield GaugeMetricFamily(
-                "rose_certificate_not_after_timestamp_seconds",
-                "When the process's own certificate is over.",
-                value=end_s,
-            )
+            yield from certificate_families(self._certificates.validity_s)
 
 
 def _of_versions(known: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:

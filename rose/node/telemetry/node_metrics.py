@@ -27,6 +27,7 @@ from executor.control_page.page import LAYOUT_VERSION
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.addresses import bound
 from rose.errors import ConfigError, UnavailableError
+from rose.metrics_server import certificate_families
 from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.host_metrics import HostFigures, host_families
 from rose.node.telemetry.memory_gauges import Held
@@ -293,17 +294,7 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
         hosts.add_metric([state], count)
     yield hosts
     if health.certificate is not None:
-        begin_s, end_s = health.certificate
-        yield GaugeMetricFamily(
-            "rose_certificate_not_before_timestamp_seconds",
-            "When the process's own certificate begins.",
-            value=begin_s,
-        )
-        yield GaugeMetricFamily(
-            "rose_certificate_not_after_timestamp_seconds",
-            "When the process's own certificate is over.",
-            value=end_s,
-        )
+        yield from certificate_families(health.certificate)
     yield CounterMetricFamily(
         "rose_log_dropped_records",
         "Records that found no room in a log's queue, and are lost.",
