@@ -14,9 +14,7 @@ object; exit code 1 when an interval of `inside_us` reaches above the target.
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from executor import ControlPage
+from rose.bench.common.output import machine_now, put
 from rose.bench.common.tiny_models import TinyModel
 from rose.compare.bootstrap import Estimate, paired_difference
 
@@ -369,19 +368,9 @@ def main() -> int:
         "rounds": arguments.rounds,
         "steps_a_round": STEPS_A_ROUND,
         "loads": loads,
-        "machine": {
-            "python": platform.python_version(),
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_1min": os.getloadavg()[0],
-        },
+        "machine": machine_now(),
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if arguments.out is None:
-        sys.stdout.write(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    put(report, arguments.out, indent=2, shown=arguments.out is None)
     return 0 if holds else 1
 
 

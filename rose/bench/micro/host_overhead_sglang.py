@@ -12,9 +12,7 @@ object; exit code 1 when a median is above the target.
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -28,6 +26,7 @@ from typing import Any
 
 from executor import ControlPage
 from executor.sglang.host.plugin import HostHooks, SglangHost
+from rose.bench.common.output import machine_now, put
 from rose.bench.common.tiny_models import TinyModel
 
 TARGET_US = 30.0
@@ -250,19 +249,9 @@ def main() -> int:
         "holds": holds,
         "steps": arguments.steps,
         "loads": loads,
-        "machine": {
-            "python": platform.python_version(),
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_1min": os.getloadavg()[0],
-        },
+        "machine": machine_now(),
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if arguments.out is None:
-        sys.stdout.write(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    put(report, arguments.out, indent=2, shown=arguments.out is None)
     return 0 if holds else 1
 
 

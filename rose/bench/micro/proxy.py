@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import numpy as np
 import uvloop
 
 from rose.addresses import free_ports
+from rose.bench.common.output import machine_line, put
 from rose.bench.gateway.arms import REPLICA
 from rose.bench.gateway.processes import cores, used
 from rose.errors import EngineStartError, UnavailableError
@@ -331,16 +331,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As a gateway runs.
     loads = uvloop.run(measure(args.rounds, args.seconds))
     found = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
+        "machine": machine_line(),
         "most_added_ms": MOST_ADDED_MS,
         "good": all(load.good for load in loads),
         "loads": [msgspec.to_builtins(load) for load in loads],
     }
-    text = json.dumps(found, indent=1) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    put(found, args.out, indent=1, shown=True)
     return 0 if found["good"] else 1
 
 

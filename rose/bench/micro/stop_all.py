@@ -28,6 +28,7 @@ import grpc.aio
 import msgspec
 
 from rose.addresses import free_port
+from rose.bench.common.output import put
 from rose.bench.micro.scheduler_rpc import channel_to
 from rose.cli.exit_codes import ExitCode
 from rose.errors import UnavailableError
@@ -214,11 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "good": all(row.good for row in rows),
         "rounds": [msgspec.to_builtins(row) for row in rows],
     }
-    text = json.dumps(found, indent=1) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    put(found, args.out, indent=1, shown=True)
     return 0 if found["good"] else 1
 
 

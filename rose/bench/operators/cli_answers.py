@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Final
 import msgspec
 
 from rose.addresses import free_port
+from rose.bench.common.output import machine_line, put
 from rose.bench.micro.scheduler_rpc import channel_to
 from rose.bench.micro.stop_all import PATIENCE_S, POLICY, StoppableNode, at_work
 from rose.cli.cluster.top import ONCE_S
@@ -145,18 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rose-cli-") as folder:
         rows = asyncio.run(measure(args.nodes, args.rounds, Path(folder)))
     found = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
+        "machine": machine_line(),
         "nodes": args.nodes,
         "rounds": args.rounds,
         "most_s": MOST_S,
         "good": all(row.good for row in rows),
         "answers": [msgspec.to_builtins(row) for row in rows],
     }
-    text = json.dumps(found, indent=1) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    put(found, args.out, indent=1, shown=True)
     return 0 if found["good"] else 1
 
 

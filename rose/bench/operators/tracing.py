@@ -12,9 +12,7 @@ the difference to the arm without.
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import secrets
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from typing import Final
 import msgspec
 
 from rose.addresses import free_ports
+from rose.bench.common.output import machine_line, put
 from rose.bench.gateway.arms import TOKEN_STREAM, rose_command
 from rose.bench.gateway.processes import MeasuredProcess, StandInEngine, cores
 from rose.errors import UnavailableError
@@ -189,15 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     arms = asyncio.run(measure(args.rounds, args.seconds))
     found = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.python_version()}",
+        "machine": machine_line(),
         "streams": STREAMS,
         "arms": [msgspec.to_builtins(arm) for arm in arms],
     }
-    text = json.dumps(found, indent=1) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    put(found, args.out, indent=1, shown=True)
     return 0
 
 
