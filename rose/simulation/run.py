@@ -105,8 +105,9 @@ class Simulation:
             self.queue, setup.leasing(), links.latency_s, self.gateway.set_table
         )
         self._transfer = ModelledTransfer(self.queue, links, scenario.trainer.weight_bytes)
+        tail = options.get("tail_batching", scenario.trainer.tail_batching) > 0
         self.trainer = ModelledTrainer(
-            scenario.trainer,
+            replace(scenario.trainer, tail_batching=tail),
             scenario.rollouts,
             seed,
             self.queue,
@@ -405,6 +406,7 @@ class Simulation:
             "leases": log["lease_granted"],
             "revoked": log["revoked"],
             "turns": stats.turns,
+            "guest_tokens": self.gateway.borrowed_tokens,
             "turns_failed": self.trainer.failed,
             "continuations": stats.continuations,
             "second_copies": stats.hedges,

@@ -7,12 +7,15 @@
 
 `-dapo`: over-sampled and filtered. `-async`: tokens may be one version behind. The paper (arXiv
 2605.06534) says models, cards, batches and groups; whatever else stands here is in `assumptions`.
+A batch counts episodes: so does `rollout_batch_size` of ROLL, the framework of the paper's authors,
+which has to be a multiple of the group's size.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from rose.errors import ConfigError
 from rose.simulation.calibration import PublishedEngine, published_engine
 from rose.simulation.calibration.published import source
 from rose.simulation.cluster import ClusterSpec, DedicatedPool, EngineSpec, GuestSpec, HostPool
@@ -51,7 +54,6 @@ class Setup:
 
 _FROZEN_LAKE = Setup(FROZEN_LAKE_8B, "qwen3-8b", "qwen3-8b", "rose-7b")
 _ALFWORLD = Setup(ALFWORLD_32B, "qwen3-32b", "qwen3-32b", "rose-32b")
-_VARIANTS = (("", "grpo", 0), ("-dapo", "dapo", 0), ("-async", "grpo", 1))
 SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
         f"{setup.job.name}{suffix}": replace(setup, algorithm=algorithm, max_staleness=stale)
@@ -65,9 +67,14 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
 )
 
 
-def setup_scenario(setup: Setup, steps: int = 3, load: float = 1.0) -> Scenario:
-    """The scenario of a set-up. load: requests of users as a multiple of the usual ones."""
-    job = setup.job
+def setup_scenario(setup: Setup, steps: int = 3, load: float = 1.0, scale: float = 1.0) -> Scenario:
+    """The scenario of a set-up.
+
+    load: requests of users as a multiple of the usual ones. scale: of all cards and of the batch,
+    which leaves each card its share of the work, and a router fewer replicas to choose from. Raises
+    ConfigError where a share of them is no whole number.
+    """
+    job = _scaled(setup.job, scale)
     rollout = published_engine(setup.rollout_model, CARD)
     served = published_engine(setup.served_model, CARD, cards=rollout.cards)
     engine = replace(rollout.spec(), max_sequences=MOST_SEQUENCES)
@@ -90,7 +97,32 @@ def setup_scenario(setup: Setup, steps: int = 3, load: float = 1.0) -> Scenario:
         rollouts=job.environment,
         traffic=replace(setup.traffic, rate_per_s=rate),
         until_s=7_200.0,
-        assumptions=(*job.assumptions, *_assumptions(setup, rollout, hosts, rate)),
+        assumptions=(
+            f"batch: {job.batch} episodes in groups of {job.group}; {job.rollout_cards} rollout,"
+            f" {job.training_cards} training, up to {job.borrowed_cards} borrowed cards",
+            *job.assumptions,
+            *_assumptions(setup, rollout, hosts, rate),
+        ),
+    )
+
+
+def _scaled(job: TrainingJob, scale: float) -> TrainingJob:
+    sizes = {
+        "rollout_cards": job.rollout_cards * scale,
+        "training_cards": job.training_cards * scale,
+        "borrowed_cards": job.borrowed_cards * scale,
+        "groups": job.batch * scale / job.group,
+    }
+    for name, size in sizes.items():
+        if not (size >= 1 and size == int(size)):
+            raise ConfigError(f"{job.name} at a scale of {scale:g}: {name} would be {size:g}")
+    rollout, training, borrowed, groups = map(int, sizes.values())
+    return replace(
+        job,
+        rollout_cards=rollout,
+        training_cards=training,
+        borrowed_cards=borrowed,
+        batch=groups * job.group,
     )
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from rose.cli.output import Format, write
+from rose.cli.output import Format, View, write
 from rose.errors import ConfigError
 from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (
@@ -15,7 +15,7 @@ from rose.simulation.commands.options import (
     taken_settings,
     warn_unfinished,
 )
-from rose.simulation.commands.tables import view
+from rose.simulation.commands.tables import parts, view
 from rose.simulation.policies.catalog import SETUPS, setup_of
 
 
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         lambda each, _: f"{each.policy} (seed {each.seed})" if several else each.policy,
         f"{scenario.name}, seeds 0 to {len(seeds) - 1}" if several else f"{scenario.name}, seed 0",
     )
-    write(shown, Format(args.output))
+    tables = (shown.tables[0], parts(results, scenario), *shown.tables[1:])
+    write(View(shown.data, shown.lines, tables), Format(args.output))
     save(results, args.out)
     draw(results, args.plots)
     warn_unfinished(results)

@@ -23,6 +23,25 @@ def add_scenario_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="training steps to run")
     parser.add_argument("--until-s", type=float, metavar="S", help="end there at the latest")
+    add_scale_option(parser)
+
+
+def add_scale_option(parser: argparse.ArgumentParser) -> None:
+    """Size of a set-up."""
+    parser.add_argument(
+        "--scale",
+        type=float,
+        metavar="X",
+        help="a set-up with so much of its cards, batch and users: 0.25 is a quarter",
+    )
+
+
+def taken_scale(args: argparse.Namespace) -> float:
+    """Scale of parsed options. Raises ConfigError."""
+    scale = 1.0 if args.scale is None else float(args.scale)
+    if not 0 < scale < float("inf"):
+        raise ConfigError(f"--scale is {args.scale}; give a share above 0")
+    return scale
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
@@ -57,9 +76,11 @@ def add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
 
 def taken_scenario(args: argparse.Namespace) -> Scenario:
     """The scenario of parsed options. Raises ConfigError."""
-    name = str(args.scenario)
+    name, scale = str(args.scenario), taken_scale(args)
     if name in SETUPS:
-        scenario = setup_scenario(SETUPS[name])
+        scenario = setup_scenario(SETUPS[name], scale=scale)
+    elif args.scale is not None:
+        raise ConfigError(f"--scale is for set-ups ({', '.join(SETUPS)}), and {name} is none")
     elif Path(name).suffix in (".yaml", ".yml", ".json") or Path(name).exists():
         scenario = read_scenario(Path(name))
     else:

@@ -13,18 +13,20 @@ from rose.errors import ConfigError
 from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (
     add_run_options,
+    add_scale_option,
     draw,
     save,
+    taken_scale,
     taken_seeds,
     taken_settings,
     warn_unfinished,
 )
-from rose.simulation.commands.tables import median, plain, view
+from rose.simulation.commands.tables import median, parts, plain, view
 from rose.simulation.policies.catalog import SETUPS as POLICIES
 from rose.simulation.results import RunResult
 from rose.simulation.setups import SETUPS, setup_scenario
 
-DEFAULT_SETUPS = "frozen_lake-8b,alfworld-32b"
+DEFAULT_SETUPS = "frozen_lake-8b,frozen_lake-8b-dapo,alfworld-32b,alfworld-32b-dapo"
 Results = Mapping[str, Sequence[RunResult]]
 
 
@@ -95,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="requests of users as a multiple of the usual ones; default 1",
     )
+    add_scale_option(parser)
     add_run_options(parser, several=True)
 
 
@@ -106,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"there is no set-up {name!r}; choose from {', '.join(SETUPS)}")
     if args.steps < 1 or not 0 < args.load < float("inf"):
         raise ConfigError("--steps: at least 1, --load: above 0")
-    settings, seeds = taken_settings(args.set), taken_seeds(args)
-    scenarios = [setup_scenario(SETUPS[name], args.steps, args.load) for name in names]
+    settings, seeds, scale = taken_settings(args.set), taken_seeds(args), taken_scale(args)
+    scenarios = [setup_scenario(SETUPS[name], args.steps, args.load, scale) for name in names]
     asked = [
         Run(scenario, policy, seed, settings)
         for scenario in scenarios
@@ -118,9 +121,9 @@ def run(args: argparse.Namespace) -> int:
     tables: list[Table] = []
     for name, scenario in zip(names, scenarios, strict=True):
         mine = [each for each, run in zip(results, asked, strict=True) if run.scenario is scenario]
-        tables += view(mine, lambda each, _: each.policy, scenario.name).tables
         by_policy = {p: [each for each in mine if each.policy == p] for p in POLICIES}
-        tables.append(_rows(name, by_policy))
+        shown = view(mine, lambda each, _: each.policy, scenario.name).tables
+        tables += (shown[0], parts(mine, scenario), _rows(name, by_policy), *shown[1:])
         draw(mine, args.plots / name if args.plots is not None else None)
     write(View([plain(each) for each in results], (), tuple(tables)), Format(args.output))
     save(results, args.out)

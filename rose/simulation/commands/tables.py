@@ -3,9 +3,12 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 
 from rose.cli.output import Table, View
+from rose.simulation.critical_path import longest_alone_s, most_gain
 from rose.simulation.results import RunResult
+from rose.simulation.scenario import Scenario
 
 COLUMNS = (
     "RUN",
@@ -65,6 +68,56 @@ def view(
     rows = tuple(row(each, label(each, at), base) for at, each in enumerate(results))
     table = Table(COLUMNS, rows, title, frozenset(COLUMNS[1:]), ("GUEST GPU H", "TRAJ P50 S"))
     return View([plain(each) for each in results], (), (table, *_assumed(results)))
+
+
+PARTS = (
+    "RUN",
+    "ROLLOUT",
+    "TRAIN",
+    "SYNC",
+    "BORROWED",
+    "EPISODES",
+    "TURN P50 S",
+    "TURN P99 S",
+    "LONGEST S",
+    "X AT MOST",
+)
+
+
+def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
+    """Where a step goes: shares of its time, tokens of guests, and what its longest episode allows.
+
+    EPISODES: at once, on the mean of rollout phases. LONGEST S: the longest episode of a batch,
+    alone on a card, at the median; X AT MOST: by how much shorter rollouts could make the run
+    faster, down to that. Both only where a step waits for its whole batch.
+    """
+    # All policies play the same episodes.
+    longest_s = cache(partial(longest_alone_s, scenario))
+    rows = []
+    for each in results:
+        steps = each.steps[1:] or each.steps
+        whole_s = sum(step.ended_s - step.started_s for step in steps) or 1.0
+        rollout_s = sum(step.rollout_s for step in each.steps) or 1.0
+        made = sum(step.output_tokens for step in steps)
+        borrowed = sum(step.borrowed_tokens for step in steps) / made if made else 0.0
+        tails = bool(each.counts.get("buffer_deferred"))
+        alone = [0.0 if tails else longest_s(each.seed, step.number) for step in steps]
+        most = most_gain(steps, alone)
+        rows.append(
+            (
+                each.policy,
+                f"{sum(step.rollout_s for step in steps) / whole_s:.0%}",
+                f"{sum(step.train_s for step in steps) / whole_s:.0%}",
+                f"{sum(step.sync_s for step in steps) / whole_s:.0%}",
+                f"{borrowed:.0%}",
+                f"{each.trajectory_s.mean * each.trajectory_s.count / rollout_s:.0f}",
+                f"{each.turn_s.p50:.1f}",
+                f"{each.turn_s.p99:.1f}",
+                f"{median(alone):.1f}" if most else "",
+                f"{most:.2f}" if most else "",
+            )
+        )
+    return Table(PARTS, tuple(rows), "where a step goes", frozenset(PARTS[1:]))
 
 
 def plain(result: RunResult) -> dict[str, object]:

@@ -258,7 +258,8 @@ class ModelledGateway:
         """One turn, whole. Raises TurnError."""
         request = TurnRequest(
             asked.request_id,
-            cast("list[int]", range(asked.prompt_tokens)),
+            # A list: each attempt copies it, which takes a range ten times as long.
+            [0] * asked.prompt_tokens,
             Sampling(max_tokens=asked.budget_tokens),
             Origin(asked.session, asked.group, asked.job, asked.group_size, asked.hedges),
             min_version=asked.min_version or None,

@@ -120,8 +120,15 @@ SETTINGS = (
     "safety_margin_s",
     "host_share",
     "hedges",
+    "tail_batching",
     "instance_s",
 )
+
+
+def usual_value(name: str) -> float:
+    """What a constant of `CONSTANTS` is in production."""
+    module, attribute = CONSTANTS[name]
+    return float(getattr(importlib.import_module(module), attribute))
 
 
 def check_options(options: Mapping[str, float]) -> None:

@@ -64,6 +64,8 @@ def test_a_prediction_is_inside_the_spread_or_near_its_middle() -> None:
     assert row(1.04).near
     assert not row(0.9).near
     assert row(1.4).off == pytest.approx(1.4 / 1.15 - 1)
+    nothing = ValidationRow("load", "guest", (0.0,), 62.0, "tok/s")
+    assert not nothing.near, "who predicts tokens where there were none is not near"
 
 
 def test_a_file_of_measured_runs_is_read_again_and_no_other_is(tmp_path: Path) -> None:

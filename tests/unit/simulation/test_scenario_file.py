@@ -11,8 +11,10 @@ from rose.cli.main import main
 from rose.cli.parsers import parser_of
 from rose.errors import ConfigError
 from rose.simulation import Algorithm, ProfiledSteps
+from rose.simulation.commands import sweep
 from rose.simulation.commands.main import COMMANDS
 from rose.simulation.commands.main import main as sim
+from rose.simulation.policies.catalog import CONSTANTS, usual_value
 from rose.simulation.scenario_file import read_scenario
 from rose.simulation.setups import SETUPS, setup_scenario
 from slo import StepProfile
@@ -141,6 +143,38 @@ def test_several_runs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "slack_share=1 hedges=0" in capsys.readouterr().out
 
 
+def test_a_sweep_around_says_which_constants_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(WHOLE)
+    few = {name: CONSTANTS[name] for name in ("sticky_margin", "cooldown_s")}
+    monkeypatch.setattr(sweep, "CONSTANTS", few)
+    words = ["sweep", str(file), "--until-s", "0.5", "--workers", "1", "--around", "0.2"]
+    assert sim([*words, "-o", "json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1 + 2 * len(few)
+    assert sim(words) == 0
+    said = capsys.readouterr().out
+    assert "as it is" in said
+    assert "cooldown_s=8" in said
+    assert "cooldown_s=12" in said
+    assert "MATTERS" in said
+    assert usual_value("cooldown_s") == 10
+
+
+def test_a_scaled_set_up_leaves_each_card_its_work() -> None:
+    whole, quarter = (setup_scenario(SETUPS["alfworld-32b"], scale=x) for x in (1.0, 0.25))
+    assert (whole.trainer.batch, quarter.trainer.batch) == (1_024, 256)
+    assert whole.cluster.serving is not None
+    assert quarter.cluster.serving is not None
+    for big, small in (
+        (whole.cluster.dedicated.replicas, quarter.cluster.dedicated.replicas),
+        (whole.cluster.training_cards, quarter.cluster.training_cards),
+        (whole.cluster.serving.hosts, quarter.cluster.serving.hosts),
+    ):
+        assert big == 4 * small
+
+
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["run", "nothing"], "nothing is no file and no set-up"),
@@ -150,6 +184,10 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["sweep", "frozen_lake-8b", "--vary", "linger_s"], "write NAME=A,B,C"),
         (["compare", "frozen_lake-8b", "--seeds", "0"], "--seeds is 0"),
         (["paper", "--setups", "frozen"], "there is no set-up 'frozen'"),
+        (["paper", "--scale", "0.3"], "rollout_cards would be 2.4"),
+        (["run", "frozen_lake-8b", "--scale", "0"], "--scale is 0.0; give a share above 0"),
+        (["sweep", "frozen_lake-8b"], "give either --vary NAME=A,B,C or --around SHARE"),
+        (["sweep", "frozen_lake-8b", "--around", "1"], "--around is 1.0; give a share above 0"),
         (["rum"], "did you mean 'run'?"),
     ):
         assert main(["sim", *words]) == 2, words

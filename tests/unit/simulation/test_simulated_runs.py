@@ -23,6 +23,7 @@ from rose.simulation import (
 from rose.simulation import run as run_module
 from rose.simulation.clock.event_queue import EventQueue
 from rose.simulation.cluster import Links
+from rose.simulation.critical_path import longest_alone_s, most_gain
 from rose.simulation.engine import guest as guest_module
 from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.fleet import users as users_module
@@ -70,6 +71,34 @@ def test_steps_taken_as_one_event_make_the_same_history(
     assert leapt.counts["events"] < single.counts["events"]
     alike = leapt.counts | {"events": single.counts["events"]}
     assert replace(leapt, counts=alike) == single
+
+
+def test_no_policy_is_done_before_its_longest_episode_alone(
+    results: dict[str, RunResult],
+) -> None:
+    for policy, result in results.items():
+        alone = [longest_alone_s(small(), 0, step.number) for step in result.steps]
+        for step, longest_s in zip(result.steps, alone, strict=True):
+            assert 0 < longest_s <= step.rollout_s, policy
+        assert most_gain(result.steps, alone) >= 1, policy
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": Algorithm.DAPO, "over_sampling": 1.0},
+        {"max_staleness": 1},
+        {"tail_batching": True},
+    ],
+)
+def test_a_batch_that_need_not_be_whole_has_no_longest_episode(changes: dict[str, Any]) -> None:
+    assert longest_alone_s(small(**changes), 0, 0) == 0
+
+
+def test_rounds_for_the_tail_are_an_option_of_every_policy() -> None:
+    scenario = small(steps=1)
+    plain, tails = (run(scenario, "fixed", options={"tail_batching": x}) for x in (0.0, 1.0))
+    assert plain.counts["buffer_deferred"] == 0 < tails.counts["buffer_deferred"]
 
 
 def test_every_policy_is_given_the_same_episodes(results: dict[str, RunResult]) -> None:
