@@ -59,7 +59,10 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "rose sim what-if --trace trace.csv --gpus 32 --model 70b",
             "rose sim what-if --trace trace.csv --gpus 64 --model 70b --slack-share 0.3 -o json",
         ),
-        "sim sweep": ("rose sim sweep frozen_lake-8b --vary slack_share=0,0.25,0.5 --workers 2",),
+        "sim sweep": (
+            "rose sim sweep frozen_lake-8b --vary slack_share=0,0.25,0.5 --workers 2",
+            "rose sim sweep frozen_lake-8b --around 0.2 --scale 0.25 --seeds 3",
+        ),
         "sim fleet": ("rose sim fleet --days 0.01",),
         "sim paper": ("rose sim paper --setups frozen_lake-8b --steps 3 --out paper.json",),
         "store": ("rose store backup --store run/rose.sqlite first.backup",),

@@ -21,15 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-import msgspec
 import ray
-from pydantic import ValidationError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rose.addresses import free_port
+from rose.addresses import free_ports
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.node.config import NodeConfig
+from rose.integrations.ray_node import PoolNode
 from rose.process import launcher
 
 T = TypeVar("T")
@@ -39,31 +37,6 @@ SHORT_LIFE_S, PAUSE_S = 30.0, 5.0
 LOOK_S = 0.2
 # Of Ray itself: the creation of a process that imports ROSE.
 ANSWER_S = 60.0
-_OWN = ("id", "kind", "port", "device")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolNode:
-    """One actor's node: the file's content, but for what only its machine knows."""
-
-    name: str
-    config: Mapping[str, Any]
-    replica: Mapping[str, Any]
-
-    def write(self, port: int, device: int | str | None) -> Path:
-        """The node's file, in its own run folder."""
-        folder = Path(self.config["run_dir"]) / self.name
-        folder.mkdir(parents=True, exist_ok=True)
-        replica = {**self.replica, "id": self.name, "kind": "dedicated", "port": port}
-        own = {
-            "node": self.name,
-            "run_dir": str(folder),
-            "log_dir": str(Path(self.config["log_dir"]) / self.name),
-            "replicas": [replica | ({} if device is None else {"device": device})],
-        }
-        file = folder / "node.json"
-        file.write_bytes(msgspec.json.encode({**self.config, **own}))
-        return file
 
 
 class NodeActor:
@@ -71,7 +44,7 @@ class NodeActor:
 
     def __init__(self, node: PoolNode, gpus: int) -> None:
         self._node = node
-        self._port = free_port()
+        self._port, proxy_port = free_ports(2)
         self._draining = threading.Event()
         self._ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,15 +52,16 @@ class NodeActor:
         if len(given) < gpus:
             raise RefusedError(f"{node.name} was given {len(given)} GPUs of {gpus} by Ray")
         self._device = _device(given[0]) if given else None
-        file = node.write(self._port, self._device)
+        self._proxy = None if node.proxy is None else (_own_address(), proxy_port)
+        file = node.write(self._port, self._device, self._proxy)
         # The kernel ends the child with the thread that started it: with this one, which waits.
         threading.Thread(target=self._run, args=(file,), name="rose-node", daemon=True).start()
 
     def place(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Where it runs, and where gateways of other machines reach it."""
         pid = self._process.pid if self._process else None
-        host = ray.util.get_node_ip_address()
-        return {"node": self._node.name, "host": host, "gpu": self._device, "pid": pid}
+        said = {"node": self._node.name, "host": _own_address(), "proxy": self._proxy}
+        return said | {"gpu": self._device, "pid": pid}
 
     def healthy(self) -> bool:
         """Whether its engine answers."""
@@ -144,6 +118,7 @@ class DedicatedPool:
         *,
         node: Mapping[str, Any],
         replica: Mapping[str, Any],
+        proxy: Mapping[str, Any] | None = None,
         placement: Placement = "PACK",
         num_cpus: float = 1,
         name: str = "rose",
@@ -154,7 +129,10 @@ class DedicatedPool:
 
         num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. `node`: as in a node's file
         (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
-        `run_dir` and `log_dir`. `replica`: as there, without `id`, `kind`, `port` and `device`.
+        `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. `replica`: as
+        there, without `id`, `kind`, `port` and `device`. `proxy`: as there, without `host` and
+        `port`, {} where certificates do; gateways of other machines reach replicas through it, and
+        without one those of their own machine alone.
         placement: of replicas that are started together. With all but PACK Ray has their resources
         back once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
         Raises `ConfigError`, `UnavailableError` where Ray has no room.
@@ -167,8 +145,8 @@ class DedicatedPool:
             raise ConfigError(
                 f"{num_gpus} GPUs for a replica; a dedicated replica has one, or none"
             )
-        _check(node, replica)
-        self._node, self._replica = dict(node), dict(replica)
+        PoolNode(f"{name}-0", node, replica, proxy).check()
+        self._node, self._replica, self._proxy = dict(node), dict(replica), proxy
         self._gpus, self._cpus, self._placement = num_gpus, num_cpus, placement
         self._name, self._restarts, self._timeout_s = name, max_restarts, timeout_s
         self._members: list[_Member] = []
@@ -236,7 +214,7 @@ class DedicatedPool:
         )
         made = []
         for group, index in bundles:
-            node = PoolNode(next(names), self._node, self._replica)
+            node = PoolNode(next(names), self._node, self._replica, self._proxy)
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor = self._actor.options(
                 num_cpus=self._cpus,
@@ -294,27 +272,11 @@ class DedicatedPool:
         return found
 
 
+def _own_address() -> str:
+    """Of this machine, as Ray's others reach it."""
+    return str(ray.util.get_node_ip_address())
+
+
 def _device(given: int | str) -> int | str:
     """A GPU as Ray says it: an index, or a UUID."""
     return int(given) if str(given).isdigit() else str(given)
-
-
-def _check(node: Mapping[str, Any], replica: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` before anything is started; folders are looked for where they are."""
-    for name in ("node", "replicas"):
-        if name in node:
-            raise ConfigError(f"the pool names its nodes itself; leave {name!r} out of `node`")
-    for name in _OWN:
-        if name in replica:
-            raise ConfigError(f"the pool sets {name!r} itself; leave it out of `replica`")
-    own = {"id": "r", "kind": "dedicated", "port": 1}
-    try:
-        config = NodeConfig.model_validate({**node, "node": "n", "replicas": [{**replica, **own}]})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"the pool's node: {where}: {first['msg']}") from error
-    if config.verify_key is None and not config.unsigned:
-        raise ConfigError(
-            "the pool's node: verify_key is missing: give the job's key, or say unsigned=True"
-        )

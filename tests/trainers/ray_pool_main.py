@@ -1,8 +1,9 @@
 """Steps of a dedicated pool on Ray, each printed as a line of JSON; see `test_ray.py`.
 
-ray_pool_main.py NODE REPLICA FOLDER lifecycle | training
+ray_pool_main.py NODE REPLICA FOLDER lifecycle | training | proxied CA CERTIFICATE KEY
 """
 
+import asyncio
 import json
 import sys
 import time
@@ -14,9 +15,12 @@ import psutil
 import ray
 
 from rose.addresses import is_loopback
+from rose.contract.replica import GENERATE
 from rose.errors import ConfigError, UnavailableError
+from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations.ray import DedicatedPool
+from rose.security.certificates import CertificateFiles
 
 NODE, REPLICA = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 FOLDER, SCENARIO = Path(sys.argv[3]), sys.argv[4]
@@ -113,6 +117,49 @@ def training() -> None:
         ray.kill(pool._members[0].actor, no_restart=False)
         pool.wait_healthy()
         said(after=ray.get(trainer.step.remote(1.5)))
+
+
+class Answer:
+    """Receives an answer's status, and how it ended."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.over: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    def status(self, code: int) -> None:
+        self.code = code
+
+    def body(self, data: bytes) -> None:
+        pass
+
+    def ended(self, error: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(error)
+
+
+async def asked(url: str, tls: ClusterTls | None) -> int | None:
+    """Status with which a turn was answered; None where the connection was refused."""
+    upstream = Upstream(tls)
+    try:
+        answer = Answer()
+        await upstream.post(url, b"{}", answer)
+        await answer.over
+    except OSError:
+        return None
+    finally:
+        upstream.close()
+    return answer.code
+
+
+def proxied() -> None:
+    """A gateway reaches a replica by its node's proxy, and nobody else does."""
+    gateway = ClusterTls(CertificateFiles(*map(Path, sys.argv[5:8])))
+    with DedicatedPool(1, 0, node=NODE, replica=REPLICA, proxy={}) as pool:
+        [place] = until(lambda: [each for each in pool.places() if each], "a node")
+        host, port = place["proxy"]
+        url = f"https://{host}:{port}/{place['node']}{GENERATE}"
+        said(gateway=until(lambda: asyncio.run(asked(url, gateway)), "an answer of its proxy"))
+        said(stranger=asyncio.run(asked(url, None)))
 
 
 if __name__ == "__main__":

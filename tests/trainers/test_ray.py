@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from rose.bench.trainers.verl_run import RAY_ON_LOOPBACK
+from rose.security.development_ca import DevelopmentCa
+from rose.security.roles import Role
 from tests.awaited import until
 from tests.left_behind import left_behind
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
@@ -82,6 +84,33 @@ def test_a_killed_actor_or_node_comes_back_and_a_drained_pool_leaves_nothing(
     assert said["after_full"] == 2
     assert said["scaled"] == ["rose-0"]
     assert said["free"]
+
+
+def test_a_gateway_reaches_a_replica_through_its_nodes_proxy_and_nobody_else_does(
+    python: Path, ray_folder: Path, tmp_path: Path
+) -> None:
+    ca = DevelopmentCa.make(tmp_path / "ca", "c")
+    own, gateway = ca.issue(Role.NODE, "rose-0"), ca.issue(Role.GATEWAY, "gateway-0")
+    node = {
+        "scheduler": "127.0.0.1:9",
+        "run_dir": str(tmp_path / "run"),
+        "log_dir": str(tmp_path / "log"),
+        "verify_key": SigningKey.generate().verify_key.hex,
+        "certificates": {
+            "ca": str(ca.file),
+            "certificate": str(own.certificate).replace("rose-0", "{node}"),
+            "key": str(own.key).replace("rose-0", "{node}"),
+        },
+    }
+    engine = tmp_path / "engine"
+    engine.write_text("#!/bin/sh\nexec sleep 600\n")
+    engine.chmod(0o755)
+    replica = {"model_dir": str(save_policy(tmp_path / "model")), "engine_python": str(engine)}
+    files = [str(path) for path in (ca.file, gateway.certificate, gateway.key)]
+    said = run(python, dict(os.environ), node, replica, str(ray_folder), "proxied", *files)
+    # Its engine never comes up, and the proxy says so to who may ask.
+    assert said["gateway"] == 503
+    assert said["stranger"] is None
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """verl as it is released trains through ROSE: `examples/verl_grpo.sh` on real engines."""
 
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -134,12 +135,17 @@ def test_of_two_ranks_the_first_publishes_what_both_gather(
 
 
 @pytest.mark.nightly
-def test_training_goes_on_when_an_engine_is_killed(
-    python: Path, fleet: TrainerStack, tmp_path: Path
+@pytest.mark.parametrize("killed", ["engine", "gateway", "scheduler"])
+def test_training_goes_on_past_a_killed(
+    python: Path, fleet: TrainerStack, tmp_path: Path, killed: str
 ) -> None:
     with VerlRun(fleet, python, tmp_path, STEPS="6") as run:
         run.until(lambda: 2 in run.steps, RUN_S, "a second step")
-        fleet.kill_engine()
+        if killed == "engine":
+            fleet.kill_engine()
+        else:
+            fleet.members[killed].end(signal.SIGKILL)
+            fleet.members[killed].start()
         steps = run.finished(RUN_S)
     assert [*steps] == [1, 2, 3, 4, 5, 6]
     assert versions(fleet)[-1] == 7

@@ -41,6 +41,8 @@ NODE, JOB = "train-0", "grpo"
 # An engine starts in 40 s on a quiet machine.
 START_S = 300.0
 STOP_S = 60.0
+# One training, from its program's start to its end.
+RUN_S = 900.0
 LOOK_S = 0.1
 CORE_NAME = "VLLM::EngineCore"
 # What children of a small machine need: one thread each, and no hub.
@@ -91,6 +93,24 @@ class Member:
                 self.process.wait()
 
 
+def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> tuple[int, str]:
+    """Run a trainer's program in a folder, without GPUs: its exit code, and all that it printed.
+
+    subprocess.TimeoutExpired after RUN_S seconds.
+    """
+    with (folder / "log").open("wb") as log:
+        done = subprocess.run(  # noqa: S603 - a program of our own
+            argv,
+            cwd=folder,
+            env={**environ, **QUIET, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=log,
+            stderr=log,
+            timeout=RUN_S,
+            check=False,
+        )
+    return done.returncode, (folder / "log").read_text(errors="replace")
+
+
 class TrainerStack:
     """Members by name: scheduler, gateway, train-0 (the node). Context manager.
 
@@ -112,7 +132,7 @@ class TrainerStack:
     ) -> None:
         self.folder, self.model, self.job = folder.absolute(), model.absolute(), job
         self.folder.mkdir(parents=True, exist_ok=True)
-        scheduler_port, gateway_port, *self._engine_ports = free_ports(2 + replicas)
+        scheduler_port, gateway_port, *self.engine_ports = free_ports(2 + replicas)
         self.scheduler = f"127.0.0.1:{scheduler_port}"
         self.gateway = f"http://127.0.0.1:{gateway_port}"
         self.key = self.folder / "trainer.key"
@@ -131,9 +151,7 @@ class TrainerStack:
             f"--job={job}",
             *scheduler,
         )
-        self._add(
-            "gateway",
-            f"--port={gateway_port}",
+        self._gateway_options = (
             f"--scheduler={self.scheduler}",
             f"--tokenizer={self.model}",
             # Trainers ask for a model by the name that they load it by.
@@ -141,6 +159,7 @@ class TrainerStack:
             f"--max-model-len={max_model_len}",
             *gateway,
         )
+        self._add("gateway", f"--port={gateway_port}", *self._gateway_options)
         node = ("node", "--config", str(self.folder / "node.json"))
         self.members[NODE] = Member(NODE, node, self.folder / f"{NODE}.log")
 
@@ -160,6 +179,10 @@ class TrainerStack:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def add_gateway(self, name: str, port: int, *options: str) -> None:
+        """One more gateway of the same replicas, before anything is started."""
+        self._add(name, f"--port={port}", *self._gateway_options, *options, command="gateway")
 
     def settings(self, **given: object) -> TrainerSettings:
         """What a trainer of its job is told."""
@@ -183,10 +206,13 @@ class TrainerStack:
         }
         return {**os.environ, **QUIET, **said}
 
-    def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Return once all its replicas get turns of the job. EngineStartError where that fails."""
-        ports = len(self._engine_ports)
-        self.until(lambda: self._serving() >= ports, timeout_s, f"{ports} replicas that serve")
+    def wait_ready(self, timeout_s: float = START_S, gateway: str = "") -> None:
+        """Return once all its replicas get turns of the job. EngineStartError where that fails.
+
+        gateway: address of another one, which is asked instead.
+        """
+        url, ports = gateway or self.gateway, len(self.engine_ports)
+        self.until(lambda: self._serving(url) >= ports, timeout_s, f"{ports} replicas that serve")
 
     def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
         """Return once it holds. EngineStartError where a member ends, or after `timeout_s`."""
@@ -208,7 +234,7 @@ class TrainerStack:
 
     def kill_engine(self, number: int = 0) -> None:
         """`kill -9` of one replica's engine core; its server and the node live on."""
-        port = f"--port={self._engine_ports[number]}"
+        port = f"--port={self.engine_ports[number]}"
         node = psutil.Process(self.members[NODE].pid)
         for process in node.children(recursive=True):
             if port in process.cmdline():
@@ -228,13 +254,13 @@ class TrainerStack:
 
     def close(self) -> None:
         """End all of it; a node ends its engines."""
-        for name in (NODE, "gateway", "scheduler"):
-            if name in self.members:
-                self.members[name].end()
+        # The node, its gateways, the scheduler.
+        for member in reversed(self.members.values()):
+            member.end()
 
-    def _serving(self) -> int:
+    def _serving(self, gateway: str) -> int:
         """Replicas that get turns of the job, by the gateway's word."""
-        connection = HTTPConnection(self.gateway.removeprefix("http://"), timeout=STOP_S)
+        connection = HTTPConnection(gateway.removeprefix("http://"), timeout=STOP_S)
         try:
             connection.request("GET", VERSIONS)
             answer = connection.getresponse()
@@ -247,9 +273,9 @@ class TrainerStack:
             connection.close()
         return found.serving(0, self.job)
 
-    def _add(self, name: str, *options: str) -> None:
-        logs = f"--log-dir={self.folder / name}"
-        self.members[name] = Member(name, (name, *options, logs), self.folder / f"{name}.log")
+    def _add(self, name: str, *options: str, command: str = "") -> None:
+        argv = (command or name, *options, f"--log-dir={self.folder / name}")
+        self.members[name] = Member(name, argv, self.folder / f"{name}.log")
 
     def _node(self, verify_key: str, replica: Mapping[str, object]) -> dict[str, object]:
         return {
@@ -270,7 +296,7 @@ class TrainerStack:
                     "start_timeout_s": START_S,
                     **replica,
                 }
-                for number, port in enumerate(self._engine_ports)
+                for number, port in enumerate(self.engine_ports)
             ],
         }
 
@@ -281,10 +307,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--max-model-len", type=int, default=512)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="rose-trainers-"))
-    with TrainerStack(folder, args.model, replicas=args.replicas) as stack:
+    length = args.max_model_len
+    with TrainerStack(folder, args.model, replicas=args.replicas, max_model_len=length) as stack:
         stack.wait_ready()
         for name, value in stack.environ().items():
             if name.startswith(PREFIX):

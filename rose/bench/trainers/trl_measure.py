@@ -28,23 +28,19 @@ import aiohttp
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from rose.addresses import free_port
 from rose.bench.common.checks import text_table
+from rose.bench.trainers.engines import PairedEngines
 from rose.bench.trainers.policy import save_policy
-from rose.bench.trainers.stack import QUIET, ROOT, START_S, TrainerStack
+from rose.bench.trainers.stack import ROOT, run_program
 from rose.client.blocking import LoopThread
 from rose.compare.bootstrap import PairedWindow, ratio_of_percentiles
-from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import ConfigError, EngineStartError, RoseError
 
 PROGRAM = "rose.bench.trainers.trl_run"
-RUN_S = 900.0
 MOST_RATIO, MOST_DRIFT = 1.1, 0.01
 # The first steps of a run warm caches up; so many steps are one unit of chance.
 WARM, WINDOW = 2, 5
 RELOADS = 5
-# Nobody reads these turns token by token.
-KV_BYTES, MAX_SEQUENCES, STREAM_INTERVAL = 64 << 20, 48, 16
 COLORS = {"server": "#2a7f9e", "async": "#e0a83a"}
 
 
@@ -77,49 +73,14 @@ class Bench:
         self._tokens = tokens
         (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
         self.model = save_policy(folder / "model", template.read_text(encoding="utf-8"))
-        replica = {
-            "kv_bytes": KV_BYTES,
-            "max_sequences": MAX_SEQUENCES,
-            "stream_interval": STREAM_INTERVAL,
-        }
-        self.stack = TrainerStack(folder / "rose", self.model, replica=replica)
-        self._spec = EngineSpec(
-            name="stock",
-            role=EngineRole.STOCK,
-            model_dir=self.model,
-            port=free_port(),
-            log=folder / "stock.log",
-            kv_bytes=KV_BYTES,
-            max_num_seqs=MAX_SEQUENCES,
-            stream_interval=STREAM_INTERVAL,
-            extra_env={"VLLM_SERVER_DEV_MODE": "1"},
-            extra_args=(
-                "--logprobs-mode=processed_logprobs",
-                "--generation-config=vllm",
-                "--disable-log-stats",
-            ),
-        )
-        self._stock: EngineProcess | None = None
+        self._engines = PairedEngines(folder, self.model, loop)
 
     def __enter__(self) -> "Bench":
-        try:
-            self._stock = self._loop.call(EngineProcess.start(self._spec))
-            self.stack.__enter__()
-            self.stack.wait_ready()
-            self._loop.call(self._stock.wait_healthy(START_S))
-        except BaseException:
-            self.close()
-            raise
+        self._engines.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all of it."""
-        self.stack.close()
-        if self._stock is not None:
-            self._loop.call(self._stock.stop())
+        self._engines.close()
 
     def train(self, arm: str, seed: int, steps: int) -> Run:
         """Train once. EngineStartError where the trainer fails."""
@@ -128,21 +89,12 @@ class Bench:
         argv = [str(self._python), "-m", PROGRAM, arm, f"--model={self.model}", f"--seed={seed}"]
         argv += [f"--steps={steps}", f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
         argv += [f"--tokens={self._tokens}"]
-        argv += [f"--url={self._spec.url}"] if arm == "stock" else []
-        environ = self.stack.environ(root=folder / "published")
-        with (folder / "log").open("wb") as log:
-            done = subprocess.run(  # noqa: S603 - a program of our own
-                argv,
-                cwd=folder,
-                env={**environ, **QUIET, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-                stdout=log,
-                stderr=log,
-                timeout=RUN_S,
-                check=False,
-            )
-        if done.returncode:
-            said = (folder / "log").read_text(errors="replace").splitlines()
-            raise EngineStartError(f"{arm}, seed {seed} ended with {done.returncode}: {said[-1]}")
+        argv += [f"--url={self._engines.spec.url}"] if arm == "stock" else []
+        environ = self._engines.stack.environ(root=folder / "published")
+        code, said = run_program(argv, folder, environ)
+        if code:
+            last = said.splitlines()[-1]
+            raise EngineStartError(f"{arm}, seed {seed} ended with {code}: {last}")
         return _read(folder / "out", arm, seed)
 
     def reloads(self) -> list[float]:
@@ -152,7 +104,7 @@ class Bench:
     async def _reload(self) -> float:
         began_s = time.perf_counter()
         async with (
-            aiohttp.ClientSession(self._spec.url) as http,
+            aiohttp.ClientSession(self._engines.spec.url) as http,
             http.post("/collective_rpc", json={"method": "reload_weights"}) as answer,
         ):
             if answer.status != 200:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from rose.client import RolloutClient, TokenChunk, Turn
+from rose.client import RolloutClient, Sampling, TokenChunk, Turn, VersionNotServed
 from rose.errors import RefusedError
 from rose.integrations.settings import TrainerSettings
 from rose.integrations.verl.trajectories import Trajectories
@@ -27,6 +27,8 @@ from rose.integrations.verl.turns import (
     sampling_of,
 )
 
+# Between two tries of a turn whose version no replica had: gateways wait for one themselves.
+PAUSE_S = 1.0
 _REFUSED = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
 
 
@@ -89,27 +91,43 @@ class RolloutTurns:
                 raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
         prompt = [int(token) for token in prompt_ids]
         sampling = sampling_of(sampling_params, self._lengths, len(prompt))
-        if self._rejects:
-            return aborted_output([], [], [], self._steps)
-        await self._admits.wait()
-        client = await self._opened()
         session = self._trajectories.session_of(prompt)
-        names: _Names = {
-            # verl's own may be a trajectory's, which has several turns.
-            "request_id": f"{request_id}/{next(self._numbers)}",
-            "session_id": session,
-            "min_version": self._steps.least,
-            "priority": priority,
-        }
-        if self._ends_turns:
-            part = _Part()
-            stream = client.stream(prompt, sampling, **names)
-            task = asyncio.ensure_future(stream.into(part.take))
-            output = await self._until_aborted(task, part)
-        else:
-            output = output_of(await client.generate(prompt, sampling, **names), self._steps)
+        output = await self._served(prompt, sampling, session, request_id, priority)
         self._trajectories.ended(session, [*prompt, *output["token_ids"]])
         return output
+
+    async def _served(
+        self, prompt: list[int], sampling: Sampling, session: str, request_id: str, priority: int
+    ) -> dict[str, Any]:
+        """One turn, asked for again while no replica has its version: verl drops what fails."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._settings.timeout_s
+        while True:
+            if self._rejects:
+                return aborted_output([], [], [], self._steps)
+            await self._admits.wait()
+            names: _Names = {
+                # verl's own may be a trajectory's, which has several turns.
+                "request_id": f"{request_id}/{next(self._numbers)}",
+                "session_id": session,
+                "min_version": self._steps.least,
+                "priority": priority,
+            }
+            try:
+                return await self._turn(prompt, sampling, names)
+            except VersionNotServed:
+                if loop.time() + PAUSE_S > deadline_s:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
+    async def _turn(self, prompt: list[int], sampling: Sampling, names: _Names) -> dict[str, Any]:
+        client = await self._opened()
+        if not self._ends_turns:
+            return output_of(await client.generate(prompt, sampling, **names), self._steps)
+        part = _Part()
+        stream = client.stream(prompt, sampling, **names)
+        task = asyncio.ensure_future(stream.into(part.take))
+        return await self._until_aborted(task, part)
 
     def abort(self, *, rejects: bool = False) -> int:
         """End the turns that run, where that is asked for, and return how many.

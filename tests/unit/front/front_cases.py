@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from aiohttp import web
@@ -68,6 +69,12 @@ class StandInPublisher:
         self.events.append(f"served {version}")
 
 
+class Gateway(Protocol):
+    """What is behind a front."""
+
+    async def handle(self, http: web.Request) -> web.StreamResponse: ...
+
+
 class StandInGateway:
     """Says which calls came; `/generate` waits until it is told or hung up on."""
 
@@ -117,7 +124,7 @@ def settings_of(folder: Path, gateway: str, **changes: object) -> FrontSettings:
 
 @asynccontextmanager
 async def front_with(
-    folder: Path, publisher: StandInPublisher, gateway: StandInGateway, **changes: object
+    folder: Path, publisher: StandInPublisher, gateway: Gateway, **changes: object
 ) -> AsyncIterator[str]:
     """Yields the front's URL."""
     app = web.Application()

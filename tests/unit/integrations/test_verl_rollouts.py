@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rose.client import VersionNotServed
 from rose.errors import ConfigError, RefusedError
 from rose.integrations import TrainerSettings
+from rose.integrations.verl import rollout_turns
 from rose.integrations.verl.configuration import overlaid, refuse_unfit
 from rose.integrations.verl.rollout_turns import RolloutTurns
 from rose.integrations.verl.turns import Lengths
@@ -64,6 +66,27 @@ async def test_the_turns_of_a_trajectory_share_a_session(
     assert first
     assert rest == [first, first, rest[-1]]
     assert rest[-1] != first
+
+
+async def test_a_turn_whose_version_no_replica_has_yet_is_asked_for_again(
+    turns: Made, gateway: StandInGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_turns, "PAUSE_S", 0.0)
+    gateway.refuse_with, gateway.refusals = (409, {}), 2
+    output = await turns().generate([3, 4], {}, "a")
+    assert output["token_ids"] == list(range(5, 13))
+    assert [asked["request_id"] for asked in gateway.asked] == ["a/0", "a/1", "a/2"]
+
+
+async def test_a_version_that_never_comes_ends_the_wait(
+    turns: Made, gateway: StandInGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than what the trainer waits for anything.
+    monkeypatch.setattr(rollout_turns, "PAUSE_S", 1_000.0)
+    gateway.refuse_with = (409, {})
+    with pytest.raises(VersionNotServed):
+        await turns().generate([3, 4], {}, "a")
+    assert len(gateway.asked) == 1
 
 
 async def test_an_abort_ends_no_turn_unless_it_is_to(turns: Made, gateway: StandInGateway) -> None:
