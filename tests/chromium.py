@@ -5,6 +5,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -17,9 +18,21 @@ import pytest
 from tests.patience import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def _found() -> str | None:
+    """A program: the one that ROSE_CHROMIUM names, on the PATH, or where the script puts it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    fetched = shutil.which(cache / "rose-chromium" / "chromium")
+    return os.environ.get("ROSE_CHROMIUM") or next(
+        filter(None, (*map(shutil.which, NAMES), fetched)), None
+    )
+
+
+PROGRAM = _found()
 needs_chromium = pytest.mark.skipif(
-    PROGRAM is None, reason="needs Chromium: install the package chromium"
+    PROGRAM is None,
+    reason="needs Chromium: `scripts/chromium` fetches it, ROSE_CHROMIUM=PROGRAM names it",
 )
 FLAGS = (
     "--headless=new",

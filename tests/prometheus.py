@@ -52,10 +52,15 @@ class Prometheus:
         """The answer to an instant query. AssertionError where it is refused."""
         return list(self._get("query", query=expression)["result"])
 
-    def healthy(self) -> bool:
-        """Whether every target was scraped without an error."""
+    def troubles(self) -> dict[str, str]:
+        """Why a target was not scraped the last time, or not yet, by its job's name."""
         targets = self._get("targets")["activeTargets"]
-        return bool(targets) and all(each["health"] == "up" for each in targets)
+        said = {each["labels"]["job"]: each for each in targets}
+        return {
+            name: each["lastError"] or each["health"]
+            for name, each in said.items()
+            if each["health"] != "up"
+        }
 
     def rules(self) -> list[dict[str, Any]]:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]

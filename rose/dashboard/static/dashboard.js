@@ -108,8 +108,15 @@
 
   // ---- charts ----
 
-  const color = (name) =>
-    getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  // Asked once for each scheme: behind texts that just changed an answer costs a layout.
+  const colors = new Map();
+  const color = (name) => {
+    if (!colors.has(name)) {
+      const style = getComputedStyle(document.documentElement);
+      colors.set(name, style.getPropertyValue(`--${name}`).trim());
+    }
+    return colors.get(name);
+  };
 
   // Beside an axis there is room for "60K", not for "60,000".
   const compact = new Intl.NumberFormat("en", { notation: "compact" });
@@ -211,6 +218,7 @@
     }
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    colors.clear();
     for (const { plot } of charts.values()) plot.redraw();
   });
 

@@ -54,6 +54,7 @@ class Checked(HTMLParser):
         self.open: list[str] = []
         self.ids: list[str] = []
         self.links: list[str] = []
+        self.regions: list[str] = []
         self.said = ""
         self.feed(text)
         self.close()
@@ -66,6 +67,7 @@ class Checked(HTMLParser):
         assert not [name for name in given if name.startswith("on") or name == "style"]
         self.ids += [given["id"] or ""] if "id" in given else []
         self.links += [given["href"] or ""] if tag == "a" else []
+        self.regions += [given["aria-label"] or ""] if given.get("role") == "region" else []
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -74,6 +76,8 @@ class Checked(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         assert not (data.strip() and self.open[-1] == "script")
+        # A section is called by its heading.
+        self.regions += [data] if self.open and self.open[-1] == "h2" else []
         self.said += data
 
 
@@ -100,6 +104,14 @@ async def test_every_page_is_well_formed_and_names_each_cell_once() -> None:
         page = Checked(await page_of(watch, path, name="serving-0004"))
         assert len(set(page.ids)) == len(page.ids)
         assert all(link.startswith(("/", "#")) for link in page.links)
+    watch.close()
+
+
+async def test_no_two_regions_of_a_page_have_one_name() -> None:
+    watch = await watched(DashboardFleet())
+    for path in PATHS:
+        regions = Checked(await page_of(watch, path, name="serving-0004")).regions
+        assert len(set(regions)) == len(regions), path
     watch.close()
 
 

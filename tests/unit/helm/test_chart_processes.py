@@ -1,19 +1,22 @@
 """The chart's own command lines, run: nobody's user, a read-only root, and the probes answer.
 
 Only paths, names and addresses are put elsewhere; what the pods are told is what runs. Advisory
-asks for nothing that this machine would have to have.
+asks for nothing that this machine would have to have. It runs from this folder, and once more from
+what the image of the control plane holds: its Containerfile's wheel, extras, variables and user.
 """
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -45,13 +48,52 @@ exec setpriv $user --no-new-privs --bounding-set -all -- "$@"
 """
 
 
+@dataclass(frozen=True)
+class Image:
+    """What pods are started from: the words of `rose`, and the variables of its image."""
+
+    rose: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def of_sources() -> Image:
+    """This folder."""
+    return Image((sys.executable, "-m", "rose.cli"), {"PYTHONPATH": str(ROOT)})
+
+
+def of_containerfile(folder: Path) -> Image:
+    """What `make images` puts into the control plane's image, where no builder is."""
+    said = (ROOT / "helm" / "images" / "rose.Containerfile").read_text()
+    (extras,) = re.findall(r"\$\{wheel\}\[([\w,]+)\]", said)
+    # The line of the last stage.
+    *_, variables = re.findall(r"^ENV (.+)$", said, re.M)
+    assert '\nENTRYPOINT ["rose"]\n' in said
+    env = dict(each.split("=", 1) for each in variables.split())
+    source, venv = folder / "source", folder / "venv"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
+    for name in listed.stdout.decode().split("\0"):
+        if name.endswith((".py", ".toml", ".md")) or name.startswith("rose/"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run([*pip, *wheel], check=True, capture_output=True)
+    (made,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    install = [str(venv / "bin" / "pip"), "install", "-q", f"{made}[{extras}]"]
+    subprocess.run(install, check=True, capture_output=True)
+    env["PATH"] = env["PATH"].replace("/venv", str(venv)).replace("$PATH", os.environ["PATH"])
+    return Image((str(venv / "bin" / "rose"),), env)
+
+
 class Machine:
     """Runs containers of a release as processes, each confined as its pod says."""
 
-    def __init__(self, folder: Path, values: Object, ports: dict[str, int]) -> None:
+    def __init__(self, folder: Path, values: Object, ports: dict[str, int], image: Image) -> None:
         self.folder = folder
         self.values = values
         self._ports = ports
+        self._image = image
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("run", "etc/rose/node", "log", "lib", "etcd", "tmp"):
             (folder / name).mkdir(parents=True)
@@ -116,12 +158,12 @@ class Machine:
 
     def _words(self, key: str, container: Object) -> list[str]:
         words = [self._here(word) for word in [*container["command"], *container.get("args", ())]]
-        programs = {"rose": [sys.executable, "-m", "rose.cli"]}
+        programs = {"rose": [*self._image.rose]}
         etcd = Path(sys.executable).with_name("etcd")
         programs["etcd"] = [str(etcd)]
         words[:1] = programs.get(words[0], words[:1])
         if key == "Pod/r-test-hold":
-            words[-1] = words[-1].replace("rose ", f"{sys.executable} -m rose.cli ")
+            words[-1] = words[-1].replace("rose ", f"{' '.join(self._image.rose)} ")
         user = str(pods(self.values)[key]["securityContext"]["runAsUser"])
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         confined = [str(UNSHARE), "-m", "/bin/sh", "-ec", CONFINED, "confined"]
@@ -130,7 +172,7 @@ class Machine:
     def _env(self, container: Object) -> dict[str, str]:
         said = {e["name"]: e.get("value", "") for e in container.get("env", [])}
         here = {k: self._here(v.replace("/tmp", f"{self.folder}/tmp")) for k, v in said.items()}
-        return {**here, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        return {"PATH": os.environ["PATH"], **self._image.env, **here}
 
     def _here(self, word: str) -> str:
         for said, meant in {
@@ -156,8 +198,22 @@ class Machine:
         return word
 
 
+@pytest.fixture(scope="module", params=["sources", "image"])
+def image(request: pytest.FixtureRequest) -> Iterator[Image]:
+    if request.param == "sources":
+        yield of_sources()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="rose-image-"))
+    # Nobody's user reads it.
+    folder.chmod(0o755)
+    try:
+        yield of_containerfile(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
 @pytest.fixture
-def machine() -> Iterator[Machine]:
+def machine(image: Image) -> Iterator[Machine]:
     if os.getuid() != 0 or not (UNSHARE and SETPRIV):
         pytest.skip("a read-only root is made by root, with unshare and setpriv")
     if subprocess.run([UNSHARE, "-m", "true"], capture_output=True).returncode:
@@ -178,7 +234,7 @@ def machine() -> Iterator[Machine]:
         "policy": {"maxHarvest": {"compute": 0.5}},
     }
     folder = Path(tempfile.mkdtemp(prefix="rose-chart-"))
-    made = Machine(folder, joined(values), ports)  # type: ignore[arg-type]
+    made = Machine(folder, joined(values), ports, image)  # type: ignore[arg-type]
     try:
         yield made
     finally:

@@ -1,5 +1,6 @@
 """The definition on a real API server: its rules, its defaults, and what it keeps apart."""
 
+import copy
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,21 @@ from typing import Any
 
 import pytest
 
+from elastic_scheduler.capacity import crd
 from elastic_scheduler.capacity.crd import GROUP, KIND, VERSION
 from rose.controller.kube_api import PATH
-from tests.api_server import KUBECONFIG, MARKS, MERGE, ApiServer, Object, refusal
+from tests.api_server import (
+    APPLY,
+    DEFINITIONS,
+    KUBECONFIG,
+    MARKS,
+    MERGE,
+    ApiServer,
+    Object,
+    definitions_server,
+    refusal,
+)
+from tests.awaited import until
 
 pytestmark = MARKS
 NAME = "rose-test-crd"
@@ -125,3 +138,39 @@ def test_the_columns_are_those_that_a_person_looks_for(server: ApiServer) -> Non
     names = {each["name"]: each for each in found}
     assert names["rosecapacitypolicies"]["shortNames"] == ["rcp"]
     assert "rosecapacitypolicies/status" in names
+
+
+def test_an_upgrade_of_the_definition_keeps_its_objects_and_serves_what_is_new(
+    server: ApiServer,
+) -> None:
+    holder, now = definitions_server(), crd()
+    path = f"{DEFINITIONS}/{now['metadata']['name']}"
+    held = holder.call(path)
+    older: Object = copy.deepcopy(now)
+    for each in older["spec"]["versions"]:
+        del each["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["slackShare"]
+    server.delete(f"{PATH}/{NAME}")
+    try:
+        holder.call(path, "PUT", {**held, "spec": older["spec"]})
+        until(lambda: not _knows(server, slackShare=0.5), 30, "the older one is served")
+        made = server.call(PATH, "POST", policy(mode="Off", cooldown="1m"))
+    finally:
+        # As Helm and `kubectl apply --server-side` write it.
+        holder.call(f"{path}?fieldManager=helm&force=true", "PATCH", now, kind=APPLY)
+    until(lambda: _knows(server, slackShare=0.5), 30, "the newer one is served")
+    kept = server.call(f"{PATH}/{NAME}")
+    assert kept["metadata"]["uid"] == made["metadata"]["uid"]
+    assert kept["spec"] == made["spec"]
+    after = server.call(f"{PATH}/{NAME}", "PATCH", {"spec": {"slackShare": 0.5}}, kind=MERGE)
+    assert after["spec"] == {**made["spec"], "slackShare": 0.5}
+
+
+def _knows(server: ApiServer, **spec: Any) -> bool:
+    """Whether a policy with these fields is taken."""
+    try:
+        server.call(TRIED, "POST", policy("rose-test-known", **spec))
+    except urllib.error.HTTPError as error:
+        if "unknown field" not in refusal(error):
+            raise
+        return False
+    return True
