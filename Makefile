@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Processes of tests are many: each would compile the project anew where this forbids to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install install-sglang check test nightly unit unit-light engine trainers demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway evaluation bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
+.PHONY: install install-sglang check test nightly unit unit-light engine trainers operators demo demo-accept bench-demo bench-coserve bench-kv bench-host-overhead bench-weights bench-gateway evaluation bench-routing bench-scheduler bench-failover bench-kill bench-stop bench-proxy bench-cli bench-tracing chaos chaos-sim soak fuzz gpu docs protos chart images lock clean
 
 install: $(STAMP)
 
@@ -45,17 +45,27 @@ trainers: install $(TRAINERS:%=.venv-%/.pins)
 .venv-%/.pins: requirements/trainers-%.txt scripts/trainer-env
 	scripts/trainer-env $* $(PYTHON)
 
+# Alerts, panels, dashboard, chart and controller before the programs of others: promtool, Prometheus and Chromium are
+# fetched within a bound, an API server is used where it is built or named, and what is skipped is said.
+operators: install
+	scripts/operator-tests $(ARGS)
+
 test: unit engine
 
 # All of it: also what is marked `nightly`, an hour of deterministic chaos at most, and all that
 # needs a real API server, of which none may be skipped: one is built where none is named.
 NIGHTLY_SEEDS ?= 10000
 nightly: install install-sglang
+	-scripts/prometheus
+	-scripts/chromium
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
 	$(BIN)/pytest -q tests/engine --durations=25 $(ARGS)
 	$(BIN)/python -m pytest -q tests/trainers --durations=10 $(ARGS)
 	$(BIN)/python -m tests.chaos --seeds $(NIGHTLY_SEEDS)
 	scripts/cluster-tests
+
+# Of benchmarks.
+ENGINE ?= vllm
 
 demo: install
 	$(BIN)/rose demo $(ARGS)
@@ -66,14 +76,14 @@ demo-accept: install
 bench-demo: install
 	$(BIN)/python -m rose.bench.micro.demo_accept $(ARGS)
 
-bench-coserve: install
-	$(BIN)/python -m rose.bench.coserve run $(if $(QUICK),--quick) $(ARGS)
+# ENGINE=sglang has SGLang for host and guest; ARGS="--host sglang" or "--guest sglang" for one of them.
+bench-coserve: install $(if $(findstring sglang,$(ENGINE) $(ARGS)),install-sglang)
+	$(BIN)/python -m rose.bench.coserve run --host $(ENGINE) --guest $(ENGINE) $(if $(QUICK),--quick) $(ARGS)
 
-bench-kv: install
-	$(BIN)/python -m rose.bench.micro.kv_return $(ARGS)
+bench-kv: install $(if $(filter sglang,$(ENGINE)),install-sglang)
+	$(BIN)/python -m rose.bench.micro.kv_return --engine $(ENGINE) --out out/bench/kv-$(ENGINE).json $(ARGS)
 
 # ENGINE=sglang measures SGLang's scheduler in the place of vLLM's.
-ENGINE ?= vllm
 bench-host-overhead: install $(if $(filter sglang,$(ENGINE)),install-sglang)
 	$(if $(filter sglang,$(ENGINE)),.venv-sglang/bin/python -m rose.bench.micro.host_overhead_sglang,$(BIN)/python -m rose.bench.micro.host_overhead) $(ARGS)
 

@@ -1,6 +1,7 @@
 """Cost model of the router: the seconds that a turn would take on each replica.
 
-    cost_s = (tokens owed to running turns + this turn's expected tokens) / live decode rate
+    cost_s = tokens owed to running turns / live decode rate
+           + this turn's expected tokens / pace of single turns there, live decode rate if unknown
            + silence: seconds since a replica with turns sent its last token
            + uncached prompt tokens / prefill rate
            + P(revoked before the end) * seconds to prefill the turn's tokens again elsewhere
@@ -125,7 +126,10 @@ class ReplicaLoad:
         rate_tok_s = self.decode_tok_s = self.meter.tok_s(now_s)
         if rate_tok_s < MIN_RATE_TOK_S:
             rate_tok_s = MIN_RATE_TOK_S
-        cost_s = (self.owed + tokens) / rate_tok_s
+        # A turn decodes one sequence: it never has all of the rate, however idle the replica is.
+        pace_tok_s = self.pace_tok_s
+        own_tok_s = pace_tok_s if 0.0 < pace_tok_s < rate_tok_s else rate_tok_s
+        cost_s = self.owed / rate_tok_s + tokens / own_tok_s
         return cost_s + now_s - self.heard_s if self.live else cost_s
 
     def revoke_chance(self, duration_s: float, now_s: float) -> float:

@@ -86,7 +86,7 @@ def give_up(error: Exception) -> NoReturn:
 NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "speculative_algorithm": (None, "speculative decoding"),
     "disaggregation_mode": ("null", "disaggregated prefill and decode"),
-    "enable_custom_logit_processor": (False, "custom logit processors"),
+    "enable_custom_logit_processor": (False, "custom samplers"),
     "enable_lora": (False, "LoRA adapters"),
     "enable_hierarchical_cache": (False, "the hierarchical cache"),
     "enable_lmcache": (False, "LMCache"),

@@ -185,6 +185,20 @@ def check_version(version: str | None = None) -> None:
     return None
 
 
+def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 -- vLLM's config
+    yield config.speculative_config, "speculative decoding", "--speculative-config"
+    yield config.kv_transfer_config, "disaggregated prefill and decode", "--kv-transfer-config"
+    yield config.model_config.logits_processors, "custom samplers", "--logits-processors"
+    yield config.lora_config, "LoRA adapters", "--enable-lora"
+
+
+def check_features(config: Any) -> None:  # noqa: ANN401 -- vLLM's VllmConfig
+    """Raise ExecutorError for the first feature that breaks a promise that a guest makes."""
+    for found, meaning, option in _refused(config):
+        if found:
+            raise ExecutorError(f"a guest on vLLM does not have {meaning}; leave out {option}")
+
+
 @contextmanager
 def capped(
     scheduler: Any,  # noqa: ANN401 -- vLLM's scheduler

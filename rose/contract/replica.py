@@ -2,15 +2,17 @@
 
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
                   at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
+generate_batch    BatchBody ──► BatchLine, one JSON a line, of all its turns as they come
+generate_batch/…  LeaveBody: some of them are not wanted any more
 POOLING           vLLM's bodies and answers ──► behind the same lease
 drain, admit      EpochBody ──► Drained, Admitted
 state             ──► ReplicaState
 weights/…         contract/weights.py: gateways and clients need nothing of it, and start sooner
 """
 
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from rose.contract.fields import (
     UNVERSIONED,
@@ -33,6 +35,11 @@ MAX_LINE_BYTES: Final = 1 << 20
 ROUTES: Final = "/rose/v1/"
 GENERATE: Final = f"{ROUTES}generate"
 GENERATE_MORE: Final = "/rose/v2/generate"
+GENERATE_BATCH: Final = f"{ROUTES}generate_batch"
+LEAVE_BATCH: Final = f"{GENERATE_BATCH}/leave"
+# All routes of turns.
+TURNS: Final = (GENERATE, GENERATE_MORE, GENERATE_BATCH, LEAVE_BATCH)
+MAX_BATCH_TURNS: Final = 256
 # vLLM's own routes for models that are not generative, for turns' callers, and whose call it is.
 POOLING: Final = ("/pooling", "/score", "/classify")
 JOB_QUERY: Final = "rose_job"
@@ -152,6 +159,38 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     finish_reason: str | None = None
     message: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]
+
+
+class BatchBody(Struct, frozen=True, gc=False):
+    """Turns that begin at one moment, each as if it had been asked for alone.
+
+    `batch`: a random name, by which whoever asks may let go of some of them.
+    """
+
+    batch: Name
+    turns: Annotated[list[GenerateBody], Meta(min_length=1, max_length=MAX_BATCH_TURNS)]
+
+
+class BatchLine(Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
+    """A line of the turn at place `turn`; with a `status` the replica refuses that turn alone."""
+
+    turn: BatchPlace
+    line: StreamLine
+    status: int = 0
+
+
+class LeaveBody(Struct, frozen=True, gc=False):
+    """Turns of a batch that are not wanted any more."""
+
+    batch: Name
+    turns: Annotated[list[BatchPlace], Meta(max_length=MAX_BATCH_TURNS)]
+
+
+class Left(Struct, frozen=True):
+    """Those turns end, where they had not ended before."""
 
 
 class Fault(Struct, frozen=True):

@@ -196,39 +196,52 @@ def check_python(spec: EngineSpec) -> None:
         )
 
 
-# Options of SGLang's that break a promise of every role, and of replicas: what each of them means.
-_REFUSED: Final = {
-    "--speculative-algorithm": "speculative decoding",
-    "--speculative-draft-model-path": "speculative decoding",
-    "--disaggregation-mode": "disaggregated prefill and decode",
-    "--dllm-algorithm": "diffusion models",
+# Options that break a promise of every role's, and of replicas': what each of them means.
+_REFUSED: Final[Mapping[EngineKind, Mapping[str, str]]] = {
+    EngineKind.VLLM: {},
+    EngineKind.SGLANG: {
+        "--speculative-algorithm": "speculative decoding",
+        "--speculative-draft-model-path": "speculative decoding",
+        "--disaggregation-mode": "disaggregated prefill and decode",
+        "--dllm-algorithm": "diffusion models",
+    },
 }
-_REFUSED_IN_REPLICAS: Final = {
-    "--enable-custom-logit-processor": "custom samplers",
-    "--enable-lora": "LoRA adapters",
-    "--enable-hierarchical-cache": "the hierarchical cache",
+_REFUSED_IN_REPLICAS: Final[Mapping[EngineKind, Mapping[str, str]]] = {
+    EngineKind.VLLM: {
+        "--speculative-config": "speculative decoding",
+        "--kv-transfer-config": "disaggregated prefill and decode",
+        "--logits-processors": "custom samplers",
+        "--enable-lora": "LoRA adapters",
+    },
+    EngineKind.SGLANG: {
+        "--enable-custom-logit-processor": "custom samplers",
+        "--enable-lora": "LoRA adapters",
+        "--enable-hierarchical-cache": "the hierarchical cache",
+        "--enable-lmcache": "LMCache",
+    },
 }
+_NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
 
 
 def check_sglang(spec: EngineSpec) -> None:
-    """Raise where SGLang is not here, or is to run with what breaks a promise of this role's."""
+    """Raise where SGLang is not here."""
     if spec.python is None and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
             " interpreter (`make install-sglang` makes .venv-sglang/bin/python)"
         )
-    check_options(spec)
 
 
 def check_options(spec: EngineSpec) -> None:
-    """Raise for an option of SGLang's that breaks a promise of this role's."""
-    refused = _REFUSED | (_REFUSED_IN_REPLICAS if spec.role.is_replica else {})
+    """Raise for an option that breaks a promise of this role's."""
+    more = _REFUSED_IN_REPLICAS[spec.engine] if spec.role.is_replica else {}
+    refused = {**_REFUSED[spec.engine], **more}
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
-        option = given.partition("=")[0]
+        option = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if option in refused:
             raise ConfigError(
-                f"engine {spec.name}: a {spec.role} on SGLang does not have {refused[option]};"
-                f" leave out {option}"
+                f"engine {spec.name}: a {spec.role} on {_NAMES[spec.engine]} does not have"
+                f" {refused[option]}; leave out {option}"
             )
 
 
@@ -238,6 +251,7 @@ def check_spec(spec: EngineSpec) -> None:
         check_python(spec)
     if spec.engine is EngineKind.SGLANG:
         check_sglang(spec)
+    check_options(spec)
     dummy = spec.load_format == "dummy"
     check_model(spec.model_dir, weights=not dummy)
     for profile in (spec.step_profile, spec.host_step_profile):

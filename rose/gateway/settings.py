@@ -72,6 +72,7 @@ class GatewaySettings:
     max_waiting: int = 4_096
     max_completions: int = 4_096
     max_attempts: int = 8
+    turns_per_request: int = 64
     max_body_bytes: int = 8 << 20
     answers_kept: int = 4_096
     answers_bytes: int = 256 << 20
@@ -171,6 +172,7 @@ COUNTS = (
     "max-waiting",
     "max-completions",
     "max-attempts",
+    "turns-per-request",
     "max-body-bytes",
     "answers-kept",
     "answers-bytes",

@@ -16,6 +16,7 @@ from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.node_metrics import ReplicaPoller
 from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
+from rose.process.listening import exposed_at
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0
@@ -145,7 +146,10 @@ class Replica:
         """The engine's state changed. UnavailableError when a healthy one does not answer."""
         if state is EngineState.HEALTHY:
             said = await self._client.state()
-            if said.proven:
+            if (beyond := exposed_at(self.config.port)) is not None:
+                # Whoever reaches it sends turns without a certificate.
+                self._broken(f"it listens at {beyond} and not on loopback alone")
+            elif said.proven:
                 self._trusted = True
                 self.lease_agent.engine_up(said.epoch, said.admitting)
                 self.updates.engine_up(said.policy_version, said.job)

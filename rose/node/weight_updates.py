@@ -410,6 +410,10 @@ class Updates:
         unnamed = self.version > 0 and not self.job and not self._source.chain.only_job
         return self._other_model or unnamed or self.job not in ("", self._wanted)
 
+    def _unwanted(self, known: KnownVersion) -> bool:
+        """Whether it was leased to another job while this version was under way."""
+        return bool(self._wanted) and known.job != self._wanted
+
     def _due(self) -> KnownVersion | None:
         """The version that it should have and has not."""
         chain = self._source.chain
@@ -444,7 +448,7 @@ class Updates:
             elif isinstance(error, CatalogError) and request.rebase:
                 self._refused(known.version, str(error), life)
             return False
-        if life != self._life:
+        if life != self._life or self._unwanted(known):
             return True
         applied = await self._applied(known, fetched, life, foreign=foreign)
         if applied is None:
@@ -472,7 +476,7 @@ class Updates:
             if life == self._life:
                 self._unproven(fetched.version, str(error))
         except (RefusedError, UnavailableError) as error:
-            await self._not_taken(fetched.version, error, life)
+            await self._not_taken(known, fetched.version, error, life)
         return None
 
     def _restart_for(self, known: KnownVersion, why: str, life: int) -> None:
@@ -481,13 +485,17 @@ class Updates:
             self._on_foreign(why)
 
     async def _not_taken(
-        self, version: int, error: RefusedError | UnavailableError, life: int
+        self, known: KnownVersion, version: int, error: RefusedError | UnavailableError, life: int
     ) -> None:
         if isinstance(error, ReplicaHostBusyError):
             # Its turn comes when the host has less to do; until then the guest serves what it has.
             self._log("host_busy", version=version, message=str(error))
             return
-        self._refused(version, str(error), life)
+        if self._unwanted(known):
+            # An engine takes no weights of a job that is not leased to it any more: no fault.
+            self._log("update_late", version=version, message=str(error))
+        else:
+            self._refused(version, str(error), life)
         if isinstance(error, UnavailableError) and life == self._life:
             await self._look(version, life)
 

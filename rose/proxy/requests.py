@@ -15,16 +15,15 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from rose.contract.replica import (
-    GENERATE,
-    GENERATE_MORE,
     MAX_BODY_BYTES,
     POOLING,
+    TURNS,
     Fault,
     Refusal,
 )
 from rose.errors import RoseError
 
-PATHS: Final = frozenset(path.encode() for path in (GENERATE, GENERATE_MORE, *POOLING))
+PATHS: Final = frozenset(path.encode() for path in (*TURNS, *POOLING))
 # What engines read of a head besides its length. A trace goes on with its turn.
 PASSED: Final = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
 MAX_HEAD_BYTES: Final = 16 << 10

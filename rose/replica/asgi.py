@@ -28,11 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rose.contract.replica import (
     ADMIT,
     DRAIN,
-    GENERATE,
-    GENERATE_MORE,
     JOB_QUERY,
     POOLING,
     STATE,
+    TURNS,
     Fault,
     Refusal,
 )
@@ -95,11 +94,11 @@ async def refuse(send: Send, status: int, kind: str, message: str) -> None:
 
 
 STATE_NAME = "rose_generate"
-_TURNS = frozenset({GENERATE, GENERATE_MORE})
+_TURNS = frozenset(TURNS)
 
 
 class GenerateShortcut:
-    """Serves `GENERATE` by the application that the endpoint left in the server's state."""
+    """Serves `TURNS` by the application that the endpoint left in the server's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,6 +1,7 @@
 """Replica endpoint: vLLM endpoint plugin that serves the replica HTTP contract.
 
 POST /rose/v1/generate        tokens in, stamped tokens out
+POST /rose/v1/generate_batch  the same of several turns in one request; …/leave lets go of some
 POST /rose/v1/drain | admit   lease epochs open and close admission
 POST /rose/v1/weights/apply   the next policy version
 POST /rose/v1/weights/audit   digests of everything that is live
@@ -31,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from executor.vllm.compat import check_version
 from rose.contract import replica as contract
 from rose.contract import weights
-from rose.contract.replica import MAX_BODY_BYTES, GenerateBody
+from rose.contract.replica import MAX_BODY_BYTES, GenerateBody, StreamLine
 from rose.errors import decoded
 from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
 from rose.replica.asgi import (
@@ -43,23 +44,31 @@ from rose.replica.asgi import (
     read_body,
     refuse,
     refuse_stranger,
+    reply,
     trace_in,
 )
+from rose.replica.batches import TurnBatches
 from rose.replica.control import GuestControl, HostBusyError
 from rose.replica.engine import ReplicaEngine
 from rose.replica.engine_update import ActivationError, WeightUpdater
-from rose.replica.turns import Turns
+from rose.replica.turns import ReplicaTurn, Turns
 from rose.replica.warm_up import WarmUp
 from weight_transfer import WeightError, WrongBaseError
 
-_BODY = msgspec.json.Decoder(GenerateBody)
+_Asked = GenerateBody | contract.BatchBody | contract.LeaveBody
+_BODY: msgspec.json.Decoder[_Asked] = msgspec.json.Decoder(GenerateBody)
+_BODIES: dict[str, msgspec.json.Decoder[_Asked]] = {
+    contract.GENERATE_BATCH: msgspec.json.Decoder(contract.BatchBody),
+    contract.LEAVE_BATCH: msgspec.json.Decoder(contract.LeaveBody),
+}
 
 
 class GenerateApp:
-    """Admits a turn and serves it; `turns` is set once the engine is up."""
+    """Admits turns and serves them; `turns` is set once the engine is up."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self._batches = TurnBatches()
         self.turns: Turns | None = None
         self.weights: WeightUpdater | None = None
 
@@ -67,14 +76,14 @@ class GenerateApp:
         """Why no turn of a job may begin: no lease is here, or none of the job; "" where it may."""
         if not self._admission.open or self.turns is None:
             return f"no turns now: {self._admission.reason}"
-        held = self.weights.job if self.weights else ""
-        serves = self._admission.takes(job) and (not job or held in ("", job))
+        serves = self._admission.takes(job) and (self.weights is None or self.weights.serves(job))
         return "" if serves else f"no turns of {job} here"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        decoder = _BODIES.get(scope["path"], _BODY)
         try:
-            body = decoded(_BODY, await read_body(receive, MAX_BODY_BYTES))
+            body = decoded(decoder, await read_body(receive, MAX_BODY_BYTES))
         except ClientGoneError:
             # Nothing was begun and nobody is left to tell.
             return
@@ -84,12 +93,36 @@ class GenerateApp:
         except msgspec.MsgspecError as error:
             await refuse(send, 400, "bad_request", str(error))
             return
+        if isinstance(body, contract.BatchBody):
+            await self._serve_batch(body, receive, send)
+        elif isinstance(body, contract.LeaveBody):
+            self._batches.leave(body.batch, body.turns)
+            await reply(send, 200, contract.Left())
+        else:
+            await self._serve(body, scope, receive, send)
+
+    async def _serve(self, body: GenerateBody, scope: Scope, receive: Receive, send: Send) -> None:
         # Nothing is awaited from here until the turn is open: no drain can fall in between.
         if shut := self.shut(body.job):
             await refuse(send, 503, "draining", shut)
             return
         assert self.turns is not None
         await self.turns.serve(self.turns.open(body, trace_in(scope)), receive, send)
+
+    async def _serve_batch(self, body: contract.BatchBody, receive: Receive, send: Send) -> None:
+        # As above, for all of them.
+        shut = [self.shut(turn.job) for turn in body.turns]
+        if all(shut):
+            await refuse(send, 503, "draining", shut[0])
+            return
+        assert self.turns is not None
+        opened, refused = dict[int, ReplicaTurn](), list[contract.BatchLine]()
+        for place, turn in enumerate(body.turns):
+            if shut[place]:
+                refused.append(contract.BatchLine(place, StreamLine(message=shut[place]), 503))
+            else:
+                opened[place] = self.turns.open(turn)
+        await self._batches.serve(self.turns, body.batch, opened, refused, receive, send)
 
 
 _EPOCH = msgspec.json.Decoder(contract.EpochBody)
@@ -128,8 +161,7 @@ class ReplicaEndpoint:
         """Add the routes, whichever engine this is."""
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called as it is, without a Request around it.
-            Route(contract.GENERATE, self._generate, methods=["POST"]),
-            Route(contract.GENERATE_MORE, self._generate, methods=["POST"]),
+            *(Route(path, self._generate, methods=["POST"]) for path in contract.TURNS),
             Route(contract.DRAIN, _Control(self._drain), methods=["POST"]),
             Route(contract.ADMIT, _Control(self._admit), methods=["POST"]),
             Route(weights.APPLY, _Control(self._apply), methods=["POST"]),

@@ -167,6 +167,12 @@ class WeightUpdater:
         self._audits = Audits(self._call_all)
         self.version = 0
         self.job = ""
+        # Whose weights are about to be written.
+        self._coming = ""
+
+    def serves(self, job: str) -> bool:
+        """Whether a turn of the job may begin with the weights here, or with those to come."""
+        return not job or (self._coming or self.job) in ("", job)
 
     def start(self) -> None:
         """Prepare in the background: kernels compile for seconds, and the loader map is traced.
@@ -209,8 +215,9 @@ class WeightUpdater:
                 finished = await self._finish_old(on_update)
                 await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
-                report = await self._switch(int(loaded["version"]), on_update)
-                self.job = str(loaded.get("job", ""))
+                with self._coming_of(str(loaded.get("job", ""))) as job:
+                    report = await self._switch(int(loaded["version"]), on_update, job)
+                    self.job = job
                 pause_s = time.perf_counter() - started_s
             await self._settle()
             return report | {
@@ -244,6 +251,22 @@ class WeightUpdater:
                 stack.enter_context(self._turns.hold.closed())
             yield
 
+    @contextmanager
+    def _coming_of(self, job: str) -> Iterator[str]:
+        """Let no turn of another job begin. Raises WeightError where the lease is another job's.
+
+        An update takes longer than a lease may last: what was right when it was asked for can be
+        wrong now.
+        """
+        admission = self._admission
+        if admission.open and not admission.takes(job):
+            raise WeightError(f"leased to {admission.job}: no weights of {job} are taken")
+        self._coming = job
+        try:
+            yield job
+        finally:
+            self._coming = ""
+
     async def _finish_old(self, on_update: OnUpdate) -> bool:
         if on_update is not OnUpdate.FINISH_OLD:
             return False
@@ -252,10 +275,10 @@ class WeightUpdater:
             _LOG.warning("turns outlast %.0f s; they go on under a new version", self._finish_old_s)
         return finished
 
-    async def _switch(self, version: int, on_update: OnUpdate) -> dict[str, Any]:
+    async def _switch(self, version: int, on_update: OnUpdate, job: str) -> dict[str, Any]:
         keep = on_update is OnUpdate.KEEP
         try:
-            unpaused = await self._pause(keep_kv=keep)
+            unpaused = await self._pause(job, keep_kv=keep)
             report = {} if unpaused else await self._commit(version, keep_kv=keep)
             # A pause that failed half way holds the engine as well.
             await _bounded(self._engine.resume())
@@ -270,10 +293,12 @@ class WeightUpdater:
             raise WeightError(f"the engine could not be paused: {unpaused!r}") from unpaused
         return report
 
-    async def _pause(self, *, keep_kv: bool) -> Exception | None:
+    async def _pause(self, job: str, *, keep_kv: bool) -> Exception | None:
         """What went wrong, if anything did. Nothing is written yet."""
-        # With cleared caches running turns recompute their KV under the new weights.
+        # With cleared caches running turns recompute their KV under the new weights; those of
+        # another job have no business under them.
         try:
+            await _bounded(self._turns.revoke_others(job))
             await _bounded(self._engine.pause(clear_cache=not keep_kv))
         except Exception as failure:  # noqa: BLE001 -- whatever an engine raises; the caller is told
             return failure

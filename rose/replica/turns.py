@@ -5,6 +5,7 @@ opened ── start ──> running ── next_lines ... ──> ended (stop, l
 """
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import structs
@@ -29,6 +30,7 @@ class ReplicaTurn:
         "_client_gone",
         "_engine",
         "_trace",
+        "_unheard",
         "begun",
         "ended",
         "request",
@@ -47,6 +49,7 @@ class ReplicaTurn:
         self._body = body
         self._ages = ages
         self._client_gone = False
+        self._unheard = False
         self.begun = False
         self.request: EngineRequest | None = None
         self.revoked = False
@@ -56,6 +59,11 @@ class ReplicaTurn:
     def over(self) -> bool:
         """Whether there is nothing left to begin: it was revoked, or its client is gone."""
         return self.revoked or self._client_gone
+
+    @property
+    def job(self) -> str:
+        """Whose turn it is; "" where nobody says."""
+        return self._body.job
 
     @property
     def tokens(self) -> int:
@@ -71,10 +79,12 @@ class ReplicaTurn:
         if self._client_gone:
             raise ClientGoneError("the client left before its turn started")
         if self.revoked:
+            # By now these may be the weights of another job.
+            self._unheard = True
             await self._engine.abort([self.request])
 
-    async def next_lines(self) -> bytes:
-        """Wait for output and encode it; the line of the finish comes with the last tokens.
+    async def next_lines(self) -> list[StreamLine]:
+        """Wait for output; the line of the finish comes with the last tokens.
 
         Raises ClientGoneError.
         """
@@ -85,20 +95,21 @@ class ReplicaTurn:
         except failures as error:
             self.ended = True
             await self._engine.abort([self.request])
-            return _line_of("error", f"{type(error).__name__}: {error}")
-        chunks = delta.chunks
+            said = f"{type(error).__name__}: {error}"
+            return [StreamLine(finish_reason="error", message=said)]
+        chunks = [] if self._unheard else delta.chunks
         if delta.finish_reason is None:
-            return _encode_lines(chunks)
+            return chunks
         self.ended = True
         reason = self._reason(delta.finish_reason)
         if not chunks or reason != "stop":
-            return _encode_lines(chunks) + _line_of(reason)
+            return [*chunks, StreamLine(finish_reason=reason)]
         # In the line of its last token: whoever has an end of sequence knows that it is one.
-        return _encode_lines([*chunks[:-1], structs.replace(chunks[-1], finish_reason=reason)])
+        return [*chunks[:-1], structs.replace(chunks[-1], finish_reason=reason)]
 
-    def client_left(self, watch: "asyncio.Task[None]") -> None:
-        """Done callback of the task that watches the client's connection."""
-        if watch.cancelled() or self.ended:
+    def leave(self) -> None:
+        """Its client is gone, or wants no more of it."""
+        if self.ended:
             return
         self._client_gone = True
         if self.request is not None:
@@ -114,11 +125,7 @@ class ReplicaTurn:
         return "revoked" if self.revoked and reason == "abort" else reason
 
 
-def _line_of(finish_reason: str, message: str | None = None) -> bytes:
-    return _encode_lines([StreamLine(finish_reason=finish_reason, message=message)])
-
-
-def _start() -> Message:
+def start_of_stream() -> Message:
     """A fresh message each time: the server's middleware adds to its headers in place."""
     headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
     return {"type": "http.response.start", "status": 200, "headers": headers}
@@ -158,7 +165,16 @@ class Turns:
 
     async def revoke_all(self) -> int:
         """End every turn; each stream first delivers the tokens it has. Returns how many."""
-        turns = [turn for turn in self._live if not turn.revoked and not turn.ended]
+        return await self._revoke(self._live)
+
+    async def revoke_others(self, job: str) -> int:
+        """End the turns of all other jobs, for its weights come. Returns how many."""
+        if not job:
+            return 0
+        return await self._revoke(turn for turn in self._live if turn.job not in ("", job))
+
+    async def _revoke(self, some: Iterable[ReplicaTurn]) -> int:
+        turns = [turn for turn in some if not turn.revoked and not turn.ended]
         for turn in turns:
             turn.revoked = True
         self.hold.look_again()
@@ -181,32 +197,57 @@ class Turns:
 
     async def serve(self, turn: ReplicaTurn, receive: Receive, send: Send) -> None:
         """Stream a turn; a client that goes away ends it."""
+
+        def gone(watch: "asyncio.Task[None]") -> None:
+            if not watch.cancelled():
+                self.leave([turn])
+
         watch = asyncio.create_task(until_gone(receive))
-        watch.add_done_callback(turn.client_left)
-        watch.add_done_callback(lambda _: self.hold.look_again())
+        watch.add_done_callback(gone)
         try:
-            await self.hold.passed(lambda: turn.over)
-            await turn.start()
+            await self.begin(turn)
             await _stream(turn, send)
         except RequestRefusedError as error:
-            kind = "bad_request" if error.status < 500 else "unavailable"
-            await refuse(send, error.status, kind, str(error))
+            await refuse(send, error.status, kind_of(error), str(error))
         except ClientGoneError:
             # Nobody is left to tell; what is left of the turn is ended below.
             return
         finally:
             watch.cancel()
-            self._live.discard(turn)
-            self._past_tokens += turn.tokens
-            await turn.close()
-            self._left.set()
+            await self.close(turn)
+
+    async def begin(self, turn: ReplicaTurn) -> None:
+        """Hand an opened turn to the engine, once no weight update holds it up.
+
+        Raises RequestRefusedError or ClientGoneError.
+        """
+        await self.hold.passed(lambda: turn.over)
+        await turn.start()
+
+    def leave(self, turns: Iterable[ReplicaTurn]) -> None:
+        """Nobody wants these any more: whoever serves them closes them soon."""
+        for turn in turns:
+            turn.leave()
+        self.hold.look_again()
+
+    async def close(self, turn: ReplicaTurn) -> None:
+        """Leave nothing of an opened turn behind."""
+        self._live.discard(turn)
+        self._past_tokens += turn.tokens
+        await turn.close()
+        self._left.set()
+
+
+def kind_of(error: RequestRefusedError) -> str:
+    """What a refusal is called in the contract."""
+    return "bad_request" if error.status < 500 else "unavailable"
 
 
 async def _stream(turn: ReplicaTurn, send: Send) -> None:
     # Headers go out with the first line: one wake-up less for the gateway.
     lines = await turn.next_lines()
-    await send(_start())
+    await send(start_of_stream())
     while not turn.ended:
-        await send({"type": "http.response.body", "body": lines, "more_body": True})
+        await send({"type": "http.response.body", "body": _encode_lines(lines), "more_body": True})
         lines = await turn.next_lines()
-    await send({"type": "http.response.body", "body": lines, "more_body": False})
+    await send({"type": "http.response.body", "body": _encode_lines(lines), "more_body": False})

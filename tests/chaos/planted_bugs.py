@@ -24,6 +24,7 @@ FIRST_SEED: Final = {
     "a stop leaves its guest": 0,
     "takes chunks of an old attempt": 0,
     "delivers again": 0,
+    "takes weights of an old lease": 20,
 }
 MOST_SEEDS: Final = 500
 # Looked for in worlds without a fault: others hide for some seconds who did not hear of a stop.

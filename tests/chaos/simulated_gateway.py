@@ -39,6 +39,7 @@ class _Turn:
     job: str
     max_tokens: int
     journal: TurnJournal
+    begun_s: float
     attempt: int = 0
     heard_s: float = 0.0
     # Job and version of each journaled token, as its chunk said.
@@ -77,6 +78,10 @@ class SimulatedGateway(SimulatedProcess):
         self.after(0.1, self._connect)
         self.every(TICK_S, self._tick)
         self.every(1.0, self._report)
+
+    def jobs_waiting(self, least_s: float) -> set[str]:
+        """Jobs with a turn that was begun that long ago, and has not ended."""
+        return {turn.job for turn in self._turns.values() if self.now_s() >= turn.begun_s + least_s}
 
     def _connect(self) -> None:
         self._watch = self.open_stream(name_of(self._finder.address))
@@ -139,7 +144,7 @@ class SimulatedGateway(SimulatedProcess):
         max_tokens = self.world.rng.randint(2, 20)
         journal = TurnJournal([0] * PROMPT_TOKENS, max_tokens, max_attempts=MAX_ATTEMPTS)
         job = self._jobs[number % len(self._jobs)]
-        self._turns[number] = _Turn(number, job, max_tokens, journal)
+        self._turns[number] = _Turn(number, job, max_tokens, journal, self.now_s())
 
     def _place(self, turn: _Turn) -> None:
         rows = [

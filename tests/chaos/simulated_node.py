@@ -44,7 +44,7 @@ GUARD_TICK_S = 0.1
 STEP_S = 0.12
 WATCH_S = 0.25
 CALL_S = 0.03
-FETCH_S = 0.3
+FETCH_S = (0.3, 0.3, 0.3, 4.0)
 # A guest that stands still for longer is ended.
 HANG_S = 2.0
 MODEL = "m"
@@ -108,9 +108,16 @@ class SimulatedEngine(SimulatedProcess):
     """Engine of a guest: it steps as its page allows, for the turns that it was admitted to."""
 
     def __init__(
-        self, world: Simulation, name: str, replica: str, page: Page, invariants: Invariants
+        self,
+        world: Simulation,
+        name: str,
+        replica: str,
+        page: Page,
+        invariants: Invariants,
+        bugs: frozenset[str],
     ) -> None:
         super().__init__(world, name)
+        self._bugs = bugs
         self.replica = replica
         self._page = page
         self._invariants = invariants
@@ -133,9 +140,22 @@ class SimulatedEngine(SimulatedProcess):
 
     def drain(self) -> int:
         """Take no more turns, and end those that run."""
-        turns, self._turns, self.admits = list(self._turns.values()), {}, False
+        self.admits = False
+        return self._revoke(list(self._turns.values()))
+
+    def take_weights(self, job: str, version: int) -> bool:
+        """After `rose.replica.engine_update`: for the leased job only, and no turn outlives it."""
+        if "takes weights of an old lease" not in self._bugs:
+            if self.admits and self._admitted_job != job:
+                return False
+            self._revoke([turn for turn in self._turns.values() if turn.asked.job != job])
+        self.job, self.version = job, version
+        return True
+
+    def _revoke(self, turns: list[_Turn]) -> int:
         for each in turns:
             each.stream.send(self.name, AttemptEnded(each.asked.attempt, "revoked"))
+            del self._turns[each.stream.number]
         return len(turns)
 
     def stream_heard(self, stream: Stream, message: object) -> None:
@@ -266,10 +286,12 @@ class SimulatedUpdates:
             version = newest.version if newest else 0
             if not job or not life or (self.job, self.version) == (job, version):
                 continue
-            await asyncio.sleep(FETCH_S)
+            # Over a slow link it outlasts a lease.
+            await asyncio.sleep(engine.world.rng.choice(FETCH_S))
             self._wake.set()
-            if engine.up and not engine.paused and engine.life == life == self._life:
-                engine.job, engine.version = self.job, self.version = job, version
+            here = engine.up and not engine.paused and engine.life == life == self._life
+            if here and engine.take_weights(job, version):
+                self.job, self.version = job, version
                 self._activated(job, version)
 
 
@@ -328,6 +350,7 @@ class SimulatedReplica(Replica):
         self.config = SimpleNamespace(  # type: ignore[assignment]
             id=engine.replica,
             kind="guest",
+            port=0,  # At which nothing listens, as far as the kernel knows.
             kv_tokens=100_000,
             decode_tok_s=1_000.0,
             prefill_tok_s=10_000.0,

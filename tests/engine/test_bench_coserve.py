@@ -4,18 +4,35 @@ import json
 from pathlib import Path
 
 import pytest
+from sglang_python import MISSING, PYTHON
 
 from rose.bench.coserve.__main__ import main
 from rose.bench.coserve.plan import ARMS, quick_settings
 from rose.bench.coserve.rows import arm_of
 from rose.bench.coserve.run import run_bench
+from rose.engines import EngineKind
 from tests.ports import first_of
 
 # The rehearsal of the GPU benchmark drives the same player and the same analysis in every run.
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 
-def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(tmp_path: Path) -> None:
+VLLM, SGLANG = EngineKind.VLLM, EngineKind.SGLANG
+WITH_SGLANG = pytest.mark.skipif(not PYTHON, reason=MISSING)
+
+
+@pytest.mark.parametrize(
+    ("host", "guest"),
+    [
+        pytest.param(VLLM, VLLM, id="vllm-vllm"),
+        pytest.param(SGLANG, VLLM, id="sglang-vllm", marks=WITH_SGLANG),
+        pytest.param(VLLM, SGLANG, id="vllm-sglang", marks=WITH_SGLANG),
+        pytest.param(SGLANG, SGLANG, id="sglang-sglang", marks=WITH_SGLANG),
+    ],
+)
+def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(
+    tmp_path: Path, host: EngineKind, guest: EngineKind
+) -> None:
     settings = quick_settings(
         tmp_path,
         busy_targets=(0.6,),
@@ -28,6 +45,9 @@ def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(tmp_p
         ttft_target_s=0.5,
         tpot_target_s=0.15,
         port_base=first_of(3),
+        host=host,
+        guest=guest,
+        **({"sglang_python": Path(PYTHON)} if PYTHON else {}),
     )
     run_bench(settings)
     main(["report", str(tmp_path)])

@@ -111,6 +111,14 @@ async def _all_answered(real: Prometheus, missing: dict[str, str], but: int = 0)
         await asyncio.sleep(0.5)
 
 
+async def _scraped(real: Prometheus) -> None:
+    """Wait until every target was: the first time comes some seconds after Prometheus does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while troubles := await asyncio.to_thread(real.troubles):
+            print(troubles)  # noqa: T201 - shown where it never ends
+            await asyncio.sleep(0.2)
+
+
 async def _asked(cluster: LittleCluster, replica: str) -> None:
     """An operator takes a lease back, advises only, and stops."""
     async with LeaderChannel(cluster.addresses) as channel:
@@ -133,9 +141,14 @@ async def test_a_real_prometheus_has_a_sample_for_every_panel(tmp_path: Path) ->
             )
             async with counted_turns(cluster.urls, 4) as turns, publisher:
                 await cluster.leased()
+                # What grew before it was looked at first has not grown.
+                await _scraped(real)
                 await publisher.publish(1, 0, tensors(0), tensors(1))
                 await turns.more(8)
-                assert await asyncio.to_thread(real.healthy), "every process is scraped"
+                # Series of updates come with the first one, and grow by the second.
+                updated = "rose_weight_update_pause_seconds_count > 0"
+                await _all_answered(real, {"an update": updated})
+                await publisher.publish(2, 1, tensors(1), tensors(2))
                 await _all_answered(real, missing, but=8)
                 await turns.settled()
             # Those that show what an operator does, and guests that stand still.

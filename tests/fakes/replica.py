@@ -2,9 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from aiohttp import web
+
+Line = dict[str, Any]
+Write = Callable[[Line], Awaitable[None]]
 
 
 class StandInReplica:
@@ -22,8 +26,8 @@ class StandInReplica:
         is_old: bool = False,
         pools: tuple[str, ...] = (),
     ) -> None:
-        """is_old: it has not the route for more than sampling had at first. pools: routes of a
-        model that is not generative, which count the letters of their input."""
+        """is_old: it has not the routes for more than sampling had at first, and for batches.
+        pools: routes of a model that is not generative, which count the letters of their input."""
         self.is_old = is_old
         self.pools = pools
         self.version = version
@@ -39,12 +43,20 @@ class StandInReplica:
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        # How many turns each request of several had, and places of those that left it.
+        self.batches: list[int] = []
+        self.left: list[int] = []
+        # Of a batch this turn alone is refused.
+        self.refuse_at: int | None = None
+        # No request of several turns is read.
+        self.refuse_batches = False
         self.traces: list[str | None] = []
         self.cancelled = 0
         self.live = 0
         self.max_live = 0
         self.url = ""
         self._sockets: set[asyncio.Transport] = set()
+        self._running: dict[str, list[asyncio.Task[None]]] = {}
         self._site: web.TCPSite | None = None
 
     def kill(self) -> None:
@@ -60,6 +72,8 @@ class StandInReplica:
         app.router.add_post("/rose/v1/generate", self._generate)
         if not self.is_old:
             app.router.add_post("/rose/v2/generate", self._generate)
+            app.router.add_post("/rose/v1/generate_batch", self._generate_batch)
+            app.router.add_post("/rose/v1/generate_batch/leave", self._leave)
         app.router.add_get("/rose/v1/state", self._state)
         for path in self.pools:
             app.router.add_post(path, self._pool)
@@ -123,8 +137,13 @@ class StandInReplica:
         self._sockets.add(http.transport)
         self.live += 1
         self.max_live = max(self.max_live, self.live)
+
+        async def write(line: Line) -> None:
+            await response.write(json.dumps(line).encode() + b"\n")
+
         try:
-            await self._stream(http, response, asked)
+            if await self._stream(http, write, asked):
+                await response.write_eof()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -132,9 +151,55 @@ class StandInReplica:
             self.live -= 1
         return response
 
-    async def _stream(
-        self, http: web.Request, response: web.StreamResponse, asked: dict[str, Any]
-    ) -> None:
+    async def _generate_batch(self, http: web.Request) -> web.StreamResponse:
+        asked = await http.json()
+        turns = asked["turns"]
+        self.batches.append(len(turns))
+        if self.refuse_batches:
+            return web.json_response({"error": {"message": "spoilt"}}, status=400)
+        if self.draining:
+            return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
+        self.requests += turns
+        self.paths += [http.path] * len(turns)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(http)
+        assert isinstance(http.transport, asyncio.Transport)
+        self._sockets.add(http.transport)
+        self.live += len(turns)
+        self.max_live = max(self.max_live, self.live)
+
+        async def run(place: int, turn: dict[str, Any]) -> None:
+            async def write(line: Line, *status: int) -> None:
+                await response.write(json.dumps([place, line, *status]).encode() + b"\n")
+
+            if self.bad_request or place == self.refuse_at:
+                await write({"message": "too long"}, 400)
+            else:
+                await self._stream(http, write, turn)
+
+        tasks = [asyncio.create_task(run(*each)) for each in enumerate(turns)]
+        self._running[asked["batch"]] = tasks
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await response.write_eof()
+        except asyncio.CancelledError:
+            self.cancelled += sum(not task.done() for task in tasks)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.live -= len(turns)
+        return response
+
+    async def _leave(self, http: web.Request) -> web.Response:
+        asked = await http.json()
+        self.left += asked["turns"]
+        for place in asked["turns"]:
+            self._running[asked["batch"]][place].cancel()
+        return web.json_response({})
+
+    async def _stream(self, http: web.Request, write: Write, asked: dict[str, Any]) -> bool:
+        """Whether the turn came to an end of its own."""
         first = asked["token_ids"][-1] + 1
         budget = asked["sampling"]["max_tokens"]
         if asked["sampling"].get("prompt_logprobs") is not None:
@@ -142,14 +207,15 @@ class StandInReplica:
             places[0] = None
             for start in range(0, len(places), 2):
                 part = {"version": self.version, "prompt_logprobs": places[start : start + 2]}
-                await _line(response, part)
+                await write(part)
         for i in range(min(budget, self.stop_after or budget)):
             if i == self.revoke_after:
-                return await _line(response, {"finish_reason": "revoked"})
+                await write({"finish_reason": "revoked"})
+                return False
             if i == self.break_after:
                 assert http.transport is not None
                 http.transport.close()
-                return None
+                return False
             if i == self.hang_after:
                 await asyncio.sleep(60)
             if self.delay_s:
@@ -158,12 +224,7 @@ class StandInReplica:
             line = {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version}
             if self.update_at is not None and i >= self.update_at:
                 line |= {"version": self.version + 1, "oldest_version": self.version}
-            await _line(response, line)
+            await write(line)
         done = "stop" if self.stop_after else "length"
-        await _line(response, {"finish_reason": done})
-        await response.write_eof()
-        return None
-
-
-async def _line(response: web.StreamResponse, line: dict[str, Any]) -> None:
-    await response.write(json.dumps(line).encode() + b"\n")
+        await write({"finish_reason": done})
+        return True

@@ -10,6 +10,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any, Final
 
+from rose.contract.replica import TURNS
 from rose.replica.asgi import AccessFilter
 from tests.fakes.asgi_client import CONTROL, SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import FakeWeightRanks, Served
@@ -42,6 +43,16 @@ def run_audit(data: bytes) -> None:
 def run_generate(data: bytes) -> None:
     """`POST /rose/v1/generate` on a leased replica; a turn that begins is ended by a drain."""
     _run(_turn(data))
+
+
+def run_generate_batch(data: bytes) -> None:
+    """`POST /rose/v1/generate_batch` on a leased replica; turns that begin are ended by a drain."""
+    _run(_batch(data))
+
+
+def run_leave_batch(data: bytes) -> None:
+    """`POST /rose/v1/generate_batch/leave`."""
+    _run(_control("generate_batch/leave", data))
 
 
 def run_authorization(data: bytes) -> None:
@@ -81,19 +92,41 @@ async def _control(path: str, data: bytes) -> None:
         await _ask(served, "admit", b'{"epoch":1}').done()
 
 
-async def _turn(data: bytes) -> None:
+async def _answered(path: str, data: bytes) -> AsgiExchange | None:
+    """What came of turns, of which one step is made before a drain; None for a good refusal."""
     served = await Served(FakeWeightRanks()).start()
     await _ask(served, "admit", b'{"epoch":1}').done()
-    turn = _ask(served, "generate", data)
+    asked = _ask(served, path, data)
     await settle()
     served.engine.step()
     await settle()
     await _ask(served, "drain", b'{"epoch":1}').done()
-    await turn.done()
-    if turn.status != 200:
-        _check(turn)
+    await asked.done()
+    if asked.status != 200:
+        _check(asked)
+        return None
+    return asked
+
+
+async def _turn(data: bytes) -> None:
+    turn = await _answered("generate", data)
+    if turn is not None:
+        assert turn.lines[-1]["finish_reason"] in {"revoked", "stop", "length"}
+
+
+def _turns_of(body: bytes) -> int:
+    """How many a batch has; what is no text may stand in a field that nobody reads."""
+    return len(json.loads(body.decode(errors="replace"))["turns"])
+
+
+async def _batch(data: bytes) -> None:
+    batch = await _answered("generate_batch", data)
+    if batch is None:
         return
-    assert turn.lines[-1]["finish_reason"] in {"revoked", "stop", "length"}
+    last = {place: (line, *status) for place, line, *status in batch.lines}
+    assert sorted(last) == [*range(_turns_of(data))]
+    for line, *status in last.values():
+        assert status in ([400], [503]) or line["finish_reason"] in {"revoked", "stop", "length"}
 
 
 async def _stranger(data: bytes) -> None:
@@ -124,7 +157,7 @@ async def _route(data: bytes) -> None:
             "/metrics/",
             "/v1/models",
             "/rose/v1/state",
-            "/rose/v1/generate",
+            *TURNS,
         }
     else:
         assert answer.status in {401, 404}
@@ -145,6 +178,11 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
         b'"min_tokens":1,"stop_token_ids":[3],"allowed_token_ids":[1,2],"seed":7},'
         b'"cache_salt":"s","priority":-1}',
     ),
+    "run_generate_batch": (
+        b'{"batch":"b","turns":[{"request_id":"r","token_ids":[1,2],"sampling":{"max_tokens":2}},'
+        b'{"request_id":"s","token_ids":[1],"sampling":{"temperature":-1.0}}]}',
+    ),
+    "run_leave_batch": (b'{"batch":"b","turns":[0,1]}',),
     "run_authorization": (b"Bearer x", b"bearer " + SECRET.encode(), SECRET.encode()),
     "run_route": (
         b"GET /health",

@@ -34,6 +34,7 @@ from executor.vllm.compat import (
     SampledSurface,
     StepSurface,
     capped,
+    check_features,
     check_version,
     ended_requests,
     waiting_requests,
@@ -69,8 +70,8 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
     own pause state alone: with that set from outside, the engine core would block on its queue and
     never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped,
-    whose step profile cannot be read or whose vLLM nobody has tested raises ExecutorError and so
-    does not start.
+    whose step profile cannot be read, whose vLLM nobody has tested or which has a feature that
+    breaks a promise raises ExecutorError and so does not start.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -81,6 +82,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
         check_version()
+        check_features(self.vllm_config)
         model, limits = step_model(settings), gate_limits(settings)
         page = ControlPage.open(settings.page_path, settings.page_group)
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)

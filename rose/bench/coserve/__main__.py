@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rose.bench.coserve.plan import BenchSettings, quick_settings
 from rose.bench.coserve.result import render, verify, write_result
+from rose.engines import EngineKind
 from rose.errors import RoseError
 
 DEFAULT_OUT = Path("out/bench/coserve")
@@ -50,6 +51,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="busy share of a host from which on its guest is held (default %(default)s; 1: never)",
     )
+    for side in ("host", "guest"):
+        run.add_argument(
+            f"--{side}",
+            type=EngineKind,
+            choices=list(EngineKind),
+            default=EngineKind.VLLM,
+            help=f"engine of the {side}: vllm (the default) or sglang",
+        )
+    run.add_argument(
+        "--sglang-python",
+        type=Path,
+        default=BenchSettings(DEFAULT_OUT).sglang_python,
+        metavar="FILE",
+        help="interpreter that has SGLang (default %(default)s)",
+    )
     run.add_argument("--ttft-target-s", type=float, help="default: from what the host does alone")
     run.add_argument("--tpot-target-s", type=float)
     for name, what in (
@@ -70,6 +86,9 @@ def _run(args: argparse.Namespace) -> int:
         "port_base": args.port_base,
         "lent_priority": args.lent_priority,
         "max_host_busy": args.max_host_busy,
+        "host": args.host,
+        "guest": args.guest,
+        "sglang_python": args.sglang_python,
         "ttft_target_s": args.ttft_target_s,
         "tpot_target_s": args.tpot_target_s,
     }

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 import psutil
 
@@ -11,13 +12,15 @@ from executor.step_log import STEP_LOG
 from rose.bench.common.engines import EngineSet, family, make_background, make_foreground, pin
 from rose.bench.common.tiny_models import TinyModel
 from rose.bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
-from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.errors import EngineStartError
 from weight_transfer import SigningKey
 
 START_TIMEOUT_S = 300.0
 HOST_SEQUENCES = 64
 NAMES = (HOST, GUEST, NAIVE)
+# By which another interpreter knows ROSE's plugins.
+METADATA = "metadata"
 # The host's step takes long enough that computing outweighs bookkeeping, and short enough that a
 # thousand requests an arm fit into the run; in fp32 a request has the same tokens in any batch.
 HOST_MODEL, GUEST_MODEL = "bench-host", "bench-guest"
@@ -27,6 +30,17 @@ MODELS = {
         hidden=256, layers=4, heads=4, mlp=704, vocabulary=320, dtype="bfloat16"
     ),
 }
+# Arms replay the same prompts: none may find them cached. And sampling is what was asked for.
+HOST_ARGS: Final = {
+    EngineKind.VLLM: ("--no-enable-prefix-caching", "--generation-config=vllm"),
+    EngineKind.SGLANG: ("--disable-radix-cache", "--sampling-defaults=openai", "--enable-metrics"),
+}
+STOCK_ARGS: Final = {
+    EngineKind.VLLM: ("--generation-config=vllm",),
+    EngineKind.SGLANG: ("--sampling-defaults=openai", "--enable-metrics"),
+}
+# What the process is called that schedules and computes.
+CORES: Final = "EngineCore", "sglang::scheduler"
 # While nobody knows better: the host is started again once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
 
@@ -85,14 +99,14 @@ class Engines(EngineSet):
         await self.running.pop(GUEST).process.kill()
 
     def place(self, name: str) -> None:
-        """Engine core to the serving core, API process to the other."""
+        """Engine core to the serving core, API process and what it has besides to the other."""
         api = psutil.Process(self.running[name].process.pid)
-        cores = [p for p in api.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+        children = api.children(recursive=True)
+        cores = [p for p in children if any(core in " ".join(p.cmdline()) for core in CORES)]
         if not cores:
             raise EngineStartError(f"engine {name} has no engine core process to pin")
-        pin(api.pid, {self.cores[1]})
-        for process in cores:
-            pin(process.pid, {self.cores[0]})
+        for process in (api, *children):
+            pin(process.pid, {self.cores[0 if process in cores else 1]})
 
     def prioritise_guest(self, *, background: bool) -> None:
         """Schedule the ROSE guest's engine core behind everybody else's, or as everybody else's."""
@@ -120,9 +134,8 @@ class Engines(EngineSet):
             control_page=self.page,
             ttft_target_s=ttft_s,
             tpot_target_s=tpot_s,
-            extra_env={STEP_LOG: str(self.settings.out.resolve())},
-            # Arms replay the same prompts: none may find them cached.
-            extra_args=("--no-enable-prefix-caching", "--generation-config=vllm"),
+            extra_args=HOST_ARGS[self.settings.host],
+            **self._run_by(self.settings.host, {STEP_LOG: str(self.settings.out.resolve())}),
         )
 
     def _guest(self, core: int | None = None) -> EngineSpec:
@@ -142,7 +155,10 @@ class Engines(EngineSet):
             control_page=self.page,
             verify_key=self.key.verify_key.hex,
             weights_dir=self.store,
-            extra_env={STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
+            **self._run_by(
+                self.settings.guest,
+                {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
+            ),
         )
 
     def _naive(self) -> EngineSpec:
@@ -156,5 +172,14 @@ class Engines(EngineSet):
             max_model_len=256,
             max_num_seqs=self.settings.guest_streams,
             stream_interval=16,
-            extra_args=("--generation-config=vllm",),
+            extra_args=STOCK_ARGS[self.settings.guest],
+            **self._run_by(self.settings.guest, {}),
         )
+
+    def _run_by(self, engine: EngineKind, env: dict[str, str]) -> dict[str, Any]:
+        """Which engine a spec is of, its interpreter, and what that finds ROSE by."""
+        if engine is EngineKind.VLLM:
+            return {"extra_env": env}
+        found = module_path(self.settings.out.resolve() / METADATA)
+        python = self.settings.sglang_python.absolute()
+        return {"engine": engine, "python": python, "extra_env": {**env, "PYTHONPATH": found}}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
+from rose.engines import EngineKind
 from rose.errors import ConfigError
 
 HOST, GUEST, NAIVE = "host", "guest", "naive"
@@ -49,6 +50,7 @@ class BenchSettings:
     window_s: arrivals this close share batches and bursts, so the
     bootstrap takes them together. event_rounds: windows of each event. max_host_busy: as a capacity
     policy's `maxHostBusy.share`: beside a host that is busier nothing is lent; 1 for no such limit.
+    host, guest: their engines; the naive guest has that of the ROSE guest.
     """
 
     out: Path
@@ -76,6 +78,9 @@ class BenchSettings:
     guest_output_tokens: int = 64
     guest_token_budget: int = 64
     max_host_busy: float = MaxHostBusy().share
+    host: EngineKind = EngineKind.VLLM
+    guest: EngineKind = EngineKind.VLLM
+    sglang_python: Path = Path(".venv-sglang/bin/python")
 
     def __post_init__(self) -> None:
         if not self.busy_targets or not all(0 < busy < 1 for busy in self.busy_targets):
@@ -88,6 +93,11 @@ class BenchSettings:
             raise ConfigError(
                 f"--max-host-busy {self.max_host_busy}: give a share from {LEAST_HOST_BUSY}, 1 for"
                 " no limit"
+            )
+        if EngineKind.SGLANG in (self.host, self.guest) and not self.sglang_python.is_file():
+            raise ConfigError(
+                f"--sglang-python {self.sglang_python}: no such file; run `make install-sglang`, or"
+                " name an interpreter that has SGLang"
             )
         if self.trace is not None and not self.trace.is_file():
             raise ConfigError(f"{self.trace} is no file; name a trace in the Azure format")

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,12 +36,17 @@ from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.kill_switch import KillSwitch
 from rose.process.child import JsonlProcess, ProcessSpec
 
-_SAMPLE = r"^vllm:{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
+_SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
+# Of each engine: a request that has to be computed again, and tokens that were generated. SGLang
+# counts the latter when their request ends.
+PREEMPTIONS = "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
+TOKENS = "vllm:generation_tokens_total", "sglang:generation_tokens_total"
 
 
-def metric(text: str, name: str) -> float:
-    """Sum over a counter's or gauge's samples in Prometheus' text format; 0 without any."""
-    pattern = re.compile(_SAMPLE.format(name=re.escape(name)), re.MULTILINE)
+def metric(text: str, names: Iterable[str]) -> float:
+    """Sum over samples of counters or gauges in Prometheus' text format; 0 without any."""
+    one_of = "|".join(re.escape(name) for name in names)
+    pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
     return sum(float(value) for value in pattern.findall(text))
 
 
@@ -63,9 +68,9 @@ async def read_counters(
     host_state, guest_state = page.host.peek(), page.guest.peek()
     return Counters(
         host_busy_ns=host_state.busy_ns if host_state else 0,
-        host_preemptions=round(metric(host, "num_preemptions_total")),
+        host_preemptions=round(metric(host, PREEMPTIONS)),
         guest_tokens=guest_state.tokens_total if guest_state else 0,
-        naive_tokens=round(metric(naive, "generation_tokens_total")),
+        naive_tokens=round(metric(naive, TOKENS)),
     )
 
 

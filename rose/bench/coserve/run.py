@@ -27,7 +27,14 @@ from rose.bench.coserve.calibration import (
     measure_capacity,
 )
 from rose.bench.coserve.drills import CoserveDrills
-from rose.bench.coserve.engines import GUEST_MODEL, HOST_MODEL, HOST_SEQUENCES, MODELS, Engines
+from rose.bench.coserve.engines import (
+    GUEST_MODEL,
+    HOST_MODEL,
+    HOST_SEQUENCES,
+    METADATA,
+    MODELS,
+    Engines,
+)
 from rose.bench.coserve.plan import (
     CALIBRATION,
     EVENT_ALONE,
@@ -56,7 +63,7 @@ from rose.bench.coserve.records import (
 )
 from rose.bench.coserve.result import RESULT
 from rose.bench.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
-from rose.engines import check_host
+from rose.engines import EngineKind, check_host
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
@@ -67,7 +74,7 @@ FLUSH_S = 0.5
 WARM_UP_S = 3.0
 MODELS_TIMEOUT_S = 300.0
 MODEL_ROOT, LOGS = "models", "logs"
-WRITTEN = (MODEL_ROOT, LOGS, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
+WRITTEN = (MODEL_ROOT, LOGS, METADATA, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
 
 
 MakeBlocks = Callable[[BenchSettings, list[Cell]], list[PlanBlock]]
@@ -92,7 +99,7 @@ def _prepare(out: Path) -> None:
         if not any(path.match(pattern) for pattern in WRITTEN):
             raise ConfigError(f"{out} holds {path.name}, which is no part of a run; choose another")
     for path in out.iterdir():
-        if path.name == LOGS:
+        if path.is_dir() and path.name != MODEL_ROOT:
             shutil.rmtree(path)
         elif path.name != MODEL_ROOT:
             path.unlink()
@@ -115,6 +122,7 @@ class _Run:
         self._out = settings.out
         self._logs = settings.out / LOGS
         self._began_s = time.monotonic()
+        self._load_before = os.getloadavg()[0]
 
     async def play(self) -> None:
         await _make_models(self._out)
@@ -222,7 +230,7 @@ class _Run:
         self, capacity_rps: float, rates: list[Calibration], targets: tuple[float, float]
     ) -> None:
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self._settings), default=str))
-        for name in ("out", "port_base", "trace"):
+        for name in ("out", "port_base", "trace", "sglang_python"):
             del plain[name]  # where a run was made is no part of what it measured
         info = CoserveRunInfo(
             seed=self._settings.seed,
@@ -230,6 +238,7 @@ class _Run:
             settings=plain,
             machine={
                 "cpus": os.cpu_count(),
+                "load_1min_before": self._load_before,
                 "processor": platform.machine(),
                 "accelerator": None,
                 "python": platform.python_version(),
@@ -255,6 +264,7 @@ class _Run:
             max_outstanding=1_024,
             replay_prompts=True,
             digest=True,
+            id_in_body=self._settings.host is EngineKind.SGLANG,
         )
 
     def _say(self, what: str) -> None:

@@ -27,8 +27,8 @@ VERSION = b'{"version":"0.32.0"}'
 ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS, b"/version": VERSION}
 JSON = "application/json"
 DONE = "data: [DONE]\n\n"
-STREAMS = (b"/rose/v1/generate", b"/v1/completions", b"/generate")
-LINES, TEXT, SGLANG = STREAMS
+STREAMS = (b"/rose/v1/generate", b"/rose/v1/generate_batch", b"/v1/completions", b"/generate")
+LINES, BATCH, TEXT, SGLANG = STREAMS
 
 
 class Pace:
@@ -98,13 +98,14 @@ class EngineConnection(asyncio.Protocol):
         return f'{{"turns":{pace.turns},"left":{pace.left}}}'.encode()
 
     def _begin(self, body: bytes, path: bytes) -> None:
-        budget = _BUDGET.search(body)
-        self._due = int(budget.group(1)) if budget else 16
+        self._budgets = [int(each) for each in _BUDGET.findall(body)] or [16]
+        self._made = 0
+        self._due = max(self._budgets)
         self._path = path
         self._as_tokens = b'"return_token_ids":true' in body
         self._received_s = time.monotonic()
-        self._pace.turns += 1
-        kind = b"application/x-ndjson" if path == LINES else b"text/event-stream"
+        self._pace.turns += len(self._budgets)
+        kind = b"application/x-ndjson" if path in (LINES, BATCH) else b"text/event-stream"
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: "
         self._head = head + kind + b"\r\n\r\n"
         self._next_s = self._received_s + self._pace.first_s
@@ -113,7 +114,8 @@ class EngineConnection(asyncio.Protocol):
     def _chunk(self) -> None:
         count = min(self._due, self._pace.chunk_tokens)
         self._due -= count
-        piece = self._piece(count)
+        piece = self._of_all(count) if self._path == BATCH else self._piece(count)
+        self._made += count
         data = self._head + f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
         self._head = b""
         if self._due:
@@ -123,6 +125,21 @@ class EngineConnection(asyncio.Protocol):
             self._timer = None
             data += b"0\r\n\r\n"
         self._transport.write(data)
+
+    def _of_all(self, count: int) -> bytes:
+        """Lines of a batch's turns, those that end among them."""
+        parts = []
+        for place, budget in enumerate(self._budgets):
+            mine = min(count, budget - self._made)
+            if mine <= 0:
+                continue
+            given = ",".join([as_logprob(time.monotonic()), *["0"] * mine][:mine])
+            tokens = ",".join(["7"] * mine)
+            line = f'{{"token_ids":[{tokens}],"logprobs":[{given}],"version":0}}'
+            parts.append(f"[{place},{line}]\n")
+            if budget <= self._made + count:
+                parts.append(f'[{place},{{"finish_reason":"length"}}]\n')
+        return "".join(parts).encode()
 
     def _piece(self, count: int) -> bytes:
         now, received = f"{time.monotonic():.6f}", f"{self._received_s:.6f}"

@@ -62,6 +62,8 @@ class CompletionBody(msgspec.Struct, frozen=True):
     stream: bool = True
     stream_options: dict[str, bool] = msgspec.field(default_factory=lambda: {"include_usage": True})
     return_token_ids: bool = False
+    # SGLang's name for a request's id.
+    rid: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Choice(msgspec.Struct):
@@ -270,6 +272,7 @@ class LoadGenerator:
             prompt,
             arrival.output_tokens,
             return_token_ids=self._config.digest,
+            rid=record.request_id if self._config.id_in_body else msgspec.UNSET,
         )
         task = self._tasks.create_task(self._request(record, body))
         self._outstanding.add(task)

@@ -102,7 +102,8 @@ class LoadConfig(BaseModel):
     """The file named by `--config`.
 
     replay_prompts: a segment has the same prompts in every block. The host must not cache
-    prefixes then. digest: keep a digest of every answer's tokens.
+    prefixes then. digest: keep a digest of every answer's tokens. id_in_body: SGLang takes a
+    request's id from there, vLLM from a header.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -125,6 +126,7 @@ class LoadConfig(BaseModel):
     drain_s: float = Field(default=5.0, ge=0)
     replay_prompts: bool = False
     digest: bool = False
+    id_in_body: bool = False
 
     def shape(self, mean_rate_per_s: float | None = None, traffic: Traffic = "bursty") -> LoadShape:
         """The load these numbers describe, at another rate if one is given."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import uvloop
 
-from rose.bench.gateway.standin_engine import EngineConnection, Pace
+from rose.bench.gateway.standin_engine import BATCH, EngineConnection, Pace
 
 # The gateway's name of an attempt is the turn's id, `.copyN` for a second copy, and its number.
 _ATTEMPT = re.compile(rb'"request_id":"([a-z_]+)-[^"]*\.(\d+)"')
@@ -45,7 +45,9 @@ class FaultyConnection(EngineConnection):
             return
         self._timer = None
         if self._fault == REVOKED:
-            self._write_line(b'{"finish_reason":"revoked"}\n', b"0\r\n\r\n")
+            line, places = b'{"finish_reason":"revoked"}', range(len(self._budgets))
+            batch = b"".join(b"[%d,%b]\n" % (place, line) for place in places)
+            self._write_line(batch if self._path == BATCH else line + b"\n", b"0\r\n\r\n")
         elif self._fault == GARBAGE:
             self._write_line(b'{"token_ids": [1, \n')
         elif self._fault == DIES:

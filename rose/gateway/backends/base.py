@@ -23,7 +23,12 @@ class Reader(Protocol):
 
 
 class ReplicaBackend(Protocol):
-    """One replica API; it keeps no state of its own."""
+    """One replica API; it keeps no state of its own.
+
+    batches: whether it has a route for several turns at once.
+    """
+
+    batches: bool
 
     def path(self, request: TurnRequest) -> str:
         """Where a turn is asked for."""

@@ -14,6 +14,8 @@ _decode = msgspec.json.Decoder(StreamLine).decode
 class RoseBackend:
     """Tokens in, stamped tokens out."""
 
+    batches = True
+
     def path(self, request: TurnRequest) -> str:
         return GENERATE_MORE if request.sampling.asks_more else GENERATE
 

@@ -69,6 +69,8 @@ _decode = msgspec.json.Decoder(_Event).decode
 class SglangBackend:
     """Tokens in, tokens out."""
 
+    batches = False
+
     def path(self, request: TurnRequest) -> str:
         return PATH
 

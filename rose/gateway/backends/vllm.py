@@ -64,6 +64,8 @@ _decode = msgspec.json.Decoder(_Event).decode
 class VllmBackend:
     """Tokens in, tokens out."""
 
+    batches = False
+
     def path(self, request: TurnRequest) -> str:
         return PATH
 

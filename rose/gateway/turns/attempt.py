@@ -6,13 +6,16 @@ stops, journaled, handed to readers. Only the attempt's ending is awaited.
 
 import asyncio
 import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from elastic_scheduler import Deliver, End, JournalError, Outcome
 from rose.contract.replica import PromptLogprobs, StreamLine
 from rose.gateway.backends import LINKS, BackendError
-from rose.gateway.backends.http_pool import OK, Upstream
+from rose.gateway.backends.batches import Seat, TurnBatches
+from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.turns.hedging import Race, TurnCopy
@@ -42,6 +45,7 @@ ATTEMPT_FAILURES = (
     JournalError,
     BackendError,
 )
+T = TypeVar("T")
 # How an attempt ended and, in words, why.
 Ending = tuple[End, str]
 
@@ -51,6 +55,7 @@ class AttemptStream:
 
     __slots__ = (
         "_asked",
+        "_batches",
         "_copy",
         "_dispatcher",
         "_fault",
@@ -71,7 +76,10 @@ class AttemptStream:
         live: LiveAttempt,
         dispatcher: Dispatcher,
         spans: Spans = NO_SPANS,
+        batches: TurnBatches | None = None,
     ) -> None:
+        """batches: for turns that came with others, in one request."""
+        self._batches = batches
         self._race = race
         self._copy = copy
         self._live = live
@@ -124,13 +132,11 @@ class AttemptStream:
         if self._status != OK:
             self._fault += data[: MAX_FAULT_BYTES - len(self._fault)]
         elif not self._over.done():
-            try:
-                for line in self._reader.feed(data):
-                    if self._take(line):
-                        break
-            except ATTEMPT_FAILURES as error:
-                self._over.set_result(_broken(error))
-            self._race.feed.tell()
+            self._take_all(self._reader.feed, data)
+
+    def lines(self, lines: Sequence[StreamLine]) -> None:
+        if not self._over.done():
+            self._take_all(iter, lines)
 
     def ended(self, error: Exception | None) -> None:
         if self._over.done():
@@ -178,7 +184,12 @@ class AttemptStream:
         link = LINKS[entry.api]
         body = link.encode(self._copy.request, self._asked)
         url = entry.url + link.path(self._copy.request)
-        connection = await upstream.post(url, body, self, more_head)
+        connection: Seat | UpstreamConnection
+        if self._goes_with_others(more_head):
+            assert self._batches is not None
+            connection = self._batches.join(entry.url, link.path(self._copy.request), body, self)
+        else:
+            connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
         try:
             ending = await self._over
@@ -192,6 +203,25 @@ class AttemptStream:
         finally:
             self._over.cancel()
             connection.leave(self, rest_s)
+
+    def _goes_with_others(self, more_head: bytes) -> bool:
+        """Whether it is asked for in one request with turns that begin at this moment.
+
+        A head of its own, of its trace, goes with a request of its own.
+        """
+        entry = self._live.entry
+        suits = self._copy.request.batch and not more_head and LINKS[entry.api].batches
+        return suits and self._batches is not None and self._batches.takes(entry.url)
+
+    def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
+        """Take in what came in this step of the event loop."""
+        try:
+            for line in read(data):
+                if self._take(line):
+                    break
+        except ATTEMPT_FAILURES as error:
+            self._over.set_result(_broken(error))
+        self._race.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
         """One line of the answer; whether it was the last one that counts.

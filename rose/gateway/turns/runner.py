@@ -21,6 +21,7 @@ from elastic_scheduler import (
     IdempotencyCache,
     TurnJournal,
 )
+from rose.gateway.backends.batches import TurnBatches
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica, TurnAborted, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
@@ -34,7 +35,7 @@ from rose.tracing import NO_SPANS, Span, Spans
 
 
 class TurnRunner:
-    """Runs turns; every attempt is one streamed request."""
+    """Runs turns; every attempt is one streamed request, or its part of one."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class TurnRunner:
         self._settings = settings
         self._dispatcher = dispatcher
         self._upstream = upstream
+        self._batches = TurnBatches(upstream, settings.turns_per_request)
         self._stats = stats
         self._on_event = on_event
         self._hedging = hedging
@@ -133,7 +135,7 @@ class TurnRunner:
 
     def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
         """One attempt on that place; the simulator puts a modelled replica behind it."""
-        return AttemptStream(race, copy, live, self._dispatcher, self._spans)
+        return AttemptStream(race, copy, live, self._dispatcher, self._spans, self._batches)
 
     async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
         """The place that the copy was given, or one that it has to wait for."""

@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from executor.engine_settings import GUEST
 from executor.errors import ExecutorError
 from executor.sglang.compat import (
+    GUEST_NEEDED,
+    NEEDED,
     SCHEDULER,
     Hook,
     Part,
@@ -26,6 +28,7 @@ from rose.replica.endpoint import ReplicaEndpoint
 from rose.replica.sglang.engine import SglangEngine
 from rose.replica.sglang.turn_sampling import biased_batch, ended_at_stop
 
+_ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs.resolve_once"
 _HTTP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _BATCH: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 
@@ -60,10 +63,6 @@ def serve(
     """Hook around the start of SGLang's HTTP server: ROSE's routes, and who may use which."""
     from sglang.srt.entrypoints.http_server import app
 
-    try:
-        check_features(server_args)
-    except ExecutorError as error:
-        give_up(error)
     kv_tokens = int(scheduler_infos[0].get("max_total_num_tokens", 0))
     endpoint = ReplicaEndpoint()
     endpoint.attach(app)
@@ -83,6 +82,23 @@ def serve(
     )
 
 
+def checked(original: Hook, server_args: Any) -> Any:  # noqa: ANN401 -- SGLang's
+    """Hook around the resolution of SGLang's arguments: refuse before anything of it is started.
+
+    SGLang would look for a draft's weights, or change other arguments to suit, before it got so
+    far.
+    """
+    guest = os.environ.get("ROSE_ROLE") == GUEST
+    try:
+        if guest:
+            check_features(server_args, {**NEEDED, **GUEST_NEEDED}, "a guest")
+        else:
+            check_features(server_args)
+    except ExecutorError as error:
+        give_up(error)
+    return original(server_args)
+
+
 def register() -> None:
     """Entry point of `sglang.srt.plugins`."""
     if os.environ.get("ROSE_ROLE") not in ROLES:
@@ -93,7 +109,7 @@ def register() -> None:
         give_up(error)
     match part_of_engine():
         case Part.SERVER:
-            install({_HTTP: serve})
+            install({_HTTP: serve, _ARGUMENTS: checked})
         case Part.SCHEDULER:
             install(_scheduler_hooks())
 

@@ -18,7 +18,7 @@ from tiny_model import save_tiny_model
 from executor import ControlPage, GrantMode, GuestState
 from rose.addresses import free_port
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec
-from tests.awaited import until_async
+from tests.awaited import until, until_async
 
 START_S = 240.0
 KV_BYTES = 96 << 20
@@ -46,7 +46,15 @@ class Rig:
 
     @property
     def state(self) -> GuestState:
-        state = self.control.guest.peek()
+        """The last whole one: on a busy machine a guest may be held in the middle of a write."""
+        seen: list[GuestState | None] = []
+
+        def whole() -> bool:
+            seen.append(self.control.guest.peek())
+            return seen[-1] is not None
+
+        until(whole, 10, "the guest's section is whole")
+        state = seen[-1]
         assert state is not None
         return state
 
@@ -54,6 +62,16 @@ class Rig:
         """Wait until the guest says so on its page."""
         await until_async(lambda: bool(what(self.state)), 30, why, 0.005)
         return self.state
+
+    async def host_runs(self, requests: int) -> None:
+        """Have the host say that so many run; returns once it is on the page."""
+        self.node.host_running = requests
+
+        def told() -> bool:
+            state = self.control.host.peek()
+            return state is not None and state.running == requests
+
+        await until_async(told, 10, "the page has it", 0.005)
 
     async def grants(self, **given: int) -> None:
         """Grant so much; returns once it is on the page."""

@@ -53,7 +53,7 @@ async def test_it_is_warm_before_its_first_lease(rig: Rig, replica: Replica) -> 
 
 @pytest.mark.promise("guest.gate")
 async def test_without_leave_no_step_begins(rig: Rig, replica: Replica) -> None:
-    rig.node.host_running = 2
+    await rig.host_runs(2)
     await rig.said(lambda state: not state.in_step, "no step is under way")
     before = rig.state.step_seq
     turn = asyncio.create_task(replica.lines(PROMPT, 8))
@@ -154,7 +154,7 @@ async def test_what_was_revoked_gives_its_memory_back_though_nothing_runs(
 
 @pytest.mark.promise("guest.priority")
 async def test_a_lower_number_runs_first(rig: Rig, replica: Replica) -> None:
-    await rig.grants(max_sequences=1)
+    await rig.grants(max_sequences=1, mode=GrantMode.FREEZE)
     ended: list[int] = []
 
     async def turn(priority: int) -> None:
@@ -169,7 +169,6 @@ async def test_a_lower_number_runs_first(rig: Rig, replica: Replica) -> None:
             await answer.read()
         ended.append(priority)
 
-    rig.node.mode = GrantMode.FREEZE
     turns = [asyncio.create_task(turn(priority)) for priority in (5, 9, 1)]
     await rig.said(lambda state: state.waiting == 3, "all wait")
     rig.node.mode = GrantMode.RUN
@@ -268,7 +267,9 @@ async def test_a_frozen_guest_takes_a_version(rig: Rig, replica: Replica) -> Non
     # One that has nothing to do asks for no leave.
     await rig.freeze()
     report = await replica.apply(replica.publish(6))
-    assert rig.state.policy_version == report["version"], "its page tells it too"
+    await until_async(
+        lambda: rig.state.policy_version == report["version"], 10.0, "its page tells it too"
+    )
     assert report["version"] == rig.versions.version
     rig.node.mode = GrantMode.RUN
     lines = [begun, *[line async for line in stream]]

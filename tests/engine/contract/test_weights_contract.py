@@ -91,9 +91,13 @@ async def test_a_turn_goes_on_under_the_new_version_with_fresh_kv(
 async def test_kept_kv_is_told_and_not_found_by_turns_that_begin_later(
     rig: Rig, replica: Replica
 ) -> None:
-    first = rig.versions.version
-    lines = await spanning(replica, "keep", [replica.publish(4)])
-    kept = [line for line in lines if line.get("version") == first + 1]
+    kept: Lines = []
+    for seed in range(10, 14):
+        first = rig.versions.version
+        lines = await spanning(replica, "keep", [replica.publish(seed)])
+        kept = [line for line in lines if line.get("version") == first + 1]
+        if kept:  # On a busy machine the turn may have ended before the version was in force.
+            break
     assert kept
     assert all(line["oldest_version"] == first for line in kept)
     assert tokens_of(await replica.lines(PROMPT, 40)) == tokens_of(

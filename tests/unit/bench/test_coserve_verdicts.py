@@ -10,7 +10,7 @@ from rose.bench.common.checks import (
     exactly_none,
     row_verdict,
 )
-from rose.bench.coserve.player import metric
+from rose.bench.coserve.player import PREEMPTIONS, TOKENS, metric
 from rose.bench.coserve.records import StepTimes, starts_s, yields_s
 from rose.compare.bootstrap import Estimate, paired_difference
 
@@ -85,6 +85,6 @@ def test_counters_are_summed_over_their_samples() -> None:
         'vllm:num_preemptions_total{engine="1",model_name="host"} 1.0\n'
         'vllm:generation_tokens_total{engine="0"} 1.5e+03\n'
     )
-    assert metric(text, "num_preemptions_total") == 3
-    assert metric(text, "generation_tokens_total") == 1_500
-    assert metric(text, "num_requests_running") == 0
+    assert metric(text, PREEMPTIONS) == 3
+    assert metric(text, TOKENS) == 1_500
+    assert metric(text, ["vllm:num_requests_running"]) == 0

@@ -179,3 +179,16 @@ def test_long_prompts_and_long_answers_go_to_the_pools_that_suit_them() -> None:
     assert all(name.startswith("bandwidth") for name in placed["write"])
     by_pool = [name.startswith("compute") for name in placed["read"]]
     assert sum(by_pool) >= 6, "a pool that is full sends some to the other one"
+
+
+def test_a_turn_costs_what_one_turn_takes_there_not_what_a_full_batch_would() -> None:
+    """Two idle replicas that offer the same rate: a turn goes where turns were faster."""
+    router = router_with(view("slow", decode_tok_s=4e3), view("quick", decode_tok_s=4e3))
+    for name, pace in (("slow", 50), ("quick", 150)):
+        turn = router.begin(name, TurnNeed(name, 8, 512), 0.0)
+        router.progress(turn, 1, 1.0)
+        router.progress(turn, 2 * pace, 3.0)
+        router.end(turn, 3.0, finished=True)
+    cost_s = {c.replica: c.cost_s for c in router.explain(LONG, 60.0)}
+    assert cost_s["slow"] > 2 * cost_s["quick"]
+    assert router.choose(LONG, 60.0) == "quick"

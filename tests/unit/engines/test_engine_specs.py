@@ -174,6 +174,18 @@ def test_what_breaks_a_promise_on_sglang_is_refused_before_it_starts(
         launch.check_options(looked)
 
 
+@pytest.mark.parametrize("option", ["--speculative-config={}", "--speculative_config.method=ngram"])
+def test_what_breaks_a_promise_on_vllm_is_refused_before_it_starts(
+    sglang: EngineSpec, option: str
+) -> None:
+    """A host of it may have what a replica may not."""
+    named = replace(sglang, engine=EngineKind.VLLM, extra_args=(option,))
+    launch.check_options(replace(named, role=EngineRole.HOST))
+    for role in (EngineRole.GUEST, EngineRole.DEDICATED):
+        with pytest.raises(ConfigError, match="on vLLM does not have speculative decoding; leave"):
+            launch.check_options(replace(named, role=role))
+
+
 def test_what_an_engine_lacks_has_a_reason() -> None:
     for kind in EngineKind:
         assert all(LACKS[kind].values())

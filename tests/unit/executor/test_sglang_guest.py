@@ -273,7 +273,7 @@ def test_an_allocator_that_begins_anew_gives_out_no_held_granule(rig: Rig) -> No
     [
         ("speculative_algorithm", "EAGLE", "speculative decoding; leave out"),
         ("disaggregation_mode", "prefill", "disaggregated"),
-        ("enable_custom_logit_processor", True, "custom logit processors"),
+        ("enable_custom_logit_processor", True, "custom samplers"),
         ("tp_size", 2, "several GPUs"),
         ("disable_overlap_schedule", False, "give --disable-overlap-schedule"),
     ],

@@ -146,6 +146,32 @@ def test_who_is_aborted_in_the_queue_is_waited_for_no_more(rig: Rig) -> None:
     assert rig.state.idle
 
 
+def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(rig: Rig) -> None:
+    """One begins before the one before it is processed, and has requests that ended meanwhile."""
+    (request,) = rig.add("a")
+    rig.scheduler.waiting_queue.clear()
+    rig.scheduler.running_batch.reqs.append(request)
+    prefill = FakeBatch([request], PREFILL, [10])
+    decode, overshoot = FakeBatch([request], DECODE), FakeBatch([request], DECODE)
+    rig.observer.began(rig.scheduler, prefill, rig.now_ns)
+    rig.observer.began(rig.scheduler, decode, rig.now_ns)
+    rig.now_ns += 20 * MS
+    request.output_ids.append(7)
+    rig.observer.stepped(rig.scheduler, prefill)
+    assert (rig.state.in_step, rig.state.running, rig.state.queued_prefill_tokens) == (True, 1, 0)
+    assert rig.state.earliest_decode_deadline_ns == rig.now_ns + 150 * MS
+    rig.observer.began(rig.scheduler, overshoot, rig.now_ns)
+    rig.now_ns += 10 * MS
+    request.finished_reason = "length"
+    rig.observer.stepped(rig.scheduler, decode)
+    assert (rig.state.in_step, rig.state.running) == (True, 0)
+    rig.scheduler.running_batch.reqs.clear()
+    rig.now_ns += 10 * MS
+    rig.observer.stepped(rig.scheduler, overshoot)
+    rig.observer.idled(rig.scheduler)
+    assert (rig.told.idle, rig.told.busy_ns) == (True, 40 * MS)
+
+
 def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: Rig) -> None:
     (request,) = rig.add("a")
     rig.prefill(request)

@@ -25,6 +25,8 @@ MUTE = JOURNAL.with_name("mute")
 OTHER = JOURNAL.with_name("other")
 # Where CORE exists at its start it has a process that calls itself as vLLM's engine cores do.
 CORE = JOURNAL.with_name("core")
+# Where OPEN exists at its start other machines reach it.
+OPEN = JOURNAL.with_name("open")
 # While DEAF exists a drain is not answered.
 DEAF = JOURNAL.with_name("deaf")
 UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
@@ -114,7 +116,7 @@ def main(server: type[HTTPServer] = HTTPServer, handler: type[Handler] = Handler
         core()
     while MUTE.exists():
         time.sleep(0.02)
-    server(("127.0.0.1", PORT), handler).serve_forever()
+    server(("0.0.0.0" if OPEN.exists() else "127.0.0.1", PORT), handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node import weight_updates
 from rose.node.replica_client import ReplicaClient
-from rose.node.weight_updates import AnnouncedVersions, KnownVersion, Updates, WeightSource
+from rose.node.weight_updates import (
+    MAX_APPLY_FAILURES,
+    AnnouncedVersions,
+    KnownVersion,
+    Updates,
+    WeightSource,
+)
 from rose.weight_distribution import (
     Caps,
     ChunkFetcher,
@@ -222,6 +228,65 @@ async def test_a_full_disk_is_said_and_what_came_is_kept(
     assert case.updates.version == 1
     monkeypatch.setattr(download_module.Download, "_write", whole)
     await case.active(2)
+    assert case.unproven == []
+
+
+async def test_a_version_that_comes_after_its_jobs_lease_is_not_applied(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leased: list[str] = ["job"]
+    applied_under: list[str] = []
+    fetch, apply = weight_updates.fetch_update, case.engine.apply
+    lost = asyncio.Event()
+
+    def lease(job: str) -> None:
+        leased.append(job)
+        case.updates.serve(job, 2)
+
+    async def fetch_slowly(*args: Any) -> Any:
+        fetched = await fetch(*args)
+        if not lost.is_set():
+            lost.set()
+            lease("other")
+        return fetched
+
+    async def applied(*args: Any) -> UpdateApplied:
+        applied_under.append(leased[-1])
+        return await apply(*args)
+
+    monkeypatch.setattr(weight_updates, "fetch_update", fetch_slowly)
+    monkeypatch.setattr(case.engine, "apply", applied)
+    case.updates.serve("job", 1)
+    case.publish(2)
+    case.announce(2)
+    await asyncio.wait_for(lost.wait(), PATIENCE_S)
+    await asyncio.sleep(0)
+    lease("job")
+    await case.active(2)
+    assert applied_under == ["job"]
+
+
+async def test_weights_that_a_leased_engine_refuses_as_anothers_are_no_fault_of_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+    apply = case.engine.apply
+
+    async def refused(*args: Any) -> UpdateApplied:
+        nonlocal tries
+        tries += 1
+        if tries > MAX_APPLY_FAILURES + 1:
+            return await apply(*args)
+        case.updates.serve("other", 5)
+        asyncio.get_running_loop().call_later(0.01, case.updates.serve, "job", 2)
+        raise RefusedError("leased to other: no weights of job are taken")
+
+    monkeypatch.setattr(case.engine, "apply", refused)
+    case.updates.serve("job", 1)
+    case.publish(2)
+    case.announce(2)
+    await case.active(2)
+    assert "leased to other" in await case.noted("update_late")
     assert case.unproven == []
 
 

@@ -23,6 +23,8 @@ OPEN = {
     ("GET", "/rose/v1/state"),
     ("POST", "/rose/v1/generate"),
     ("POST", "/rose/v2/generate"),
+    ("POST", "/rose/v1/generate_batch"),
+    ("POST", "/rose/v1/generate_batch/leave"),
 }
 CONTROLLED = {
     ("POST", "/rose/v1/admit"),

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rose.contract.replica import MAX_BODY_BYTES
 from rose.replica.admission import Admission
@@ -118,6 +119,24 @@ async def test_a_drain_finds_a_turn_that_the_engine_has_not_registered_yet() -> 
     await begun.done()
     assert begun.lines == [{"finish_reason": "revoked"}]
     assert served.engine.live == 0
+
+
+async def test_of_a_turn_that_was_ended_before_the_engine_had_it_no_token_is_heard() -> None:
+    served = Served()
+    registered = served.engine.add_request
+
+    async def with_a_step(*args: Any, **options: Any) -> RequestOutputCollector:
+        queue = await registered(*args, **options)
+        served.engine.step()
+        return queue
+
+    served.engine.add_request = with_a_step  # type: ignore[method-assign]
+    served.engine.adding.clear()
+    begun = await served.begin(job="a")
+    assert await served.turns.revoke_others("b") == 1
+    served.engine.adding.set()
+    await begun.done()
+    assert begun.lines == [{"finish_reason": "revoked"}], "it is of the weights of another job"
 
 
 async def test_no_turn_slips_in_while_its_body_arrives_during_a_drain() -> None:

@@ -67,11 +67,15 @@ class FakeWeightEngine:
 
 
 def made(
-    engine: FakeWeightEngine, finish_old_s: float = 20.0, turns: Turns | None = None
+    engine: FakeWeightEngine,
+    finish_old_s: float = 20.0,
+    turns: Turns | None = None,
+    admission: Admission | None = None,
 ) -> WeightUpdater:
     turns = turns or Turns(VllmEngine(engine))
+    admission = admission or Admission()
     return WeightUpdater(
-        VllmEngine(engine, "model"), turns, Admission(), GuestControl(), finish_old_s
+        VllmEngine(engine, "model"), turns, admission, GuestControl(), finish_old_s
     )
 
 
@@ -211,6 +215,58 @@ async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool)
     assert report["finished_old"] is ends
     assert engine.cleared == [True]
     await asyncio.wait_for(held, PATIENCE_S)
+
+
+def of_job(engine: FakeWeightEngine, job: str) -> None:
+    """What is loaded next is a version of that job."""
+    engine.answers["load"] = [{"done": True, "wire_bytes": 5, "stage_s": 0.1, **REPORT, "job": job}]
+
+
+async def test_weights_of_a_job_that_lost_its_lease_are_not_written() -> None:
+    engine = FakeWeightEngine()
+    admission = Admission()
+    weights = made(engine, admission=admission)
+    admission.admit(1, "a")
+    of_job(engine, "b")
+    with pytest.raises(WeightError, match="leased to a: no weights of b"):
+        await weights.apply(["m"], "c")
+    assert engine.calls == ["init", *LOADED]
+    assert weights.job == ""
+    of_job(engine, "a")
+    await weights.apply(["m"], "c")
+    assert weights.job == "a"
+
+
+@pytest.mark.parametrize("held", ["", "a"])
+async def test_no_turn_outlives_the_weights_of_its_job(held: str) -> None:
+    engine = FakeWeightEngine()
+    turns = Turns(VllmEngine(engine))
+    weights = made(engine, turns=turns)
+    weights.job = held
+    old, new, unnamed = (turns.open(SimpleNamespace(job=job)) for job in ("a", "b", ""))
+    serves: list[bool] = []
+
+    async def pausing(*, mode: str, clear_cache: bool) -> None:
+        del mode, clear_cache
+        serves.extend([weights.serves("a"), weights.serves("b")])
+
+    engine.pause_scheduler_async = pausing  # type: ignore[method-assign]
+    of_job(engine, "b")
+    await weights.apply(["m"], "c")
+    assert (old.revoked, new.revoked, unnamed.revoked) == (True, False, False)
+    assert serves == [False, True], "no turn of the old job begins once the change has begun"
+    assert not weights.serves("a")
+
+
+async def test_a_change_of_job_that_could_not_begin_leaves_the_old_job_served() -> None:
+    engine = FakeWeightEngine({"pause": RuntimeError("Failed to reset KV cache")})
+    weights = made(engine)
+    weights.job = "a"
+    of_job(engine, "b")
+    with pytest.raises(WeightError, match="could not be paused"):
+        await weights.apply(["m"], "c")
+    assert weights.serves("a")
+    assert not weights.serves("b")
 
 
 async def test_preparing_early_is_for_engines_that_can_and_may_fail() -> None:

@@ -1,0 +1,269 @@
+"""Turns of one request that begin at one moment go to a replica in one request, and are apart."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+from gateway_cases import base_url, entry, gateway_with, until
+from wire_cases import ask
+
+from rose.contract.replica import StreamLine
+from rose.errors import ConfigError
+from rose.gateway.backends import batches
+from rose.gateway.backends.batches import Seat, TurnBatches
+from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.settings import parse_settings
+from tests.fakes.replica import StandInReplica
+
+COMPLETIONS = "/v1/completions"
+GENERATE = "/rose/v1/generate"
+
+
+def body(prompts: int, samples: int = 1, tokens: int = 3, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "prompt": [[1, 100 + 50 * k] for k in range(prompts)],
+        "n": samples,
+        "max_tokens": tokens,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def right(prompts: int, samples: int = 1, tokens: int = 3) -> list[list[int]]:
+    """What the stand-in counts, each turn unbroken."""
+    counted = [[101 + 50 * k + i for i in range(tokens)] for k in range(prompts)]
+    return [each for each in counted for _ in range(samples)]
+
+
+async def asked(
+    replicas: Sequence[StandInReplica], ask_for: dict[str, Any], **settings: object
+) -> tuple[int, Any]:
+    async with AsyncExitStack() as stack:
+        for replica in replicas:
+            await stack.enter_async_context(replica)
+        rows = [entry(replica, f"own-{k}") for k, replica in enumerate(replicas)]
+        gw = await stack.enter_async_context(gateway_with(*rows, model_names=("*",), **settings))
+        session = await stack.enter_async_context(aiohttp.ClientSession(base_url(gw)))
+        status, answer, _ = await ask(session, COMPLETIONS, ask_for)
+        await until(lambda: not any(replica.live for replica in replicas))
+        return status, answer
+
+
+def outputs(answer: Any) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+async def test_a_request_of_many_turns_is_one_request_to_a_replica() -> None:
+    replica = StandInReplica(version=4)
+    status, answer = await asked([replica], body(4, 8))
+    assert (status, outputs(answer)) == (200, right(4, 8))
+    assert replica.batches == [32]
+    assert len({each["request_id"] for each in replica.requests}) == 32
+    assert [v["version"] for each in answer["choices"] for v in each["versions"]] == [4] * 32
+
+
+async def test_no_request_has_more_turns_than_the_operator_allows() -> None:
+    replica = StandInReplica()
+    status, answer = await asked([replica], body(10), turns_per_request=4)
+    assert (status, outputs(answer)) == (200, right(10))
+    assert replica.batches == [4, 4, 2]
+
+
+async def test_one_turn_a_request_asks_for_none_together() -> None:
+    replica = StandInReplica()
+    status, answer = await asked([replica], body(3), turns_per_request=1)
+    assert (status, outputs(answer)) == (200, right(3))
+    assert (replica.batches, replica.paths) == ([], [GENERATE] * 3)
+
+
+def test_no_turn_a_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--turns-per-request"):
+        parse_settings(["--port=1", "--scheduler=h:1", "--turns-per-request=0"])
+
+
+async def test_a_single_turn_is_asked_for_as_ever() -> None:
+    replica = StandInReplica()
+    assert (await asked([replica], body(1)))[0] == 200
+    assert (replica.batches, replica.paths) == ([], [GENERATE])
+
+
+async def test_a_replica_that_knows_no_batches_is_asked_turn_by_turn_from_then_on() -> None:
+    async with (
+        StandInReplica(is_old=True) as replica,
+        gateway_with(entry(replica, "own-0"), model_names=("*",)) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        for _ in range(2):
+            status, answer, _ = await ask(session, COMPLETIONS, body(3))
+            assert (status, outputs(answer)) == (200, right(3))
+    assert replica.paths == [GENERATE] * 6
+
+
+async def test_a_batch_that_is_refused_as_a_request_is_asked_turn_by_turn() -> None:
+    """One turn that a replica cannot read must not end its neighbours."""
+    replica = StandInReplica()
+    replica.refuse_batches = True
+    status, answer = await asked([replica], body(3))
+    assert (status, outputs(answer)) == (200, right(3))
+    assert (replica.batches, replica.paths) == ([3], [GENERATE] * 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [("revoke_after", {4}), ("break_after", {4, 5, 6})],
+    ids=["revoked", "broken"],
+)
+async def test_each_turn_of_a_batch_that_breaks_off_goes_on_elsewhere_without_loss(
+    fault: str, left: set[int]
+) -> None:
+    broken, whole = StandInReplica(), StandInReplica()
+    setattr(broken, fault, 2)
+    async with (
+        broken,
+        whole,
+        gateway_with(entry(broken, "own-0"), model_names=("*",)) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        going = asyncio.create_task(ask(session, COMPLETIONS, body(4, 2, tokens=6)))
+        await until(lambda: len(broken.requests) == 8)
+        gw.set_table((entry(broken, "own-0"), entry(whole, "own-1")))
+        status, answer, _ = await going
+    assert (status, outputs(answer)) == (200, right(4, 2, tokens=6))
+    # What was journaled is part of the prompt there: nothing is sampled twice.
+    rests = [each["sampling"]["max_tokens"] for each in whole.requests]
+    assert len(rests) == 8
+    assert set(rests) <= left
+
+
+async def test_a_replica_that_has_no_lease_any_more_is_left_by_all() -> None:
+    closed, free = StandInReplica(), StandInReplica()
+    closed.draining = True
+    status, answer = await asked([closed, free], body(6))
+    assert (status, outputs(answer)) == (200, right(6))
+
+
+async def test_what_one_turn_is_refused_for_is_said_of_it() -> None:
+    replica = StandInReplica()
+    replica.refuse_at = 1
+    status, answer = await asked([replica], body(3))
+    assert status == 400
+    assert "own-0 refuses the turn: too long" in answer["error"]["message"]
+
+
+class Heard:
+    """Receiver of one turn, which notes what it hears."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.said = b""
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        self.over: list[Exception | None] = []
+
+    def status(self, code: int) -> None:
+        self.code = code
+
+    def body(self, data: bytes) -> None:
+        self.said += data
+
+    def lines(self, lines: Sequence[StreamLine]) -> None:
+        for line in lines:
+            self.tokens += line.token_ids
+            self.finish = line.finish_reason or self.finish
+
+    def ended(self, error: Exception | None) -> None:
+        self.over.append(error)
+
+
+def turn(number: int, tokens: int = 3) -> bytes:
+    said = f'"token_ids":[1,{100 * number}],"sampling":{{"max_tokens":{tokens}}}'
+    return f'{{"request_id":"r{number}",{said}}}'.encode()
+
+
+def joined(batches: TurnBatches, url: str, count: int) -> list[tuple[Seat, Heard]]:
+    heard = [Heard() for _ in range(count)]
+    return [(batches.join(url, GENERATE, turn(k + 1), each), each) for k, each in enumerate(heard)]
+
+
+async def test_a_turn_that_leaves_is_ended_at_the_replica_and_the_others_go_on() -> None:
+    async with StandInReplica() as replica:
+        replica.hang_after = 1
+        upstream = Upstream()
+        (gone, first), (stays, second) = joined(TurnBatches(upstream, 64), replica.url, 2)
+        await until(lambda: bool(first.tokens and second.tokens))
+        gone.leave(first)
+        await until(lambda: replica.left == [0])
+        assert replica.live == 2, "the request goes on"
+        assert (second.over, second.finish) == ([], None)
+        stays.leave(second)
+        await until(lambda: replica.live == 0)
+        assert replica.left == [0], "the last one hangs up"
+        upstream.close()
+
+
+async def test_one_that_left_before_it_was_sent_is_not_asked_for() -> None:
+    async with StandInReplica() as replica:
+        upstream = Upstream()
+        seats = joined(TurnBatches(upstream, 64), replica.url, 3)
+        seats[1][0].leave(seats[1][1])
+        await until(lambda: all(seats[k][1].finish for k in (0, 2)))
+        assert replica.batches == [2]
+        assert (seats[1][1].tokens, seats[1][1].over) == ([], [])
+        assert [seats[k][1].tokens for k in (0, 2)] == [[101, 102, 103], [301, 302, 303]]
+        upstream.close()
+
+
+async def test_no_connection_is_heard_of_by_all() -> None:
+    upstream = Upstream()
+    seats = joined(TurnBatches(upstream, 64), "http://127.0.0.1:9", 2)
+    await until(lambda: all(heard.over for _, heard in seats))
+    assert all(isinstance(heard.over[0], OSError) for _, heard in seats)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b'[9,{"token_ids":[1]}]\n', b'{"turn":0}\n'])
+async def test_lines_of_no_turn_end_all_of_them(line: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"%x\r\n%b\r\n" % (len(line), line))
+        # The gateway hangs up on such a replica.
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        upstream = Upstream()
+        seats = joined(TurnBatches(upstream, 64), url, 2)
+        await until(lambda: all(heard.over for _, heard in seats))
+        assert all("BackendError" in repr(heard.over[0]) for _, heard in seats)
+        assert [heard.tokens for _, heard in seats] == [[], []]
+        for seat, heard in seats:
+            seat.leave(heard)
+
+
+async def test_an_answer_that_does_not_end_after_its_turns_holds_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "REST_OF_ANSWER_S", 0.01)
+    over: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        lines = b'[0,{"finish_reason":"stop"}]\n[1,{"finish_reason":"length"}]\n'
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"%x\r\n%b\r\n" % (len(lines), lines))
+        over.append(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        seats = joined(TurnBatches(Upstream(), 64), url, 2)
+        await until(lambda: bool(over))
+    assert [heard.finish for _, heard in seats] == ["stop", "length"]
+    assert [heard.over for _, heard in seats] == [[], []]
