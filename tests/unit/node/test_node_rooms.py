@@ -159,8 +159,9 @@ async def test_a_page_that_is_cut_short_ends_its_guest_and_nothing_else(
     os.truncate(cut, 64)
     await bench.until_noted("host_left")
     await bench.rows("one left", lambda rows: rows.keys() == {"guest-1"})
-    (refused,) = bench.noted("host_refused")
-    assert (refused["page"], "cut short" in refused["message"]) == (str(cut), True)
+    # Until its host was named a page may have been refused as one without a host.
+    refused = [each for each in bench.noted("host_refused") if "cut short" in each["message"]]
+    assert [each["page"] for each in refused] == [str(cut)]
     grants = [each["reason"] for each in bench.noted("grant") if each["replica"] == "guest-0"]
     assert grants[-1] in ("page_replaced", "node stops"), "it froze before"
     cut.unlink()
