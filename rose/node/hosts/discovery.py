@@ -8,7 +8,7 @@ it. `look` reads the folder, with suspicion: several users may write there. What
 host, so it gets no guest. `HostBook` is the state machine of what follows from a look:
 
     found ──► Came       gone for GONE_LOOKS, or another life of it ──► Left
-    unusable ──► Refused, once for each reason
+    unusable for REFUSED_LOOKS ──► Refused, once for each reason
     a page that nobody uses for DEAD_LOOKS ──► Dead: it is memory, and pods have ever new names
 """
 
@@ -28,6 +28,8 @@ from rose.node.config import DiscoverConfig, HostConfig
 
 LOOK_S: Final = 1.0
 GONE_LOOKS: Final = 3
+# A host that starts describes itself a moment after its page is there.
+REFUSED_LOOKS: Final = 2
 DEAD_LOOKS: Final = 600
 MOST_ENTRIES: Final = 1_024
 MOST_REFUSED: Final = 64
@@ -216,7 +218,7 @@ class HostBook:
     def __init__(self, at_most: int) -> None:
         self._slots: list[FoundHost | None] = [None] * at_most
         self._missed: dict[str, int] = {}
-        self._refused: dict[Path, str] = {}
+        self._refused: dict[Path, tuple[str, int]] = {}
         self._untaken: dict[str, str] = {}
         self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
@@ -258,7 +260,8 @@ class HostBook:
     def refused(self) -> int:
         """How many pages are of no use now, and hosts that could not be taken in (any thread)."""
         taken = {host.name for host in self.status()}
-        return len(self._refused) + len(set(self._untaken) - taken)
+        lasting = sum(looks >= REFUSED_LOOKS for _, looks in self._refused.values())
+        return lasting + len(set(self._untaken) - taken)
 
     def _gone(self, known: FoundHost, seen: Look) -> bool:
         found = seen.hosts.get(known.name)
@@ -280,10 +283,13 @@ class HostBook:
 
     def _refusals(self, unusable: Mapping[Path, str]) -> list[Refused]:
         """Each once, however many there are."""
-        fresh = [
+        before = self._refused
+        self._refused = {}
+        for page, reason in islice(unusable.items(), MOST_REFUSED):
+            was, looks = before.get(page, (reason, 0))
+            self._refused[page] = (reason, looks + 1 if was == reason else 1)
+        return [
             Refused(page, reason)
-            for page, reason in unusable.items()
-            if self._refused.get(page) != reason
+            for page, (reason, looks) in self._refused.items()
+            if looks == REFUSED_LOOKS
         ]
-        self._refused = dict(islice(unusable.items(), MOST_REFUSED))
-        return fresh[:MOST_REFUSED]

@@ -311,9 +311,8 @@ def test_another_life_of_a_host_is_another_host(found: FoundHost) -> None:
 def test_slots_are_used_again_and_one_host_too_many_waits(found: FoundHost) -> None:
     a, b, c = (replace(found, name=name, page=Path(f"{name}.page")) for name in "abc")
     book = HostBook(2)
-    acts = book.step(seeing(c, b, a))
-    assert acts[1:] == [Came(a, 0), Came(b, 1)]
-    (refused,) = acts[:1]
+    assert book.step(seeing(c, b, a)) == [Came(a, 0), Came(b, 1)]
+    (refused,) = book.step(seeing(c, b, a))
     assert isinstance(refused, Refused)
     assert "at_most" in refused.reason
     assert book.step(seeing(a, b, c)) == [], "which is said once"
@@ -326,8 +325,19 @@ def test_slots_are_used_again_and_one_host_too_many_waits(found: FoundHost) -> N
 def test_a_reason_is_said_once_and_again_when_it_is_another(found: FoundHost) -> None:
     book, page = HostBook(8), Path("p.page")
     torn, old = (Look({}, {page: reason}) for reason in ("torn", "old"))
-    said = [book.step(seen) for seen in (torn, torn, old, Look(), old)]
-    assert said == [[Refused(page, "torn")], [], [Refused(page, "old")], [], [Refused(page, "old")]]
+    said = [book.step(seen) for seen in (torn, torn, torn, old, old, Look(), old, old)]
+    was_torn, was_old = [Refused(page, "torn")], [Refused(page, "old")]
+    assert said == [[], was_torn, [], [], was_old, [], [], was_old]
+
+
+def test_what_lasts_for_one_look_is_no_refusal(found: FoundHost) -> None:
+    # A host's page is there a moment before the host has described itself.
+    book = HostBook(8)
+    nameless = Look({}, {found.page: "its host describes itself nowhere"})
+    assert book.step(nameless) == []
+    assert book.refused == 0
+    assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.step(Look({}, {found.page: "its host describes itself nowhere"})) == []
 
 
 def test_a_host_that_could_not_be_taken_in_comes_again(found: FoundHost) -> None:
