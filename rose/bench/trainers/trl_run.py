@@ -4,7 +4,8 @@
     rollout     the same with a rollout_func: two turns a trajectory, in one session
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
-    stock       server mode against a stock vLLM at --url, whose weights stay as they are
+    unsynced    server mode that publishes nothing: replicas keep the weights that they began with
+    stock       the same against a stock vLLM at --url
 
 What is rewarded is lower-case letters, which a policy learns within a dozen steps. A line of JSON
 for each step goes to --out as it is made, the last one says the rest. Run by the interpreter of
@@ -33,6 +34,7 @@ from rose.client import BlockingRolloutClient, Sampling
 from rose.integrations import PolicyPublisher, TrainerSettings
 
 PROMPTS = [f"say {number}" for number in range(64)]
+MODES = ("server", "rollout", "callback", "async", "unsynced", "stock")
 BATCH, GROUP, TOKENS = 32, 8, 16
 SAVED = "checkpoint-*"
 WORD = re.compile("<[^<>]*>")
@@ -180,6 +182,8 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
         callbacks=callbacks,
         **more,
     )
+    if args.mode == "unsynced":
+        trainer.vllm_generation.sync_weights = lambda: None
     if served:
         steps.watch(trainer.vllm_generation)
     return trainer, publisher
@@ -221,7 +225,7 @@ def asynchronous(args: argparse.Namespace) -> tuple[Any, PolicyPublisher]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, and leave without waiting for the daemons of others."""
     parser = argparse.ArgumentParser(prog="rose.bench.trainers.trl_run")
-    parser.add_argument("mode", choices=("server", "rollout", "callback", "async", "stock"))
+    parser.add_argument("mode", choices=MODES)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

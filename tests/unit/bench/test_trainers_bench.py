@@ -70,7 +70,12 @@ def run(arm: str, step_s: float, rewards: list[float], drift: float | None = 0.0
 
 
 RISES, FALLS = [0.1] * 20 + [0.4] * 20, [0.4] * 20 + [0.1] * 20
-GOOD = [run("server", 0.52, RISES), run("stock", 0.5, FALLS), run("async", 0.0, RISES, None)]
+GOOD = [
+    run("server", 0.9, RISES),
+    run("unsynced", 0.52, FALLS),
+    run("stock", 0.5, FALLS),
+    run("async", 0.0, RISES, None),
+]
 
 
 def test_a_step_a_tenth_longer_than_on_a_stock_engine_is_within_the_limit() -> None:
@@ -84,10 +89,10 @@ def test_a_step_a_tenth_longer_than_on_a_stock_engine_is_within_the_limit() -> N
 @pytest.mark.parametrize(
     "worse",
     [
-        [replace(GOOD[0], step_s=[0.56] * 40), *GOOD[1:]],
+        [GOOD[0], replace(GOOD[1], step_s=[0.56] * 40), *GOOD[2:]],
         [replace(GOOD[0], rewards=FALLS), *GOOD[1:]],
         [replace(GOOD[0], drift=0.02), *GOOD[1:]],
-        [*GOOD[:2], replace(GOOD[2], rewards=FALLS)],
+        [*GOOD[:3], replace(GOOD[3], rewards=FALLS)],
     ],
     ids=["slower", "learns nothing", "drifts", "async learns nothing"],
 )
