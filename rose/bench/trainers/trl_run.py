@@ -4,7 +4,7 @@
     rollout     the same with a rollout_func: two turns a trajectory, in one session
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
-    unsynced    server mode that publishes nothing: replicas keep the weights that they began with
+    unsynced    server mode that publishes its base alone: replicas keep the weights of its first step
     stock       the same against a stock vLLM at --url
 
 What is rewarded is lower-case letters, which a policy learns within a dozen steps. A line of JSON
@@ -98,6 +98,17 @@ class Unsynced(vllm_client.VLLMClient):  # type: ignore[misc]
         """Do nothing."""
 
 
+def once(work: Callable[[], object]) -> Callable[[], None]:
+    """Make what does its work when it is called first, and nothing after that."""
+    left = [work]
+
+    def called() -> None:
+        if left:
+            left.pop()()
+
+    return called
+
+
 def two_turns(client: BlockingRolloutClient, newest: Callable[[], int]) -> Callable[..., Any]:
     """Make a rollout_func: the policy speaks, an environment asks on, the policy speaks again."""
 
@@ -183,7 +194,7 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
         **more,
     )
     if args.mode == "unsynced":
-        trainer.vllm_generation.sync_weights = lambda: None
+        trainer.vllm_generation.sync_weights = once(trainer.vllm_generation.sync_weights)
     if served:
         steps.watch(trainer.vllm_generation)
     return trainer, publisher
