@@ -101,9 +101,10 @@ def test_the_episodes_of_verifiers_come_to_an_end_and_are_traced(
     python: Path, stack: TrainerStack, tmp_path: Path
 ) -> None:
     settings = ROOT / "examples/verifiers_numbers.toml"
-    command = [str(python.parent / "vf-eval"), "@", str(settings), f"--model={stack.model}"]
+    command = [str(python.parent / "vf-eval"), "@", str(settings), "--model", str(stack.model)]
     done = subprocess.run(
-        [*command, f"--client.base-url={stack.gateway}/v1"],
+        # vf-eval reads no "=" in what it knows of its client.
+        [*command, "--client.base-url", f"{stack.gateway}/v1"],
         cwd=tmp_path,
         env={**stack.environ(), "PYTHONPATH": str(ROOT / "examples"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -128,6 +129,8 @@ def test_turns_that_read_and_turns_that_write_go_to_the_pools_that_suit_them(
         kind: {name: int(share) for name, share in re.findall(r"(\w+) (\d+)%", line)}
         for kind, line in re.findall(r"^(solve|judge): \d+ tokens by (.*)$", printed, re.M)
     }
-    assert shares["solve"].get("writes", 0) > shares["solve"].get("reads", 0)
+    # Both replicas write at one pace here, whatever is said of them, and the gateway sees it: turns
+    # that write are shared by load, and those that read go where reading is said to be fast.
     assert shares["judge"].get("reads", 0) > shares["judge"].get("writes", 0)
+    assert shares["solve"].get("writes", 0) > shares["judge"].get("writes", 0)
     assert re.search(r"^32 tasks, mean reward \d", printed, re.M)
