@@ -278,7 +278,8 @@ class ReplicaConfig(Frozen):
             kv_bytes=self.kv_bytes,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_sequences,
-            stream_interval=self.stream_interval,
+            # vLLM ends with the first score where tokens are to come together.
+            stream_interval=self.stream_interval if self.runner == "generate" else 1,
             control_page=host.page if host else None,
             page_group=host.page_group if host else "",
             orphan_s=self.orphan_s,

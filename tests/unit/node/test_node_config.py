@@ -131,6 +131,17 @@ def test_only_a_guest_on_a_gpu_gets_the_worker_that_reserves_memory(
     assert (worker in process.argv) == (backend == "cuda")
 
 
+@pytest.mark.parametrize(("runner", "interval"), [("generate", 4), ("pooling", 1)])
+def test_tokens_come_together_only_where_there_are_any(
+    tmp_path: Path, runner: str, interval: int
+) -> None:
+    # vLLM ends with the first score of a model that is not generative, were it told otherwise.
+    replica = REPLICA | {"kind": "dedicated", "runner": runner, "stream_interval": 4}
+    (row,) = _load(tmp_path, NODE | {"replicas": [replica]}).replicas
+    process = process_spec(row.engine_spec(tmp_path / "log", None, verify_key=None))
+    assert f"--stream-interval={interval}" in process.argv
+
+
 def test_a_guest_is_started_with_its_own_profile_and_its_hosts(tmp_path: Path) -> None:
     own, hosts = tmp_path / "guest.json", tmp_path / "host.json"
     for path in (own, hosts):
