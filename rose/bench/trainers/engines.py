@@ -12,12 +12,19 @@ from rose.engines import EngineProcess, EngineRole, EngineSpec
 
 # Nobody reads these turns token by token.
 KV_BYTES, MAX_SEQUENCES, STREAM_INTERVAL = 64 << 20, 48, 16
+# On a CPU vLLM computes with packed copies of weights, into which nobody can write (see
+# weight_transfer.vllm.disable_cpu_packing); on GPUs there are none.
+UNPACKED = "the stock engine packs no weights, as replicas on a CPU do not"
+_UNPACKED_ENV = {"VLLM_PLUGINS": "rose_unpacked", "ROSE_ROLE": "dedicated"}
 
 
 class PairedEngines:
     """The fleet (`stack`) and the stock engine (`spec`), from `with` on ready to be asked."""
 
-    def __init__(self, folder: Path, model: Path, loop: LoopThread) -> None:
+    def __init__(
+        self, folder: Path, model: Path, loop: LoopThread, *, unpacked: bool = False
+    ) -> None:
+        """`unpacked`: the stock engine computes as a replica does on a CPU."""
         self._loop = loop
         replica = {
             "kv_bytes": KV_BYTES,
@@ -34,7 +41,7 @@ class PairedEngines:
             kv_bytes=KV_BYTES,
             max_num_seqs=MAX_SEQUENCES,
             stream_interval=STREAM_INTERVAL,
-            extra_env={"VLLM_SERVER_DEV_MODE": "1"},
+            extra_env={"VLLM_SERVER_DEV_MODE": "1"} | (_UNPACKED_ENV if unpacked else {}),
             extra_args=(
                 "--logprobs-mode=processed_logprobs",
                 "--generation-config=vllm",

@@ -32,7 +32,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from rose.bench.common.checks import text_table
-from rose.bench.trainers.engines import PairedEngines
+from rose.bench.trainers.engines import UNPACKED, PairedEngines
 from rose.bench.trainers.policy import save_policy
 from rose.bench.trainers.stack import ROOT, run_program
 from rose.client.blocking import LoopThread
@@ -50,8 +50,8 @@ COLORS = {"server": "#2a7f9e", "async": "#e0a83a"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training. step_s: of each step, without its weight sync; drift: mean difference of the
-    trainer's logprobs and the sampler's."""
+    """One training. step_s: of each step, without its weight sync; turns_s: of that, until its
+    turns are there; drift: mean difference of the trainer's logprobs and the sampler's."""
 
     arm: str
     seed: int
@@ -59,6 +59,7 @@ class Run:
     step_s: list[float]
     sync_s: list[float]
     drift: float | None
+    turns_s: list[float]
 
     @property
     def learned(self) -> bool:
@@ -70,14 +71,16 @@ class Run:
 class Bench:
     """Both engines, and the trainings on them."""
 
-    def __init__(self, folder: Path, python: Path, loop: LoopThread, tokens: int) -> None:
+    def __init__(
+        self, folder: Path, python: Path, loop: LoopThread, tokens: int, *, unpacked: bool
+    ) -> None:
         if not python.exists():
             raise ConfigError(f"there is no {python}; make it: scripts/trainer-env trl")
         self.folder, self._python, self._loop = folder, python, loop
         self._tokens = tokens
         (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
         self.model = save_policy(folder / "model", template.read_text(encoding="utf-8"))
-        self._engines = PairedEngines(folder, self.model, loop)
+        self._engines = PairedEngines(folder, self.model, loop, unpacked=unpacked)
 
     def __enter__(self) -> "Bench":
         self._engines.__enter__()
@@ -129,6 +132,7 @@ def _read(out: Path, arm: str, seed: int) -> Run:
         [row.get("step_time", 0.0) - row["sync_s"] for row in steps],
         syncs,
         mean(found) if found else None,
+        [row["turns_s"] for row in steps],
     )
 
 
@@ -155,6 +159,10 @@ def summary(runs: Sequence[Run], reloads: Sequence[float]) -> dict[str, Any]:
             arm: median(s for run in by_arm[arm] for s in run.step_s[WARM:])
             for arm in ("unsynced", "stock", "server")
         },
+        "turns_s": {
+            arm: median(s for run in by_arm[arm] for s in run.turns_s[WARM:])
+            for arm in ("unsynced", "stock", "server")
+        },
         "sync_s": median(syncs),
         "reload_s": median(reloads),
         "drift": max(run.drift or 0.0 for run in by_arm["server"]),
@@ -175,6 +183,8 @@ def table(found: dict[str, Any]) -> str:
     rows = [
         ("step without sync, ROSE", f"{found['step_s']['unsynced']:.3f} s", ""),
         ("step without sync, stock vLLM", f"{found['step_s']['stock']:.3f} s", ""),
+        ("of it, turns, ROSE", f"{found['turns_s']['unsynced']:.3f} s", ""),
+        ("of it, turns, stock vLLM", f"{found['turns_s']['stock']:.3f} s", ""),
         ("ratio of medians", f"{found['step_ratio']:.2f}{around}", f"<= {MOST_RATIO}"),
         ("step that learns, less its sync, ROSE", f"{found['step_s']['server']:.3f} s", ""),
         ("weight sync, served", f"{found['sync_s']:.3f} s", ""),
@@ -207,11 +217,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--async-steps", type=int, default=30)
+    parser.add_argument("--unpacked", action="store_true", help=UNPACKED)
     args = parser.parse_args(argv)
     loop, runs = LoopThread("rose-bench"), list[Run]()
     try:
         folder = Path(tempfile.mkdtemp(prefix="rose-trl-"))
-        with Bench(folder, args.python, loop, args.tokens) as bench:
+        with Bench(folder, args.python, loop, args.tokens, unpacked=args.unpacked) as bench:
             for seed in range(args.seeds):
                 for arm in ARMS:
                     count = args.async_steps if arm == "async" else args.steps
@@ -226,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = summary(runs, reloads)
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-    kept = {"summary": found, "machine": machine, "runs": [asdict(run) for run in runs]}
+    kept = {"summary": found, "unpacked": args.unpacked, "machine": machine}
+    kept["runs"] = [asdict(run) for run in runs]
     (args.out / "trl.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     (args.out / "trl.txt").write_text(table(found), encoding="utf-8")
     draw(runs).savefig(args.out / "trl.png", dpi=130)

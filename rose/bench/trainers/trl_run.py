@@ -4,7 +4,7 @@
     rollout     the same with a rollout_func: two turns a trajectory, in one session
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
-    unsynced    server mode that publishes its base alone: replicas keep the weights of its first step
+    unsynced    server mode that publishes its base alone: replicas keep its first weights
     stock       the same against a stock vLLM at --url
 
 What is rewarded is lower-case letters, which a policy learns within a dozen steps. A line of JSON
@@ -50,22 +50,17 @@ def letters(completions: list[Any], completion_ids: list[list[int]], **_: object
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]  # of another environment
-    """Writes a line for each step, as it ends; `sync_s` of it is the time of its weight sync."""
+    """Writes a line for each step, as it ends: `sync_s` of it went to its weight sync, `turns_s` to
+    its turns."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._sync_s = 0.0
+        self._spent_s = dict.fromkeys(("sync_s", "turns_s"), 0.0)
 
     def watch(self, generation: VLLMGeneration) -> None:
-        """Measure its weight syncs."""
-        sync = generation.sync_weights
-
-        def timed() -> None:
-            began_s = time.perf_counter()
-            sync()
-            self._sync_s += time.perf_counter() - began_s
-
-        generation.sync_weights = timed
+        """Measure its weight syncs and its turns."""
+        generation.sync_weights = self._timed("sync_s", generation.sync_weights)
+        generation.generate = self._timed("turns_s", generation.generate)
 
     def on_log(
         self,
@@ -77,10 +72,19 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # of another environment
     ) -> None:
         """A step's figures."""
         if logs and "loss" in logs:
-            line = {"step": state.global_step, "sync_s": self._sync_s, **logs}
-            self._sync_s = 0.0
+            line = {"step": state.global_step, **self._spent_s, **logs}
+            self._spent_s = dict.fromkeys(self._spent_s, 0.0)
             with self._out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
+
+    def _timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: object, **options: object) -> object:
+            began_s = time.perf_counter()
+            made = work(*args, **options)
+            self._spent_s[name] += time.perf_counter() - began_s
+            return made
+
+        return timed
 
 
 class Unsynced(vllm_client.VLLMClient):  # type: ignore[misc]

@@ -29,7 +29,7 @@ import psutil
 
 from rose.addresses import free_port
 from rose.bench.common.checks import text_table
-from rose.bench.trainers.engines import PairedEngines
+from rose.bench.trainers.engines import UNPACKED, PairedEngines
 from rose.bench.trainers.policy import save_policy
 from rose.client.blocking import LoopThread
 from rose.compare.bootstrap import PairedWindow, ratio_of_percentiles
@@ -185,11 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")
+    parser.add_argument("--unpacked", action="store_true", help=UNPACKED)
     args = parser.parse_args(argv)
     loop = LoopThread("rose-bench")
     try:
         folder = Path(tempfile.mkdtemp(prefix="rose-turns-"))
-        engines = PairedEngines(folder, save_policy(folder / "model"), loop)
+        model = save_policy(folder / "model")
+        engines = PairedEngines(folder, model, loop, unpacked=args.unpacked)
         single_port = free_port()
         engines.stack.add_gateway(SINGLE, single_port, "--turns-per-request=1")
         with engines:
@@ -204,7 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = summary(arms)
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-    kept = {"summary": found, "machine": machine, "times_s": {a.name: a.times_s for a in arms}}
+    kept = {
+        "summary": found,
+        "unpacked": args.unpacked,
+        "machine": machine,
+        "times_s": {a.name: a.times_s for a in arms},
+    }
     (args.out / "turns.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     (args.out / "turns.txt").write_text(table(found), encoding="utf-8")
     sys.stdout.write(table(found))

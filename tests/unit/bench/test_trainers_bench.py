@@ -66,7 +66,7 @@ def test_a_request_is_judged_beside_the_stock_engines_of_the_same_moment() -> No
 
 
 def run(arm: str, step_s: float, rewards: list[float], drift: float | None = 0.001) -> Run:
-    return Run(arm, 0, rewards, [step_s] * 40, [0.3] * 40, drift)
+    return Run(arm, 0, rewards, [step_s] * 40, [0.3] * 40, drift, [0.2] * 40)
 
 
 RISES, FALLS = [0.1] * 20 + [0.4] * 20, [0.4] * 20 + [0.1] * 20
@@ -82,6 +82,7 @@ def test_a_step_a_tenth_longer_than_on_a_stock_engine_is_within_the_limit() -> N
     found = summary(GOOD, [0.5])
     assert found["holds"]
     assert found["step_ratio"] == pytest.approx(1.04)
+    assert found["turns_s"] == {"unsynced": 0.2, "stock": 0.2, "server": 0.2}
     assert "1 of 1" in table(found)
     assert len(draw(GOOD).axes) == 2
 
