@@ -56,7 +56,9 @@ async def test_the_table_arrives_expires_in_silence_and_comes_back() -> None:
     task = asyncio.create_task(watch.run(lambda rows, _: arrived.put_nowait(rows)))
     async with asyncio.timeout(30):
         while () not in tables or not any(tables[tables.index(()) :]):
-            tables.append(await arrived.get())
+            # On a busy machine silence may come before the first table.
+            if (table := await arrived.get()) or tables:
+                tables.append(table)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await server.stop(None)
