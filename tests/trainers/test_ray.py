@@ -139,3 +139,22 @@ def test_trainer_actors_are_handed_publisher_and_client_and_outlive_a_killed_rep
     for step in (said["before"], said["after"]):
         assert step["tokens"] == 4
         assert {span[0] for span in step["turn"]} == {step["version"]}
+
+
+def test_a_sweep_on_ray_finds_what_processes_find(python: Path, tmp_path: Path) -> None:
+    asked = ["frozen_lake-8b", "--scale=0.125", "--steps=1", "--vary=slack_share=0,0.5"]
+    found = []
+    for name, where in (("ray", "--ray"), ("processes", "--workers=2")):
+        out, told = tmp_path / f"{name}.json", {RUN: uuid.uuid4().hex, **RAY_ON_LOOPBACK}
+        done = subprocess.run(
+            [str(python), "-m", "rose.cli", "sim", "sweep", *asked, where, f"--out={out}"],
+            env={**os.environ, **told, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-6_000:]
+        until(lambda told=told: not left_behind(RUN, told[RUN]), GONE_S, "an end of all of Ray")
+        found.append(json.loads(out.read_text()))
+    assert found[0] == found[1]
