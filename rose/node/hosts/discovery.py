@@ -218,7 +218,7 @@ class HostBook:
     def __init__(self, at_most: int) -> None:
         self._slots: list[FoundHost | None] = [None] * at_most
         self._missed: dict[str, int] = {}
-        self._refused: dict[Path, tuple[str, int]] = {}
+        self._refused: dict[tuple[Path, str], int] = {}
         self._untaken: dict[str, str] = {}
         self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
@@ -260,7 +260,7 @@ class HostBook:
     def refused(self) -> int:
         """How many pages are of no use now, and hosts that could not be taken in (any thread)."""
         taken = {host.name for host in self.status()}
-        lasting = sum(looks >= REFUSED_LOOKS for _, looks in self._refused.values())
+        lasting = sum(looks >= REFUSED_LOOKS for looks in self._refused.values())
         return lasting + len(set(self._untaken) - taken)
 
     def _gone(self, known: FoundHost, seen: Look) -> bool:
@@ -283,13 +283,6 @@ class HostBook:
 
     def _refusals(self, unusable: Mapping[Path, str]) -> list[Refused]:
         """Each once, however many there are."""
-        before = self._refused
-        self._refused = {}
-        for page, reason in islice(unusable.items(), MOST_REFUSED):
-            was, looks = before.get(page, (reason, 0))
-            self._refused[page] = (reason, looks + 1 if was == reason else 1)
-        return [
-            Refused(page, reason)
-            for page, (reason, looks) in self._refused.items()
-            if looks == REFUSED_LOOKS
-        ]
+        some = islice(unusable.items(), MOST_REFUSED)
+        self._refused = {each: self._refused.get(each, 0) + 1 for each in some}
+        return [Refused(*each) for each, looks in self._refused.items() if looks == REFUSED_LOOKS]
