@@ -89,6 +89,18 @@ class LoaderMap:
         """Checkpoint tensors that live somewhere on this rank."""
         return tuple(self._rectangles)
 
+    @property
+    def filled(self) -> tuple[str, ...]:
+        """Parameters and buffers with elements that get their values from a checkpoint."""
+        import torch
+
+        mapped = {r.target for rectangles in self._rectangles.values() for r in rectangles}
+        return tuple(
+            name
+            for name, tensor in self._live.items()
+            if tensor.numel() and (name in mapped or isinstance(tensor, torch.nn.Parameter))
+        )
+
     def parameter(self, name: str) -> torch.Tensor:
         return self._live[name]
 

@@ -19,6 +19,7 @@ import functools
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,13 @@ from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
 from weight_transfer.engine.loader_map import LoaderMap
 from weight_transfer.engine.proof.layerwise_load import LayerPlan
 from weight_transfer.engine.proof.probe import Audit, ProbeResult, compare
-from weight_transfer.engine.proof.reference import load_fresh, overlay, reference_in_pieces
+from weight_transfer.engine.proof.reference import (
+    Reference,
+    load_fresh,
+    overlay,
+    reference_in_pieces,
+)
+from weight_transfer.engine.proof.sight import insist_on_sight
 from weight_transfer.engine.safe_files import Enclosed
 from weight_transfer.engine.staging import Decoded, Prepared, Staging, warm_kernels
 from weight_transfer.engine.trace_loader import trace_loader
@@ -90,7 +97,10 @@ _MARK = re.compile(r"\[rose:(\w+)\] (.*)", re.DOTALL)
 
 
 def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a worker method: a WeightError that leaves it carries its own name in its text."""
+    """Wrap a worker method: an error that leaves it carries its type and its reason in its text.
+
+    Engines pass on the text alone, and an assertion of theirs has none: it gets its place.
+    """
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -98,6 +108,11 @@ def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
         except WeightError as error:
             raise type(error)(f"[rose:{type(error).__name__}] {error}") from error
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+            text = f"{method.__name__}: {type(error).__name__}: {error} ({where})"
+            raise WeightError(f"[rose:WeightError] {text}") from error
 
     return wrapped
 
@@ -135,6 +150,7 @@ class ReplicaWeights:
         base = self._copy.tensors
         warm_kernels(base, engine.device)
         self.map, self.load_plan = map_engine(engine, base)
+        insist_on_sight(engine, self.map, lambda: self._reference(base, None))
         self._receiver = Receiver.over(self._copy)
         self._shared = place is not None
         self._staging: Staging | None = None
@@ -245,12 +261,14 @@ class ReplicaWeights:
         ]
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
-        tensors, loose = self.tensors, self.map.loose
         with named_shortage(self.engine.device, "a fresh load of the new version"):
-            reference = yield from reference_in_pieces(
-                self.engine, tensors, decoded.update, loose, self.load_plan
-            )
+            reference = yield from self._reference(self.tensors, decoded.update)
         return Prepared(decoded.update, decoded.placement, reference)
+
+    def _reference(
+        self, tensors: Mapping[str, TensorBits], update: StagedUpdate | None
+    ) -> Generator[None, None, Reference]:
+        return reference_in_pieces(self.engine, tensors, update, self.map.loose, self.load_plan)
 
     def _activate(self, prepared: Prepared) -> CommitReport:
         started_s = time.perf_counter()

@@ -1,9 +1,14 @@
-"""Models of vLLM: the live one, others like it, and the probe that runs through both."""
+"""Models of vLLM: the live one, others like it, and the probe that runs through both.
+
+vLLM finds attention, expert and state layers by name in a table of its configuration. Each model
+has a table and a scratch KV cache of its own here, so that a probe computes with the probed model's
+layers alone and touches nothing that a request reads.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +18,9 @@ from weight_transfer.errors import ProbeError
 
 if TYPE_CHECKING:
     import torch
+
+_CONFIG = "_rose_vllm_config"
+"""Attribute of a skeleton: the configuration whose layer table names its own layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class VllmLoader:
     def skeleton(self, device: torch.device) -> torch.nn.Module:
         """Build a second instance of the engine's model, its weights not loaded.
 
-        It registers its layers in a context of its own: the live model's stay the registered ones.
+        It registers its layers in a table of its own: the live model's stay the registered ones.
         """
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
@@ -37,6 +45,7 @@ class VllmLoader:
         model_config = config.model_config
         with set_default_torch_dtype(model_config.dtype), device:
             model: torch.nn.Module = initialize_model(vllm_config=config, model_config=model_config)
+        setattr(model, _CONFIG, config)
         return model
 
     def loading(self) -> AbstractContextManager[Any]:
@@ -63,111 +72,174 @@ class VllmModel(VllmLoader):
     layerwise = True
 
     @classmethod
-    def of(cls, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> VllmModel:  # noqa: ANN401 -- vLLM's
-        """Of a worker whose KV cache exists."""
-        return cls(vllm_config, device, model, VllmProber(vllm_config, device))
+    def of(cls, runner: Any) -> VllmModel:  # noqa: ANN401 -- vLLM's model runner
+        """Return the model of a runner whose KV cache exists."""
+        config, device = runner.vllm_config, runner.device
+        return cls(config, device, runner.get_model(), VllmProber(runner))
 
 
 class VllmProber:
-    """Runs the probe prompt through models that share the live engine's KV cache.
+    """Runs the probe prompt through a model, with a scratch KV cache in the live one's place.
 
-    Only to be used while the engine is paused or between its steps. A KV block that is shorter than
-    the prompt shortens it: the probe has block 0 alone.
+    Only to be used while the engine is paused or between its steps.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401 -- vLLM's
-        self._config = vllm_config
-        self._device = device
-        self._layers = _cached_layers(vllm_config)
-        if not self._layers:
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401 -- vLLM's model runner
+        """Raises ProbeError where the engine has no KV cache."""
+        self._config = runner.vllm_config
+        self._device = runner.device
+        self._groups = [group for groups in runner.attn_groups for group in groups]
+        if not self._groups:
             raise ProbeError("the engine has no KV cache yet; initialise weights after its start")
-        specs = [layer.get_kv_cache_spec(vllm_config) for layer in self._layers.values()]
-        room = min(spec.block_size for spec in specs)
-        self._tokens = probe_prompt(vllm_config.model_config.get_vocab_size())[:room]
-        self._builders = _builders(vllm_config, device, self._layers)
+        self._tokens = probe_prompt(self._config.model_config.get_vocab_size())
+        self._blocks = {
+            name: 2 + (len(self._tokens) - 1) // _block_size(group)
+            for group in self._groups
+            for name in group.layer_names
+        }
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return the probe's logits [tokens, vocabulary] as `model` computes them now."""
+        """Return what `model` computes now: the probe's logits [tokens, vocabulary].
+
+        A pooling model has none: its hidden states and its poolers' outputs [numbers] instead.
+        """
         import torch
         from vllm.forward_context import set_forward_context
 
-        device = self._device
         count = len(self._tokens)
-        tokens = torch.tensor(self._tokens, dtype=torch.int32, device=device)
-        positions = torch.arange(count, dtype=torch.int64, device=device)
-        with torch.inference_mode(), self._scratch_block():
-            metadata, slots = self._attention(positions)
+        tokens = torch.tensor(self._tokens, dtype=torch.int32, device=self._device)
+        positions = torch.arange(count, dtype=torch.int64, device=self._device)
+        # Text has one position on each axis of a rotary embedding of several.
+        axes = self._config.model_config.uses_mrope
+        rotary = positions.expand(3, -1).contiguous() if axes else positions
+        config = getattr(model, _CONFIG, self._config)
+        metadata, slots = self._attention(positions)
+        with (
+            torch.inference_mode(),
+            self._scratch_cache(config),
             # Compiled code of the live model would be compared with code made anew for another.
-            with set_forward_context(
-                metadata,
-                self._config,
-                num_tokens=count,
-                slot_mapping=slots,
-                skip_compiled=True,
-            ):
-                hidden = model(input_ids=tokens, positions=positions)
+            set_forward_context(
+                metadata, config, num_tokens=count, slot_mapping=slots, skip_compiled=True
+            ),
+        ):
+            hidden = model(input_ids=tokens, positions=rotary)
+            if config.model_config.runner_type == "pooling":
+                return _pooled(model, config.model_config, hidden, tokens)
             compute: Any = model.compute_logits
             logits: torch.Tensor = compute(hidden).clone()
         return logits
 
     def _attention(self, positions: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return metadata and slots by layer: one sequence, all of it in block 0."""
+        """Return metadata and slots by layer: one new sequence, from block 1 on.
+
+        Block 0 is the one that vLLM's kernels take for padding.
+        """
         import torch
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        count = int(positions.numel())
+        count, device = int(positions.numel()), self._device
         starts = torch.tensor([0, count], dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(positions.device),
-            query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([count], dtype=torch.int32, device=positions.device),
-            num_reqs=1,
-            num_actual_tokens=count,
-            max_query_len=count,
-            max_seq_len=count,
-            block_table_tensor=torch.zeros((1, 1), dtype=torch.int32, device=positions.device),
-            slot_mapping=positions.clone(),
-            positions=positions,
-        )
+        length = torch.tensor([count], dtype=torch.int32)
         metadata: dict[str, Any] = {}
-        for names, builder in self._builders:
-            metadata.update(dict.fromkeys(names, builder.build(0, common)))
-        return metadata, dict.fromkeys(metadata, common.slot_mapping)
+        slots: dict[str, torch.Tensor] = {}
+        for group in self._groups:
+            block = _block_size(group)
+            blocks = torch.arange(1, 2 + (count - 1) // block, dtype=torch.int32, device=device)
+            common = CommonAttentionMetadata(
+                query_start_loc=starts.to(device),
+                query_start_loc_cpu=starts,
+                seq_lens=length.to(device),
+                seq_lens_cpu_upper_bound=length,
+                is_prefilling=torch.tensor([True]),
+                num_reqs=1,
+                num_actual_tokens=count,
+                max_query_len=count,
+                max_seq_len=count,
+                block_table_tensor=blocks[None],
+                slot_mapping=positions + block,
+                positions=positions,
+            )
+            built = group.get_metadata_builder().build(0, common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+            slots.update(dict.fromkeys(group.layer_names, common.slot_mapping))
+        return metadata, slots
 
     @contextmanager
-    def _scratch_block(self) -> Iterator[None]:
-        blocks = [layer.kv_cache[0] for layer in self._layers.values()]
-        saved = [block.clone() for block in blocks]
+    def _scratch_cache(self, config: Any) -> Iterator[None]:  # noqa: ANN401 -- vLLM's
+        """Bind a scratch KV cache to the layers that `config` names.
+
+        A skeleton keeps its own from one forward to the next, since a layer may read what another
+        has written; the live model gets its real one back.
+        """
+        live: Mapping[str, Any] = self._config.compilation_config.static_forward_context
+        bound: Mapping[str, Any] = config.compilation_config.static_forward_context
+        caches = {n: layer.kv_cache for n, layer in live.items() if _cached(layer)}
+        if any(_cached(bound[name]) for name in caches if bound is not live):
+            yield
+            return
+        shared = {n: getattr(live[n], "kv_sharing_target_layer_name", None) for n in caches}
         try:
+            for name in sorted(caches, key=lambda n: shared[n] is not None):
+                target = shared[name]
+                cache = (
+                    bound[target].kv_cache if target else _scratch(caches[name], self._blocks[name])
+                )
+                bound[name].kv_cache = cache
+                # The engine notes things on its layers after they were made.
+                for key in vars(live[name]).keys() - vars(bound[name]).keys():
+                    setattr(bound[name], key, getattr(live[name], key))
             yield
         finally:
-            for block, content in zip(blocks, saved, strict=True):
-                block.copy_(content)
+            for name, cache in caches.items():
+                live[name].kv_cache = cache
 
 
-def _cached_layers(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 -- vLLM's
-    """Live layers by name that keep KV in the cache."""
-    context = vllm_config.compilation_config.static_forward_context
-    return {
-        name: layer
-        for name, layer in context.items()
-        if getattr(layer, "kv_cache", None) is not None
-        and len(layer.kv_cache)
-        and layer.get_kv_cache_spec(vllm_config) is not None
-    }
+def _block_size(group: Any) -> int:  # noqa: ANN401 -- vLLM's
+    """Return the tokens of one block as the kernels of an attention group count them."""
+    return int(group.get_metadata_builder().kv_cache_spec.block_size)
 
 
-def _builders(
-    vllm_config: Any,  # noqa: ANN401 -- vLLM's
-    device: torch.device,
-    layers: dict[str, Any],
-) -> list[tuple[list[str], Any]]:
-    """(layers, what builds their attention metadata) for each backend and kind of KV cache."""
-    groups: dict[tuple[Any, Any], list[str]] = {}
-    for name, layer in layers.items():
-        key = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
-        groups.setdefault(key, []).append(name)
-    return [
-        (names, backend.get_builder_cls()(spec, names, vllm_config, device))
-        for (backend, spec), names in groups.items()
-    ]
+def _scratch(cache: Any, blocks: int) -> Any:  # noqa: ANN401 -- a tensor, or a layer's states
+    """Return zeros laid out as `cache` [blocks, …], of `blocks` blocks."""
+    import torch
+
+    if not isinstance(cache, torch.Tensor):
+        return type(cache)(_scratch(state, blocks) for state in cache)
+    order = [0, *sorted(range(1, cache.dim()), key=cache.stride, reverse=True)]
+    shape = [blocks, *cache.shape[1:]]
+    made = torch.zeros([shape[axis] for axis in order], dtype=cache.dtype, device=cache.device)
+    return made.permute([order.index(axis) for axis in range(cache.dim())])
+
+
+def _cached(layer: Any) -> bool:  # noqa: ANN401 -- vLLM's
+    """Return True if a KV cache is bound to `layer`."""
+    import torch
+
+    cache = getattr(layer, "kv_cache", ())
+    states = [cache] if isinstance(cache, torch.Tensor) else cache
+    return any(state.numel() for state in states)
+
+
+def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 -- vLLM's
+    """Return hidden states and the outputs of each pooler, flat, in float32."""
+    import torch
+    from vllm.pooling_params import PoolingParams
+    from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
+
+    count = len(tokens)
+    found = [hidden]
+    for task in sorted(model.pooler.get_supported_tasks()):
+        params = PoolingParams(task=task)
+        params.verify(config)
+        model.pooler.get_pooling_updates(task).apply(params)
+        lengths = torch.tensor([count])
+        metadata = PoolingMetadata(
+            prompt_lens=lengths,
+            prompt_token_ids=tokens[None],
+            prompt_token_ids_cpu=tokens[None].cpu(),
+            pooling_params=[params],
+            pooling_states=[PoolingStates()],
+        )
+        metadata.build_pooling_cursor(lengths.numpy(), seq_lens_cpu=lengths, device=hidden.device)
+        found += model.pooler(hidden_states=hidden, pooling_metadata=metadata)
+    return torch.cat([part.flatten().float() for part in found if part is not None])

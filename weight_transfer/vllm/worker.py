@@ -14,5 +14,4 @@ class WeightWorker(WeightMethods):
     model_runner: Any
 
     def _engine_model(self) -> VllmModel:
-        runner = self.model_runner
-        return VllmModel.of(runner.get_model(), runner.vllm_config, runner.device)
+        return VllmModel.of(self.model_runner)

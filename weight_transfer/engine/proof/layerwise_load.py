@@ -78,6 +78,9 @@ class LayeredModel:
         self._live = {slot.name: slot.tensor for slot in slots_of(engine.model)}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.model = engine.skeleton(torch.device("meta"))
+        # By tensor, since one may be found by several names.
+        self._filled = [s.tensor for s in slots_of(self.model) if s.name in plan.filled]
+        self._filled_ids = frozenset(map(id, self._filled))
         self.kept: dict[str, torch.Tensor] = {}
 
     def pieces(self) -> Generator[None, None, torch.Tensor]:
@@ -119,7 +122,7 @@ class LayeredModel:
 
         if id(meta) not in self._made:  # Tied ones come twice.
             shape = meta.shape, meta.stride()
-            if name in self._plan.filled:
+            if id(meta) in self._filled_ids:
                 made = torch.empty_strided(*shape, dtype=meta.dtype, device=self._engine.device)
                 made.zero_()
             else:
@@ -145,17 +148,30 @@ class Slot:
 
 
 def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
-    """All places of tensors with elements in a module, by their names below `prefix`."""
+    """Return all places of tensors with elements in a module, by each of their names.
+
+    Plain objects of a module, such as an attention's implementation, have places too.
+    """
     import torch
 
     found = []
-    for path, part in module.named_modules(prefix=prefix):
-        for holder in (part._parameters, part._buffers, vars(part)):
+    for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
+        parts = [("", holder) for holder in (part._parameters, part._buffers, vars(part))]
+        parts += [(f"{key}.", vars(value)) for key, value in vars(part).items() if _plain(value)]
+        for inner, holder in parts:
             for key, value in holder.items():
                 if isinstance(value, torch.Tensor) and value.numel():
-                    name = f"{path}.{key}" if path else key
+                    name = f"{path}.{inner}{key}" if path else f"{inner}{key}"
                     found.append(Slot(name, cast("dict[str, Any]", holder), key))
     return found
+
+
+def _plain(value: object) -> bool:
+    """Return True for an object that may hold tensors and that PyTorch does not know."""
+    import torch
+
+    known = isinstance(value, (torch.Tensor, torch.nn.Module, type))
+    return not known and not callable(value) and hasattr(value, "__dict__")
 
 
 def _constants_known(
@@ -172,10 +188,11 @@ def _constants_known(
 
 @contextmanager
 def _hidden(model: torch.nn.Module, layers: Iterable[str]) -> Iterator[None]:
-    """Have something else in the place of each layer."""
+    """Have something else in each place of each layer."""
     import torch
 
-    homes = [(model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in layers]
+    hidden = {model.get_submodule(name) for name in layers}
+    homes = [(m, k) for m in model.modules() for k, part in m._modules.items() if part in hidden]
     real = [home._modules[key] for home, key in homes]
     try:
         for home, key in homes:
