@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from weight_transfer.engine.proof.probe import probe_prompt
@@ -140,17 +140,19 @@ class VllmProber:
         count, device = int(positions.numel()), self._device
         starts = torch.tensor([0, count], dtype=torch.int32)
         length = torch.tensor([count], dtype=torch.int32)
+        # vLLM 0.25 does not have these.
+        prefill = {"seq_lens_cpu_upper_bound": length, "is_prefilling": torch.tensor([True])}
+        known = {field.name for field in fields(CommonAttentionMetadata)}
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for group in self._groups:
             block = _block_size(group)
             blocks = torch.arange(1, 2 + (count - 1) // block, dtype=torch.int32, device=device)
             common = CommonAttentionMetadata(
+                **{name: value for name, value in prefill.items() if name in known},
                 query_start_loc=starts.to(device),
                 query_start_loc_cpu=starts,
                 seq_lens=length.to(device),
-                seq_lens_cpu_upper_bound=length,
-                is_prefilling=torch.tensor([True]),
                 num_reqs=1,
                 num_actual_tokens=count,
                 max_query_len=count,
@@ -200,13 +202,16 @@ def _block_size(group: Any) -> int:  # noqa: ANN401 -- vLLM's
 
 
 def _scratch(cache: Any, blocks: int) -> Any:  # noqa: ANN401 -- a tensor, or a layer's states
-    """Return zeros laid out as `cache` [blocks, …], of `blocks` blocks."""
+    """Return zeros laid out as `cache`, of `blocks` blocks."""
     import torch
 
     if not isinstance(cache, torch.Tensor):
         return type(cache)(_scratch(state, blocks) for state in cache)
-    order = [0, *sorted(range(1, cache.dim()), key=cache.stride, reverse=True)]
-    shape = [blocks, *cache.shape[1:]]
+    # Blocks come first but on vLLM 0.25, where keys and values may.
+    axis = 1 if cache.dim() == 5 and cache.shape[0] == 2 else 0
+    shape = [blocks if at == axis else size for at, size in enumerate(cache.shape)]
+    strides = cache.stride()
+    order = sorted(range(cache.dim()), key=lambda at: (at == axis, strides[at]), reverse=True)
     made = torch.zeros([shape[axis] for axis in order], dtype=cache.dtype, device=cache.device)
     return made.permute([order.index(axis) for axis in range(cache.dim())])
 

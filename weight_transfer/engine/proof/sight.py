@@ -53,9 +53,9 @@ def insist_on_sight(
                 break
         else:
             raise ProbeError(
-                f"the engine does not compute with {name} as it lies in memory, or not for a text:"
-                " no update of it could be proven; serve the model without what reads it (images:"
-                " --limit-mm-per-prompt 0; quantised weights that are packed: another format)"
+                f"the engine does not compute with {name} where it lies in memory, so no update of "
+                "it could be proven: serve a model without images (--limit-mm-per-prompt) and "
+                "weights in a format that the engine does not pack"
             )
     with ExitStack() as changes:
         for name, places in seen:

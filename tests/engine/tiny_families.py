@@ -1,0 +1,196 @@
+"""Tiny random checkpoints of the model families that the weight proof is tested on.
+
+`FAMILIES` has a transformers configuration for each; `make_family` writes one in about a second.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+_SIZE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.08,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "topk_group": 1,
+}
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_SLIDING = {"sliding_window": 64}
+_SSM = {"mamba_n_groups": 1, "mamba_d_state": 16}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen2.5": ("Qwen2Config", {"head_dim": None}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "olmo2": ("Olmo2Config", {"head_dim": None}),
+    "phi": ("PhiConfig", {"head_dim": None, "num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"head_dim": None, "original_max_position_embeddings": 512}),
+    "gemma2": ("Gemma2Config", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3TextConfig", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma4": ("Gemma4TextConfig", {**_SLIDING, "num_hidden_layers": 4}),
+    "olmo3": ("Olmo3Config", {**_SLIDING, "head_dim": None, "num_hidden_layers": 4}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
+    "olmoe": ("OlmoeConfig", {"head_dim": None, "num_experts": 8, "num_experts_per_tok": 2}),
+    "glm4-moe": ("Glm4MoeConfig", {**_EXPERTS, **_DEEPSEEK, "n_group": 1}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 128,
+            "intermediate_size_mlp": 256,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **_SLIDING,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 128,
+        },
+    ),
+    "deepseek-v2": ("DeepseekV2Config", {**_EXPERTS, **_LATENT, **_DEEPSEEK}),
+    "deepseek-v3": ("DeepseekV3Config", {**_EXPERTS, **_LATENT, **_DEEPSEEK, "n_group": 2}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            **_EXPERTS,
+            **_DELTA_NET,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1Config",
+        {**_SSM, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_SSM,
+            "head_dim": None,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_expand": 2,
+        },
+    ),
+    "reward": ("Qwen2Config", {"head_dim": None, "num_labels": 1, "pad_token_id": 0}),
+    "int8-channel": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "fp8-channel": ("LlamaConfig", {"tie_word_embeddings": False}),
+}
+
+
+def make_family(name: str, folder: Path) -> Path:
+    """Write the checkpoint of a family into `folder`, and return `folder`."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    torch.manual_seed(0)
+    kind, more = FAMILIES[name]
+    settings = {key: value for key, value in (_SIZE | more).items() if key != "head_dim" or value}
+    config = getattr(transformers, kind)(**settings)
+    auto = "AutoModelForSequenceClassification" if name == "reward" else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        # Norms of ones and biases of zeros would hide a weight in the place of another.
+        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if weight.is_floating_point() and "rotary" not in key and "inv_freq" not in key:
+                weight.add_(0.03 * torch.randn(weight.shape).to(weight.dtype))
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    if name == "deepseek-v3":
+        changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if name.endswith("-channel"):
+        changes["quantization_config"] = _quantise(name, folder)
+    described = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def _quantise(name: str, folder: Path) -> dict[str, Any]:
+    """Replace linear weights by quantised ones, a scale a row; return how, as vLLM reads it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    integer = name.startswith("int8")
+    dtype, largest = (torch.int8, 127) if integer else (torch.float8_e4m3fn, 448)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for key in [k for k in tensors if k.endswith("proj.weight")]:
+        weight = tensors.pop(key).float()
+        scale = weight.abs().amax(1, keepdim=True) / largest
+        levels = weight / scale
+        tensors[key] = (levels.round() if integer else levels).to(dtype)
+        tensors[f"{key}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})
+    numbers = {"num_bits": 8, "type": "int" if integer else "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if integer else "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": numbers | {"strategy": "channel", "dynamic": False},
+                "input_activations": numbers | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
