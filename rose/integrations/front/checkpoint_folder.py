@@ -153,6 +153,10 @@ def _weight_files(folder: Path) -> list[str]:
     names = [name for name in found if name != ADAPTER]
     if found and not names:
         raise RefusedError(f"{folder} holds an adapter; merge it into the weights and save those")
+    if not names and (pickled := next(folder.glob("*.bin"), None)):
+        raise NotWholeError(
+            f"{folder} has {pickled.name} and no *{SUFFIX} yet; save it as safetensors"
+        )
     if not names:
         raise NotWholeError(f"{folder} has no *{SUFFIX} yet")
     numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
