@@ -178,3 +178,11 @@ def test_once_says_what_the_newest_step_lacks(watch: Watch) -> None:
     (watch.folder / "step_2/pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"within 0 s: .*step_2 has pytorch_model.bin"):
         _once(watch.watcher(), 0.0, threading.Event())
+
+
+def test_what_was_published_is_durable_before_it_has_its_name(
+    watch: Watch, synced: list[tuple[int, str]]
+) -> None:
+    watch.save("step_1", 1)
+    assert watch.watcher(settled_s=0.0).step() is not None
+    assert [Path(path).name for _, path in synced] == ["published.watched.json.part"]

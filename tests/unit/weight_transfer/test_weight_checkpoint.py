@@ -131,3 +131,15 @@ def test_a_dtype_that_is_not_carried_is_refused_by_its_name(tmp_path: Path, dtyp
     save(tmp_path / "x", "a", dtype=dtype)
     with pytest.raises(TensorFormatError, match=f"a is of dtype {dtype}, which is not carried"):
         Checkpoint.open(tmp_path / "x")
+
+
+def test_a_delta_and_what_it_makes_survive_a_power_cut(
+    tmp_path: Path, synced: list[tuple[int, str]]
+) -> None:
+    for name in ("old", "new"):
+        sharded(tmp_path / name, a=ONE, b=TWO)
+    old, new = (Checkpoint.open(tmp_path / name) for name in ("old", "new"))
+    apply_deltas(old, [diff(old, new, tmp_path / "delta")], tmp_path / "out")
+    made = [tmp_path / "delta", *(tmp_path / "out").iterdir()]
+    inodes = {inode for inode, _ in synced}
+    assert [path for path in made if path.stat().st_ino not in inodes] == []

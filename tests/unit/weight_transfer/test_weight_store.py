@@ -15,7 +15,7 @@ from weight_transfer.errors import (
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.publisher import Publisher
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.store.chunk_store import ChunkStore, draft
 
 KEY = SigningKey.from_hex("02" * 32)
 
@@ -207,3 +207,32 @@ def test_a_damaged_chunk_is_written_again(tmp_path: Path) -> None:
     name = store.put(b"hello")
     (store.chunks_dir / name).write_bytes(b"hallo")
     assert store.get(store.put(b"hello")) == b"hello"
+
+
+def durable(path: Path, synced: list[tuple[int, str]]) -> bool:
+    """Return True if a file was synced before it had its name, and its folder after that."""
+    inodes = [inode for inode, _ in synced]
+    own = path.stat().st_ino
+    if own not in inodes:
+        return False
+    at = inodes.index(own)
+    return synced[at][1] != str(path) and path.parent.stat().st_ino in inodes[at:]
+
+
+def test_a_chunk_a_part_and_a_manifest_survive_a_power_cut(
+    tmp_path: Path, synced: list[tuple[int, str]]
+) -> None:
+    store = ChunkStore(tmp_path.resolve())
+    chained(store, 2)
+    with store.open_part("ab" * 32) as part:
+        part.write(b"some")
+        store.adopt("ab" * 32, part)
+    whole = [file.path for file in store.files()]
+    assert len(whole) > 3
+    assert [path for path in whole if not durable(path, synced)] == []
+
+
+def test_a_draft_is_durable_in_its_folder(tmp_path: Path, synced: list[tuple[int, str]]) -> None:
+    with draft(tmp_path / "out") as path:
+        path.write_bytes(b"x")
+    assert synced == [(tmp_path.stat().st_ino, str(tmp_path.resolve()))]
