@@ -266,8 +266,7 @@ def _others(folder: Path) -> Iterator[str]:
             path = Path(here, name)
             if name.startswith(".") or name.endswith(_FOREIGN):
                 continue
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_OTHER_BYTES:
+            if not path.is_file() or path.stat().st_size > MAX_OTHER_BYTES:
                 continue
             relative = path.relative_to(folder).as_posix()
             try:

@@ -90,6 +90,7 @@ def test_what_is_no_part_of_a_checkpoint_is_not_opened(
         (tmp_path / name).write_text("{}")
     (tmp_path / "log.txt").write_bytes(bytes(9))
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone.json").symlink_to("nowhere")
     assert Checkpoint.open(tmp_path).others == ("config.json", "sub/tokenizer.json")
 
 
