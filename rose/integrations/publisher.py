@@ -21,7 +21,7 @@ from rose.client.blocking import LoopThread
 from rose.client.client import RolloutClient
 from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
-from rose.integrations.named_weights import Named, NamedWeights
+from rose.integrations.named_weights import Named, NamedWeights, ties_embeddings
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import Receipt, WeightPublisher
 from weight_transfer import TensorBits, WeightError, read_model_dir
@@ -123,7 +123,7 @@ class PolicyPublisher:
             base = self._of_base()
         except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
             failed = error
-        weights = NamedWeights(base)
+        weights = NamedWeights(base, tied=ties_embeddings(self.settings.checkpoint))
         # Before anything may raise: gathering is collective.
         weights.take(named, keep=rank() == 0 and failed is None)
 

@@ -32,8 +32,10 @@ from rose.weight_distribution.run_root import RunRoot
 from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
 from weight_transfer import (
     CatalogError,
+    ChunkDigestError,
     ChunkStore,
     Manifest,
+    ManifestError,
     OnUpdate,
     Publisher,
     SigningKey,
@@ -259,14 +261,44 @@ class WeightPublisher:
             return Begun(used, why_anew=f"another run announced version {latest}")
         if newest < latest:
             return Begun(used, why_anew=f"the root ends at {newest}, the job is at {latest}")
-        try:
-            self._manifest(newest).verify(self._key.verify_key)
-            way_to(self._store.catalog(), newest, model=self._checkpoint is not None)
-        except CatalogError:
-            return Begun(used, why_anew="the root has no base yet, and no checkpoint was named")
-        except (WeightError, OSError) as error:
-            return Begun(used, why_anew=f"version {newest} cannot be gone on from: {error}")
-        return Begun(used, resumed=newest)
+        # Later versions than the scheduler's latest were announced to nobody: one that is damaged
+        # is dropped for the one before it.
+        numbers = {*self._store.versions(), *self._store.bases()}
+        why = ""
+        for version in sorted((n for n in numbers if n and n >= latest), reverse=True):
+            try:
+                self._check_whole(version)
+            except CatalogError:
+                why = why or "the root has no base yet, and no checkpoint was named"
+            except (WeightError, OSError) as error:
+                why = why or f"version {version} cannot be gone on from: {error}"
+            else:
+                if version < newest:
+                    _log.warning("%s: going on from version %d: %s", self._root, version, why)
+                    self._store.drop_after(version)
+                return Begun(max(latest, version), resumed=version)
+        return Begun(used, why_anew=why)
+
+    def _check_whole(self, version: int) -> None:
+        """Raise WeightError when a version cannot be restored; damaged chunks are dropped."""
+        self._manifest(version).verify(self._key.verify_key)
+        damaged: list[str] = []
+        while True:
+            try:
+                plan = way_to(self._store.catalog(), version, model=self._checkpoint is not None)
+            except CatalogError as error:
+                if not damaged:
+                    raise
+                raise ChunkDigestError(f"chunk {damaged[0]} is damaged or missing") from error
+            steps = [(step, False) for step in plan.deltas]
+            steps += [(plan.base, True)] if plan.base is not None else []
+            manifests = [self._store.get_manifest(step, base=base) for step, base in steps]
+            chunks = {chunk.id for manifest in manifests for chunk in manifest.chunks}
+            damaged = [name for name in chunks if not self._store.sound(name)]
+            if not damaged:
+                return
+            for name in damaged:
+                self._store.drop(name)
 
     def _check_root(self) -> None:
         """Raise RefusedError where the root is another job's."""
@@ -307,8 +339,10 @@ class WeightPublisher:
 
     def _manifest(self, version: int) -> Manifest:
         """How a version was announced: as a delta, where it has both."""
-        delta = self._store.manifest_path(version).is_file()
-        return self._store.get_manifest(version, base=not delta)
+        found = self._store.find_manifest(version) or self._store.find_manifest(version, base=True)
+        if found is None:
+            raise ManifestError(f"the manifest of version {version} is damaged")
+        return found
 
     async def restore(self) -> Mapping[str, TensorBits]:
         """Return the weights of the version that is gone on from, proved against its digests.
@@ -394,7 +428,11 @@ class WeightPublisher:
                 f" from there (start().resumed, restore()) or publish {begun.latest + 1} anew"
             )
         here = (self._store.manifest_path(parent, base=base) for base in (False, True))
-        if parent < begun.latest or (parent and not any(path.is_file() for path in here)):
+        # What cannot be restored was not looked at, or is damaged: nothing may build on it.
+        untrusted = parent == begun.latest != begun.resumed
+        if parent < begun.latest or (
+            parent and (untrusted or not any(path.is_file() for path in here))
+        ):
             raise RefusedError(
                 f"version {version} cannot follow {parent}: {begun.why_anew or 'it is not newest'};"
                 f" publish it anew, as a base"

@@ -110,10 +110,9 @@ class RetentionTask:
     def base_due(self, size: int) -> bool:
         """Whether it takes too much to join without a base; `size`: bytes of all weights."""
         found = self._store.catalog()
-        # What the chain begins with is the model that every engine starts from: a base too.
-        parents = {delta.parent for delta in found.deltas}
-        roots = parents - {delta.version for delta in found.deltas} - found.bases.keys()
-        return Catalog({**dict.fromkeys(roots, size), **found.bases}, found.deltas).base_due()
+        # Version 0 is the model that every engine starts from: a base too. Any other version that
+        # a chain begins with has lost its base.
+        return Catalog({0: size, **found.bases}, found.deltas).base_due()
 
     async def _collect(self) -> None:
         now_s = time.monotonic()

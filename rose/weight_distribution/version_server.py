@@ -3,7 +3,8 @@
 GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version, `?job=` of
                                 that job: versions of two jobs have the same numbers
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
-POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged
+POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged, a
+                                publisher drops the versions it is of too
 GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
 POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
 GET /group                      of a fixed group's leader: NCCL's name of the group
@@ -325,8 +326,11 @@ class VersionServer:
 
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)
-        if self._fetcher:  # A relay fetches it again; a publisher has nowhere to fetch it from.
-            await asyncio.to_thread(self._store.mend, request.match_info["name"])
+        # A relay fetches the chunk again; a publisher, which cannot, drops the versions it is of.
+        check = self._store.mend if self._fetcher else self._store.drop
+        name = request.match_info["name"]
+        if self._store.has(name):
+            await asyncio.to_thread(check, name)
         return web.Response(status=204)
 
 

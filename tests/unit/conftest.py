@@ -43,9 +43,26 @@ def _kernels_are_compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_disk_is_waited_for() -> Iterator[None]:
-    """No test cuts the power. Those of disks that fail replace these functions themselves."""
+    """No test cuts the power. Those of disks that fail replace these functions themselves.
+
+    Those of durability take `synced`, which records the calls.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):
             # A descriptor that is none is one here too.
             patch.setattr(os, name, lambda file: os.fstat(file) and None)
         yield
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Record what is synced, in order: inode, and path at that moment."""
+    calls: list[tuple[int, str]] = []
+
+    def record(file: Any) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        calls.append((os.fstat(descriptor).st_ino, os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, record)
+    return calls

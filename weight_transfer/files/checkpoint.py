@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,17 @@ from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import SAFETENSORS, WIDTHS, TensorBits, unsigned
 
 SUFFIX = ".safetensors"
+INDEX = "model" + SUFFIX + ".index.json"
+# model-00001-of-00003.safetensors: names how many shards there are.
+NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+MAX_INDEX_BYTES = 64 << 20
+MAX_OTHER_BYTES = 64 << 20
+"""Larger files without tensors are no part of a checkpoint: they are read whole."""
+# Weights in other formats and a trainer's state.
+_FOREIGN = (
+    *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl", ".npz", ".npy", ".h5", ".msgpack"),
+    *(".gguf", ".onnx", ".onnx_data", ".tar", ".zip"),
+)
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -69,13 +82,28 @@ class Checkpoint:
             return cls(path, (parse_shard(path, path.name),), ())
         if not path.is_dir():
             raise TensorFormatError(f"{path}: no such file or folder")
-        names = sorted(_files(path))
-        # What lies deeper is another checkpoint, or a copy of this one.
-        own = [name for name in names if name.endswith(SUFFIX) and "/" not in name]
-        if not own:
-            raise TensorFormatError(f"{path}: no *{SUFFIX} in it; save the model there first")
+        index = _index(path)
+        own = sorted(set(index.values())) if index else _unindexed(path)
         shards = tuple(parse_shard(path / name, name) for name in own)
-        return cls(path, shards, tuple(name for name in names if name not in own))
+        checkpoint = cls(path, shards, tuple(sorted(_others(path))))
+        if index:
+            checkpoint._check_index(index)
+        return checkpoint
+
+    def _check_index(self, index: dict[str, str]) -> None:
+        """Raise TensorFormatError for a tensor that is not where the index says, or not in it."""
+        for name in sorted(index.keys() | self._places.keys()):
+            place = self._places.get(name)
+            if place is None or place[0].path != index.get(name, place[0].path):
+                raise TensorFormatError(
+                    f"{self.root / index[name]} lacks {name}, which {INDEX} says is in it; save"
+                    " the model again"
+                )
+            if name not in index:
+                raise TensorFormatError(
+                    f"{self.root / INDEX} lacks {name}, which is in {place[0].path}; save the"
+                    " model again"
+                )
 
     @classmethod
     def of_model(cls, model_dir: Path) -> Checkpoint:
@@ -126,7 +154,10 @@ def view(data: NDArray[np.uint8], entry: CheckpointEntry) -> TensorBits:
 
 def parse_shard(path: Path, name: str) -> Shard:
     """Read the header of a safetensors file and check it against the file."""
-    size = path.stat().st_size
+    status = path.stat()
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):  # A FIFO would hold its reader up for ever.
+        raise TensorFormatError(f"{path} is no regular file; save the model there again")
     with path.open("rb") as file:
         prefix = file.read(_LENGTH_BYTES)
         length = int.from_bytes(prefix, "little")
@@ -177,6 +208,12 @@ def _loaded(checkpoint: Checkpoint) -> dict[str, TensorBits]:
 
 
 def _entry(where: str, name: str, entry: Any, origin: int) -> CheckpointEntry:  # noqa: ANN401 -- JSON
+    word = entry.get("dtype") if isinstance(entry, dict) else None
+    if isinstance(word, str) and word not in SAFETENSORS:
+        raise TensorFormatError(
+            f"{where}: {name} is of dtype {word:.20}, which is not carried; save it as one of"
+            f" {', '.join(SAFETENSORS)}"
+        )
     try:
         dtype, width = SAFETENSORS[entry["dtype"]]
         shape = tuple(int(n) for n in entry["shape"])
@@ -188,10 +225,54 @@ def _entry(where: str, name: str, entry: Any, origin: int) -> CheckpointEntry:  
     return CheckpointEntry(name, dtype, shape, origin + begin, origin + end)
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """Relative paths of all files that are not hidden."""
+def _index(folder: Path) -> dict[str, str]:
+    """Return the shard of each tensor by a folder's index, nothing where there is none."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise TensorFormatError(f"{path} has more than {MAX_INDEX_BYTES} bytes")
+        index = json.loads(path.read_bytes())["weight_map"]
+        names = set(index.values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise TensorFormatError(f"{path} has no weight_map; save the model again") from error
+    plain = all(isinstance(n, str) and n.endswith(SUFFIX) and "/" not in n for n in names)
+    if not names or not plain or any("\0" in name for name in names):
+        raise TensorFormatError(f"{path} names files that are not in its folder")
+    if missing := sorted(name for name in names if not (folder / name).exists()):
+        raise TensorFormatError(f"{path} names {missing[0]}, which is not there; save it too")
+    return dict(index)
+
+
+def _unindexed(folder: Path) -> list[str]:
+    """Return the names of the shards of a folder without an index, sorted."""
+    # What lies deeper is another checkpoint, or a copy of this one.
+    found = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
+    if not found:
+        raise TensorFormatError(f"{folder}: no *{SUFFIX} in it; save the model there first")
+    numbered = [match for name in found if (match := NUMBERED.fullmatch(name))]
+    wanted = max((int(match[1]) for match in numbered), default=0)
+    if len(numbered) < wanted:
+        raise TensorFormatError(f"{folder} has {len(numbered)} of {wanted} files; save all of them")
+    return found
+
+
+def _others(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of files that go with the weights: not hidden, of bounded size."""
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            if not name.startswith("."):
-                yield Path(here, name).relative_to(folder).as_posix()
+            path = Path(here, name)
+            if name.startswith(".") or name.endswith(_FOREIGN):
+                continue
+            if not path.is_file() or path.stat().st_size > MAX_OTHER_BYTES:
+                continue
+            relative = path.relative_to(folder).as_posix()
+            try:
+                relative.encode()
+            except UnicodeEncodeError as error:
+                raise TensorFormatError(
+                    f"{relative!a}: the file's name is not UTF-8; rename it"
+                ) from error
+            yield relative

@@ -125,9 +125,9 @@ class Publisher:
         return (self._store.versions(), False), (self._store.bases(), True)
 
     def _renewed(self, version: int, *, base: bool) -> bool:
-        manifest = self._store.get_manifest(version, base=base)
+        manifest = self._store.find_manifest(version, base=base)
         now_s = self._clock()
-        if manifest.expires_s - now_s > 0.5 * self._lifetime_s:
+        if manifest is None or manifest.expires_s - now_s > 0.5 * self._lifetime_s:
             return False
         manifest.verify(self._key.verify_key)
         if manifest.job != self._job:
@@ -147,8 +147,8 @@ class Publisher:
             return digests
         found = {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
         for base in (False, True):
-            if self._store.manifest_path(version, base=base).is_file():
-                self._check_held(self._store.get_manifest(version, base=base), found)
+            if published := self._store.find_manifest(version, base=base):
+                self._check_held(published, found)
         return found
 
     def _check_held(self, published: Manifest, found: Mapping[str, int]) -> None:

@@ -65,6 +65,11 @@ class Catalog:
         """The newest version that can be reached, None without any."""
         return max(self._cheapest(None), default=None)
 
+    @property
+    def _greatest(self) -> int | None:
+        """The newest version, whether or not a base leads to it."""
+        return max((*self.bases, *(delta.version for delta in self.deltas)), default=None)
+
     def plan(self, held: int | None, target: int) -> FetchPlan:
         """The fewest bytes from what is held (None: nothing) to `target`.
 
@@ -101,13 +106,14 @@ class Catalog:
         return best
 
     def base_due(self) -> bool:
-        """Whether the newest version deserves a base of its own: to join takes too much without.
+        """Return True if the newest version needs a base: to join takes too much without.
 
-        Longer than MOST_DELTAS, or deltas of more than MOST_SHARE of the base before them.
+        No base leads to it, or the way there has more than MOST_DELTAS deltas, or deltas of more
+        than MOST_SHARE of the base before them.
         """
         newest = self.newest
-        if newest is None:
-            return False
+        if newest is None or newest != self._greatest:
+            return self._greatest is not None
         plan = self.plan(None, newest)
         assert plan.base is not None
         size = self.bases[plan.base]
@@ -120,7 +126,8 @@ class Catalog:
         may be in the middle of it. But never more than the newest MOST_LEASED deltas for leases.
         """
         newest = self.newest
-        if newest is None:  # Without a base a joiner begins with the first delta.
+        # Without a base that leads to the newest a joiner begins with the first delta.
+        if newest is None or newest != self._greatest:
             return Needed(frozenset(self.bases), frozenset(d.version for d in self.deltas))
         joiner = self.plan(None, newest)
         bases = {joiner.base} if joiner.base is not None else set()

@@ -13,6 +13,7 @@ not at all.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -33,6 +34,7 @@ from weight_transfer.format.manifest import Manifest, job_of
 from weight_transfer.store.catalog import Catalog, Published, ReaderPin
 
 DRAFT = ".tmp-"
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -98,15 +100,15 @@ class ChunkStore:
         self.chunks_dir = root / "chunks"
         self.manifests_dir = root / "manifests"
         self._parts_dir = root / "parts"
-        self._published: dict[str, tuple[int, Published]] = {}
+        self._published: dict[str, tuple[tuple[int, int], Published | None]] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._parts_dir, self.chunks_dir, self.manifests_dir):
             private_folder(folder)
 
     def put(self, encoded: bytes) -> str:
-        """Store a chunk durably and return its name; storing it again costs nothing."""
+        """Store a chunk durably and return its name; one that is here and sound is not written."""
         name = chunk_id(encoded)
-        if not self.has(name):
+        if not self.sound(name):
             _write_durably(self.chunks_dir / name, (encoded,))
         return name
 
@@ -167,15 +169,14 @@ class ChunkStore:
                 f"first {missing[0]}; put them first"
             )
         path = self.manifest_path(manifest.version, base=manifest.is_base)
-        if path.exists():
-            known = Manifest.from_bytes(path.read_bytes())
-            if jobs and known.job != manifest.job:
-                path = self.apart_path(manifest)
-                known = Manifest.from_bytes(path.read_bytes()) if path.exists() else manifest
-            if not known.says_as_much_as(manifest):
-                raise StoreError(f"version {manifest.version} is published already; take the next")
-            if path.exists() and known.expires_s >= manifest.expires_s:
-                return path
+        known = _readable(path)
+        if known and jobs and known.job != manifest.job:
+            path = self.apart_path(manifest)
+            known = _readable(path)
+        if known and not known.says_as_much_as(manifest):
+            raise StoreError(f"version {manifest.version} is published already; take the next")
+        if known and known.expires_s >= manifest.expires_s:
+            return path
         _write_durably(path, manifest.parts())
         return path
 
@@ -185,6 +186,13 @@ class ChunkStore:
         if not path.is_file():
             raise StoreError(f"version {version} is not in this store")
         return Manifest.from_bytes(path.read_bytes())
+
+    def find_manifest(self, version: int, *, base: bool = False) -> Manifest | None:
+        """Return a published manifest, None when it is not here or is damaged."""
+        manifest = _readable(self.manifest_path(version, base=base))
+        # A file under another version's name is damage too.
+        fits = manifest and (manifest.version, manifest.is_base) == (version, base)
+        return manifest if fits else None
 
     def manifest_path(self, version: int, *, base: bool = False) -> Path:
         """Return where a version's manifest is, or would be."""
@@ -214,29 +222,74 @@ class ChunkStore:
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions that follow a parent, ascending."""
-        names = (path.name for path in self.manifests_dir.glob(f"*{_DELTA}") if _own(path))
-        return tuple(sorted(int(n.removesuffix(_DELTA)) for n in names if not n.endswith(_BASE)))
+        return self._numbers(_DELTA)
 
     def bases(self) -> tuple[int, ...]:
         """Return the versions that are here as a whole, ascending."""
-        names = (path.name for path in self.manifests_dir.glob(f"*{_BASE}") if _own(path))
-        return tuple(sorted(int(name.removesuffix(_BASE)) for name in names))
+        return self._numbers(_BASE)
+
+    def _numbers(self, suffix: str) -> tuple[int, ...]:
+        names = [path.name.removesuffix(suffix) for path in self.manifests_dir.glob(f"*{suffix}")]
+        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def catalog(self) -> Catalog:
-        """What is published here; a manifest is read again only where its file changed."""
-        bases = {version: self._summary(version, base=True) for version in self.bases()}
-        deltas = tuple(self._summary(version, base=False) for version in self.versions())
-        return Catalog({version: base.wire_bytes for version, base in bases.items()}, deltas)
+        """Return what is published here; a manifest is read again only where its file changed.
 
-    def _summary(self, version: int, *, base: bool) -> Published:
+        A version whose manifest is damaged is left out and logged once.
+        """
+        bases = [self._summary(version, base=True) for version in self.bases()]
+        deltas = [self._summary(version, base=False) for version in self.versions()]
+        return Catalog({b.version: b.wire_bytes for b in bases if b}, tuple(filter(None, deltas)))
+
+    def _summary(self, version: int, *, base: bool) -> Published | None:
         path = self.manifest_path(version, base=base)
-        written_ns = path.stat().st_mtime_ns
-        known_ns, known = self._published.get(path.name, (0, None))
-        if known is None or known_ns != written_ns:
-            manifest = self.get_manifest(version, base=base)
-            known = Published(manifest.version, manifest.parent, manifest.wire_bytes)
-            self._published[path.name] = written_ns, known
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # It was collected meanwhile.
+            return None
+        state = status.st_mtime_ns, status.st_size
+        known_state, known = self._published.get(path.name, (None, None))
+        if known_state != state:
+            manifest = self.find_manifest(version, base=base)
+            if manifest is not None:
+                known = Published(manifest.version, manifest.parent, manifest.wire_bytes)
+            else:
+                known = None
+                _log.warning("version %d is left out: %s is damaged", version, path)
+            self._published[path.name] = state, known
         return known
+
+    def drop(self, name: str) -> tuple[int, ...]:
+        """Remove a damaged or missing chunk and the manifests that name it; returns their versions.
+
+        A chunk that is sound stays, and so do its versions.
+        """
+        if self.sound(name):
+            return ()
+        dropped = set()
+        for version, manifest in self._manifests():
+            if any(chunk.id == name for chunk in manifest.chunks):
+                path = self.manifest_path(version, base=manifest.is_base)
+                path.unlink(missing_ok=True)
+                dropped.add(version)
+                _log.warning("%s is removed: its chunk %s is damaged", path, name)
+        (self.chunks_dir / name).unlink(missing_ok=True)
+        return tuple(sorted(dropped))
+
+    def drop_after(self, version: int) -> None:
+        """Remove the manifests of all later versions, which were announced to no reader."""
+        for base, numbers in ((True, self.bases()), (False, self.versions())):
+            for later in numbers:
+                if later > version:
+                    self.manifest_path(later, base=base).unlink(missing_ok=True)
+
+    def _manifests(self) -> Iterator[tuple[int, Manifest]]:
+        """Yield the number and the manifest of each delta and base that can be read."""
+        for base, numbers in ((True, self.bases()), (False, self.versions())):
+            for version in numbers:
+                manifest = self.find_manifest(version, base=base)
+                if manifest is not None:
+                    yield version, manifest
 
     def collect(self, leases: Iterable[ReaderPin], now_s: float) -> int:
         """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
@@ -247,16 +300,17 @@ class ChunkStore:
         needed = self.catalog().needed(leases, now_s)
         gone = [(v, True) for v in self.bases() if v not in needed.bases]
         gone += [(v, False) for v in self.versions() if v not in needed.deltas]
-        manifests = [self.get_manifest(version, base=base) for version, base in gone]
-        suspects = {chunk.id for manifest in manifests for chunk in manifest.chunks}
+        unneeded = set(gone)
+        suspects, kept = set[str](), set[str]()
+        for version, manifest in self._manifests():
+            ids = suspects if (version, manifest.is_base) in unneeded else kept
+            ids.update(chunk.id for chunk in manifest.chunks)
         freed = 0
         for version, base in gone:
             path = self.manifest_path(version, base=base)
             freed += _remove(path)
             self._published.pop(path.name, None)
-        kept = [self.get_manifest(version, base=True) for version in self.bases()]
-        kept += [self.get_manifest(version) for version in self.versions()]
-        suspects -= {chunk.id for manifest in kept for chunk in manifest.chunks}
+        suspects -= kept
         return freed + sum(_remove(self.chunks_dir / name) for name in suspects if self.has(name))
 
     def files(self) -> list[StoredFile]:
@@ -269,8 +323,12 @@ class ChunkStore:
         file.path.unlink(missing_ok=True)
 
 
-def _own(manifest: Path) -> bool:
-    return _APART not in manifest.name
+def _readable(path: Path) -> Manifest | None:
+    """Return the manifest in a file, None when there is none or it is damaged."""
+    try:
+        return Manifest.from_bytes(path.read_bytes())
+    except (ManifestError, FileNotFoundError):
+        return None
 
 
 def _remove(path: Path) -> int:

@@ -8,7 +8,6 @@ only what an operator gave is looked at, links resolved first.
 """
 
 import json
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,21 @@ from typing import TYPE_CHECKING
 
 from rose.errors import ConfigError, RefusedError
 from weight_transfer import WeightError
-from weight_transfer.files.checkpoint import SUFFIX, CheckpointEntry, Shard, parse_shard
+from weight_transfer.files.checkpoint import (
+    INDEX,
+    MAX_INDEX_BYTES,
+    NUMBERED,
+    SUFFIX,
+    CheckpointEntry,
+    Shard,
+    parse_shard,
+)
 
 if TYPE_CHECKING:
     import torch
 
 MAX_PATH_CHARS = 4_096
-MAX_INDEX_BYTES = 64 << 20
-INDEX = "model" + SUFFIX + ".index.json"
 ADAPTER = "adapter_model" + SUFFIX
-# model-00001-of-00003.safetensors: how many there are to be, before an index says so.
-_NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 Stamp = tuple[tuple[str, int, int], ...]
 
 
@@ -150,9 +153,13 @@ def _weight_files(folder: Path) -> list[str]:
     names = [name for name in found if name != ADAPTER]
     if found and not names:
         raise RefusedError(f"{folder} holds an adapter; merge it into the weights and save those")
+    if not names and (pickled := next(folder.glob("*.bin"), None)):
+        raise NotWholeError(
+            f"{folder} has {pickled.name} and no *{SUFFIX} yet; save it as safetensors"
+        )
     if not names:
         raise NotWholeError(f"{folder} has no *{SUFFIX} yet")
-    numbered = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
     wanted = max((int(match[1]) for match in numbered), default=0)
     if len(numbered) < wanted:
         raise NotWholeError(f"{folder} has {len(numbered)} of {wanted} files yet")

@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 
 from rose.errors import RefusedError
 from rose.integrations.front.checkpoint_folder import (
-    INDEX,
     NotWholeError,
     WeightRoots,
     look,
     named_tensors,
 )
 from weight_transfer import TensorBits, WeightError, read_model_dir, tensor_bits, tensor_of
-from weight_transfer.files.checkpoint import CheckpointEntry, Shard
+from weight_transfer.files.checkpoint import INDEX, CheckpointEntry, Shard
 
 if TYPE_CHECKING:
     import torch

@@ -28,6 +28,8 @@ from rose.integrations.front.checkpoint_folder import (
 from rose.integrations.front.updates import VersionPublisher
 from weight_transfer.files.checkpoint import SUFFIX
 
+# A checkpoint that is still written lacks files for a while: no line is written before.
+LACKING_S = 30.0
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
 
 
@@ -59,6 +61,15 @@ def newest(saved: Sequence[Saved], last: Noted | None) -> Saved | None:
     """The newest that is newer than the last, if there is one."""
     new = [s for s in saved if last is None or s.age_key > (last.changed_ns, last.number)]
     return max(new, key=lambda each: each.age_key, default=None)
+
+
+@dataclass(slots=True)
+class _Lacking:
+    """Reason why a step's folder is no whole checkpoint, since `since_s`."""
+
+    why: str
+    since_s: float
+    logged: bool = False
 
 
 class CheckpointWatcher:
@@ -96,6 +107,7 @@ class CheckpointWatcher:
         self._clock = clock
         self._seen: dict[str, tuple[Stamp, float]] = {}
         self._refused: dict[str, Stamp] = {}
+        self._lacking: dict[str, _Lacking] = {}
         self.last = self._load()
 
     def step(self) -> Noted | None:
@@ -126,18 +138,41 @@ class CheckpointWatcher:
         """Whether a checkpoint is there that has not settled yet."""
         return any(self._clock() - since_s < self._settled_s for _, since_s in self._seen.values())
 
+    @property
+    def lacks(self) -> str:
+        """Reason why the newest step without a whole checkpoint is left out, empty without one."""
+        names = dict(self._steps())
+        left_out = [
+            (names[name], each.why) for name, each in self._lacking.items() if name in names
+        ]
+        return max(left_out, default=(0, ""))[1]
+
+    def _note_lacking(self, lacking: dict[str, str], now_s: float) -> None:
+        """Log once what a step lacks, when it has lacked it for LACKING_S."""
+        before, self._lacking = self._lacking, {}
+        for name, why in lacking.items():
+            known = before.get(name)
+            each = self._lacking[name] = (
+                known if known is not None and known.why == why else _Lacking(why, now_s)
+            )
+            if not each.logged and now_s - each.since_s >= LACKING_S:
+                each.logged = True
+                self._say(f"{name} is left out: {why}")
+
     def _settled(self) -> list[Saved]:
         """Whole checkpoints that nobody writes any more and that were not refused as they are."""
         now_s = self._clock()
         found = []
         seen: dict[str, tuple[Stamp, float]] = {}
+        lacking: dict[str, str] = {}
         for name, number in self._steps():
             try:
                 if not self._may_be_new(name, number):
                     continue
                 checkpoint = self._look(name)
-            except (RefusedError, OSError):
+            except (RefusedError, OSError) as error:
                 # Of another make, half written, or just cleaned up: whole ones are of interest.
+                lacking[name] = str(error)
                 continue
             if self._refused.get(name) == checkpoint.stamp:
                 continue
@@ -148,6 +183,7 @@ class CheckpointWatcher:
             if self._marker or now_s - since_s >= self._settled_s:
                 found.append(Saved(name, number, checkpoint))
         self._seen = seen
+        self._note_lacking(lacking, now_s)
         return found
 
     def _may_be_new(self, name: str, number: int) -> bool:

@@ -89,7 +89,10 @@ def _once(watcher: CheckpointWatcher, whole_s: float, stop: threading.Event) -> 
             _say(f"nothing is newer than {last.name}, which is version {last.version}")
             return
         if time.monotonic() >= until_s:
-            raise ConfigError(f"no whole checkpoint within {whole_s:g} s; see --marker, --inside")
+            why = f": {watcher.lacks}" if watcher.lacks else ""
+            raise ConfigError(
+                f"no whole checkpoint within {whole_s:g} s{why}; see --marker, --inside"
+            )
         stop.wait(LOOK_S)
 
 

@@ -1,13 +1,16 @@
 """A watched folder: which checkpoint becomes a version, and when."""
 
+import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from front_cases import StandInPublisher, save_checkpoint
 
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.integrations.front.watch import CheckpointWatcher
+from rose.integrations.front.watch import LACKING_S, CheckpointWatcher
+from rose.integrations.front.watch_main import _once
 
 
 class Watch:
@@ -136,3 +139,50 @@ def test_what_cannot_be_watched_is_one_line(watch: Watch, tmp_path: Path) -> Non
         watch.watcher(inside="../other")
     with pytest.raises(ConfigError, match="no such folder"):
         CheckpointWatcher(watch.publisher, tmp_path / "none", tmp_path / "state")
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ((), "has no *.safetensors yet"),
+        (("adapter_model.safetensors",), "holds an adapter; merge it"),
+        (("pytorch_model.bin",), "has pytorch_model.bin and no *.safetensors yet; save it as"),
+        ((ONE,), "has 1 of 2 files yet"),
+        ((ONE, "model.safetensors.index.json"), f"{TWO} is not there yet"),
+    ],
+)
+def test_what_a_folder_lacks_is_written_once_when_it_has_lacked_it_for_long(
+    watch: Watch, files: tuple[str, ...], why: str
+) -> None:
+    folder, lines = watch.folder / "checkpoint-5", list[str]()
+    folder.mkdir()
+    for name in files:
+        (folder / name).write_text(json.dumps({"weight_map": {"a": ONE, "b": TWO}}))
+    watcher = watch.watcher(say=lines.append)
+    for watch.now_s in (0.0, LACKING_S - 1):
+        assert watcher.step() is None
+    assert (why in watcher.lacks, lines) == (True, [])
+    for watch.now_s in (LACKING_S, LACKING_S + 60.0):
+        assert watcher.step() is None
+    assert [line.startswith("checkpoint-5 is left out: ") and why in line for line in lines] == [
+        True
+    ]
+
+
+def test_once_says_what_the_newest_step_lacks(watch: Watch) -> None:
+    (watch.folder / "step_1").mkdir()
+    (watch.folder / "step_2").mkdir()
+    (watch.folder / "step_2/pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"within 0 s: .*step_2 has pytorch_model.bin"):
+        _once(watch.watcher(), 0.0, threading.Event())
+
+
+def test_what_was_published_is_durable_before_it_has_its_name(
+    watch: Watch, synced: list[tuple[int, str]]
+) -> None:
+    watch.save("step_1", 1)
+    assert watch.watcher(settled_s=0.0).step() is not None
+    assert [Path(path).name for _, path in synced] == ["published.watched.json.part"]

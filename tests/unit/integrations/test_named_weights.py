@@ -1,21 +1,29 @@
 """Whatever wrappers a trainer has, what is published is the checkpoint's tensors, bit for bit."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rose.integrations.named_weights import NamedWeights, UnfitWeightsError, checkpoint_name
+from rose.integrations.named_weights import (
+    NamedWeights,
+    UnfitWeightsError,
+    checkpoint_name,
+    ties_embeddings,
+)
 from tests.policies import EMBED, NORM, checkpoint, weights
-from weight_transfer import TensorBits
+from weight_transfer import TensorBits, tensor_bits
 
 torch = pytest.importorskip("torch")
 
 HEAD = "lm_head.weight"
 
 
-def taken(base: Mapping[str, TensorBits], *named: tuple[str, object]) -> dict[str, TensorBits]:
-    collected = NamedWeights(base)
+def taken(
+    base: Mapping[str, TensorBits], *named: tuple[str, object], tied: bool | None = None
+) -> dict[str, TensorBits]:
+    collected = NamedWeights(base, tied=tied)
     collected.take(named)  # type: ignore[arg-type]  # stand-ins for tensors
     return collected.finish()
 
@@ -69,8 +77,81 @@ def test_another_name_of_tied_weights_is_left_out() -> None:
 def test_tied_weights_that_the_checkpoint_has_twice_are_published_twice() -> None:
     base, new = weights(), weights(seed=1)
     twice = checkpoint({**base, HEAD: base[EMBED]})
-    found = taken(twice, *new.items())
+    found = taken(twice, *new.items(), tied=True)
     assert np.array_equal(found[HEAD].bits, found[EMBED].bits)
+
+
+@pytest.mark.parametrize("tied", [None, False])
+def test_weights_that_the_config_does_not_tie_are_not_taken_for_another_names(
+    *, tied: bool | None
+) -> None:
+    base, new = weights(), weights(seed=1)
+    twice = checkpoint({**base, HEAD: base[EMBED]})
+    with pytest.raises(UnfitWeightsError, match=r"the trainer does not give lm_head\.weight$"):
+        taken(twice, *new.items(), tied=tied)
+
+
+def test_equal_norms_are_two_tensors() -> None:
+    norms = {f"layer.{k}.norm.weight": torch.ones(4) for k in range(2)}
+    first, last = norms
+    with pytest.raises(UnfitWeightsError, match=f"the trainer does not give {last}$"):
+        taken(checkpoint(norms), (first, norms[first]), tied=True)
+    with pytest.raises(UnfitWeightsError, match=f"the checkpoint has no {last}$"):
+        taken(checkpoint({first: norms[first]}), *norms.items(), tied=True)
+
+
+def test_a_head_with_other_values_is_no_other_name_of_the_embedding() -> None:
+    new = weights(seed=1)
+    with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no lm_head\.weight"):
+        taken(checkpoint(weights()), *new.items(), (HEAD, new[EMBED] + 1), tied=True)
+    with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no lm_head\.weight"):
+        taken(checkpoint(weights()), *new.items(), (HEAD, new[EMBED]), tied=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ('{"tie_word_embeddings": true}', True),
+        ('{"tie_word_embeddings": false}', False),
+        ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', True),
+        ('{"tie_word_embeddings": "yes"}', None),
+        ("{}", None),
+        ("[]", None),
+        ("{", None),
+    ],
+)
+def test_the_config_says_whether_embeddings_are_tied(
+    tmp_path: Path, config: str, *, tied: bool | None
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert ties_embeddings(tmp_path) is tied
+    assert ties_embeddings(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("held", "given"),
+    [
+        ("float8_e4m3fn", "bfloat16"),
+        ("int8", "float32"),
+        ("uint8", "int8"),
+        ("bfloat16", "int64"),
+        ("float32", "complex64"),
+        ("bool", "uint8"),
+        ("bfloat16", "float8_e5m2"),
+    ],
+)
+def test_a_cast_that_loses_more_than_a_masters_precision_is_refused(held: str, given: str) -> None:
+    base = {"w": tensor_bits("w", torch.ones(2).to(getattr(torch, held)))}
+    with pytest.raises(UnfitWeightsError, match=rf"w is torch\.{given}, .* not cast to {held}"):
+        taken(base, ("w", torch.ones(2).to(getattr(torch, given))))
+
+
+def test_two_names_of_one_tensor_with_other_values_are_refused() -> None:
+    new = weights()
+    twice = ("module." + NORM, new[NORM] + 1)
+    with pytest.raises(UnfitWeightsError, match=r"gives model\.norm\.weight twice"):
+        taken(checkpoint(new), *new.items(), twice)
+    assert taken(checkpoint(new), *new.items(), ("module." + NORM, new[NORM]))
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_refused_by_name() -> None:
@@ -105,10 +186,12 @@ def test_adapters_are_refused_with_what_to_do() -> None:
 
 
 def test_every_shard_is_gathered_though_one_before_it_does_not_fit() -> None:
-    shards = [Sharded(torch.ones(5)), Sharded(weights()[EMBED])]
-    with pytest.raises(UnfitWeightsError):
-        taken(checkpoint(weights()), (NORM, shards[0]), (EMBED, shards[1]))
-    assert [each.gathered for each in shards] == [1, 1]
+    odd = torch.ones(2, dtype=torch.complex128)
+    shards = [Sharded(torch.ones(5)), Sharded(odd), Sharded(weights()[EMBED])]
+    named = zip((NORM, "odd", EMBED), shards, strict=True)
+    with pytest.raises(UnfitWeightsError, match="the checkpoint has no odd, and its dtype"):
+        taken(checkpoint(weights()), *named)
+    assert [each.gathered for each in shards] == [1, 1, 1]
 
 
 def test_ranks_that_do_not_publish_gather_too_and_keep_nothing() -> None:

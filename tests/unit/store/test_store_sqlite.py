@@ -131,3 +131,11 @@ async def test_a_file_of_the_store_is_its_users_alone(tmp_path: Path, before: in
 
 def _modes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+
+
+async def test_a_commit_waits_for_the_disk(tmp_path: Path) -> None:
+    """SQLite syncs by itself, where no test sees it: what it was asked for is looked at."""
+    store = SqliteStore(tmp_path / "s.sqlite")
+    full = 2
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (full,)
+    await store.close()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from run_cases import Cluster, tensors
@@ -409,3 +410,87 @@ def test_a_root_says_which_living_process_has_it(tmp_path: Path) -> None:
     after = RunRoot.take(tmp_path)
     after.close()
     assert after.run.run == "0" * 16, "the same root is the same run"
+
+
+@pytest.fixture
+def few_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have bases made only for versions that no base leads to, though these models are small."""
+    monkeypatch.setattr("weight_transfer.store.catalog.MOST_SHARE", 100.0)
+
+
+def rot(cluster: Cluster, version: int, *, base: bool = False) -> None:
+    """Overwrite the first chunk of a version by zeros, as a lost write leaves it."""
+    store = ChunkStore(cluster.folder / "root")
+    path = store.chunks_dir / store.get_manifest(version, base=base).chunks[0].id
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.usefixtures("few_bases")
+async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: Cluster) -> None:
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+        for version in (2, 3):
+            await publish(first, version)
+    rot(cluster, 3)
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (3, None)
+        assert "version 3 cannot be gone on from: chunk " in second.begun.why_anew
+        with pytest.raises(RefusedError, match="publish it anew"):
+            await publish(second, 4)
+        await second.publish_anew(4, tensors(4))
+        await publish(second, 5)
+
+
+@pytest.mark.usefixtures("few_bases")
+async def test_a_rotten_version_that_was_never_announced_gives_way_to_the_one_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise UnavailableError("killed")
+
+    async with cluster.trainer() as first:
+        await first.publish_anew(1, tensors(1))
+        with monkeypatch.context() as broken:
+            broken.setattr(first._scheduler, "call", lost)
+            for version in (2, 3, 4):
+                with pytest.raises(UnavailableError):
+                    await publish(first, version)
+    rot(cluster, 3)
+    async with cluster.trainer() as second:
+        assert (second.begun.latest, second.begun.resumed) == (2, 2)
+        assert same(await second.restore(), tensors(2))
+        await publish(second, 3)
+    assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
+
+
+@pytest.mark.usefixtures("few_bases")
+async def test_a_cut_manifest_neither_ends_the_catalog_nor_what_follows(cluster: Cluster) -> None:
+    async with cluster.trainer() as first, aiohttp.ClientSession() as session:
+        await first.publish_anew(1, tensors(1))
+        await publish(first, 2)
+        (cluster.folder / "root/manifests/2.manifest").write_bytes(b"")
+        async with session.get(first.url + "/catalog") as answer:
+            assert answer.status == 200
+        await publish(first, 3)
+        await first.settle()
+        assert first._store.bases() == (1, 3), "whoever starts anew comes to version 3"
+
+
+@pytest.mark.usefixtures("few_bases")
+async def test_a_doubt_at_a_publisher_drops_a_rotten_base_and_the_next_version_brings_one(
+    cluster: Cluster,
+) -> None:
+    async with cluster.trainer() as first, aiohttp.ClientSession() as session:
+        await first.publish_anew(1, tensors(1))
+        await publish(first, 2)
+        await first.settle()
+        chunk = first._store.get_manifest(1, base=True).chunks[0].id
+        for rotten, bases in ((False, (1,)), (True, ())):
+            if rotten:
+                rot(cluster, 1, base=True)
+            async with session.post(f"{first.url}/chunks/{chunk}/doubt") as answer:
+                assert answer.status == 204
+            assert first._store.bases() == bases
+        await publish(first, 3)
+        await first.settle()
+        assert first._store.bases() == (3,)

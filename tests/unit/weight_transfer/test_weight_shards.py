@@ -135,4 +135,4 @@ def test_a_parameter_of_another_size_or_name_is_refused() -> None:
     with pytest.raises(ShardError, match="no parameter p"):
         check_fit(found, {})
     with pytest.raises(ShardError, match="not carried"):
-        check_fit(found, {"p": LocalBits("complex64", np.zeros(16, "<u2"))})
+        check_fit(found, {"p": LocalBits("complex128", np.zeros(16, "<u2"))})

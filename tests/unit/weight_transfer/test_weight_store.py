@@ -15,7 +15,7 @@ from weight_transfer.errors import (
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.publisher import Publisher
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.store.chunk_store import ChunkStore, draft
 
 KEY = SigningKey.from_hex("02" * 32)
 
@@ -133,3 +133,106 @@ def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
         assert Manifest.from_bytes(path.read_bytes()).job == job
     assert store.versions() == (1,)
     assert {file.path for file in store.files()} >= set(found.values())
+
+
+def chained(store: ChunkStore, versions: int) -> Publisher:
+    """Publish a base of version 1 and deltas up to `versions`."""
+    trainer, weights = publisher(store), model(1)
+    trainer.publish_base(1, weights)
+    for version in range(2, versions + 1):
+        weights, before = next_model(weights, version), weights
+        trainer.publish(version, version - 1, before, weights)
+    return trainer
+
+
+@pytest.mark.parametrize("content", [b"", b"ROSE", None])
+@pytest.mark.parametrize("name", ["2.manifest", "1.base.manifest"])
+def test_a_damaged_manifest_costs_its_own_version_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes | None
+) -> None:
+    store = ChunkStore(tmp_path)
+    chained(store, 3)
+    path = store.manifests_dir / name
+    path.write_bytes(
+        (store.manifests_dir / "3.manifest").read_bytes() if content is None else content
+    )
+    for found in (store, ChunkStore(tmp_path)):
+        for _ in range(2):
+            catalog = found.catalog()
+    whole = [d.version for d in catalog.deltas], [*catalog.bases]
+    assert whole == (([3], [1]) if name == "2.manifest" else ([2, 3], []))
+    assert [str(path) in line for line in caplog.messages] == [True, True], "once for each store"
+    assert catalog.base_due(), "the newest version cannot be joined"
+    store.collect((), 0.0)
+    assert not path.exists()
+    assert store.catalog() == catalog, "nothing is collected that the newest version may need"
+    chained_anew = publisher(store)
+    chained_anew.publish_base(4, model(9))
+    assert store.collect((), 0.0) > 0
+    assert (store.versions(), store.bases()) == ((), (4,))
+    assert {f.name for f in store.files()} >= {
+        c.id for c in store.get_manifest(4, base=True).chunks
+    }
+
+
+def test_a_damaged_manifest_is_replaced_when_its_version_comes_again(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    chained(store, 1)
+    whole = store.get_manifest(1, base=True)
+    store.manifest_path(1, base=True).write_bytes(b"")
+    store.put_manifest(whole)
+    assert store.get_manifest(1, base=True) == whole
+
+
+def test_files_that_are_no_manifests_are_left_alone(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    chained(store, 2)
+    for name in ("copy of 2.manifest", "x.base.manifest", "-1.manifest", "2.old.manifest"):
+        (store.manifests_dir / name).write_bytes(b"x")
+    assert (store.versions(), store.bases()) == ((2,), (1,))
+
+
+def test_a_damaged_chunk_costs_the_versions_that_name_it(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    chained(store, 3)
+    kept, rotten = (store.get_manifest(version).chunks[0].id for version in (2, 3))
+    (store.chunks_dir / rotten).write_bytes(b"\0")
+    assert (store.drop(kept), store.drop(rotten)) == ((), (3,))
+    assert (store.versions(), store.bases()) == ((2,), (1,))
+    assert not store.has(rotten)
+
+
+def test_a_damaged_chunk_is_written_again(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    name = store.put(b"hello")
+    (store.chunks_dir / name).write_bytes(b"hallo")
+    assert store.get(store.put(b"hello")) == b"hello"
+
+
+def durable(path: Path, synced: list[tuple[int, str]]) -> bool:
+    """Return True if a file was synced before it had its name, and its folder after that."""
+    inodes = [inode for inode, _ in synced]
+    own = path.stat().st_ino
+    if own not in inodes:
+        return False
+    at = inodes.index(own)
+    return synced[at][1] != str(path) and path.parent.stat().st_ino in inodes[at:]
+
+
+def test_a_chunk_a_part_and_a_manifest_survive_a_power_cut(
+    tmp_path: Path, synced: list[tuple[int, str]]
+) -> None:
+    store = ChunkStore(tmp_path.resolve())
+    chained(store, 2)
+    with store.open_part("ab" * 32) as part:
+        part.write(b"some")
+        store.adopt("ab" * 32, part)
+    whole = [file.path for file in store.files()]
+    assert len(whole) > 3
+    assert [path for path in whole if not durable(path, synced)] == []
+
+
+def test_a_draft_is_durable_in_its_folder(tmp_path: Path, synced: list[tuple[int, str]]) -> None:
+    with draft(tmp_path / "out") as path:
+        path.write_bytes(b"x")
+    assert synced == [(tmp_path.stat().st_ino, str(tmp_path.resolve()))]

@@ -77,4 +77,4 @@ def test_bits_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TensorFormatError):
         TensorBits("w", "int4", (4,), np.zeros(4, dtype="u1"))
     with pytest.raises(TensorFormatError):
-        bits_of(torch.zeros(3, dtype=torch.complex64))
+        bits_of(torch.zeros(3, dtype=torch.complex128))
