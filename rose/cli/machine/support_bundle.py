@@ -18,8 +18,6 @@ import re
 import sys
 import tarfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +27,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from rose.cli.main import Parser
+from rose.direct_http import open_directly
 from rose.errors import ConfigError, RoseError
 from rose.node.config import NodeConfig
 from rose.operate.client import SchedulerClient
@@ -218,7 +217,7 @@ def _tail(path: Path, last_bytes: int) -> str:
 def _fetched(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{redacted(url)} is no URL; write http://HOST:PORT/metrics")
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - checked
+    with open_directly(url, TIMEOUT_S) as answer:
         return str(answer.read(MOST_METRICS).decode("utf-8", errors="replace"))
 
 
