@@ -9,11 +9,11 @@ set -euo pipefail
 
 model=$1
 shift
-mkdir -p run
 
 # Who this engine is, and the file through which it tells its node how busy it is.
 export ROSE_ROLE=host
-export ROSE_CONTROL_PAGE=$PWD/run/control-page
+# It lies in memory: a host must not wait for a disk.
+export ROSE_CONTROL_PAGE=/dev/shm/rose-control-page
 # What its users were promised: the time to the first token, and between two tokens.
 export ROSE_SLO_TTFT_S=0.5 ROSE_SLO_TPOT_S=0.15
 # To lend idle KV memory, too: docs/engines.md.

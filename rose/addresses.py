@@ -152,6 +152,12 @@ def _shown(url: str) -> str:
     return repr(url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "…")
 
 
+def host_port(host: str, port: int | None = None) -> str:
+    """Return HOST:PORT as addresses and URLs have it: an IPv6 address stands in brackets."""
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return host if port is None else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address; names other than localhost may be anything."""
     try:

@@ -15,6 +15,8 @@ from rose.errors import RoseError
 
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MAX_REQUESTS = 2_000_000
+MAX_TOKENS = 100_000_000
+"""Of a request's prompt or answer: ten times the longest context of any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def stream_trace(
     start_s: float | None = None
     latest_s, name, count = -inf, str(path), 0
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             for line, time_s, prompt, output in _rows(file, name):
                 _check_time(f"{name}:{line}", time_s, latest_s, max_gap_s)
                 count += 1
@@ -75,7 +77,7 @@ def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, float, int, in
     if header is None or [cell.strip() for cell in header] != COLUMNS:
         raise RoseError(f"{name}:1: the first line must be {','.join(COLUMNS)}")
     try:
-        for row in reader:
+        for row in filter(None, reader):  # without blank lines
             yield reader.line_num, *_parse_row(row)
     except (ValueError, csv.Error) as error:
         raise RoseError(f"{name}:{reader.line_num}: {error}") from error
@@ -98,8 +100,11 @@ def _timestamp_s(text: str) -> float:
 
 def _tokens(text: str, column: str) -> int:
     if not text.strip().isdecimal():
-        raise ValueError(f"{column} is {text!r}; give a whole number of tokens")
-    return int(text)
+        raise ValueError(f"{column} is {text[:80]!r}; give a whole number of tokens")
+    digits = text.strip().lstrip("0") or "0"
+    if len(digits) > len(str(MAX_TOKENS)) or int(digits) > MAX_TOKENS:
+        raise ValueError(f"{column} is {digits[:20]}; a request has {MAX_TOKENS} tokens at most")
+    return int(digits)
 
 
 def _check_time(where: str, time_s: float, latest_s: float, max_gap_s: float) -> None:

@@ -12,6 +12,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from executor.control_page.page import PAGE_FOLDER
+
 # What is imported here stays: to look through it for garbage again and again takes a seventh of the
 # time in which tests are collected, and most of each full look later.
 gc.disable()
@@ -21,6 +23,10 @@ gc.disable()
 sys.unraisablehook = lambda _: None
 
 EXAMPLES = {"dev": 25, "ci": 100, "nightly": 1000}
+
+# Control pages are taken in memory alone, and tests make theirs in tmp_path: all folders of tests
+# are in memory. Only pytest reads this variable.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", PAGE_FOLDER)
 
 for _name, _count in EXAMPLES.items():
     settings.register_profile(

@@ -309,7 +309,12 @@ def parse_policy(text: str | bytes) -> CapacityPolicy:
 
 
 def policy_of(said: object) -> CapacityPolicy:
-    """Check what a file says. Raises as `parse_policy` does."""
+    """Check what a file says: a policy, or a RoseCapacityPolicy object. Raises PolicyError."""
+    if isinstance(said, dict) and said.get("kind") == "RoseCapacityPolicy":
+        spec, metadata = said.get("spec"), said.get("metadata")
+        if not isinstance(spec, dict) or not isinstance(metadata, dict):
+            raise PolicyError("a RoseCapacityPolicy needs metadata.name and a spec; write both")
+        said = spec | {"name": metadata.get("name")}
     try:
         return CapacityPolicy.model_validate(said)
     except ValidationError as error:
@@ -319,7 +324,7 @@ def policy_of(said: object) -> CapacityPolicy:
 def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
     """Read a file of one policy, or of a list of them. Raises PolicyError, naming the file."""
     try:
-        said = json.loads(path.read_bytes())
+        said = json.loads(path.read_bytes(), object_pairs_hook=_each_once)
     except OSError as error:
         raise PolicyError(f"{path} cannot be read ({error.strerror}); check the path") from None
     except (ValueError, RecursionError) as error:
@@ -328,6 +333,16 @@ def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
         return tuple(policy_of(each) for each in (said if isinstance(said, list) else [said]))
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError where a key is given twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key} is given twice")
+        found[key] = value
+    return found
 
 
 def _line(error: ValidationError) -> str:

@@ -8,10 +8,12 @@
     …      latency ring       a lane for each of the host's API processes
 
 The file belongs to one user and has mode 0600, or 0660 where the operator names a group. Nothing
-ever waits on it: writers never block, readers retry a bounded number of times. Who lives is told by
+ever waits on it: it lies in memory (tmpfs or ramfs), since a write to a mapped page of a disk waits
+for that disk; writers never block, readers retry a bounded number of times. Who lives is told by
 locks (`executor.control_page.byte_locks`), what of the host may be believed by `host_view`.
 """
 
+import ctypes
 import grp
 import mmap
 import os
@@ -19,6 +21,7 @@ import stat
 import struct
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -40,6 +43,10 @@ MAGIC = b"ROSEPAGE"
 LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
 """Names the group that shares the page, for host and guest; without it the owner alone does."""
+PAGE_FOLDER: Final = "/dev/shm"  # noqa: S108 -- pages in it are private
+"""Folder in memory that every Linux machine has, for the pages of tools and demos."""
+IN_MEMORY: Final = frozenset({0x01021994, 0x858458F6})
+"""`f_type` of tmpfs and ramfs, as statfs(2) lists them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HEADER = struct.Struct("=8sIIQQ16s")
 _HOST_AT = 64
@@ -79,6 +86,7 @@ class ControlPage:
         """
         target = Path(path)
         gid = group_id(group)
+        check_folder(target.parent)
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -120,6 +128,7 @@ class ControlPage:
         try:
             status = os.fstat(fd)
             _check_owner(target, status, gid)
+            _check_in_memory(target, fd)
             _check_header(target, os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
             _check_size(target, status)
             mapping = mmap.mmap(fd, PAGE_BYTES)
@@ -220,6 +229,34 @@ class ControlPage:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def file_system_type(place: int | Path) -> int:
+    """Return statfs's `f_type` of a descriptor or path. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fields = (ctypes.c_long * 64)()
+    if isinstance(place, int):
+        failed = libc.fstatfs(place, fields)
+    else:
+        failed = libc.statfs(os.fsencode(place), fields)
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(place))
+    return fields[0] & 0xFFFFFFFF
+
+
+def check_folder(folder: Path) -> None:
+    """Raise PageError where a folder of pages is on a disk; one that is missing passes."""
+    with suppress(OSError):
+        _check_in_memory(folder, folder)
+
+
+def _check_in_memory(path: Path, place: int | Path) -> None:
+    if file_system_type(place) not in IN_MEMORY:
+        raise PageError(
+            f"control page {path} is on a disk, for which its host would wait; use a path in"
+            f" memory: below {PAGE_FOLDER}, or below /run where that is a tmpfs"
+        )
 
 
 def group_id(group: str) -> int | None:

@@ -16,7 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from executor.control_page.host_description import HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
-from executor.control_page.page import ControlPage
+from executor.control_page.page import ControlPage, check_folder
 from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
 from executor.errors import ExecutorError, PageError
 from executor.host.kv_lender import HostLender, KvLent
@@ -71,6 +71,10 @@ class HostPlugin(ABC, Generic[Publisher]):
             self.log.warning("its last state stays on the page; it is not believed for long")
         path = _page_path()
         if self._veto is None and path and os.environ.get("ROSE_ROLE") == HOST:
+            try:
+                check_folder(Path(path).parent)
+            except PageError:
+                return  # No guest runs by a page on a disk, and a veto there would wait for it.
             self._veto = Veto(Path(path))
             self._veto.start()
 

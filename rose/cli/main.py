@@ -7,6 +7,7 @@ the codes.
 import argparse
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
@@ -156,6 +157,10 @@ PROCESSES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names may have characters that the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _run(words)
     except RoseError as error:

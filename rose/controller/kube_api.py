@@ -6,7 +6,10 @@ informer does not work for custom objects. All methods block, and are for thread
 """
 
 import json
+import shutil
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
@@ -25,6 +28,7 @@ ANSWER_S: Final = 2.0
 # After that the server ends a watch in order; a little later it is given up as dead.
 WATCH_S: Final = 30
 DEAD_S: Final = 5.0
+LOGIN_S: Final = 10.0
 CHUNK_BYTES: Final = 64 << 10
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_WHY: Final = 300
@@ -73,15 +77,16 @@ class KubeApi:
             if kubeconfig is None:
                 config.load_incluster_config(client_configuration=configuration)
             else:
-                config.load_kube_config(
-                    str(kubeconfig), client_configuration=configuration, persist_config=False
-                )
-        except (config.ConfigException, OSError, ValueError, TypeError) as error:
+                _log_in(kubeconfig, configuration)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a file that anybody wrote breaks the client anywhere
             where = (
                 f"{kubeconfig} is no kubeconfig" if kubeconfig else "this is no pod with a token"
             )
+            why = " ".join(str(error).split())[:MAX_WHY]
             raise ConfigError(
-                f"{where} ({error}); give --kubeconfig FILE, or let the pod mount its token"
+                f"{where} ({why}); give --kubeconfig FILE, or let the pod mount its token"
             ) from None
         return cls(client.ApiClient(configuration).rest_client.pool_manager, configuration)
 
@@ -174,6 +179,64 @@ class KubeApi:
         if answer.status >= 300:
             raise _refusal(answer)
         return answer
+
+
+def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of the client
+    """Read the file into the configuration, with the credentials that its login program gives.
+
+    The client logs a login that fails and goes on without: the API server would be blamed for it.
+    Raises ConfigError, and whatever the client does.
+    """
+    from kubernetes import config
+
+    merged = _plain(config.kube_config.KubeConfigMerger(str(kubeconfig)).config)
+    context = _named(merged, "contexts", merged.get("current-context"))["context"]
+    user: Mapping[str, Any] = {}
+    if context.get("user"):
+        user = _named(merged, "users", context["user"]).get("user") or {}
+    program = user["exec"]["command"] if user.get("exec") else None
+    beside = str(kubeconfig.parent / program) if program else ""
+    if program and not (shutil.which(program) or shutil.which(beside)):
+        raise ConfigError(f"{kubeconfig}: its login program {program} is not installed here")
+    loaded: Future[None] = Future()
+
+    def load() -> None:
+        try:
+            config.load_kube_config(
+                str(kubeconfig), client_configuration=configuration, persist_config=False
+            )
+            loaded.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            loaded.set_exception(error)
+
+    # A daemon: a program that hangs keeps no process from ending.
+    threading.Thread(target=load, name="kubeconfig", daemon=True).start()
+    try:
+        loaded.result(LOGIN_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"{kubeconfig}: its login program {program} does not end within {LOGIN_S:g} s; run it"
+            " by hand, it may ask for something"
+        ) from None
+    if program and not (configuration.api_key or configuration.cert_file):
+        raise ConfigError(
+            f"{kubeconfig}: its login program {program} gave no credentials; run it by hand"
+        )
+
+
+def _plain(node: Any) -> Any:  # noqa: ANN401 - dicts, lists and scalars in the client's wrappers
+    value = getattr(node, "value", node)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _named(merged: Mapping[str, Any], kind: str, name: object) -> Mapping[str, Any]:
+    for each in merged.get(kind) or ():
+        if each["name"] == name:
+            found: Mapping[str, Any] = each
+            return found
+    raise ValueError(f"it names {name!r}, which is none of its {kind}")
 
 
 class HttpWatch:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from executor.control_page.page import PAGE_FOLDER
 from rose.demo.cli import JOB, DemoSettings
 from rose.demo.report.records import RunLayout
 from rose.demo.training.records import Control as TrainControl
@@ -118,7 +120,7 @@ class Stack:
         key = SigningKey.generate()
         key_path = self.layout.scratch / "trainer.key"
         key.save(key_path)
-        page = self.layout.scratch / "control-page"
+        page = self._page
         self.host = await EngineProcess.start(self._host_spec(page))
         await self._module("scheduler", "rose.scheduler.main", self._scheduler_args())
         await self._module("gateway", "rose.gateway.main", self._gateway_args())
@@ -158,6 +160,7 @@ class Stack:
         await asyncio.gather(*(process.stop(grace_s=15.0) for process in self.processes.values()))
         if self.host:
             await self.host.stop()
+        self._page.unlink(missing_ok=True)
 
     async def _module(
         self, name: str, module: str, arguments: list[str], core: int = TRAINING_CORE
@@ -188,6 +191,10 @@ class Stack:
         path = self.layout.scratch / f"{name}.json"
         path.write_text(json.dumps(config, indent=1))
         return path
+
+    @property
+    def _page(self) -> Path:
+        return Path(PAGE_FOLDER, f"rose-demo-{os.getpid()}.page")
 
     def _host_spec(self, page: Path) -> EngineSpec:
         return EngineSpec(

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from rose.process.child import AdoptedProcess, Keep, ManagedProcess, ProcessGrou
 from rose.process.procfs import ProcessIdentity
 from slo import ProfileError, StepProfile
 
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 -- nothing stays in it
 MIN_FREE_BYTES_PER_ENGINE = 1_600 << 20
 PYTHON_TIMEOUT_S = 30.0
 # A plugin may import torch and vLLM, on a busy machine.
@@ -116,7 +118,17 @@ def check_host(engines: int) -> None:
 
 
 def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
-    """Raise unless so much memory can be had without swapping, and the headroom stays free."""
+    """Raise unless so much memory can be had without swapping, and the headroom stays free.
+
+    Engines' processes talk through shared memory, too: that it can be written is checked first.
+    """
+    try:
+        tempfile.TemporaryFile(dir=SHARED_MEMORY).close()
+    except OSError as error:
+        raise EngineStartError(
+            f"{what} need {SHARED_MEMORY}, which cannot be written ({error.strerror}); mount a"
+            " tmpfs there: in a pod an emptyDir of medium Memory"
+        ) from error
     available = psutil.virtual_memory().available - headroom_bytes
     if available < needed_bytes:
         beyond = f" beyond the headroom of {headroom_bytes / 2**30:.1f}" if headroom_bytes else ""

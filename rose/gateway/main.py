@@ -8,6 +8,7 @@ import sys
 
 import uvloop
 
+from rose.addresses import host_port
 from rose.errors import RoseError
 from rose.gateway.app import Gateway
 from rose.gateway.connections import raise_descriptor_limit
@@ -35,7 +36,8 @@ async def _serve(settings: GatewaySettings) -> None:
         loop.add_signal_handler(signum, stop.set)
     async with Gateway(settings) as gateway:
         scheme = "https" if settings.certificates else "http"
-        sys.stdout.write(f"rose gateway: listening on {scheme}://{settings.host}:{gateway.port}\n")
+        at = host_port(settings.host, gateway.port)
+        sys.stdout.write(f"rose gateway: listening on {scheme}://{at}\n")
         sys.stdout.flush()
         gateway.background.start("garbage", collect_in_small_steps)
         waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rose.addresses import free_ports
+from rose.direct_http import open_directly
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.ray_node import PoolNode
 from rose.process import launcher
@@ -67,7 +67,7 @@ class NodeActor:
         """Whether its engine answers."""
         try:
             url = f"http://127.0.0.1:{self._port}/health"
-            with urllib.request.urlopen(url, timeout=2.0) as answer:
+            with open_directly(url, 2.0) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from executor import PressureLimits, PressurePolicy
-from rose.addresses import checked_url, is_loopback
+from rose.addresses import checked_url, host_port, is_loopback
 from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.engines.capabilities import Capability, lacking
 from rose.errors import ConfigError
@@ -317,10 +317,6 @@ class ReplicaConfig(Frozen):
         return sleep | ({"ROSE_GATED_START": "1"} if gated else {})
 
 
-def _netloc(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 class ReceiverConfig(Frozen):
     """Caps on the cost of fetching weights. None bounds nothing.
 
@@ -527,7 +523,7 @@ class NodeConfig(Frozen):
             return f"http://127.0.0.1:{replica.port}"
         scheme = "https" if self.certificates.files else "http"
         return (
-            f"{scheme}://{_netloc(self.proxy.host)}:{self.proxy.port}/{quote(replica.id, safe='')}"
+            f"{scheme}://{host_port(self.proxy.host, self.proxy.port)}/{quote(replica.id, safe='')}"
         )
 
     @property
@@ -596,7 +592,9 @@ class NodeConfig(Frozen):
         if self.verify_key is not None and self.unsigned:
             raise ConfigError(f'{path}: verify_key and "unsigned": true; leave one of them out')
         if self.relay:
-            checked_url(f"http://{_netloc(self.relay.host)}", f"{path}: the address of relay.host")
+            checked_url(
+                f"http://{host_port(self.relay.host)}", f"{path}: the address of relay.host"
+            )
         if self.fanout and self.fanout.leader:
             checked_url(self.fanout.leader, f"{path}: fanout.leader")
 
@@ -615,7 +613,7 @@ class NodeConfig(Frozen):
         proxy = self.proxy
         if proxy is None:
             return
-        checked_url(f"http://{_netloc(proxy.host)}", f"{path}: the address of proxy.host")
+        checked_url(f"http://{host_port(proxy.host)}", f"{path}: the address of proxy.host")
         exposed = not (proxy.insecure or is_loopback(proxy.host))
         if exposed and self.certificates.files is None:
             raise ConfigError(

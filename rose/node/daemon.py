@@ -10,6 +10,7 @@ from functools import partial
 import aiohttp
 
 from executor import ControlPage, PageError
+from executor.control_page.page import check_folder
 from rose.addresses import is_loopback
 from rose.errors import RoseError
 from rose.logs.eventlog import Logs
@@ -113,6 +114,8 @@ class NodeDaemon:
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
             self._host = Host(config.host, page, self._logs.records(HOST_LATENCY))
+        if config.discover:
+            check_folder(config.discover.folder)
         self._book = HostBook(config.discover.at_most if config.discover else 0)
         self._rooms: dict[str, Room] = {}
         # Requests of hosts that left, which met their targets and did not.

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import aiohttp
 
+from rose.addresses import host_port
 from rose.contract.weights import UpdateApplied
 from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog
@@ -231,7 +232,7 @@ class WeightNetwork:
     def relay_url(self) -> str:
         """Where neighbours fetch from this node; empty when it relays nothing."""
         relay = self._config.relay
-        return f"{self._credentials.scheme}://{relay.host}:{relay.port}" if relay else ""
+        return f"{self._credentials.scheme}://{host_port(relay.host, relay.port)}" if relay else ""
 
     async def start(
         self, replicas: aiohttp.ClientSession, chain: AnnouncedVersions

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
 from rose.cli.main import Parser
 from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.out
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder; give --out a file in one")
-    folder = Path(tempfile.mkdtemp(prefix="rose-profile-"))
+    folder = Path(tempfile.mkdtemp(prefix="rose-profile-", dir=PAGE_FOLDER))
     keep_log = False
     try:
         measured = asyncio.run(_measured(args, folder))

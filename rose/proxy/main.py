@@ -17,7 +17,7 @@ from typing import Final
 
 import uvloop
 
-from rose.addresses import bound, check_exposure
+from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.proxy.callers import HEAD_S, CallerConnection, Door
@@ -90,7 +90,9 @@ async def serve(
     try:
         await bound(bind)
     except OSError as error:
-        raise ConfigError(f"proxy: {host}:{port} cannot be served: {error.strerror}") from error
+        raise ConfigError(
+            f"proxy: {host_port(host, port)} cannot be served: {error.strerror}"
+        ) from error
     return found[0], door
 
 

@@ -21,7 +21,7 @@ import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.drf import HOLD_S
-from rose.addresses import check_exposure
+from rose.addresses import check_exposure, host_port
 from rose.cli.main import Parser, add_log_limits, taken_log_limits
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import KubeApi
@@ -132,7 +132,7 @@ class SchedulerSettings:
         """Where clients reach this process, "" where only they know."""
         if self.advertise or self.host in ("0.0.0.0", "::", ""):  # noqa: S104 - compared
             return self.advertise
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        return host_port(self.host, port)
 
 
 def settings_of(argv: Sequence[str]) -> SchedulerSettings:
@@ -414,8 +414,7 @@ def _access(settings: SchedulerSettings, handlers: LeaderHandlers) -> AccessInte
 
 
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"{host}:{settings.port}"
+    address = host_port(settings.host, settings.port)
     try:
         # Asked of the kernel first: gRPC prints lines of its own when it cannot bind.
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET

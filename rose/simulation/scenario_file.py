@@ -19,6 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
+from rose.core_yaml import CoreLoader, constructed
 from rose.errors import ConfigError
 from rose.simulation.calibration import published_engine, read_profile
 from rose.simulation.cluster import (
@@ -99,7 +100,10 @@ class Section:
         node = self._nodes.get(key)
         if node is None:
             return default
-        said = yaml.safe_load(yaml.serialize(node))
+        try:
+            said = constructed(node)
+        except (yaml.YAMLError, ValueError) as error:
+            raise self.wrong(key, f"it cannot be read: {error}") from None
         if kind is float and isinstance(said, int) and not isinstance(said, bool):
             said = float(said)
         if kind is str and isinstance(said, int | float) and not isinstance(said, bool):
@@ -176,7 +180,7 @@ def _hint(word: str, known: Mapping[str, object] | list[str]) -> str:
 def read_scenario(path: Path) -> Scenario:
     """The scenario of a file. Raises ConfigError with file, line and key."""
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=CoreLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -4,6 +4,7 @@ Secrets come from files: an argument of a command is there for every process of 
 """
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rose.store.protocol import Store
 from rose.store.sqlite import SqliteStore
 
 SCHEME = "etcd://"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 DEFAULT_PREFIX = "rose/"
 
 
@@ -30,8 +32,7 @@ class StoreName:
     key_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a store needs a name; give --store FILE or etcd://HOST:PORT")
+        object.__setattr__(self, "name", _spelled(self.name))
         if self.is_etcd:
             self.access()
         elif any((self.user, self.password_file, self.ca_file, self.certificate_file)):
@@ -56,6 +57,24 @@ class StoreName:
             self.certificate_file,
             self.key_file,
         )
+
+
+def _spelled(name: str) -> str:
+    """Return the name without spaces at its ends, its scheme in lower case. Raises ConfigError."""
+    name = name.strip()
+    if not name:
+        raise ConfigError("a store needs a name; give --store FILE or etcd://HOST:PORT")
+    scheme, colon, rest = name.partition(":")
+    if not colon or not _SCHEME.fullmatch(scheme):
+        return name
+    if rest.startswith("//") and scheme.lower() == "etcd":
+        return f"{SCHEME}{rest[2:]}"
+    if rest.startswith("/") or scheme.lower() == "etcd":
+        raise ConfigError(
+            f"--store has the scheme {scheme!r}, and stores have etcd:// alone; write"
+            " etcd://HOST:PORT,HOST:PORT (TLS: --store-ca FILE), or the path of a SQLite file"
+        )
+    return name
 
 
 def _secret(file: Path) -> str:

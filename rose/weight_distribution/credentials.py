@@ -14,7 +14,7 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
-from rose.addresses import checked_url, is_loopback
+from rose.addresses import checked_url, host_port, is_loopback
 from rose.errors import ConfigError
 from rose.security.certificates import CertificateFiles, files_of
 
@@ -125,9 +125,9 @@ class Credentials:
         """Whether a request there carries the token. OriginRefused: none goes there at all."""
         if self.ca is not None:
             if url.scheme != "https":
+                at = f"{url.scheme}://{host_port(url.host or '', url.port)}"
                 raise OriginRefused(
-                    f"{url.scheme}://{url.host}:{url.port} is not asked: with certificates only"
-                    " https is spoken; announce it so"
+                    f"{at} is not asked: with certificates only https is spoken; announce it so"
                 )
             return bool(self.token)
         return bool(self.token) and _place(url) in {_place(URL(each)) for each in self.origins}

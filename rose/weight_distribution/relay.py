@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rose.addresses import check_exposure
+from rose.addresses import check_exposure, host_port
 from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.weight_distribution.credentials import OPEN, Credentials
@@ -65,7 +65,7 @@ class Relay:
         credentials = credentials.naming((origin, *(each.origin for each in others), *members))
         self._session = credentials.session()
         store = ChunkStore(root)
-        me = f"{credentials.scheme}://{host}:{port}"
+        me = f"{credentials.scheme}://{host_port(host, port)}"
         self.fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, caps or Caps()), me, members
         )

@@ -35,7 +35,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from rose.addresses import bound
+from rose.addresses import bound, host_port
 from rose.contract.weights import (
     CATALOG,
     GROUP,
@@ -182,7 +182,7 @@ class VersionServer:
     @property
     def url(self) -> str:
         """Base address."""
-        return f"{self._credentials.scheme}://{self._host}:{self._port}"
+        return f"{self._credentials.scheme}://{host_port(self._host, self._port)}"
 
     @property
     def link_bytes_s(self) -> float | None:
@@ -212,7 +212,7 @@ class VersionServer:
         except OSError as error:
             await self.close()
             raise ConfigError(
-                f"{self._host}:{self._port} (weights) cannot be served: {error.strerror};"
+                f"{host_port(self._host, self._port)} (weights) cannot be served: {error.strerror};"
                 " choose another"
             ) from error
 

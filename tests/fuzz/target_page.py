@@ -16,6 +16,7 @@ from typing import Any, Final
 from executor.control_page import seqlock_records as sections
 from executor.control_page.host_description import HostDescription
 from executor.control_page.latency_ring import LANES, RING_BYTES, START, LatencyRing
+from executor.control_page.page import PAGE_FOLDER
 from executor.control_page.seqlock_records import (
     HEADER_BYTES,
     LatencyRecord,
@@ -165,7 +166,7 @@ def run_host_description(data: bytes) -> None:
 
 @functools.cache
 def _run_dir() -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="rose-fuzz-")
+    folder = tempfile.TemporaryDirectory(prefix="rose-fuzz-", dir=PAGE_FOLDER)
     (Path(folder.name) / "guests").mkdir()
     return folder
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import re
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from rose.addresses import checked_url
+import rose.addresses
+from rose.addresses import checked_url, host_port
 from rose.errors import ConfigError
+from rose.rpc.addresses import is_address
 
 GOOD = [
     "http://127.0.0.1:8000",
@@ -131,3 +135,26 @@ def test_connecting_to_an_accepted_address_fails_only_as_connections_do() -> Non
     names = [url for url in GOOD if "://[" not in url and "127." not in url]
     for url in names:
         asyncio.run(connect(url))
+
+
+HOSTS = {
+    "127.0.0.1": "127.0.0.1:80",
+    "::1": "[::1]:80",
+    "[::1]": "[::1]:80",
+    "n.local": "n.local:80",
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_an_address_with_a_port_has_brackets_where_it_is_of_ipv6(host: str) -> None:
+    assert host_port(host, 80) == HOSTS[host]
+    assert is_address(host_port(host, 80))
+    assert checked_url(f"http://{host_port(host)}/x", "it")
+
+
+def test_every_address_with_a_port_is_written_by_one_function() -> None:
+    by_hand = re.compile(r"\{[\w.]*(?:host|address)\}:\{[\w.]*port\}")
+    folder = Path(rose.addresses.__file__).parent
+    files = [each for each in folder.rglob("*.py") if "bench" not in each.parts]
+    found = [each.name for each in files if by_hand.search(each.read_text())]
+    assert found == ["addresses.py"]

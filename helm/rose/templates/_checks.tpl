@@ -3,6 +3,9 @@
 {{- $v := .Values }}
 {{- $control := include "rose.hasControl" . }}
 {{- $nodes := include "rose.hasNodes" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}
+{{- fail (printf "the release's name %s begins the names of Services: give one of small letters, digits and dashes that begins with a letter" .Release.Name) }}
+{{- end }}
 {{- if and $v.tls.insecure $v.tls.certManager.enabled }}
 {{- fail "tls.insecure and tls.certManager.enabled contradict each other: leave one of them out" }}
 {{- end }}

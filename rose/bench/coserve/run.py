@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
 from executor.step_log import HEADER, used_bytes
 from rose.azure_trace import read_trace
 from rose.bench.common import tiny_models
@@ -126,7 +127,7 @@ class _Run:
 
     async def play(self) -> None:
         await _make_models(self._out)
-        with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="rose-bench-", dir=PAGE_FOLDER) as scratch:
             async with self._stack(Path(scratch)) as (player, drills):
                 await self._measure(player, drills)
         for path in self._out.glob("steps-*.bin"):

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import msgspec
 
+from executor.control_page.page import PAGE_FOLDER
 from rose.bench.common.checks import text_table
 from rose.bench.kill.trials import KillRow, Trial, rows_of, trials
 from rose.errors import ConfigError, RoseError
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # What is started here is ended, whoever ends this.
     signal.signal(signal.SIGTERM, _ended)
-    folder = Path(tempfile.mkdtemp(prefix="rose-kill-"))
+    folder = Path(tempfile.mkdtemp(prefix="rose-kill-", dir=PAGE_FOLDER))
     done: list[Trial] = []
     try:
         if args.trials < 1 or args.guest_mib < 1:

@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
 from rose.bench.common.output import machine_now, put
 from rose.bench.common.tiny_models import TinyModel
 from rose.compare.bootstrap import Estimate, paired_difference
@@ -227,7 +228,7 @@ def worker(kind: str) -> None:
     }
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
-    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-") as name:
+    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
         config = engine_config(Path(name))
         hasher = block_hasher(config)
         engines = {}

@@ -25,6 +25,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
 from executor.sglang.host.plugin import HostHooks, SglangHost
 from rose.bench.common.output import machine_now, put
 from rose.bench.common.tiny_models import TinyModel
@@ -229,8 +230,7 @@ def main() -> int:
     os.environ |= ENVIRONMENT
     loads = {}
     # In memory, as a page is on a node: on a disk a write waits for its writeback now and then.
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 -- a private folder in it
-    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=memory) as name:
+    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
         os.environ["ROSE_CONTROL_PAGE"] = page = str(Path(name) / "page")
         engine = Engine(scheduler_of(Path(name) / "model"))
         gc.disable()

@@ -29,6 +29,7 @@ import aiohttp
 import psutil
 
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
+from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
 from rose.bench.common.output import machine_now, put
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
@@ -317,7 +318,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
     args = parser.parse_args()
     before = machine_now()
-    folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-"))
+    folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-", dir=PAGE_FOLDER))
     try:
         freezes, rounds = asyncio.run(
             measure(args.engine, args.sglang_python, args.freezes, args.rounds, folder)

@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from rose.compare.node_metrics import Reading, reading_of
 from rose.compare.plan import Plan
 from rose.compare.run import ComparisonRun, Switches, shown_plan
 from rose.compare.verdict import Comparison, Finding, Limits, PairRead, Verdict, compared
+from rose.direct_http import open_directly
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
@@ -149,7 +149,7 @@ def _reader(url: str, host: str) -> Callable[[], Reading]:
 
     def read() -> Reading:
         try:
-            with urllib.request.urlopen(url, timeout=READ_S) as reply:  # noqa: S310 - checked
+            with open_directly(url, READ_S) as reply:
                 text = reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
         except (OSError, HTTPException, urllib.error.URLError) as error:
             raise UnavailableError(f"{url} does not answer ({error}); check --metrics") from error

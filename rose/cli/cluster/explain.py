@@ -12,6 +12,7 @@ import msgspec
 
 from rose.cli.options import Subparsers
 from rose.cli.output import View, add_output_options, show
+from rose.direct_http import open_directly
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, UnavailableError
 from rose.security.certificates import (
     CertificateFiles,
@@ -88,9 +89,7 @@ def _ask(
     asked = urllib.request.Request(url, headers=_bearing(token))  # noqa: S310 - checked
     context = certificates.client_context() if certificates else None
     try:
-        with urllib.request.urlopen(  # noqa: S310 - checked
-            asked, timeout=EXPLAIN_TIMEOUT_S, context=context
-        ) as reply:
+        with open_directly(asked, EXPLAIN_TIMEOUT_S, context) as reply:
             return msgspec.json.decode(reply.read(), type=Explanation).decisions
     except urllib.error.HTTPError as error:
         if error.code == http.client.NOT_FOUND:

@@ -8,8 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
 from rose.cli.output import (
@@ -236,13 +234,19 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
     try:
         if file.suffix not in (".yaml", ".yml"):
             return read_policies(file)
-        said = msgspec.yaml.decode(file.read_bytes())
-        return tuple(policy_of(each) for each in (said if isinstance(said, list) else [said]))
+        from rose.core_yaml import documents
+
+        said = [
+            policy
+            for each in documents(file)
+            for policy in (each if isinstance(each, list) else [each])
+        ]
+        return tuple(map(policy_of, said))
     except PolicyError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check the path") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         line = str(error).splitlines()[0]
         raise ConfigError(f"{file} is no YAML ({line}); write one policy, or a list") from None
 

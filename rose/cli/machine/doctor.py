@@ -29,7 +29,7 @@ from pathlib import Path
 
 from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
-from executor.control_page.page import LAYOUT_VERSION
+from executor.control_page.page import LAYOUT_VERSION, check_folder
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback
 from rose.cli.main import Parser
@@ -127,9 +127,10 @@ def _open(host: HostConfig) -> ControlPage:
 
 def _page(host: HostConfig) -> Finding:
     path = host.page
-    if not path.exists():
-        return note("page", f"none at {path}", "whoever starts first, host or node, makes it")
     try:
+        check_folder(path.parent)
+        if not path.exists():
+            return note("page", f"none at {path}", "whoever starts first, host or node, makes it")
         with _open(host) as page:
             owner = f"layout {LAYOUT_VERSION}, made by process {page.owner_pid}"
             return ok("page", f"{path}, {owner}, {_access(path)}")

@@ -18,8 +18,6 @@ import re
 import sys
 import tarfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +27,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from rose.cli.main import Parser
+from rose.direct_http import open_directly
 from rose.errors import ConfigError, RoseError
 from rose.node.config import NodeConfig
 from rose.operate.client import SchedulerClient
@@ -46,6 +45,10 @@ PACKAGES = (
     "aiohttp", "pydantic", "msgspec", "prometheus-client", "cryptography", "cuda-bindings",
     "nvidia-ml-py",
 )  # fmt: skip
+_NAMED = (
+    r"(?:password|passwd|secret|(?:api|access|private|secret|account)[-_]?key"
+    r"|(?:access|auth|id|refresh|security|session)[-_]token|(?<!_)token)"
+)
 SECRETS = (
     re.compile(
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S
@@ -53,11 +56,18 @@ SECRETS = (
     re.compile(r"\brose1\.[\w-]+\.[\w-]+"),
     re.compile(r"(?i)\b(?:bearer|basic)\s+[\w.~+/-]{6,}=*"),
     re.compile(r"(?<=://)[^/\s\"'@]+(?=@)"),
-    re.compile(r"\b(?:hf_|sk-|ghp_|AKIA)[\w-]{12,}"),
-    # Named as one, in JSON or on a command line.
     re.compile(
-        r"(?i)(?<![\w])[\w-]*(?:password|passwd|secret|api_?key|(?<!_)token)[\"']?\s*[:=]\s*"
-        r"[\"']?[^\s\"',}]{6,}"
+        r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|AKIA|ASIA|AIza|nvapi-|xox[a-z]-)[\w-]{12,}"
+    ),
+    # JSON Web Tokens.
+    re.compile(r"\beyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*"),
+    # Addresses that are secrets: hooks, and queries that are signed.
+    re.compile(r"(?i)(?<=hooks\.slack\.com/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"),
+    re.compile(r"(?i)(?<=[?&])[\w-]*(?:signature|credential|security-token|sig)=[^&\s\"'\\]+"),
+    # Named as one, in JSON, in a file of settings, or on a command line.
+    re.compile(
+        rf"(?i)(?<![\w])[\w-]*{_NAMED}\\?[\"']?\s*[:=]\s*\\?[\"']?[^\s\"',}}]{{6,}}"
+        rf"|--?[\w-]*{_NAMED}[\s\"',]+[^\s\"',}}]{{6,}}"
     ),
 )
 
@@ -147,7 +157,7 @@ def _collected(args: argparse.Namespace) -> Bundle:
     bundle = Bundle()
     bundle.learn(args.key)
     bundle.take("versions.json", lambda: _json(_versions()))
-    folders = list(args.log_dir)
+    folders = [folder.resolve() for folder in args.log_dir]
     for number, file in enumerate(args.config):
         bundle.take(f"config/{number}-{file.name}", partial(_configured, bundle, file))
         bundle.take(f"doctor/{number}-{file.stem}.txt", partial(_doctor, file))
@@ -193,7 +203,7 @@ def _configured(bundle: Bundle, file: Path) -> str:
 
 def _log_dir_of(file: Path) -> list[Path]:
     try:
-        return [NodeConfig.load(file).log_dir]
+        return [NodeConfig.load(file).log_dir.resolve()]
     except RoseError:
         return []
 
@@ -218,7 +228,7 @@ def _tail(path: Path, last_bytes: int) -> str:
 def _fetched(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{redacted(url)} is no URL; write http://HOST:PORT/metrics")
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - checked
+    with open_directly(url, TIMEOUT_S) as answer:
         return str(answer.read(MOST_METRICS).decode("utf-8", errors="replace"))
 
 

@@ -43,7 +43,7 @@ class RunLayout:
 
     @property
     def scratch(self) -> Path:
-        """Stores, pages and weights; of no interest after the run."""
+        """Stores and weights; of no interest after the run."""
         return self.out / "scratch"
 
     def node(self, name: str) -> Path:

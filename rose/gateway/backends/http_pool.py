@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rose.addresses import host_port
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role, server_name
 
@@ -283,7 +284,9 @@ class Upstream:
         except ssl.SSLError as error:
             connection.give_up()
             # One that fails to verify is a ValueError too.
-            raise UpstreamError(f"{target.host}:{target.port} is not proved: {error}") from error
+            raise UpstreamError(
+                f"{host_port(target.host, target.port)} is not proved: {error}"
+            ) from error
         except ValueError as error:
             connection.give_up()
             # A host that is no name at all, to IDNA for one: found out when it is looked up.

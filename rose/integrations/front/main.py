@@ -14,6 +14,7 @@ from typing import cast
 import aiohttp
 from aiohttp import web
 
+from rose.addresses import host_port
 from rose.errors import ConfigError
 from rose.gateway.authentication import Authenticator
 from rose.gateway.connections import raise_descriptor_limit
@@ -48,8 +49,9 @@ async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: We
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     async with listening(settings, publisher, roots) as port:
         scheme = "https" if settings.trainer.certificates() else "http"
+        at = f"{scheme}://{host_port(settings.host, port)}"
         tell(
-            f"listening on {scheme}://{settings.host}:{port} for job {settings.trainer.job} at"
+            f"listening on {at} for job {settings.trainer.job} at"
             f" version {publisher.version}; checkpoints are read below {roots}"
         )
         await stop.wait()

@@ -23,7 +23,7 @@ from typing import Final
 from executor import ControlPage, PageError
 from executor.control_page.byte_locks import SEAT, inode_of, is_held, is_in_use
 from executor.control_page.host_description import SUFFIX, HostDescription, host_name
-from executor.control_page.page import MAGIC
+from executor.control_page.page import MAGIC, check_folder
 from rose.node.config import DiscoverConfig, HostConfig
 
 LOOK_S: Final = 1.0
@@ -76,6 +76,10 @@ class Look:
 
 def look(folder: Path, group: str = "") -> Look:
     """Look for hosts. It raises nothing that the folder's content could cause."""
+    try:
+        check_folder(folder)
+    except PageError as error:
+        return Look(unusable={folder: str(error)})
     hosts: dict[str, FoundHost] = {}
     unusable: dict[Path, str] = {}
     dead: dict[Path, tuple[int, int]] = {}

@@ -1,5 +1,6 @@
 """Whatever a person types: one line, and an exit code."""
 
+import io
 import sys
 from collections.abc import Iterator
 from concurrent import futures
@@ -245,3 +246,14 @@ def test_a_scheduler_that_is_not_there_has_an_exit_code_of_its_own(
         err = capsys.readouterr().err
         assert "no scheduler answers" in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_name_that_the_terminal_has_no_letters_for_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["support-bundle", "--out", str(tmp_path / "модель.tar.gz")]) == 0
+    screen.flush()
+    assert b".tar.gz: 1 files" in screen.buffer.getvalue()  # type: ignore[attr-defined]

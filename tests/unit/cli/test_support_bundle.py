@@ -21,6 +21,26 @@ SECRETS = {
 }
 
 
+FORMS = [
+    "vllm serve m --api-key SeCrEtVaLue9",
+    '["--token", "SeCrEtVaLue9"]',
+    "aws_session_token = SeCrEtVaLue9",
+    "AWS_SECRET_ACCESS_KEY: SeCrEtVaLue9",
+    "https://b.s3.amazonaws.com/k?X-Amz-Date=1&X-Amz-Signature=SeCrEtVaLue9",
+    "https://a.blob.core.windows.net/k?sv=1&sig=SeCrEtVaLue9%3D",
+    "got eyJhbGciOiJI.eyJzdWIiOiIx.SeCrEtVaLue9",
+    "https://hooks.slack.com/services/T00/B00/SeCrEtVaLue9",
+    '{"message": "api_key=\\"SeCrEtVaLue9\\""}',
+    "xoxb-123456789012-SeCrEtVaLue9",
+    "github_pat_11AAAAAAAA_SeCrEtVaLue9",
+]
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_a_secret_of_any_form_is_left_out(text: str) -> None:
+    assert "SeCrEtVaLue9" not in redacted(text)
+
+
 @pytest.fixture(autouse=True)
 def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor has tests of its own, and starts interpreters."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import urllib3
 
+import rose.controller.kube_api
 from rose.controller.kube_api import METADATA, NO_DEFINITION, PATH, ApiError, KubeApi
 from rose.errors import ConfigError
 from rose.scheduler.main import main
@@ -182,5 +183,36 @@ def test_what_is_no_kubeconfig_is_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"config is no kubeconfig .*; give --kubeconfig"):
             KubeApi.opened(file)
+    file.write_text("users: [")
+    with pytest.raises(ConfigError, match="is no kubeconfig") as broken:
+        KubeApi.opened(file)
+    assert "\n" not in str(broken.value)
     with pytest.raises(ConfigError, match="no pod with a token"):
         KubeApi.opened(None)
+
+
+LOGINS = {
+    "user: {name: v, user: {}}": "it names 'u', which is none of its users",
+    "user: {name: u, user: {exec: {apiVersion: v1, command: no-such-login}}}": "is not installed",
+    "user: {name: u, user: {exec: {apiVersion: v1, command: 'false'}}}": "gave no credentials",
+    "user: {name: u, user: {exec: {apiVersion: v1, command: tail, args: [-f, /dev/null]}}}": (
+        "does not end within"
+    ),
+}
+
+
+@pytest.mark.parametrize("login", LOGINS)
+def test_a_login_that_gives_nothing_is_named_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str
+) -> None:
+    pytest.importorskip("kubernetes")
+    monkeypatch.setattr(rose.controller.kube_api, "LOGIN_S", 0.5)
+    file = tmp_path / "config"
+    file.write_text(
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\n"
+        "contexts: [{name: c, context: {cluster: k, user: u}}]\n"
+        "clusters: [{name: k, cluster: {server: 'http://127.0.0.1:1'}}]\n"
+        f"users: [{login.removeprefix('user: ')}]\n"
+    )
+    with pytest.raises(ConfigError, match=LOGINS[login]):
+        KubeApi.opened(file)

@@ -197,3 +197,12 @@ async def test_the_first_error_of_the_log_is_what_an_engine_ended_of(
     engine = EngineProcess(spec, await ManagedProcess.start(ProcessSpec("engine", argv)))
     await engine.process.wait()
     assert engine.last_words() == cause
+
+
+def test_shared_memory_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.check_memory("engine g0", 0)
+    monkeypatch.setattr(launch, "SHARED_MEMORY", str(tmp_path / "none"))
+    with pytest.raises(EngineStartError, match=r"g0 need .*/none, which cannot be written .*tmpfs"):
+        launch.check_memory("engine g0", 0)

@@ -6,14 +6,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import executor.control_page.page
 from executor import ControlPage, Grant, GrantMode, HostState, LatencyRecord, PageError
 from executor.control_page.latency_ring import CAPACITY, LANES, RING_BYTES, SLOT_BYTES, START
-from executor.control_page.page import LAYOUT_VERSION, PAGE_BYTES
+from executor.control_page.page import (
+    IN_MEMORY,
+    LAYOUT_VERSION,
+    PAGE_BYTES,
+    file_system_type,
+)
 from executor.errors import PageUnreadable
 
 HOST_AT = 64
@@ -291,6 +298,32 @@ def test_a_full_disk_makes_no_page_and_says_so(
     with pytest.raises(PageError, match="No space left"):
         ControlPage.create(tmp_path / "page")
     assert list(tmp_path.iterdir()) == []
+
+
+KINDS = {
+    "tmpfs": (0x01021994, True),
+    "ramfs": (0x858458F6, True),
+    "ext4": (0xEF53, False),
+    "xfs": (0x58465342, False),
+    "nfs": (0x6969, False),
+    "overlay": (0x794C7630, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_is_taken_in_memory_alone(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    magic, taken = KINDS[kind]
+    assert file_system_type(page.path) in IN_MEMORY, "folders of tests are in memory"
+    monkeypatch.setattr(executor.control_page.page, "file_system_type", lambda _: magic)
+    for use in (ControlPage.open, ControlPage.ensure):
+        with nullcontext() if taken else pytest.raises(PageError, match="below /dev/shm"):
+            use(page.path).close()
+    fresh = page.path.with_name("fresh")
+    with nullcontext() if taken else pytest.raises(PageError, match="is on a disk"):
+        ControlPage.create(fresh).close()
+    assert fresh.exists() == taken
 
 
 def test_a_page_that_was_deleted_and_made_anew_is_another_page(page: ControlPage) -> None:

@@ -16,6 +16,7 @@ from kv_cases import undisturbed
 from vllm.v1.request import RequestStatus
 
 import executor.vllm.host.scheduler
+from executor.control_page.page import PAGE_FOLDER
 from executor.errors import DeviceError, DeviceMemoryShort
 from executor.kv.capacity_policy import LendingLimits
 from tests.fakes.driver import PAGE, StandInDevice
@@ -128,7 +129,10 @@ class World:
 
 @contextmanager
 def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[World]:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(dir=PAGE_FOLDER) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         device = StandInDevice(DEVICE_PAGES * PAGE)
         limits = LendingLimits(calm_ns=5 * STEP_NS, cold_ns=20 * STEP_NS)
         patch.setattr(executor.vllm.host.scheduler, "lending_limits", lambda _settings: limits)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from kv_cases import HostRig, host_rig
 
 import executor.control_page.host_seat
+import executor.control_page.page
 import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
 from executor.grant_controller import Seen, Write
 from executor.guest.gate_client import FIRST_MODEL
+from executor.host.plugin import HostPlugin
 from executor.step_decision import GateLimits, Run
 from executor.vllm.host.latency_logger import HostLatencyLogger
 
@@ -99,6 +102,21 @@ def test_a_life_that_cannot_attach_lets_no_guest_run(
     assert caplog.text.count("it serves on without ROSE") == 1
     second.scheduler.shutdown()
     assert verdict(first.page) == (Run(512, 64) if lives_on else Yield("no_host"))
+
+
+def test_a_host_whose_page_is_on_a_disk_touches_nothing_there_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", "host")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
+    monkeypatch.setattr(executor.control_page.page, "file_system_type", lambda _: 0xEF53)
+    parts = dict.fromkeys(HostPlugin.__abstractmethods__, lambda _: None)
+    plugin = type("Plugin", (HostPlugin,), parts | {"log": logging.getLogger("host")})()
+    beats = threading.active_count()
+    plugin.attach()
+    assert (plugin.observer, threading.active_count()) == (None, beats), "the stock engine"
+    assert caplog.text.count("is on a disk") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_engine_core_of_a_page_vetoes_guests_for_as_long_as_it_lives(

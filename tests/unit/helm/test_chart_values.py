@@ -139,6 +139,12 @@ def test_what_contradicts_itself_is_refused_in_a_sentence(values: Object, senten
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["a.b", "1rose", "-rose", "rose-"])
+def test_a_release_whose_services_would_have_no_valid_names_is_refused(name: str) -> None:
+    with pytest.raises(HelmError, match=r"begins the names of Services|release name"):
+        chart().render(values=LEAST, name=name)
+
+
 # Policies that the schema takes, and schedulers refuse.
 REFUSED: list[Object] = [
     {"staleAfter": "10s"},

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from found_hosts import FolderHost
 
+import executor.control_page.page
 from executor import ControlPage
 from executor.control_page.page import PAGE_BYTES
-from rose.node.config import DiscoverConfig
+from rose.cli.machine import doctor
+from rose.node.config import DiscoverConfig, HostConfig
 from rose.node.grants.host_watch import HostProcess
 from rose.node.hosts import discovery
 from rose.node.hosts.discovery import (
@@ -351,3 +353,13 @@ def test_a_host_that_could_not_be_taken_in_comes_again(found: FoundHost) -> None
     book.step(Look())
     book.step(seeing(found))
     assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]
+
+
+def test_a_folder_on_a_disk_has_no_hosts_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor.control_page.page, "file_system_type", lambda _: 0xEF53)
+    assert "on a disk" in look(tmp_path).unusable[tmp_path]
+    finding = doctor._page(HostConfig(page=tmp_path / "h.page", ttft_target_s=1, tpot_target_s=1))
+    assert "WRONG" in str(finding)
+    assert "below /dev/shm" in finding.do

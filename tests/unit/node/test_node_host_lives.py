@@ -27,6 +27,7 @@ from executor import (
     Run,
     Veto,
 )
+from executor.control_page.page import PAGE_FOLDER
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import GuardThread
@@ -196,7 +197,7 @@ ACTIONS = (
 
 
 def played(script: Script) -> Machine:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir=PAGE_FOLDER) as folder, ExitStack() as stack:
         machine = Machine(Path(folder), stack)
         machine.play(script)
         while machine.hosts:

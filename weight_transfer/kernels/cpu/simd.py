@@ -21,8 +21,15 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def compiled(kernel: Kernel) -> Kernel:
-    """Return `kernel` as machine code; it is compiled anew for each combination of types."""
-    return cast("Kernel", numba.njit(nogil=True, cache=True)(kernel))
+    """Return `kernel` as machine code; it is compiled anew for each combination of types.
+
+    Without a folder to keep it in, each process compiles it (NUMBA_CACHE_DIR names a folder).
+    """
+    try:
+        return cast("Kernel", numba.njit(nogil=True, cache=True)(kernel))
+    except RuntimeError:
+        # Neither the package's folder nor the user's home is writable.
+        return cast("Kernel", numba.njit(nogil=True)(kernel))
 
 
 def _mend_llvmlite() -> None:

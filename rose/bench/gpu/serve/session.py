@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
 from rose.bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
 from rose.bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Cell, PlanBlock
 from rose.bench.coserve.player import Drill, Granting, Player, engine_http, start_load
@@ -242,7 +243,8 @@ async def opened_session(
     """
     began_s = time.monotonic()
     async with AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-serving-")))
+        private = tempfile.TemporaryDirectory(prefix="rose-serving-", dir=PAGE_FOLDER)
+        scratch = Path(stack.enter_context(private))
         page = ControlPage.create(scratch / "page")
         stack.callback(page.close)
         granting = Granting(page, folder, folder)
