@@ -216,3 +216,19 @@ async def test_a_process_that_ends_in_a_commit_delivers_nothing_more() -> None:
         assert turn.lines[-1] == {"finish_reason": "revoked"}
         check_stamps(engine, turn)
         assert not (await served.state())["proven"]
+
+
+@pytest.mark.parametrize(
+    ("report", "proven"),
+    [({}, True), ({"version": 1}, False), ({"digest_ok": False}, False), ({"probe_ok": 0}, False)],
+    ids=str,
+)
+def test_ranks_that_report_another_version_have_proven_nothing(
+    report: dict[str, object], proven: bool
+) -> None:
+    whole = {"version": 2, "digest_ok": True, "probe_ok": True, "probe_max_abs_diff": 0.0}
+    if proven:
+        weights_module._insist_proven(whole | report, 2)
+        return
+    with pytest.raises(weights_module.ActivationError, match="ranks report version"):
+        weights_module._insist_proven(whole | report, 2)
