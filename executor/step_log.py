@@ -3,10 +3,13 @@
     0      magic, layout version, capacity in records, count
     32     records of seven int64: kind, begin_ns, end_ns, cpu_ns, tokens, sequences, sampled
 
-The file is mapped, so a record costs a copy of 56 bytes and survives `kill -9` of its writer. It is
-sparse: it takes room on disk as it fills, and a full one takes no more. Times are CLOCK_MONOTONIC.
+The file is mapped, so a record costs a copy of 56 bytes and survives `kill -9` of its writer. It
+has its room on disk from the start, since a write to a mapped hole of a full disk would end the
+engine. A full log takes no more. Times are CLOCK_MONOTONIC.
 """
 
+import errno
+import logging
 import mmap
 import os
 import struct
@@ -17,6 +20,7 @@ from typing import Final, NamedTuple
 
 from executor.errors import PageError
 
+_LOG = logging.getLogger("vllm.rose.step_log")
 STEP_LOG: Final = "ROSE_STEP_LOG"
 MAGIC: Final = b"ROSESTEP"
 VERSION: Final = 1
@@ -43,6 +47,10 @@ class StepRecord(NamedTuple):
     sampled: int
 
 
+class NoRoomError(PageError):
+    """The disk has no room for a whole step log."""
+
+
 class StepLog:
     """The log of one engine process; its one thread writes."""
 
@@ -56,9 +64,12 @@ class StepLog:
         size = HEADER.size + capacity * RECORD.size
         try:
             with path.open("xb+") as file:
-                file.truncate(size)
+                os.posix_fallocate(file.fileno(), 0, size)
                 self._mapping = mmap.mmap(file.fileno(), size)
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                path.unlink(missing_ok=True)
+                raise NoRoomError(f"no room for step log {path}") from error
             raise PageError(f"cannot make step log {path}: {error.strerror}") from error
         HEADER.pack_into(self._mapping, 0, MAGIC, VERSION, capacity, 0)
         self._words = memoryview(self._mapping)[: HEADER.size].cast("q")
@@ -69,9 +80,18 @@ class StepLog:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], role: str) -> "StepLog | None":
-        """A log of this process in the folder that ROSE_STEP_LOG names; None when it names none."""
+        """Return a log of this process in the folder that ROSE_STEP_LOG names, or None.
+
+        An engine on a full disk goes without: no measurement may end it. Raises PageError.
+        """
         folder = environ.get(STEP_LOG)
-        return cls(Path(folder) / f"steps-{role}-{os.getpid()}.bin") if folder else None
+        if not folder:
+            return None
+        try:
+            return cls(Path(folder) / f"steps-{role}-{os.getpid()}.bin")
+        except NoRoomError as error:
+            _LOG.warning("%s; this engine logs no steps", error)
+            return None
 
     def begin(self) -> None:
         """A step begins in the calling thread."""

@@ -1,24 +1,17 @@
 """MetricsServer: `GET /metrics` of a process that runs an event loop, on a port of its own."""
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from typing import Protocol
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from rose.errors import ConfigError
+from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles
-
-_log = logging.getLogger(__name__)
-# Answered with 400: a traceback for each would let strangers fill the log.
-_log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
 
 
 def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
@@ -59,7 +52,7 @@ class MetricsServer:
         self._metrics = metrics
         self._host, self._port = host, port
         self._certificates = certificates
-        self._runner: web.AppRunner | None = None
+        self._listening: HttpPort | None = None
         self._order = asyncio.Lock()
 
     async def start(self) -> None:
@@ -68,23 +61,21 @@ class MetricsServer:
         app.router.add_get("/metrics", self._answer)
         files = self._certificates
         tls = files.server_context(everybody=True) if files else None
-        self._runner = web.AppRunner(app, access_log=None, logger=_log)
-        await self._runner.setup()
+        port = HttpPort(app, self._host, self._port, tls)
         try:
-            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=tls)
-            await site.start()
+            await port.start()
         except OSError as error:
-            await self.close()
             raise ConfigError(
                 f"metrics port {self._port} cannot be served: {error.strerror}; give another"
                 " --metrics-port"
             ) from error
+        self._listening = port
 
     async def close(self) -> None:
         """Stop answering."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None
 
     async def _answer(self, request: web.Request) -> web.Response:
         del request

@@ -196,8 +196,8 @@ class ControlPage:
         lock = self._lock(GUARD)
         if lock is None:
             raise PageError(
-                f"control page {self.path} has a node daemon already; let one daemon of a machine"
-                " find hosts"
+                f"control page {self.path} has a node daemon already; stop that one, or name it in"
+                " one daemon's configuration only"
             )
         return lock
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,27 +9,21 @@ from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from rose.addresses import PATIENCE_S, bound, check_exposure
+from rose.addresses import PATIENCE_S, check_exposure
 from rose.dashboard.access import HEADERS, Access, TokenFile
 from rose.dashboard.rendering import assets
 from rose.dashboard.views.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
+from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles
 
 # A viewer that takes nothing for so long is gone.
 WRITE_S: Final = 10.0
 MAX_AT_CHARS: Final = 2_048
 STOP_S: Final = 1.0
-
-_log = logging.getLogger(__name__)
-# Answered with 400: a traceback for each would let strangers fill the log.
-_log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class DashboardServer:
         self._certificates = certificates
         token = TokenFile(settings.token_file) if settings.token_file else None
         self._access = Access(settings.host, certificates, token)
-        self._runner: web.AppRunner | None = None
+        self._listening: HttpPort | None = None
         self._streams: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -78,32 +71,22 @@ class DashboardServer:
         app.on_shutdown.append(self._end_streams)
         files = self._certificates
         tls = files.server_context(everybody=True) if files and self._access.tls else None
-        self._runner = web.AppRunner(app, access_log=None, logger=_log)
-        await self._runner.setup()
-        runner, where = self._runner, (self._settings.host, self._settings.port)
-
-        async def bind() -> None:
-            site = web.TCPSite(runner, *where, ssl_context=tls, shutdown_timeout=STOP_S)
-            try:
-                await site.start()
-            except OSError:
-                await site.stop()
-                raise
-
+        where = self._settings.host, self._settings.port
+        port = HttpPort(app, *where, tls, patience_s=PATIENCE_S, shutdown_s=STOP_S)
         try:
-            await bound(bind, PATIENCE_S)
+            await port.start()
         except OSError as error:
-            await self.close()
             raise ConfigError(
                 f"dashboard port {where[1]} cannot be served: {error.strerror}; give another"
                 " --dashboard-port"
             ) from error
+        self._listening = port
 
     async def close(self) -> None:
         """Stop answering."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None
 
     # ---- answers ----
 

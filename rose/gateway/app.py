@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
-from aiohttp import web
 
 from rose.errors import ConfigError
 from rose.gateway.authentication import Authenticator
@@ -30,11 +29,11 @@ from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
 from rose.process.background_tasks import Background
+from rose.process.http_port import HttpPort
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.tokens import TokenVerifier
 from rose.tracing import spans_of
 
-BACKLOG = 1_024
 ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
 
 
@@ -45,7 +44,6 @@ class Gateway:
         self._settings = settings
         self._logs = Logs(settings.log_dir, settings.log_limits) if settings.log_dir else None
         self._events = self._logs.events("gateway") if self._logs else None
-        self._listening: asyncio.Server | None = None
         self._codec: TextCodec | None = None
         self._stats = GatewayStats()
         self.background = Background(self.note)
@@ -82,10 +80,16 @@ class Gateway:
             self._authenticator,
             spans_of("rose-gateway"),
         )
-        self._runner = web.AppRunner(
-            self._server.application(), handler_cancellation=True, shutdown_timeout=1.0
+        certificates = settings.certificates
+        self._listening = HttpPort(
+            self._server.application(),
+            settings.host,
+            settings.port,
+            certificates.server_context(everybody=True) if certificates else None,
+            connections=self._server.connections,
+            around=self._server.answer,
+            head_timeout_s=settings.head_timeout_s,
         )
-        await self._runner.setup()
         try:
             await self._listen()
         except BaseException:
@@ -236,31 +240,18 @@ class Gateway:
 
     async def _listen(self) -> None:
         settings = self._settings
-        loop, http = asyncio.get_running_loop(), self._runner.server
-        assert http is not None
-        certificates = settings.certificates
-        tls = certificates.server_context(everybody=True) if certificates else None
         try:
-            self._listening = await loop.create_server(
-                self._server.guard(http),
-                settings.host,
-                settings.port,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=settings.head_timeout_s if tls else None,
-            )
+            await self._listening.start()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
                     f"port {settings.port} of {settings.host} is in use; give another --port"
                 ) from error
             raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
-        self.port = self._listening.sockets[0].getsockname()[1]
+        self.port = self._listening.port
 
     async def _close_io(self) -> None:
-        if self._listening is not None:
-            self._listening.close()
-        await self._runner.cleanup()
+        await self._listening.close()
         self._upstream.close()
         await self._session.close()
         if self._codec is not None:

@@ -37,14 +37,13 @@ from rose.gateway.apis import (
 )
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
-from rose.gateway.apis.wire import clean, encode, read_json, vllm_error
+from rose.gateway.apis.wire import clean, encode, error_body, read_json, vllm_error
 from rose.gateway.authentication import Authenticator, caller_of, held_to, own_job
 from rose.gateway.backends.http_pool import Upstream
-from rose.gateway.connections import Connection, Connections, connections_allowed
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError, Unauthorized
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
-from rose.gateway.request_limits import Bodies, LimitLog
+from rose.gateway.request_limits import Bodies
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
@@ -53,6 +52,7 @@ from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 from rose.gateway.turns.whole_call import WholeCalls
+from rose.process.http_port import Connections, LimitLog, connections_allowed
 from rose.tracing import NO_SPANS, Spans, trace_of
 
 SWEEP_S = 0.1
@@ -92,34 +92,16 @@ class GatewayServer:
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
-        self._connections = Connections(
+        self.connections = Connections(
             settings.max_connections or connections_allowed(),
             settings.head_timeout_s,
             self._limits,
             asyncio.get_running_loop().time,
+            error_body,
         )
         self._on_event = on_event
         self._health_now = health
         self._authenticator = authenticator or Authenticator(None, None, time.time, on_event)
-
-    def guard(self, server: web.Server) -> Callable[[], Connection]:
-        """Makes the protocol of a new connection, whose requests `server` of `application` handles.
-
-        Errors are given their one shape out here: some are raised before a middleware is asked.
-        """
-        routed = server.request_handler
-
-        async def handle(http: web.BaseRequest) -> web.StreamResponse:
-            connection = http.protocol
-            assert isinstance(connection, Connection)
-            connection.began()
-            try:
-                return await self._answer(http, routed)
-            finally:
-                connection.answered()
-
-        server.request_handler = handle
-        return lambda: Connection(server, self._connections)
 
     def application(self) -> web.Application:
         # `Bodies` bounds what is read.
@@ -168,7 +150,7 @@ class GatewayServer:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
             self._hedging.sweep()
-            self._connections.sweep()
+            self.connections.sweep()
             self._limits.sweep()
 
     def _handler(
@@ -218,12 +200,15 @@ class GatewayServer:
         with whole:
             yield turns
 
-    async def _answer(
+    async def answer(
         self,
         http: web.BaseRequest,
         routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """What the route answers, every failure in the one shape."""
+        """Return what the route answers, every failure in the one shape.
+
+        Some failures are raised before a middleware is asked.
+        """
         try:
             if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
                 raise web.HTTPExpectationFailed  # noqa: TRY301 - as aiohttp would for text

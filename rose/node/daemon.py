@@ -93,7 +93,7 @@ class NodeDaemon:
     """One node. `run` returns when `stop` was called and nothing it started is left."""
 
     def __init__(self, config: NodeConfig, gpus: Gpus | None = None) -> None:
-        """Raises CardError where a replica's GPU cannot be used."""
+        """Raises CardError where a replica's GPU cannot be used, PageError where a page cannot."""
         self._config = config
         self._gpus = gpus or Gpus()
         self._gpus.insist_all(config.with_host(None) if config.discover else config)
@@ -113,7 +113,8 @@ class NodeDaemon:
         self._host: Host | None = None
         if config.host:
             page = ControlPage.ensure(config.host.page, config.host.page_group)
-            self._host = Host(config.host, page, self._logs.records(HOST_LATENCY))
+            latencies = self._logs.records(HOST_LATENCY)
+            self._host = Host(config.host, page, latencies, page.take_guard())
         if config.discover:
             check_folder(config.discover.folder)
         self._book = HostBook(config.discover.at_most if config.discover else 0)

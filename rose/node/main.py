@@ -23,6 +23,7 @@ from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
 from rose.process.background_tasks import run_fairly
 from rose.process.filelock import HeldFile
+from rose.process.http_port import raise_descriptor_limit
 
 STANDBY_POLL_S = 0.05
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     )
     args = parser.parse_args(argv)
     log_to_stderr(logging.INFO)
+    raise_descriptor_limit()
     try:
         # No peer that keeps the loop busy may keep the guard's thread waiting.
         run_fairly(_run(config.load(args.config, args.discover), standby=args.standby))

@@ -62,7 +62,10 @@ class ProcessGroup(ABC):
 
     async def kill(self) -> None:
         """End the whole group at once."""
-        kill_group(self._group)
+        try:
+            kill_group(self._group)
+        except OSError as error:  # without descriptors: then at the kernel's pace
+            _logger.warning("the group of %d cannot be listed: %s", self._group, error)
         self._signal_group(signal.SIGKILL)  # whatever was started meanwhile
         await self._gone(KILL_GRACE_S)
 
@@ -107,7 +110,11 @@ def group_alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    return bool(group_states(group))
+    try:
+        return bool(group_states(group))
+    except OSError:
+        # Without descriptors /proc cannot be read, and a group that cannot be seen is not gone.
+        return True
 
 
 STREAM_LIMIT_BYTES = 4 << 20

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from rose.errors import ConfigError, RefusedError
+from rose.logs.rotating_jsonl import private_folder
 from rose.process.launcher import claim_holder
 
 
@@ -27,7 +28,7 @@ class HeldFile:
         RefusedError names the process that holds it; ConfigError says why it cannot be made.
         """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(path.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ import uvloop
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
+from rose.process.http_port import raise_descriptor_limit
 from rose.proxy.callers import HEAD_S, CallerConnection, Door
 from rose.security.certificates import (
     CertificateFiles,
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     log_to_stderr(logging.INFO)
     os.nice(NICENESS)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     try:
         ports = dict(_replica(said) for said in options["replica"])
         uvloop.run(
@@ -157,13 +157,6 @@ def _replica(said: str) -> tuple[str, int]:
     if not (mark and name and port.isdigit()):
         raise ConfigError(f"--replica {said!r}: write PORT=NAME")
     return name, int(port)
-
-
-def _raise_descriptor_limit() -> None:
-    """Each stream takes two."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

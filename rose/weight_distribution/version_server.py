@@ -20,7 +20,6 @@ lease that a flood took comes back, and no peer can take the place of another.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -32,10 +31,9 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from rose.addresses import bound, host_port
+from rose.addresses import PATIENCE_S, host_port
 from rose.contract.weights import (
     CATALOG,
     GROUP,
@@ -47,6 +45,7 @@ from rose.contract.weights import (
     LeaseGranted,
 )
 from rose.errors import ConfigError, RefusedError
+from rose.process.http_port import HttpPort
 from rose.security.certificates import peer_over
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution.credentials import OPEN, Credentials
@@ -123,11 +122,8 @@ class ReadLeases:
         return sum(len(held) for peer, held in self._by_peer.items() if peer != OWN)
 
 
-_log = logging.getLogger(__name__)
-# Answered with 400. A traceback for each would let strangers fill the log.
-_log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
+# Readers in the midst of a chunk may finish it.
+SHUTDOWN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ class VersionServer:
         self._lead = lead
         self._signer = signer
         self._meter = LinkMeter()
-        self._runner: web.AppRunner | None = None
+        self._listening: HttpPort | None = None
 
     @property
     def url(self) -> str:
@@ -200,27 +196,23 @@ class VersionServer:
         app.router.add_get(GROUP, self._group)
         app.router.add_post("/group/{what:[0-9a-f]{64}}/{rank:[0-9]{1,5}}", self._barrier)
         context = self._credentials.server()
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_log)
-        await self._runner.setup()
-        runner = self._runner
-
-        async def bind() -> None:
-            await web.TCPSite(runner, self._host, self._port, ssl_context=context).start()
-
+        port = HttpPort(
+            app, self._host, self._port, context, patience_s=PATIENCE_S, shutdown_s=60.0
+        )
         try:
-            await bound(bind)
+            await port.start()
         except OSError as error:
-            await self.close()
             raise ConfigError(
                 f"{host_port(self._host, self._port)} (weights) cannot be served: {error.strerror};"
                 " choose another"
             ) from error
+        self._listening = port
 
     async def close(self) -> None:
         """Stop serving."""
-        if self._runner:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listening:
+            await self._listening.close()
+            self._listening = None
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:

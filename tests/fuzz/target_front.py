@@ -44,7 +44,7 @@ DOCUMENTED = frozenset({200, 400, 404, 405, 408, 413, 415, 417, 503})
 def run_routes(data: bytes) -> None:
     """A body of a route: the first byte says of which."""
     path, body = ROUTES[data[0] % len(ROUTES)] if data else ROUTES[0], data[1:]
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     _answered(head.encode() + body)
 
 
@@ -220,8 +220,8 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
         bytes([len(ROUTES) - 2]) + b'{"url":"http://x","worker_type":"regular"}',
     ),
     "run_http": (
-        b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"DELETE /workers/rose HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"DELETE /workers/rose HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /get_weight_version HTTP/1.0\r\n\r\n",
     ),
     "run_path": (b"/tmp", b"/tmp/../etc", b"a/b", b"/\0"),

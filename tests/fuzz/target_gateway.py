@@ -19,13 +19,13 @@ from rose.gateway import GatewaySettings
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
-from rose.gateway.connections import Connection
 from rose.gateway.errors import QueueFull, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.server import GatewayServer
 from rose.gateway.stats import GatewayHealth, GatewayStats
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line
+from rose.process.http_port import Connection, guarded
 from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
@@ -221,7 +221,7 @@ class _Gateway:
         runner = web.AppRunner(self._server.application(), handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None
-        self.wire = Wire(self._server.guard(runner.server))
+        self.wire = Wire(guarded(runner.server, self._server.connections, self._server.answer))
 
     def _note(self, event: str, **fields: object) -> None:
         if event == "fault":

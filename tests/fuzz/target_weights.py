@@ -223,27 +223,30 @@ def run_http_request(data: bytes) -> None:
 
 def run_http_lease(data: bytes) -> None:
     """The body of a lease that is asked for."""
-    head = b"POST /leases HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer tok\r\n"
+    head = b"POST /leases HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n"
     _face().send(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
 
 
 def run_http_path(data: bytes) -> None:
     """What is asked for, by whoever bears the token."""
     path = bytes(byte for byte in data if byte > 32)
-    _face().send(b"GET /%s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer tok\r\n\r\n" % path)
+    _face().send(b"GET /%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n\r\n" % path)
 
 
 def run_http_range(data: bytes) -> None:
     """Which part of a chunk is asked for."""
     asked = bytes(byte for byte in data if byte not in b"\r\n")
-    head = b"GET /chunks/%s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer tok\r\nRange: %s\r\n\r\n"
+    head = b"GET /chunks/%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n"
+    head += b"Range: %s\r\n\r\n"
     _face().send(head % (_face().chunk.encode(), asked))
 
 
 def run_http_token(data: bytes) -> None:
     """What is shown as a token: only the right one is let in."""
     shown = bytes(byte for byte in data if byte not in b"\r\n")
-    line = _face().send(b"GET /catalog HTTP/1.1\r\nHost: x\r\nAuthorization: %s\r\n\r\n" % shown)
+    line = _face().send(
+        b"GET /catalog HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\r\n\r\n" % shown
+    )
     assert b" 200 " not in line or shown.strip() == b"Bearer tok"
 
 
@@ -314,7 +317,9 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = dict.fromkeys(TARGETS, (b"",)) | {
     "run_safetensors_head": (
         b"\x40" + bytes(7) + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64),
     ),
-    "run_http_request": (b"GET /catalog HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer tok\r\n\r\n",),
+    "run_http_request": (
+        b"GET /catalog HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n\r\n",
+    ),
     "run_http_lease": (b'{"reader":"r","version":1,"ttl_s":1.5}',),
     "run_http_path": (b"manifests/1.base", b"catalog", b"group", b"chunks/" + b"a" * 64),
     "run_http_range": (b"bytes=5-",),

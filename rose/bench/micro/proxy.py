@@ -40,7 +40,7 @@ from rose.bench.gateway.arms import REPLICA
 from rose.bench.gateway.processes import cores, used
 from rose.errors import EngineStartError, UnavailableError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
-from rose.gateway.connections import raise_descriptor_limit
+from rose.process.http_port import raise_descriptor_limit
 from rose.security.certificates import CertificateFiles
 from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import Role

@@ -10,7 +10,7 @@ import msgspec
 
 from rose.contract.gateway import REQUEST_ID_HEADER, GatewayFault, GatewayRefusal
 from rose.errors import decoded
-from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.errors import BadRequest, NoReplica, TurnError
 from rose.gateway.request_limits import header_of
 from rose.gateway.turns.token_stream import TokenStream
 
@@ -80,6 +80,11 @@ def vllm_error(error: TurnError) -> bytes:
     """Body of an error answer as vLLM writes it."""
     fault = GatewayFault(clean(str(error)), error.kind, error.param, error.status)
     return encode(GatewayRefusal(fault))
+
+
+def error_body(status: int, line: str) -> bytes:
+    """Return the body, in vLLM's shape, of an answer to what is not handed to a route."""
+    return vllm_error((NoReplica if status == NoReplica.status else BadRequest)(line))
 
 
 def event(payload: bytes) -> bytes:

@@ -7,27 +7,23 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
 
 import aiohttp
-from aiohttp import web
 
 from rose.addresses import host_port
 from rose.errors import ConfigError
 from rose.gateway.authentication import Authenticator
-from rose.gateway.connections import raise_descriptor_limit
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.forwarding import Forwarding
-from rose.integrations.front.server import HEAD_S, FrontServer, tell
+from rose.integrations.front.server import FrontServer, tell
 from rose.integrations.front.settings import FrontSettings, parse_front
 from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
 from rose.integrations.publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
+from rose.process.http_port import HttpPort, raise_descriptor_limit
 from rose.security.tokens import TokenVerifier
-
-BACKLOG = 1_024
 
 
 def main(argv: list[str]) -> int:
@@ -83,39 +79,30 @@ async def listening(
         server = FrontServer(
             settings, updates, forwarding, Authenticator(certificates, tokens, time.time, tell)
         )
-        runner = web.AppRunner(
-            server.application(), handler_cancellation=True, shutdown_timeout=1.0
+        tls = certificates.server_context(everybody=True) if certificates else None
+        port = HttpPort(
+            server.application(),
+            settings.host,
+            settings.port,
+            tls,
+            connections=server.connections,
+            around=server.answer,
         )
-        await runner.setup()
         sweep = asyncio.ensure_future(server.sweep())
         try:
-            listener = await _listen(settings, server.guard(cast(web.Server, runner.server)))
-            try:
-                yield listener.sockets[0].getsockname()[1]
-            finally:
-                listener.close()
-                await updates.close()
+            await _listen(settings, port)
+            yield port.port
         finally:
+            await updates.close()
             sweep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sweep
-            await runner.cleanup()
+            await port.close()
 
 
-async def _listen(
-    settings: FrontSettings, protocol: Callable[[], asyncio.BaseProtocol]
-) -> asyncio.Server:
-    certificates = settings.trainer.certificates()
-    tls = certificates.server_context(everybody=True) if certificates else None
+async def _listen(settings: FrontSettings, port: HttpPort) -> None:
     try:
-        return await asyncio.get_running_loop().create_server(
-            protocol,
-            settings.host,
-            settings.port,
-            backlog=BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=HEAD_S if tls else None,
-        )
+        await port.start()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(

@@ -10,19 +10,19 @@ from aiohttp import web
 
 from rose.contract.gateway import ABORT, GatewayHealthReport
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
-from rose.gateway.apis.wire import clean, encode, read_json
+from rose.gateway.apis.wire import clean, encode, error_body, read_json
 from rose.gateway.authentication import OPEN_ROUTES, Authenticator, caller_of, own_job
-from rose.gateway.connections import Connection, Connections, connections_allowed
 from rose.gateway.errors import TurnError, Unauthorized
-from rose.gateway.request_limits import Bodies, LimitLog
+from rose.gateway.request_limits import Bodies
 from rose.integrations.front import control_calls as calls
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.front.updates import CheckpointUpdates
+from rose.process.http_port import HEAD_S, Connections, LimitLog, connections_allowed
 
 JSON = "application/json"
 MAX_CONTROL_BYTES = 64 << 10
-HEAD_S, BODY_S, HEALTH_S, SWEEP_S = 10.0, 20.0, 5.0, 0.1
+BODY_S, HEALTH_S, SWEEP_S = 20.0, 5.0, 0.1
 RETRY_S = 1
 MOST_A_MINUTE = 60
 GENERATE = "/generate"
@@ -50,7 +50,7 @@ class FrontServer:
         self._limits = LimitLog(tell, clock)
         self._bodies = Bodies(MAX_CONTROL_BYTES, BODY_S, self._limits)
         allowed = settings.max_connections or connections_allowed()
-        self._connections = Connections(allowed, HEAD_S, self._limits, clock)
+        self.connections = Connections(allowed, HEAD_S, self._limits, clock, error_body)
 
     def application(self) -> web.Application:
         # `Bodies` bounds what is read here, the gateway what is passed on.
@@ -86,37 +86,19 @@ class FrontServer:
         every("*", "/{others:.*}", self._forward)
         return app
 
-    def guard(self, server: web.Server) -> Callable[[], Connection]:
-        """Makes the protocol of a new connection, whose requests `server` of `application` handles.
-
-        Errors are given their one shape out here: some are raised before a route is asked.
-        """
-        routed = server.request_handler
-
-        async def handle(http: web.BaseRequest) -> web.StreamResponse:
-            connection = http.protocol
-            assert isinstance(connection, Connection)
-            connection.began()
-            try:
-                return await self._answer(http, routed)
-            finally:
-                connection.answered()
-
-        server.request_handler = handle
-        return lambda: Connection(server, self._connections)
-
     async def sweep(self) -> None:
         """Close connections that take too long, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._connections.sweep()
+            self.connections.sweep()
             self._limits.sweep()
 
-    async def _answer(
+    async def answer(
         self,
         http: web.BaseRequest,
         routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
+        """Return what the route answers, every failure in the one shape."""
         try:
             self._authenticator.admit(http)
             if http.path not in OPEN_ROUTES:

@@ -177,8 +177,15 @@ class GuardThread:
                 self._on_broken()
 
     def _loop(self) -> None:
+        unreadable = ""
         while not self._stopping.wait(TICK_S):
-            self.tick()
+            try:
+                self.tick()
+            except OSError as error:
+                # No descriptor is left: no grant is written, so the guest's last one expires.
+                if unreadable != str(error):
+                    unreadable = str(error)
+                    self._events.write("guard_held_up", replica=self._name, message=unreadable)
 
     def tick(self) -> Grant:
         """Write one grant. Nothing that the page says can make this raise: it freezes the guest."""

@@ -74,7 +74,8 @@ class GuestLock:
 
     def drop(self) -> None:
         """Answer for nothing any more; a keeper that still waits here ends its guest."""
-        with contextlib.suppress(FileNotFoundError):
+        # A record that stays on a disk that takes nothing names a process that is gone.
+        with contextlib.suppress(OSError):
             self._path.unlink()
         if self._held:
             self._held.close()

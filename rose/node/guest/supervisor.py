@@ -296,7 +296,8 @@ class Supervisor:
             await self._enter(EngineState.HEALTHY)
             code = await self._end_of(self._engine)
             self._log("engine_ended", code=code, wanted=self._stopping.is_set())
-        except RoseError as error:
+        except (RoseError, OSError) as error:
+            # Without descriptors this life ends; the daemon and its other guests go on.
             self._log("engine_start_failed", message=str(error))
         finally:
             self._fresh = False

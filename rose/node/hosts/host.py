@@ -30,9 +30,9 @@ class Host:
         config: HostConfig,
         page: ControlPage,
         latencies: JsonlLog,
-        right: HeldLock | None = None,
+        right: HeldLock,
     ) -> None:
-        """`right`: to grant on a page that other daemons may find, held until `close`."""
+        """`right`: to grant on the page, which one daemon has, held until `close`."""
         targets = config.ttft_target_s, config.tpot_target_s
         self.config = config
         self.page = page
@@ -108,8 +108,7 @@ class Host:
         with self._lock:
             self._closed = True
             self.page.close()
-        if self._right is not None:
-            self._right.close()
+        self._right.close()
 
     def _served(self, record: LatencyRecord) -> None:
         self._slo.count(record)

@@ -108,3 +108,13 @@ def test_leases_never_overlap_and_epochs_only_grow(
                 holder_until_s = 0.0
         except (LeaseHeld, StaleEpoch):
             continue
+
+
+@pytest.mark.parametrize(("epoch", "taken"), [(4, False), (5, True), (6, False)])
+def test_only_a_lease_of_the_newest_epoch_is_taken_over(epoch: int, taken: bool) -> None:
+    book = LeaseTable(2.0, {"g0": 5})
+    if taken:
+        assert book.adopt("job", "g0", epoch, 1.0, 0.0).epoch == epoch
+        return
+    with pytest.raises(StaleEpoch):
+        book.adopt("job", "g0", epoch, 1.0, 0.0)

@@ -1,5 +1,7 @@
 """What an engine's step log holds, and that nothing is written without it."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,15 @@ def test_only_a_named_folder_gets_a_log_and_no_log_is_overwritten(tmp_path: Path
 def test_what_is_no_whole_log_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match="step log"):
         read_step_log(raw)
+
+
+def test_an_engine_on_a_full_disk_goes_without_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, at: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert StepLog.from_environ({"ROSE_STEP_LOG": str(tmp_path)}, "host") is None
+    assert list(tmp_path.iterdir()) == []
+    assert "logs no steps" in caplog.text

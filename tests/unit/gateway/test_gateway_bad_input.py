@@ -129,7 +129,7 @@ async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
             aiohttp.ClientSession(base_url(gw)) as session,
         ):
             body = json.dumps(vllm_body(9)).encode()
-            head = f"POST {VLLM} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {VLLM} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             _, whole = await _connect(gw)
             whole.write(head.encode() + body)
             await until(lambda: replica.live == 1)

@@ -57,7 +57,7 @@ TOKENS = 4_000
 
 def _connections(gateway: Gateway) -> set[Any]:
     """aiohttp's, of callers."""
-    return set(gateway._runner.server.connections)
+    return set(gateway._listening.server.connections)
 
 
 async def _slow_reader(gateway: Gateway, body: Any) -> socket.socket:
@@ -73,7 +73,7 @@ async def _slow_reader(gateway: Gateway, body: Any) -> socket.socket:
     sending = connection.transport.get_extra_info("socket")
     sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
     data = json.dumps(body).encode()
-    head = f"POST {VLLM} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {VLLM} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     await asyncio.get_running_loop().sock_sendall(reader, head.encode() + data)
     return reader
 

@@ -10,11 +10,10 @@ from gateway_cases import base_url, entry, gateway_with, until
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
-from rose.gateway.connections import HEAD_GRACE_S, IDLE_S, Connections
-from rose.gateway.request_limits import QUIET_S, LimitLog
+from rose.process.http_port import HEAD_GRACE_S, IDLE_S, QUIET_S, Connections, LimitLog
 from tests.fakes.replica import StandInReplica
 
-HALF = b"POST /health HTTP/1.1\r\nHost: x\r\nX: "
+HALF = b"POST /health HTTP/1.1\r\nHost: localhost\r\nX: "
 
 
 class FakeConnection:
@@ -140,7 +139,7 @@ async def test_half_requests_keep_nobody_from_the_gateway_for_long() -> None:
 
 @pytest.mark.parametrize("path", [VLLM, "/generate", "/tokenize", "/finish_session"])
 async def test_a_body_that_does_not_come_is_408(path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode()
     async with gateway_with(body_timeout_s=0.05) as gw:
         reader, writer = await connect(gw, head + b'{"token_ids": [')
         answer = await reader.readuntil(b"}}")
@@ -150,12 +149,12 @@ async def test_a_body_that_does_not_come_is_408(path: str) -> None:
 
 
 async def test_idle_connections_give_way_to_new_ones() -> None:
-    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with gateway_with(max_connections=2) as gw:
         kept = [await connect(gw, health) for _ in range(2)]
         for reader, _ in kept:
             await reader.readuntil(b"}")
-        book = gw._server._connections
+        book = gw._server.connections
         await until(lambda: book.idle == 2)
         fresh, _ = await connect(gw, health)
         assert b" 200 " in await fresh.readuntil(b"}")

@@ -16,7 +16,7 @@ INVALID_UTF8 = b"a\xff\xfe"
 async def exchange(gateway: Gateway, path: str, *headers: bytes, body: bytes = b"") -> bytes:
     """The whole answer to one request, sent as raw bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n" % (
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n" % (
         path.encode(),
         len(body),
     )

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from node_bench import Bench, standin_spec
 
+from executor import PageError
 from rose.engines import launch
 from rose.node import NodeDaemon
 from rose.node.guest import supervisor
@@ -160,3 +161,12 @@ async def test_metrics_are_served_beside_the_daemon(bench: NodeBench) -> None:
     assert 'rose_engine_state{replica="r0",state="healthy"} 1.0' in text
     assert 'rose_engine_starts_total{how="started",replica="r0"} 1.0' in text
     assert 'share="plain"' in text or 'share="nice"' in text
+
+
+async def test_a_second_daemon_is_refused_the_page_of_the_first(tmp_path: Path) -> None:
+    config = Bench(tmp_path, "guest").config
+    first = NodeDaemon(config)
+    elsewhere = {"run_dir": tmp_path / "run2", "log_dir": tmp_path / "logs2", "node": "n2"}
+    with pytest.raises(PageError, match="has a node daemon already; stop that one"):
+        NodeDaemon(config.model_copy(update=elsewhere))
+    del first

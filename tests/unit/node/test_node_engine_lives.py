@@ -1,6 +1,7 @@
 """An engine that ends again and again is given up; one that was stopped as often is not."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,23 @@ async def test_an_engine_that_dies_young_each_time_is_given_up(bench: Bench) -> 
         await bench.dies()
     await bench.until(lambda: bench.supervisor.state is EngineState.FAILED)
     assert len(StandInEngine.lives) == MAX_SHORT_LIVES
+    await bench.supervisor.stop()
+    await running
+
+
+async def test_an_engine_that_lacks_descriptors_is_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = StandInEngine.start
+
+    async def full(*_: object) -> StandInEngine:
+        monkeypatch.setattr(StandInEngine, "start", start)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(StandInEngine, "start", full)
+    running = asyncio.create_task(bench.supervisor.run())
+    await bench.healthy()
+    assert bench.supervisor.restarts == 1
     await bench.supervisor.stop()
     await running
 

@@ -1,6 +1,7 @@
 """A node whose log disk takes nothing, and one whose background tasks die."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -118,6 +119,26 @@ def test_a_guard_that_breaks_says_why(tmp_path: Path) -> None:
     guard.stop()
     assert guard.broke.startswith("KeyError: 'a fault of the program', test_node_full_disk.py:")
     assert '"event":"guard_broke"' in (tmp_path / "events-n0.jsonl").read_text()
+
+
+def test_a_guard_without_descriptors_goes_on_once_it_has_some(tmp_path: Path) -> None:
+    looks = iter([1, OSError(errno.EMFILE, "Too many open files")])
+    again = threading.Event()
+
+    def lease_epoch() -> int:
+        if isinstance(look := next(looks, None), OSError):
+            raise look
+        if look is None:
+            again.set()
+        return 1
+
+    broken = threading.Event()
+    guard = guard_of(tmp_path, lease_epoch=lease_epoch, on_broken=broken.set)
+    guard.start()
+    assert again.wait(PATIENCE_S)
+    guard.stop()
+    assert not broken.is_set()
+    assert '"event":"guard_held_up"' in (tmp_path / "events-n0.jsonl").read_text()
 
 
 class InProcess(Bench):

@@ -115,3 +115,13 @@ def test_a_newer_lease_begins_once_the_turns_of_the_one_before_are_ended() -> No
         Ended(1, SUPERSEDED, 4, asked=False),
         Admit(2, life=1),
     ]
+
+
+def test_a_drain_of_an_earlier_life_says_nothing_of_the_engine_of_now() -> None:
+    core = LeaseStateMachine()
+    core.step(EngineUp(), 0.0)
+    core.step(EngineDown(), 0.1)
+    core.step(EngineUp(), 0.2)
+    core.step(Granted(1, 3.0), 0.2)
+    core.step(EngineAdmitted(1, life=2), 0.2)
+    assert core.step(EngineDrained(1, aborted=9), 0.3) == []

@@ -1,5 +1,6 @@
 """A guest gives its memory back soon though a saturated host leaves its core no idle time."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from rose.process import child
+from rose.process.child import ManagedProcess, ProcessSpec
 from rose.process.launcher import kill_group
 from rose.process.procfs import group_states
 from tests.awaited import until
 from tests.patience import PATIENCE_S
 
+HANG = "import time; time.sleep(60)"
 HELD_BYTES = 256 << 20
 HOST = "import os; os.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
 GUEST = """
@@ -57,3 +61,18 @@ def test_a_killed_guest_does_not_wait_for_a_saturated_host(
     assert host_cpu().user - began_s < 2.0
     assert host.poll() is None
     assert guest.wait() == -signal.SIGKILL
+
+
+async def test_a_group_is_killed_without_a_descriptor_to_look_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(path: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    process = await ManagedProcess.start(ProcessSpec("child", [sys.executable, "-S", "-c", HANG]))
+    with monkeypatch.context() as without:
+        without.setattr(os, "scandir", full)
+        without.setattr(os, "listdir", full)
+        without.setattr(child, "KILL_GRACE_S", 0.01)
+        await process.kill()
+        assert await process.wait() == -signal.SIGKILL

@@ -15,7 +15,7 @@ from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served
 from tests.patience import PATIENCE_S
-from tests.seated_host import SeatedHost
+from tests.seated_host import SeatedHost, granted
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 80}}
 APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}
@@ -150,7 +150,8 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
     monkeypatch.setattr(weights_module, "STAGE_PATIENCE_S", 0.02)
     monkeypatch.setattr(weights_module, "SWITCH_PATIENCE_S", 0.02)
-    host = SeatedHost(ControlPage.create(tmp_path / "page"))
+    page = ControlPage.create(tmp_path / "page")
+    host = SeatedHost(granted(page))
     host.tell(running=int(busy_from == "the start"))
     engine = FakeWeightRanks()
     staged = FakeWeightRanks._call
@@ -169,6 +170,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
         await until_longer(turn)
         monkeypatch.setattr(FakeWeightRanks, "_call", staged)
         host.tell()
+        granted(page)
         assert (await served.ask("weights/apply", APPLY))[0] == 200
         await until_longer(turn)
         assert check_stamps(engine, turn) == {0, NEXT}
@@ -214,3 +216,19 @@ async def test_a_process_that_ends_in_a_commit_delivers_nothing_more() -> None:
         assert turn.lines[-1] == {"finish_reason": "revoked"}
         check_stamps(engine, turn)
         assert not (await served.state())["proven"]
+
+
+@pytest.mark.parametrize(
+    ("report", "proven"),
+    [({}, True), ({"version": 1}, False), ({"digest_ok": False}, False), ({"probe_ok": 0}, False)],
+    ids=str,
+)
+def test_ranks_that_report_another_version_have_proven_nothing(
+    report: dict[str, object], proven: bool
+) -> None:
+    whole = {"version": 2, "digest_ok": True, "probe_ok": True, "probe_max_abs_diff": 0.0}
+    if proven:
+        weights_module._insist_proven(whole | report, 2)
+        return
+    with pytest.raises(weights_module.ActivationError, match="ranks report version"):
+        weights_module._insist_proven(whole | report, 2)

@@ -254,7 +254,7 @@ async def test_a_token_that_is_no_text_is_a_wrong_one(shown: bytes, tmp_path: Pa
     port = free_port()
     server = VersionServer(ChunkStore(tmp_path), port, credentials=Credentials("tok"))
     await server.start()
-    request = b"GET /catalog HTTP/1.1\r\nHost: x\r\nAuthorization: %s\r\n\r\n" % shown
+    request = b"GET /catalog HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\r\n\r\n" % shown
     assert b" 401 " in await answer_to(port, request)
     await server.close()
 
@@ -265,7 +265,7 @@ async def test_a_token_that_is_no_text_is_a_wrong_one(shown: bytes, tmp_path: Pa
 )
 async def test_paths_that_name_nothing_are_not_found(path: str, publishing: Publishing) -> None:
     port = int(publishing.server.url.rsplit(":", 1)[1])
-    request = f"GET /{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    request = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     assert (await answer_to(port, request))[9:12] in (b"400", b"404")
 
 

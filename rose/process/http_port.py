@@ -1,0 +1,570 @@
+"""HTTP ports: the limits that every port of ROSE has on connections, heads, bodies and browsers.
+
+    head ── its first line and headers are whole ──► busy ── answered ──► idle ──► head …
+      │ not within `head_timeout_s`: closed            │ body late: 408     │ for `IDLE_S`: closed
+      └──────────────── one too many came: the idle one of longest is closed for it, else the one
+                        that owes its head for longest, else the new one is told 503
+
+aiohttp has no time limit for heads and none for bodies, and takes connections as long as there are
+descriptors; without these bounds idle connections alone keep a process from its files.
+
+`check_browser` refuses, on loopback, what a page of another site has a browser send: a foreign
+`Host` (DNS rebinding) or `Origin`, and bodies of the types that need no leave (CORS).
+
+`LimitLog` reports a limit when it begins to bite and when it is over, not each time between:
+
+quiet ── bites ──► logged once ── nothing for `QUIET_S` ──► logged how often, quiet again
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rose.addresses import bound, is_loopback
+
+IDLE_S = 300.0
+HEAD_S: Final = 10.0
+BODY_S: Final = 20.0
+SWEEP_S: Final = 0.5
+BACKLOG: Final = 1_024
+# A connection that is younger than this is not closed for another's sake: its head may be near.
+HEAD_GRACE_S = 1.0
+# For replicas, the scheduler, logs and whatever else the process has open.
+SPARE_DESCRIPTORS = 64
+MAX_CONNECTIONS = 32_768
+# A process has two ports of this kind at most, and the descriptors of both must leave it others.
+MAX_SIDE_CONNECTIONS: Final = 1_024
+JSON = "application/json"
+QUIET_S = 10.0
+RECORDS_A_MINUTE: Final = 20
+MINUTE_S: Final = 60.0
+FORM_TYPES: Final = frozenset(
+    {"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"}
+)
+_OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Around = Callable[[web.BaseRequest, Answer], Awaitable[web.StreamResponse]]
+ErrorBody = Callable[[int, str], bytes]
+
+
+@dataclass(slots=True)
+class _Bout:
+    times: int
+    last_s: float
+
+
+class LimitLog:
+    """Limits of one process by the names of their options; `clock` gives monotonic seconds.
+
+    `say` is called as `say(event, limit=…, times=…)`.
+    """
+
+    def __init__(self, say: Callable[..., None], clock: Callable[[], float]) -> None:
+        self._say = say
+        self._clock = clock
+        self._bouts: dict[str, _Bout] = {}
+
+    def bites(self, limit: str, times: int = 1) -> None:
+        """Something was refused or closed for a limit's sake."""
+        bout = self._bouts.get(limit)
+        if bout is None:
+            self._bouts[limit] = _Bout(times, self._clock())
+            self._say("limit_reached", limit=limit, times=times)
+            return
+        bout.times += times
+        bout.last_s = self._clock()
+
+    def sweep(self) -> None:
+        """Say which limits bite no longer."""
+        now_s = self._clock()
+        for limit, bout in list(self._bouts.items()):
+            if now_s - bout.last_s > QUIET_S:
+                del self._bouts[limit]
+                self._say("limit_over", limit=limit, times=bout.times)
+
+
+def connections_allowed() -> int:
+    """As many as leave each of them a descriptor for a replica's connection."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, (soft - SPARE_DESCRIPTORS) // 2))
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2 * MAX_CONNECTIONS + SPARE_DESCRIPTORS
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Connections:
+    """All connections of one port; `clock` gives monotonic seconds. `sweep` it now and then."""
+
+    def __init__(
+        self,
+        capacity: int,
+        head_timeout_s: float,
+        limits: LimitLog,
+        clock: Callable[[], float],
+        error_body: ErrorBody = lambda status, line: json.dumps(
+            {"error": {"message": line, "code": status}}
+        ).encode(),
+    ) -> None:
+        """`error_body` makes the body of an answer to what is not handed to a route."""
+        self.error_body = error_body
+        self.capacity = capacity
+        self._head_timeout_s = head_timeout_s
+        self._limits = limits
+        self._clock = clock
+        self._all: set[Connection] = set()
+        # Oldest first, each with the time since when it is so.
+        self._heads: dict[Connection, float] = {}
+        self._idle: dict[Connection, float] = {}
+
+    def __len__(self) -> int:
+        """Connections now."""
+        return len(self._all)
+
+    @property
+    def idle(self) -> int:
+        """Those that wait for their callers' next request."""
+        return len(self._idle)
+
+    def admit(self, connection: "Connection") -> bool:
+        """Whether a new connection may stay; another one may be closed for it."""
+        if len(self._all) >= self.capacity and not self._make_room():
+            return False
+        self._all.add(connection)
+        self._heads[connection] = self._clock()
+        return True
+
+    def heard(self, connection: "Connection") -> None:
+        """Bytes came: of a new request, if the connection was idle."""
+        if self._idle.pop(connection, None) is not None:
+            self._heads[connection] = self._clock()
+
+    def began(self, connection: "Connection") -> None:
+        """A request's head is whole."""
+        self._heads.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def answered(self, connection: "Connection") -> None:
+        """Its request is over."""
+        if connection in self._all:
+            self._idle[connection] = self._clock()
+
+    def lost(self, connection: "Connection") -> None:
+        self._all.discard(connection)
+        self._heads.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def sweep(self) -> None:
+        """Close what takes too long."""
+        now_s = self._clock()
+        for waiting, limit_s, name in (
+            (self._heads, self._head_timeout_s, "head_timeout_s"),
+            (self._idle, IDLE_S, ""),
+        ):
+            late = []
+            for connection, since_s in waiting.items():
+                if now_s - since_s <= limit_s:
+                    break
+                late.append(connection)
+            for connection in late:
+                self._close(connection)
+            if late and name:
+                self._limits.bites(name, len(late))
+
+    def _make_room(self) -> bool:
+        self._limits.bites("max_connections", 1)
+        for connection in self._idle:
+            # What was answered last may still lie in its buffer.
+            self.lost(connection)
+            connection.hang_up()
+            return True
+        for connection, since_s in self._heads.items():
+            if self._clock() - since_s < HEAD_GRACE_S:
+                return False
+            self._close(connection)
+            return True
+        return False
+
+    def _close(self, connection: "Connection") -> None:
+        self.lost(connection)
+        connection.abort()
+
+
+class Connection(web.RequestHandler):
+    """One connection: aiohttp's, which tells `Connections` how far it is."""
+
+    __slots__ = ("_book", "_refused", "_socket")
+
+    def __init__(self, server: web.Server, book: Connections) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=IDLE_S,
+            access_log=cast(Any, None),
+            logger=_log,
+            # Compressed bodies are refused; nothing may be inflated before that is seen.
+            auto_decompress=False,
+        )
+        self._book = book
+        self._refused = False
+        self._socket: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast(asyncio.Transport, transport)
+        if self._book.admit(self):
+            super().connection_made(transport)
+            return
+        self._refused = True
+        self._socket.write(_too_many(self._book.error_body))
+        self._socket.close()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            self._book.heard(self)
+            super().data_received(data)
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self._book.lost(self)
+        if not self._refused:
+            super().connection_lost(error)
+
+    def began(self) -> None:
+        """A request of this connection is handled from now on."""
+        self._book.began(self)
+
+    def answered(self) -> None:
+        self._book.answered(self)
+
+    def hang_up(self) -> None:
+        """Close when what was written is sent."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._socket is not None:
+            self._socket.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP in the shape of every other error, and close."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        first = " ".join((message or "malformed").split())[:200]
+        line = self._book.error_body(status, f"this is no HTTP that the gateway reads: {first}")
+        response = web.Response(status=status, body=line, content_type=JSON)
+        response.force_close()
+        return response
+
+
+def _too_many(error_body: ErrorBody) -> bytes:
+    body = error_body(503, "too many connections are open; send the turn again later")
+    head = (
+        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {JSON}\r\nRetry-After: 1\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class BoundedSocket(socket.socket):
+    """A listening socket that closes what it accepts beyond `capacity`, TLS handshakes included.
+
+    asyncio writes a traceback for each connection that it cannot accept for lack of descriptors;
+    one descriptor is kept for that case, with which the connection is taken and closed.
+    """
+
+    capacity = MAX_CONNECTIONS
+    limits: LimitLog | None = None
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a connection and its peer. Raises BlockingIOError where it was closed at once."""
+        accepted = self.__dict__.setdefault("accepted", _Accepted())
+        try:
+            descriptor, peer = cast(Any, self)._accept()
+        except OSError as error:
+            if error.errno not in _OUT_OF_RESOURCES:
+                raise
+            self._bites("descriptors")
+            accepted.shed(self)
+            raise BlockingIOError from error
+        connection = _Counted(self.family, self.type, self.proto, fileno=descriptor)
+        if accepted.count >= self.capacity:
+            connection.close()
+            self._bites("max_connections")
+            raise BlockingIOError
+        connection.counted_in(accepted)
+        connection.setblocking(False)
+        return connection, peer
+
+    def close(self) -> None:
+        """Close it, and the descriptor in reserve."""
+        if (accepted := self.__dict__.get("accepted")) is not None:
+            accepted.close()
+        super().close()
+
+    def _bites(self, limit: str) -> None:
+        if self.limits is not None:
+            self.limits.bites(limit)
+
+
+class _Accepted:
+    """Open connections of one listening socket, and the descriptor that it keeps in reserve."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def shed(self, listening: "BoundedSocket") -> None:
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+        with contextlib.suppress(OSError):
+            os.close(cast(Any, listening)._accept()[0])
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+
+
+class _Counted(socket.socket):
+    """An accepted connection, counted until it is closed."""
+
+    _accepted: _Accepted | None = None
+
+    def counted_in(self, accepted: _Accepted) -> None:
+        accepted.count += 1
+        self._accepted = accepted
+
+    def close(self) -> None:
+        if self._accepted is not None:
+            self._accepted.count -= 1
+            self._accepted = None
+        super().close()
+
+
+class FewRecords(logging.Filter):
+    """At most `RECORDS_A_MINUTE` records a minute, so that no peer fills a disk with them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._minute_s = -MINUTE_S
+        self._passed = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a record beyond the bound."""
+        if self._clock() - self._minute_s >= MINUTE_S:
+            self._minute_s, self._passed = self._clock(), 0
+        self._passed += 1
+        return self._passed <= RECORDS_A_MINUTE
+
+
+_log = logging.getLogger(__name__)
+_log.addFilter(FewRecords())
+
+
+def check_browser(http: web.BaseRequest) -> None:
+    """Raise the HTTP answer to a request of a page of another site, on a loopback port."""
+    if not is_loopback(_name_of("//" + http.headers.get("Host", ""))):
+        raise web.HTTPMisdirectedRequest(
+            reason="Foreign Host",
+            text="ask for localhost, 127.0.0.1 or [::1]; other names may be anybody's\n",
+        )
+    origin = http.headers.get("Origin")
+    if origin is not None and not is_loopback(_name_of(origin)):
+        raise web.HTTPForbidden(
+            reason="Foreign Origin", text="pages of other sites may not ask this port\n"
+        )
+    if http.method != "GET" and http.body_exists and http.content_type in FORM_TYPES:
+        raise web.HTTPUnsupportedMediaType(
+            reason="send Content-Type: application/json",
+            text="send Content-Type: application/json\n",
+        )
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+class HttpPort:
+    """HTTP server of one application, within the limits above. Start it once, and close it."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        *,
+        connections: Connections | None = None,
+        around: Around | None = None,
+        head_timeout_s: float = HEAD_S,
+        patience_s: float = 0.0,
+        shutdown_s: float = 1.0,
+    ) -> None:
+        """`around` answers with the route that it is given; `patience_s`: for a port in use.
+
+        Whoever hands `connections` in sweeps them, and bounds bodies.
+        """
+        self.port = port
+        self._host = host
+        self._tls = tls
+        self._around = around
+        self._connections = connections
+        self._head_timeout_s = head_timeout_s
+        self._patience_s = patience_s
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s
+        )
+        self._listening: list[asyncio.Server] = []
+        self._sockets: list[BoundedSocket] = []
+        self._sweeping: asyncio.Task[None] | None = None
+        self._make: Callable[[], Connection] | None = None
+
+    @property
+    def server(self) -> web.Server:
+        """aiohttp's server, once started."""
+        server = self._runner.server
+        assert server is not None
+        return server
+
+    async def start(self) -> None:
+        """Bind the port. Raises OSError where it cannot be bound."""
+        raise_descriptor_limit()
+        loop = asyncio.get_running_loop()
+        await self._runner.setup()
+        limits = LimitLog(_warn, loop.time)
+        book = self._connections
+        if book is None:
+            capacity = min(MAX_SIDE_CONNECTIONS, max(1, connections_allowed() // 2))
+            book = Connections(capacity, self._head_timeout_s, limits, loop.time)
+            self._sweeping = loop.create_task(_swept(book, limits))
+        try:
+            await bound(lambda: self._bind(book, limits), self._patience_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop answering."""
+        self._unbind()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await self._runner.cleanup()
+
+    async def _bind(self, book: Connections, limits: LimitLog) -> None:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            self._host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        if self._make is None:
+            self._make = guarded(self.server, book, self._around, local=is_loopback(self._host))
+        try:
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listening = BoundedSocket(family, kind, protocol)
+                self._sockets.append(listening)
+                # Some, so that an answer of 503 can still be sent.
+                listening.capacity = book.capacity + SPARE_DESCRIPTORS // 4
+                listening.limits = limits
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind(address)
+                listening.setblocking(False)
+                self._listening.append(
+                    await loop.create_server(
+                        self._make,
+                        sock=listening,
+                        backlog=BACKLOG,
+                        ssl=self._tls,
+                        ssl_handshake_timeout=self._head_timeout_s if self._tls else None,
+                    )
+                )
+                self.port = listening.getsockname()[1]
+        except BaseException:
+            self._unbind()
+            raise
+
+    def _unbind(self) -> None:
+        for server in self._listening:
+            server.close()
+        for listening in self._sockets:
+            listening.close()
+        self._listening, self._sockets = [], []
+
+
+def guarded(
+    server: web.Server, book: Connections, around: Around | None = None, *, local: bool = False
+) -> Callable[[], Connection]:
+    """Return what makes the protocol of a new connection, whose requests `server` handles.
+
+    local: the port is on loopback. Without `around` a body is read here, within `BODY_S`.
+    """
+    routed = server.request_handler
+
+    async def route(http: web.BaseRequest) -> web.StreamResponse:
+        if local:
+            check_browser(http)
+        if around is None and http.body_exists:
+            try:
+                async with asyncio.timeout(BODY_S):
+                    await http.read()
+            except TimeoutError:
+                raise web.HTTPRequestTimeout(text="send the body faster\n") from None
+        return await routed(http)
+
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+        connection.began()
+        try:
+            return await (around(http, route) if around else route(http))
+        finally:
+            connection.answered()
+
+    server.request_handler = handle
+    return lambda: Connection(server, book)
+
+
+async def _swept(book: Connections, limits: LimitLog) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        book.sweep()
+        limits.sweep()
+
+
+def _warn(event: str, **fields: object) -> None:
+    _log.warning("%s: %s", event, fields)
