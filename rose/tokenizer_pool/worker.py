@@ -262,6 +262,15 @@ def frame(message: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments; what is not an object is empty, as in vLLM, or no turn follows."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
     """A message with what templates rely on: text as content, arguments of calls as objects."""
     calls = message.get("tool_calls")
@@ -274,7 +283,9 @@ def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
     for call in calls and message["tool_calls"]:
         function = call["function"]
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = _arguments(function["arguments"])
+        elif not isinstance(function.get("arguments"), dict):
+            function["arguments"] = {}
     return message
 
 
