@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError
 from rose.gateway.errors import BadRequest, QueueFull, UnknownModel
@@ -28,10 +28,18 @@ from rose.tokenizer_pool.worker import (
     unpacked,
 )
 
+if TYPE_CHECKING:
+    from tokenizers.decoders import DecodeStream
+
 # What is shorter takes less than a millisecond: a step of the event loop.
 SHORT_CHARS = 4_096
 SHORT_TOKENS = 1_024
 TEXT_MEMORY_BYTES = 1 << 30
+# Decoders look back at a few tokens only; the whole of a long prompt would hold up the event loop.
+PROMPT_TAIL_TOKENS = 64
+# A character has at most four bytes, each of which may be a token.
+MAX_CHAR_TOKENS = 4
+INVALID_PREFIX = "Invalid prefix encountered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +226,26 @@ class TextPlan:
     skip_special_tokens: bool = True
     min_tokens: int = 0
 
-    def track(self) -> "TextTrack":
-        """The text of one turn, empty so far."""
-        return TextTrack(self)
+    def track(self, prompt: Sequence[int] = ()) -> "TextTrack":
+        """Return the text of one turn behind its prompt, empty so far."""
+        return TextTrack(self, prompt)
+
+
+def _decode_stream(plan: TextPlan, prompt: Sequence[int] = ()) -> "DecodeStream":
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(ids=list(prompt), skip_special_tokens=plan.skip_special_tokens)
+
+
+def _whole_and_begun(plan: TextPlan, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return a prompt's tokens up to its last whole character, and those of one that is begun.
+
+    Both are empty where no whole character is near: the stream would repeat the prompt.
+    """
+    for count in range(len(prompt), max(-1, len(prompt) - MAX_CHAR_TOKENS), -1):
+        if not plan.codec.decode(prompt[:count], plan.skip_special_tokens).endswith("\ufffd"):
+            return prompt[:count], prompt[count:]
+    return (), ()
 
 
 class TextTrack:
@@ -228,16 +253,17 @@ class TextTrack:
 
     __slots__ = ("_decoder", "_hold", "ends", "matched", "plan", "text")
 
-    def __init__(self, plan: TextPlan) -> None:
-        from tokenizers.decoders import DecodeStream
-
+    def __init__(self, plan: TextPlan, prompt: Sequence[int] = ()) -> None:
         self.plan = plan
-        self._decoder = DecodeStream(skip_special_tokens=plan.skip_special_tokens)
+        whole, begun = _whole_and_begun(plan, prompt[-PROMPT_TAIL_TOKENS:])
+        self._decoder = _decode_stream(plan, whole)
         # So much of the end may turn out to be the beginning of a stop string.
         self._hold = 0 if plan.include_stop else max(map(len, plan.stop), default=1) - 1
         self.text = ""
         self.ends = array("q")
         self.matched: str | None = None
+        for token in begun:
+            self._step(token)
 
     @property
     def size_bytes(self) -> int:
@@ -247,14 +273,14 @@ class TextTrack:
 
     def add(self, token_ids: Sequence[int]) -> int:
         """Take tokens in; how many belong to the answer: all, or up to a stop string's last."""
-        plan, ends, step = self.plan, self.ends, self._decoder.step
+        plan, ends, step = self.plan, self.ends, self._step
         # Python appends in place to a string that only a local variable holds. Held here too it
         # would be copied for each token, and a long output would take time by its square.
         text, self.text = self.text, ""
         try:
             for count, token in enumerate(token_ids, 1):
                 old = len(text)
-                text += step(plan.codec.backend, token) or ""
+                text += step(token)
                 if plan.stop and len(ends) >= plan.min_tokens:
                     cut = self._stops(text, old)
                     if cut is not None:
@@ -265,6 +291,18 @@ class TextTrack:
         finally:
             self.text = text
         return len(token_ids)
+
+    def _step(self, token: int) -> str:
+        backend = self.plan.codec.backend
+        try:
+            return self._decoder.step(backend, token) or ""
+        except Exception as error:
+            if not str(error).startswith(INVALID_PREFIX):
+                raise
+            # Byte-fallback decoders change text that was final when an invalid byte follows it:
+            # vLLM begins a new stream at such a token.
+            self._decoder = _decode_stream(self.plan)
+            return self._decoder.step(backend, token) or ""
 
     def shown(self, tokens: int, over: bool) -> int:
         """Characters that a reader of the first `tokens` tokens sees; all when the turn is over."""

@@ -8,6 +8,7 @@ soon.
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -262,6 +263,42 @@ def frame(message: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+# Templates that go through a message's parts take them as they are.
+_PARTS = re.compile(r"\{%-?\s*for\s+\w+\s+in\s+[^%]*content")
+
+
+def _with_text(message: dict[str, Any], parts: bool) -> dict[str, Any]:
+    """Return a message whose content is text, as vLLM joins it. Raises TemplateError."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise TemplateError("every message needs a role, which is text")
+    if content is None and role == "user":
+        raise TemplateError("content of a user's message is missing: send text")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str) or (parts and isinstance(content, list)):
+        return message
+    if not isinstance(content, list):
+        raise TemplateError("content is text or a list of text parts")
+    texts = [part if isinstance(part, str) else _part_text(part) for part in content]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise TemplateError("content has a part that is not text: this gateway takes text alone")
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments; what is not an object is empty, as in vLLM, or no turn follows."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
     """A message with what templates rely on: text as content, arguments of calls as objects."""
     calls = message.get("tool_calls")
@@ -274,7 +311,9 @@ def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
     for call in calls and message["tool_calls"]:
         function = call["function"]
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = _arguments(function["arguments"])
+        elif not isinstance(function.get("arguments"), dict):
+            function["arguments"] = {}
     return message
 
 
@@ -316,7 +355,8 @@ class TextService:
         if self._template is None:
             raise ValueError("this tokenizer has none: use /v1/completions")
         messages = msgspec.json.decode(job.messages, type=list[dict[str, Any]])
-        messages = [_as_templates_take_it(message) for message in messages]
+        parts = _PARTS.search(self._setup.template or "") is not None
+        messages = [_as_templates_take_it(_with_text(message, parts)) for message in messages]
         if not messages:
             raise ValueError("messages is empty: send at least one")
         return render(

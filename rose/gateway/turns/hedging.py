@@ -70,7 +70,9 @@ class TurnCopy:
     def restart(self) -> None:
         """Forget what it made: elsewhere its tokens would not count as output."""
         self.journal = self.journal.restarted()
-        self.text = None if self.request.text is None else self.request.text.track()
+        self.text = (
+            None if self.request.text is None else self.request.text.track(self.request.token_ids)
+        )
 
     def need_now(self) -> TurnNeed:
         """What the rest of the turn asks of a replica."""
@@ -242,7 +244,7 @@ class Race:
 
 def _forked(copy: TurnCopy) -> tuple[TurnJournal, TextTrack | None]:
     """A journal that goes on from this copy's, and its text, settled again from the tokens."""
-    text = None if copy.request.text is None else copy.request.text.track()
+    text = None if copy.request.text is None else copy.request.text.track(copy.request.token_ids)
     if text is not None:
         text.add(copy.journal.tokens)
     return copy.journal.fork(), text

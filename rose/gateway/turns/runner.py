@@ -241,7 +241,7 @@ class SharedTurns:
         if self._closing:
             raise NoReplica("the gateway is shutting down; send the turn again later")
         self._dispatcher.check_admission(request.need())
-        text = None if request.text is None else request.text.track()
+        text = None if request.text is None else request.text.track(request.token_ids)
         feed = TokenStream(request.journal(self._settings.max_attempts), text)
         origin = request.origin
         session = origin.scope + origin.session

@@ -158,12 +158,22 @@ async def test_calls_and_results_of_earlier_turns_reach_the_template(served: Any
     async with aiohttp.ClientSession(base_url(gw)) as session:
         body = {"messages": messages, "tools": TOOLS}
         _, answer, _ = await ask(session, "/tokenize", body)
-        broken = {**call, "function": {"name": "f", "arguments": "{"}}
-        bad = [messages[0], {"role": "assistant", "tool_calls": [broken]}]
-        status, refused, _ = await ask(session, CHAT, chat(messages=bad))
+        text = {"type": "text", "text": "hi"}
+        joined = {"messages": [{"role": "user", "content": [text, text]}]}
+        _, other, _ = await ask(session, "/tokenize", joined)
+        assert text_of(other["tokens"]) == "<user>hiĊhi<assistant>"
+        for content in (None, 7, [{"type": "image_url", "image_url": {"url": "x"}}]):
+            bad = [{"role": "user", "content": content}]
+            assert (await ask(session, CHAT, chat(messages=bad)))[0] == 400
+        emptied = []
+        for arguments in ("{", "[]", "42", '"s"', "", None, [], 42):
+            broken = {**call, "function": {"name": "f", "arguments": arguments}}
+            bad = [messages[0], {"role": "assistant", "tool_calls": [broken]}]
+            _, other, _ = await ask(session, "/tokenize", {"messages": bad, "tools": TOOLS})
+            emptied.append(text_of(other["tokens"]))
     rendered = "[f]<user>go<assistant>!f=7<tool>49<assistant>fine<assistant>"
     assert text_of(answer["tokens"]) == rendered
-    assert (status, "the chat template refuses" in refused["error"]["message"]) == (400, True)
+    assert set(emptied) == {"[f]<user>go<assistant>!f=<assistant>"}
 
 
 @pytest.mark.parametrize(
