@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import numpy as np
 
 from tests.engine.policy_versions import PolicyVersions
 from tests.engine.tiny_families import make_family
+from weight_transfer.engine.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 
 PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -60,9 +63,9 @@ class Outcome:
 
 
 class Replica:
-    """A vLLM engine in this process, and its worker's weight methods."""
+    """A vLLM engine in this process, or with a process a rank, and its workers' weight methods."""
 
-    def __init__(self, folder: Path, family: str, *, updatable: bool) -> None:
+    def __init__(self, folder: Path, family: str, ranks: int = 1, *, updatable: bool) -> None:
         from vllm import LLM
 
         extension = "weight_transfer.vllm.worker.WeightWorker" if updatable else ""
@@ -75,15 +78,17 @@ class Replica:
             kv_cache_memory_bytes=96 << 20,
             max_model_len=256,
             max_num_seqs=8,
-            distributed_executor_backend=("vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp" if ranks > 1 else UNIPROC,
             logprobs_mode="processed_logprobs",
             seed=0,
             worker_extension_cls=extension,
             runner="pooling" if self._pooling else "generate",
         )
 
-    def call(self, method: str, *args: object) -> Any:
-        return self.engine.collective_rpc(f"rose_weights_{method}", args=args)[0]
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Return what each rank answers."""
+        return list(self.engine.collective_rpc(f"rose_weights_{method}", args=args))
 
     def answers(self) -> list[Any]:
         from vllm import SamplingParams
@@ -105,10 +110,11 @@ class Replica:
         ]
 
     def update(self, paths: dict[str, str], attempt: str) -> dict[str, Any]:
-        while not self.call("decode", [paths["manifest"]], paths["chunks"], attempt)["done"]:
-            pass
+        decode = ("decode", [paths["manifest"]], paths["chunks"], attempt)
+        while not all(answer["done"] for answer in self.call(*decode)):
+            time.sleep(0.01)
         self.call("load")
-        report: dict[str, Any] = self.call("commit")
+        report = merged(self.call("commit"))
         self.call("settle")
         return report
 
@@ -152,16 +158,23 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
-def outcome(family: str, folder: Path) -> Outcome:
-    """Start, update twice, plant a stale copy of each kind, compare with a fresh engine."""
-    result = Outcome(family)
+def outcome(name: str, folder: Path) -> Outcome:
+    """Start, update twice, plant a stale copy of each kind, compare with a fresh engine.
+
+    `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies.
+    """
+    result = Outcome(name)
+    family, _, suffix = name.partition("@")
+    ranks = int(suffix or 1)
     model = make_family(family, folder / "model")
     versions = PolicyVersions(folder / "versions", model)
-    replica = Replica(model, family, updatable=True)
+    replica = Replica(model, family, ranks, updatable=True)
     result.started = True
     before = replica.answers()
     try:
-        replica.call("init", str(model), versions.key.verify_key.hex, None, None)
+        (folder / "ranks").mkdir(mode=0o700)
+        place = str(folder / "ranks" / "engine") if ranks > 1 else None
+        replica.call("init", str(model), versions.key.verify_key.hex, None, place)
         for seed in (1, 2):
             report = replica.update(versions.next(changed(versions.active, seed)), f"a{seed}")
             if not (report["digest_ok"] and report["probe_ok"]):
@@ -173,17 +186,17 @@ def outcome(family: str, folder: Path) -> Outcome:
     after = replica.answers()
     assert after != before
     result.flipped = audit(replica)
-    result.missed = stale(replica, versions)
+    result.missed = stale(replica, versions) if ranks == 1 else []
     replica.close()
-    result.equal = after == fresh_answers(family, model, versions, folder / "fresh")
+    result.equal = after == fresh_answers(family, model, versions, folder / "fresh", ranks)
     return result
 
 
 def audit(replica: Replica) -> list[str]:
     from weight_transfer.engine.proof.probe import Part, judge
 
-    parts = replica.call("audit", 1 << 62, True)["parts"]
-    expected = replica.call("digests")
+    parts = [part for answer in replica.call("audit", 1 << 62, True) for part in answer["parts"]]
+    expected = replica.call("digests")[0]
     read = (Part(name, tuple(key), size, total) for name, key, size, total in parts)
     return list(judge(read, expected["digests"], expected["elements"]).flipped)
 
@@ -205,13 +218,15 @@ def stale(replica: Replica, versions: PolicyVersions) -> list[str]:
     return []
 
 
-def fresh_answers(family: str, model: Path, versions: PolicyVersions, folder: Path) -> list[Any]:
+def fresh_answers(
+    family: str, model: Path, versions: PolicyVersions, folder: Path, ranks: int
+) -> list[Any]:
     from safetensors.torch import save_file
 
     shutil.copytree(model, folder)
     tensors = {name: tensor_of(bits).clone() for name, bits in versions.active.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    engine = Replica(folder, family, updatable=False)
+    engine = Replica(folder, family, ranks, updatable=False)
     return engine.answers()
 
 

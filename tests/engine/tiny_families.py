@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
-    "deepseek-v2": ("DeepseekV2Config", {**_EXPERTS, **_LATENT, **_DEEPSEEK}),
+    "deepseek-v2": ("DeepseekV2Config", {**_EXPERTS, **_LATENT, **_DEEPSEEK, "n_group": 1}),
     "deepseek-v3": ("DeepseekV3Config", {**_EXPERTS, **_LATENT, **_DEEPSEEK, "n_group": 2}),
     "qwen3-next": (
         "Qwen3NextConfig",
