@@ -70,18 +70,20 @@ class SizedRequest(Protocol):
 
 
 def too_large(
-    requests: Iterable[SizedRequest], capacity_blocks: int, block_tokens: int, lookahead: int
+    requests: Iterable[SizedRequest],
+    capacity_blocks: int,
+    blocks_of: Callable[[int], int],
+    lookahead: int,
 ) -> list[str]:
-    """Ids of the requests whose tokens so far do not fit, were they alone in the guest.
+    """Return ids of the requests whose tokens so far do not fit, were they alone in the guest.
 
     What a request may still generate does not count: it may stop before that, and its tokens are
-    with its client already.
+    with its client already. `blocks_of` says how many blocks so many tokens need.
     """
-    capacity_tokens = capacity_blocks * block_tokens
     return [
         request.request_id
         for request in requests
-        if request.num_tokens + lookahead > capacity_tokens
+        if blocks_of(request.num_tokens + lookahead) > capacity_blocks
     ]
 
 

@@ -68,14 +68,34 @@ def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
     return sum(sizes)
 
 
+def blocks_of(
+    kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
+    vllm_config: Any,  # noqa: ANN401 -- vLLM's types
+    tokens: int,
+) -> int:
+    """Return the most blocks that one request of so many tokens holds, over all KV groups.
+
+    A group of a sliding window or of states holds no more than its kind of layer ever needs.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return sum(
+        min(
+            -(-tokens // spec.block_size),
+            -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes),
+        )
+        for spec in specs
+    )
+
+
 def kv_layout(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
 ) -> KvLayout | None:
-    """None where the memory is out of reach or blocks overlay each other (several KV groups)."""
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        return None
+    """Return None where memory is out of reach, or where blocks overlay each other or differ in
+    size (several KV groups, a draft model beside its target)."""
     layers = vllm_config.compilation_config.static_forward_context
+    if len(kv_cache_config.kv_cache_groups) != 1 or not _one_size(layers, kv_cache_config):
+        return None
     parts = [
         _by_configuration(tensor, layers, kv_cache_config)
         if hasattr(tensor, "layers")
@@ -127,6 +147,14 @@ def _storage_of(cache: Any, size: int | None = None) -> Storage | None:  # noqa:
     if size is not None and storage.nbytes() != size:
         return None
     return Storage(cache.device.type, storage.data_ptr(), storage.nbytes())
+
+
+def _one_size(layers: Mapping[str, Any], config: Any) -> bool:  # noqa: ANN401 -- vLLM's
+    """Return True if a block is equally large in all layers, and no larger than the group's."""
+    (group,) = config.kv_cache_groups
+    caches = [_cache_of([name], layers) for name in group.layer_names]
+    sizes = {cache.numel() * cache.element_size() for cache in caches if cache is not None}
+    return len(sizes) <= 1 and all(s <= config.num_blocks * _page_bytes(config) for s in sizes)
 
 
 def _page_bytes(config: Any) -> int:  # noqa: ANN401 -- vLLM's types
@@ -225,7 +253,7 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
     if layout is None:
         return (
             "the KV cache is out of this process's reach; run the worker in the engine core"
-            " (UniProcExecutor) and a model with one KV group"
+            " (UniProcExecutor) and a model with one KV group and layers of one page size"
         )
     # What ROSE reserved comes from a GPU's driver, whatever the engine computes on.
     device = layout.storages[0].device if reservation is None else CUDA

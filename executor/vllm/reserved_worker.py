@@ -5,6 +5,7 @@ worker asks for one allocation in which a block's layers are neighbours, and put
 its place; everything else is the stock worker's.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.bindings import open_driver
 from executor.cuda.reservation import as_tensor, whole
-from executor.engine_settings import EngineSettings
+from executor.engine_settings import HOST, EngineSettings
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_version
 from executor.vllm.guest.start_gate import GatedStart
 from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
+
+_log = logging.getLogger("vllm.rose.worker")
 
 
 class ReservedZeros(TorchFunctionMode):
@@ -60,18 +63,29 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """The stock worker's layouts, those first that make small granules; 0.32 asks for them."""
-        return block_outermost_first(super().get_supported_kv_cache_layouts())
+        layouts: list[str] = super().get_supported_kv_cache_layouts()
+        try:
+            return block_outermost_first(layouts)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the host starts
+            _host_goes_on(error)
+            return layouts
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 -- vLLM's type
         """Allocate the KV cache as vLLM does, in reserved memory.
 
-        Raises ExecutorError where that cannot be: an engine that was to give memory back must not
-        start as one that cannot.
+        A host that ROSE cannot reserve memory for gets vLLM's own, and a warning says why. A guest
+        must not start as an engine that cannot give memory back: raises ExecutorError.
         """
-        check_version()
-        config = packed(kv_cache_config)
-        size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
-        with ReservedZeros(size, self.device.type, lambda: self._reserved(size)) as zeros:
+        try:
+            check_version()
+            config = packed(kv_cache_config)
+            size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
+            memory = self._reserved(size)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the host starts
+            _host_goes_on(error)
+            super().initialize_from_config(kv_cache_config)
+            return
+        with ReservedZeros(size, self.device.type, lambda: memory) as zeros:
             super().initialize_from_config(config)
         if zeros.handed_out != 1:
             raise ExecutorError(
@@ -91,3 +105,10 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
         settings = EngineSettings.from_environ(os.environ)
         reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
         return as_tensor(whole(reservation), self.device)
+
+
+def _host_goes_on(error: Exception) -> None:
+    """Warn where the engine is a host, else raise `error`."""
+    if os.environ.get("ROSE_ROLE") != HOST:
+        raise error
+    _log.warning("KV memory is not reserved; the host serves on without lending it: %s", error)

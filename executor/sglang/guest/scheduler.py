@@ -206,7 +206,8 @@ class GuestScheduler:
             QueuedRequest(request.rid, len(request.origin_input_ids) + len(request.output_ids))
             for request in self._scheduler.waiting_queue
         ]
-        lost = set(too_large(waiting, self._pool.capacity_blocks, self._page_tokens, 1))
+        pages_of = lambda tokens: -(-tokens // self._page_tokens)  # noqa: E731
+        lost = set(too_large(waiting, self._pool.capacity_blocks, pages_of, 1))
         if not lost:
             return
         logger.info("%d requests do not fit the KV cap and are handed back", len(lost))

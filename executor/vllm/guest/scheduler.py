@@ -39,7 +39,7 @@ from executor.vllm.compat import (
     ended_requests,
     waiting_requests,
 )
-from executor.vllm.kv_backing import kv_pages
+from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 
 
@@ -149,7 +149,7 @@ class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are n
             lost = too_large(
                 waiting_requests(self),
                 self._kv.capacity_blocks,
-                self.block_size,
+                lambda tokens: blocks_of(self.kv_cache_config, self.vllm_config, tokens),
                 self.num_lookahead_tokens,
             )
             if lost:

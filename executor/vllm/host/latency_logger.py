@@ -1,11 +1,14 @@
 """Stat-logger plugin `rose_host`: each finished request's latencies, into a lane of the ring."""
 
 import logging
+import os
 import time
+from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page.seqlock_records import LatencyRecord
+from executor.engine_settings import HOST
 from executor.host.latency_writer import LatencyWriter
 from executor.vllm.compat import FinishedSurface, IterationSurface, client_request_id
 
@@ -26,12 +29,26 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
     )
 
 
+def warn_of_scheduler(chosen: object) -> None:
+    """Warn where a host's scheduler class is not ROSE's: nothing of it is on the page."""
+    name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", "vLLM's own")
+    bases = [base.__name__ for base in getattr(chosen, "__mro__", ())]
+    if "ObservedScheduler" not in [name.rpartition(".")[2], *bases]:
+        logger.warning(
+            "this host's scheduler is %s, so no guest can run beside it; start it with"
+            " --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler",
+            name,
+        )
+
+
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
     """Appends one record per finished request; inert unless ROSE_ROLE=host."""
 
-    def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
-        del vllm_config, engine_index
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401 -- vLLM's
+        del engine_index
         self._writer = LatencyWriter(logger)
+        if os.environ.get("ROSE_ROLE") == HOST and vllm_config is not None:
+            warn_of_scheduler(vllm_config.scheduler_config.scheduler_cls)
 
     def record(
         self,

@@ -164,6 +164,7 @@ def device_caches(config: KVCacheConfig, address: int, kind: str = "cuda") -> di
             shape=view.shape,
             stride=view.stride,
             element_size=view.element_size,
+            numel=view.numel,
             data_ptr=lambda: address + view.storage_offset(),
             untyped_storage=lambda: storage,
         )

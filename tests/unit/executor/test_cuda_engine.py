@@ -16,9 +16,16 @@ from executor.cuda.backing import CudaPages
 from executor.cuda.reservation import Reservation
 from executor.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
 from executor.kv.backing import Extent, NoPages
-from executor.vllm.kv_backing import block_outermost_first, check_views, kv_layout, kv_pages, packed
+from executor.vllm.kv_backing import (
+    block_outermost_first,
+    blocks_of,
+    check_views,
+    kv_layout,
+    kv_pages,
+    packed,
+)
 from executor.vllm.kv_block_pool import BalloonedPool
-from executor.vllm.reserved_worker import ReservedZeros
+from executor.vllm.reserved_worker import ReservedKvWorker, ReservedZeros
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 # K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …
@@ -149,6 +156,59 @@ def test_a_guest_shrinks_at_once_and_grows_when_the_memory_is_there() -> None:
     assert kv.mapped.granules_mapped == 8
     assert kv.mapped.bytes_mapped == size_of(config)
     reservation.close()
+
+
+@pytest.mark.parametrize("lacking", ["check_version", "packed", "open_driver"])
+def test_a_host_starts_on_vllms_own_memory_where_none_can_be_reserved(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from executor.vllm import reserved_worker
+
+    def refuse(*_: object) -> None:
+        raise ExecutorError(f"no {lacking}")
+
+    monkeypatch.setattr(reserved_worker, lacking, refuse)
+    allocated: list[object] = []
+    stock = "vllm.v1.worker.gpu_worker.Worker.initialize_from_config"
+    monkeypatch.setattr(stock, lambda _self, config: allocated.append(config))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    worker = ReservedKvWorker.__new__(ReservedKvWorker)
+    worker.device = torch.device("cuda")
+    config = kv_config(BLOCKS, WIDE)
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_CONTROL_PAGE", "/dev/shm/page")
+    with pytest.raises(ExecutorError, match=f"no {lacking}"):
+        worker.initialize_from_config(config)
+    monkeypatch.setenv("ROSE_ROLE", "host")
+    worker.initialize_from_config(config)
+    assert allocated == [config]
+    assert f"serves on without lending it: no {lacking}" in caplog.text
+
+
+def test_layers_of_two_page_sizes_are_not_taken_for_one_size() -> None:
+    config = kv_config(BLOCKS, WIDE)
+    page = WIDE.page_size_bytes
+    layers = {
+        name: torch.zeros((BLOCKS, size), dtype=torch.int8)
+        for name, size in (("layers.0", page), ("layers.1", page // 2))
+    }
+    assert kv_layout(engine(layers), config) is None
+    with pytest.raises(ExecutorError, match="layers of one page size"):
+        kv_pages(engine(layers), config, "madvise")
+
+
+def test_a_turn_needs_blocks_of_every_group() -> None:
+    """A window of 64 tokens and a state need no more blocks than they ever hold."""
+
+    def group(most: int) -> SimpleNamespace:
+        spec = SimpleNamespace(
+            block_size=16, page_size_bytes=100, max_memory_usage_bytes=lambda _limits: 100 * most
+        )
+        return SimpleNamespace(kv_cache_spec=spec)
+
+    config = SimpleNamespace(kv_cache_groups=[group(1024), group(5), group(1)])
+    needed = {1: 3, 17: 5, 16 * 1000: 1006}
+    assert {tokens: blocks_of(config, None, tokens) for tokens in needed} == needed
 
 
 def test_vllms_own_allocation_is_replaced_and_no_other(rows: None) -> None:
