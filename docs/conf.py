@@ -11,8 +11,8 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
-    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights models trainers"
-    " gpu-memory engines security",
+    "Use it": "demo node gateway scheduler control-plane capacity-policy client weights models"
+    " trainers gpu-memory engines security",
     "Operate it": "operators/*",
     "Understand it": "architecture lifecycle glossary contracts/README adr/README",
     "Measurements": "simulator evaluation bench bench-gateway gpu",

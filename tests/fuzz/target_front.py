@@ -28,6 +28,7 @@ from rose.integrations.front.settings import FrontSettings
 from rose.integrations.front.updates import CheckpointUpdates
 from rose.integrations.front.watch import CheckpointWatcher
 from rose.integrations.named_weights import Named
+from rose.process.http_port import guarded
 from tests.fuzz.target_gateway import Wire, answers_of
 
 ROUTES = (
@@ -161,7 +162,7 @@ class _Front:
         runner = web.AppRunner(server.application(), handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None
-        self.wire = Wire(server.guard(runner.server))
+        self.wire = Wire(guarded(runner.server, server.connections, server.answer))
 
 
 @functools.cache

@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FrontServer:
-    """Routes of one front. `sweep` it in a task; `guard` makes its connections."""
+    """Routes of one front. `sweep` it in a task."""
 
     def __init__(
         self,

@@ -136,12 +136,13 @@ class Member:
         raise AssertionError("never fetched")
 
     async def kill(self) -> None:
-        assert self._server._runner
-        runner, self._server._runner = self._server._runner, None
+        assert self._server._listening
+        port, self._server._listening = self._server._listening, None
+        port._unbind()
         if self._fetching:
             self._fetching.cancel()
         await self._session.close()
-        await asyncio.gather(self.fetcher.close(), abort(runner))
+        await asyncio.gather(self.fetcher.close(), abort(port._runner))
 
     async def end(self) -> None:
         await self.kill()
