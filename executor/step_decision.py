@@ -82,16 +82,6 @@ def decide(
     return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(_NO_SLACK)
 
 
-def may_use_idle_host(view: HostView, grant: Grant | None, now_ns: int, limits: GateLimits) -> bool:
-    """Return True if the host is idle and a live grant lets the guest compute.
-
-    For work of unknown length, which no slack can hold: an engine's start, new weights.
-    """
-    if grant is None or _refusal(grant, now_ns, limits) or view.doubt(now_ns):
-        return False
-    return view.state is not None and view.state.idle
-
-
 _STOPPING = {
     GrantMode.KILL: FreezeReason.KILLED,
     GrantMode.FREEZE: FreezeReason.FROZEN,

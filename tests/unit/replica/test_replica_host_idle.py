@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from executor import ControlPage, GrantMode
+from executor import ControlPage
 from rose.replica.control import GuestControl, HostBusyError, HostPatience
-from tests.seated_host import SeatedHost, granted
+from tests.seated_host import SeatedHost
 
 PATIENCE_S = 0.02
 
@@ -16,7 +16,7 @@ PATIENCE_S = 0.02
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPage:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    return granted(ControlPage.create(tmp_path / "page"))
+    return ControlPage.create(tmp_path / "page")
 
 
 async def test_an_idle_host_lets_the_switch_begin_at_once(page: ControlPage) -> None:
@@ -28,29 +28,6 @@ async def test_a_busy_host_gets_no_new_weights_beside_it(page: ControlPage) -> N
     SeatedHost(page).tell(running=1)
     with pytest.raises(HostBusyError, match="ask again later"):
         await GuestControl().wait_host_idle(PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "grant",
-    [
-        {"mode": GrantMode.FREEZE},
-        {"mode": GrantMode.DRAIN},
-        {"mode": GrantMode.KILL},
-        {"expiry_ns": 1},
-        {"heartbeat_ns": 1},
-        {"token_budget": 0, "max_sequences": 0},
-    ],
-    ids=str,
-)
-async def test_an_idle_host_gets_no_new_weights_beside_it_without_a_live_grant(
-    page: ControlPage, grant: dict[str, int]
-) -> None:
-    SeatedHost(page).tell()
-    granted(page, **grant)
-    with pytest.raises(HostBusyError, match="no grant"):
-        await GuestControl().wait_host_idle(PATIENCE_S)
-    granted(page)
-    await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_a_host_that_becomes_idle_lets_them_begin(page: ControlPage) -> None:
