@@ -53,7 +53,7 @@ class Wire:
         """All bytes of one request."""
         body = self.body(request_id, prompt, budget)
         head = (
-            f"POST {self.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"X-Session-ID: {session}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

@@ -54,7 +54,7 @@ class Caller:
         self._waiting = waiting
         self._data, self._wanted, self._leave_at = b"", -1, hang_up_at
         self._transport.write(
-            b"%b %b HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
+            b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (method.encode(), path.encode(), len(body), body)
         )
         timer = None
