@@ -190,6 +190,7 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
     yield config.kv_transfer_config, "disaggregated prefill and decode", "--kv-transfer-config"
     yield config.model_config.logits_processors, "custom samplers", "--logits-processors"
     yield config.lora_config, "LoRA adapters", "--enable-lora"
+    yield getattr(config, "diffusion_config", None), "diffusion", "the diffusion model"
 
 
 def check_features(config: Any) -> None:  # noqa: ANN401 -- vLLM's VllmConfig

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -41,6 +40,7 @@ from executor.vllm.compat import (
 )
 from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
+from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
 class AbortQueue:
@@ -64,7 +64,7 @@ class AbortQueue:
 logger = logging.getLogger("vllm.rose.guest")
 
 
-class GatedScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
+class GatedScheduler(ConfiguredScheduler):
     """Asks the gate before every step; a refusal makes an empty schedule.
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's

@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 
 from executor.control_page.host_description import HostDescription
@@ -22,19 +21,29 @@ from executor.step_log import StepLog
 from executor.vllm.compat import RequestSurface, StepSurface, check_version, own_devices
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.state_publisher import HostStatePublisher
+from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
-class ObservedScheduler(HostPlugin[HostStatePublisher], AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
+class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     """Publishes the host section at every change of queue and step; inert unless ROSE_ROLE=host.
 
-    AsyncScheduler is the base because a plain Scheduler would switch asynchronous scheduling off
-    where the platform has it; where it has not (CPU), it behaves as Scheduler does.
+    For a diffusion model it is vLLM's own scheduler of such models, and nothing is published.
     """
 
     # vLLM shows what its own loggers' children say.
     log = logging.getLogger("vllm.rose.host")
     running: list[Any]
     _pause_state: PauseState
+
+    def __new__(cls, vllm_config: Any, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        if getattr(vllm_config, "diffusion_config", None) is None:
+            return super().__new__(cls)
+        from vllm.v1.core.sched import diffusion_scheduler
+
+        cls.log.warning("a diffusion model's host is not observed; it serves on without ROSE")
+        name = "Async" * bool(vllm_config.scheduler_config.async_scheduling)
+        stock = getattr(diffusion_scheduler, f"Diffusion{name}Scheduler")
+        return stock(vllm_config, *args, **kwargs)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

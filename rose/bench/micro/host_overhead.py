@@ -234,6 +234,8 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
+            # vLLM switches it off on a CPU.
+            config.scheduler_config.async_scheduling = traffic.in_flight > 1
             engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
             if kind != "stock":

@@ -61,7 +61,7 @@ def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True
     model_config = ModelConfig(
         model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=512
     )
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model_config,
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
@@ -69,10 +69,12 @@ def vllm_config(model: Path, *, asynchronous: bool = False, caching: bool = True
             max_model_len=512,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=asynchronous,
         ),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=caching),
     )
+    # vLLM switches it off on a CPU.
+    config.scheduler_config.async_scheduling = asynchronous
+    return config
 
 
 def kv_config(

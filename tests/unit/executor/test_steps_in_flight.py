@@ -6,10 +6,11 @@ loop: at schedule() at most one step is in flight, after it two.
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_cases import BLOCK_TOKENS, GuestRig, guest_rig, undisturbed
+from kv_cases import BLOCK_TOKENS, GuestRig, guest_rig, host_rig, undisturbed
 from vllm.v1.request import RequestStatus
 
 from executor import GrantMode, GuestState
@@ -220,3 +221,31 @@ def test_a_grant_of_fewer_sequences_admits_nobody_and_stops_nobody(
         assert published(rig).running <= 2
     assert published(rig).running == 2
     finish(rig, prompts)
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(1, 0), (2, 1)])
+def test_a_token_is_scheduled_before_the_last_is_known_only_where_vllm_is_asynchronous(
+    depth: int, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest = guest_rig(tmp_path, monkeypatch, depth=depth)
+    guest.add("one", prompt_of(random.Random(5), 40), TOKENS)
+    assert [schedule(guest), schedule(guest)] == [40, ahead]
+    (tmp_path / "host").mkdir()
+    host = host_rig(tmp_path / "host", monkeypatch, level="observe", depth=depth)
+    host.add("one", prompt_of(random.Random(5), 40), TOKENS)
+    steps = [host.scheduler.schedule() for _ in range(2)]
+    assert [step.total_num_scheduled_tokens for step in steps] == [40, ahead]
+
+
+def test_a_diffusion_host_is_vllms_own_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched import diffusion_scheduler
+
+    from executor.vllm.host.scheduler import ObservedScheduler
+
+    kind = type("Stock", (), {"__init__": lambda self, config, **more: None})
+    monkeypatch.setattr(diffusion_scheduler, "DiffusionScheduler", kind)
+    config = SimpleNamespace(
+        diffusion_config=object(), scheduler_config=SimpleNamespace(async_scheduling=False)
+    )
+    made: object = ObservedScheduler(vllm_config=config, kv_cache_config=None)
+    assert type(made) is kind
