@@ -151,6 +151,8 @@ def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
         block_size=BLOCK_TOKENS,
     ).create_engine_config()
     made.cache_config.num_gpu_blocks = 1 << 18
+    # vLLM switches it off on a CPU.
+    made.scheduler_config.async_scheduling = True
     return made
 
 
@@ -234,8 +236,6 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            # vLLM switches it off on a CPU.
-            config.scheduler_config.async_scheduling = traffic.in_flight > 1
             engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
             if kind != "stock":
