@@ -259,7 +259,10 @@ def main(folder: Path, families: list[str]) -> None:
             shutil.rmtree(work)
             (folder / f"{family}.json").write_text(json.dumps(asdict(result)))
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            ended = Outcome(family, refused=f"its process ended with {status}")
+            (folder / f"{family}.json").write_text(json.dumps(asdict(ended)))
 
 
 if __name__ == "__main__":

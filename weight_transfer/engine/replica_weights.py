@@ -338,11 +338,16 @@ def map_engine(
     engine: EngineModel, base: Mapping[str, TensorBits]
 ) -> tuple[LoaderMap, LayerPlan | None]:
     """Trace the engine's own loader and prove the map against its live parameters."""
-    traced = engine.skeleton(torch.device("meta"))
+    layerwise = engine.layerwise
+    try:
+        traced = engine.skeleton(torch.device("meta"))
+    except NotImplementedError:
+        # Its constructor computes with tensors (slopes of ALiBi), which have no data there.
+        traced, layerwise = engine.skeleton(engine.device), False
     trace = trace_loader(traced, base)
 
     def fresh() -> torch.nn.Module:
         return load_fresh(engine, base, overlay(base, {}))
 
-    plan = LayerPlan.of(trace, traced, engine.model) if engine.layerwise else None
+    plan = LayerPlan.of(trace, traced, engine.model) if layerwise else None
     return LoaderMap.prove(engine.model, trace, base, fresh), plan
