@@ -99,10 +99,10 @@ def _changed(weight: torch.Tensor, places: list[int]) -> Iterator[None]:
 
 
 def _other(old: torch.Tensor) -> torch.Tensor:
-    """Return weights of the other sign, one for zero; integers with every second bit flipped."""
+    """Return weights of the other sign and larger, one for zero; integers, other bits."""
     import torch
 
     if old.is_floating_point() and old.element_size() > 1:
-        return torch.where(old == 0, torch.ones_like(old), -old)
+        return torch.where(old == 0, torch.ones_like(old), -8 * old)
     bits = old.view(torch.uint8)
     return (bits ^ (0x80 if old.is_floating_point() else 0x55)).view(old.dtype)
