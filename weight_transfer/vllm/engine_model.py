@@ -92,6 +92,7 @@ class VllmProber:
         if not self._groups:
             raise ProbeError("the engine has no KV cache yet; initialise weights after its start")
         self._tokens = probe_prompt(self._config.model_config.get_vocab_size())
+        self._media = _media(runner)
         self._blocks = {
             name: 2 + (len(self._tokens) - 1) // _block_size(group)
             for group in self._groups
@@ -101,7 +102,8 @@ class VllmProber:
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
         """Return what `model` computes now: the probe's logits [tokens, vocabulary].
 
-        A pooling model has none: its hidden states and its poolers' outputs [numbers] instead.
+        A model with images or sound adds what its encoders make of a dummy of each [numbers]. A
+        pooling model has hidden states and its poolers' outputs [numbers] instead of logits.
         """
         import torch
         from vllm.forward_context import set_forward_context
@@ -122,12 +124,14 @@ class VllmProber:
                 metadata, config, num_tokens=count, slot_mapping=slots, skip_compiled=True
             ),
         ):
-            hidden = model(input_ids=tokens, positions=rotary)
+            called: Any = model
+            hidden = called(input_ids=tokens, positions=rotary)
             if config.model_config.runner_type == "pooling":
-                return _pooled(model, config.model_config, hidden, tokens)
-            compute: Any = model.compute_logits
-            logits: torch.Tensor = compute(hidden).clone()
-        return logits
+                found = [hidden, *_pooled(called, config.model_config, hidden, tokens)]
+            else:
+                found = [called.compute_logits(hidden)]
+            found += [part for batch in self._media for part in called.embed_multimodal(**batch)]
+            return found[0].clone() if len(found) == 1 else _flat(found)
 
     def _attention(self, positions: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return metadata and slots by layer: one new sequence, from block 1 on.
@@ -225,14 +229,29 @@ def _cached(layer: Any) -> bool:  # noqa: ANN401 -- vLLM's
     return any(state.numel() for state in states)
 
 
-def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 -- vLLM's
-    """Return hidden states and the outputs of each pooler, flat, in float32."""
+def _media(runner: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's model runner
+    """Return a dummy input of each encoder that `runner` has: an image, or a video, and sound."""
+    budget = getattr(runner, "mm_budget", None)
+    served = budget.mm_max_toks_per_item if budget is not None else {}
+    seen = next((kind for kind in ("image", "video") if kind in served), None)
+    return [runner._get_mm_dummy_batch(k, 1) for k in served if k == seen or k == "audio"]
+
+
+def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return all numbers of `parts` in float32, which holds every bfloat16 and float16."""
+    import torch
+
+    return torch.cat([part.flatten().float() for part in parts])
+
+
+def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401 -- vLLM's
+    """Return the outputs of each of a model's poolers."""
     import torch
     from vllm.pooling_params import PoolingParams
     from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
     count = len(tokens)
-    found = [hidden]
+    found: list[torch.Tensor | None] = []
     for task in sorted(model.pooler.get_supported_tasks()):
         params = PoolingParams(task=task)
         params.verify(config)
@@ -247,4 +266,4 @@ def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> torch
         )
         metadata.build_pooling_cursor(lengths.numpy(), seq_lens_cpu=lengths, device=hidden.device)
         found += model.pooler(hidden_states=hidden, pooling_metadata=metadata)
-    return torch.cat([part.flatten().float() for part in found if part is not None])
+    return [part for part in found if part is not None]

@@ -54,8 +54,7 @@ def insist_on_sight(
         else:
             raise ProbeError(
                 f"the engine does not compute with {name} where it lies in memory, so no update of "
-                "it could be proven: serve the model without images, and weights that the engine "
-                "does not pack"
+                "it could be proven: serve weights in a format that the engine does not pack"
             )
     with ExitStack() as changes:
         for name, places in seen:
