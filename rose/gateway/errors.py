@@ -12,6 +12,7 @@ RefusedError
     ├── BodyTooSlow            408
     ├── BodyTooLarge           413
     ├── BodyEncoded            415
+    ├── EnginesEnded           422
     ├── QueueFull              429, Retry-After
     ├── NoReplica              503, Retry-After
     └── DeadlinePassed         504
@@ -107,6 +108,13 @@ class BodyEncoded(TurnError):  # noqa: N818 - a state, as in the tree above
 
     status = 415
     kind = "UnsupportedMediaTypeError"
+
+
+class EnginesEnded(TurnError):  # noqa: N818 - a state, as in the tree above
+    """Engines ended at the turn's prompt, one after the other: another one may end as well."""
+
+    status = 422
+    kind = "UnprocessableEntityError"
 
 
 class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above

@@ -7,6 +7,7 @@ import msgspec
 from elastic_scheduler import Attempt
 from rose.contract.replica import StreamLine
 from rose.errors import RoseError
+from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
 
@@ -43,9 +44,31 @@ class ReplicaBackend(Protocol):
         ...
 
 
-def fault_text(raw: msgspec.Raw) -> str:
-    """An error as a replica wrote it, short enough for a log."""
-    return bytes(raw)[:500].decode("utf-8", "replace")
+class _Fault(msgspec.Struct, gc=False):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+# A slow request, an id that the engine still knows, too many requests: not the caller's faults.
+_OWN_FAULTS = frozenset({408, 409, 429})
+_decode_fault = msgspec.json.Decoder(_Fault).decode
+
+
+def error_line(raw: msgspec.Raw) -> StreamLine:
+    """Return the last line of a stream that ends with the error object of OpenAI's API.
+
+    Raises BadRequest where the error is the caller's.
+    """
+    fault = _decode_fault(raw)
+    refuse(fault.code, fault.message, fault.param)
+    return StreamLine(finish_reason="error", message=bytes(raw)[:500].decode("utf-8", "replace"))
+
+
+def refuse(code: int | str | None, message: str | None, param: str | None = None) -> None:
+    """Raise BadRequest for a status that says that the request itself is wrong."""
+    if isinstance(code, int) and 400 <= code < 500 and code not in _OWN_FAULTS:
+        raise BadRequest(f"refuses the turn: {message or code}", param)
 
 
 class Lines:

@@ -9,7 +9,7 @@ import msgspec
 from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
-from rose.gateway.backends.base import BackendError, Lines, fault_text
+from rose.gateway.backends.base import BackendError, Lines, error_line, refuse
 from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
@@ -47,6 +47,7 @@ class _Body(msgspec.Struct, gc=False):
 class _Finish(msgspec.Struct, gc=False):
     type: str = ""
     message: str | None = None
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct, gc=False):
@@ -134,7 +135,7 @@ class _Reader:
 
     def _line(self, event: _Event) -> StreamLine:
         if bytes(event.error):
-            return StreamLine(finish_reason="error", message=fault_text(event.error))
+            return error_line(event.error)
         meta = event.meta_info
         new = meta.completion_tokens - self._seen
         if not 0 <= new <= min(len(event.output_ids), len(meta.output_token_logprobs)):
@@ -145,6 +146,8 @@ class _Reader:
         if [row[1] for row in rows] != tokens:
             raise BackendError("its logprobs are of other tokens than its output")
         finish = meta.finish_reason
+        if finish is not None:
+            refuse(finish.status_code, finish.message)
         return StreamLine(
             tokens,
             [float("nan") if row[0] is None else row[0] for row in rows],

@@ -10,7 +10,7 @@ import msgspec
 from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import StreamLine, StructuredOutputs
-from rose.gateway.backends.base import BackendError, Lines, fault_text
+from rose.gateway.backends.base import BackendError, Lines, error_line
 from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import TurnRequest
 
@@ -115,7 +115,7 @@ class _Reader:
 
 def _line(event: _Event) -> StreamLine:
     if bytes(event.error):
-        return StreamLine(finish_reason="error", message=fault_text(event.error))
+        return error_line(event.error)
     if not event.choices:
         return StreamLine()
     choice = event.choices[0]

@@ -25,6 +25,7 @@ from rose.tracing.spans import Attributes
 REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
+ENGINE_FAILED = 500
 UNAVAILABLE = 503
 NOT_FOUND = 404
 TOO_OLD = (
@@ -66,6 +67,7 @@ class AttemptStream:
         "_reader",
         "_spans",
         "_status",
+        "engine_ended",
         "outcome",
     )
 
@@ -93,6 +95,8 @@ class AttemptStream:
         self._prompt_seen = False
         self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
+        # The replica had the request, and hung up before it sent a token.
+        self.engine_ended = False
 
     async def run(self, upstream: Upstream) -> Ending:
         """Stream the answer into the journal; how it ended and, in words, why.
@@ -141,6 +145,8 @@ class AttemptStream:
     def ended(self, error: Exception | None) -> None:
         if self._over.done():
             return
+        never_asked = isinstance(error, (ConnectionRefusedError, TimeoutError))
+        self.engine_ended = self._status in (0, OK, ENGINE_FAILED) and not never_asked
         text = self._fault.decode("utf-8", "replace")
         if self._status == NOT_FOUND and self._copy.request.sampling.asks_more:
             self._over.set_result(BadRequest(TOO_OLD.format(self._live.entry.id)))
@@ -221,6 +227,10 @@ class AttemptStream:
                     break
         except ATTEMPT_FAILURES as error:
             self._over.set_result(_broken(error))
+        except BadRequest as error:
+            known = KNOWN_ID.search(str(error))
+            refusal = BadRequest(f"{self._live.entry.id} {error}", error.param)
+            self._over.set_result((End.BROKEN, str(error)) if known else refusal)
         self._race.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
@@ -242,6 +252,7 @@ class AttemptStream:
         end = ENDS.get(line.finish_reason, End.BROKEN)
         if end is End.FINISHED:
             return self._finish(line.finish_reason)
+        self.engine_ended = end is End.BROKEN
         self._over.set_result((end, line.message or line.finish_reason))
         return True
 

@@ -23,7 +23,14 @@ from elastic_scheduler import (
 )
 from rose.gateway.backends.batches import TurnBatches
 from rose.gateway.backends.http_pool import Upstream
-from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica, TurnAborted, TurnError
+from rose.gateway.errors import (
+    BadRequest,
+    DeadlinePassed,
+    EnginesEnded,
+    NoReplica,
+    TurnAborted,
+    TurnError,
+)
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
@@ -32,6 +39,9 @@ from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tracing import NO_SPANS, Span, Spans
+
+MOST_ENGINES_ENDED = 2
+"""Engines that may end at a turn before its first token, for it may be what ends them."""
 
 
 class TurnRunner:
@@ -111,6 +121,7 @@ class TurnRunner:
     async def _work(self, race: Race, copy: TurnCopy) -> None:
         """Attempt after attempt, until the copy is whole, or another one goes on without it."""
         journal = copy.journal
+        engines_ended = 0
         while True:
             live = await self._place_of(copy)
             copy.belongs_to(live)
@@ -126,6 +137,12 @@ class TurnRunner:
             if isinstance(attempt.outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(attempt.outcome, Continue)
+            engines_ended += attempt.engine_ended and not journal.generated
+            if engines_ended == MOST_ENGINES_ENDED:
+                raise EnginesEnded(
+                    f"{engines_ended} replicas ended before this turn's first token, the last:"
+                    f" {live.entry.id}: {reason}; it is not sent to another one"
+                )
             copy.avoid = live.entry.id
             self._note_continuation(copy.request.request_id, live, end, reason, journal)
             if copy.request.sampling.counts_output:

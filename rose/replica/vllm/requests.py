@@ -82,7 +82,7 @@ class EngineRequest:
         trace: TraceContext | None = None,
     ) -> Self:
         """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
-        _check_stops(engine, body.sampling)
+        _check_ids(engine, body)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
         began, salt = ages.current, ages.salted(body.cache_salt)
         try:
@@ -178,19 +178,25 @@ def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa:
     return {"trace_headers": trace.headers()} if sends else {}
 
 
-def _check_stops(engine: Any, sampling: Sampling) -> None:  # noqa: ANN401 - AsyncLLM
-    """Refuse what would end the engine: before `min_tokens` vLLM masks every stop by index."""
-    if not sampling.min_tokens:
-        return
+def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - AsyncLLM
+    """Refuse token ids that would end the engine, which looks them up without a check.
+
+    vLLM checks those of a prompt and `allowed_token_ids` only where it has a tokenizer, and masks
+    every stop by index before `min_tokens`.
+    """
     size: int = engine.model_config.get_vocab_size()
-    end = engine.renderer.get_eos_token_id()
-    stops = [*(sampling.stop_token_ids or ()), *(() if end is None else (end,))]
-    outside = [token for token in stops if not 0 <= token < size]
-    if outside:
-        raise RequestRefusedError(
-            _BAD_REQUEST,
-            f"min_tokens needs stops inside the vocabulary of {size} tokens, not {outside[0]}",
-        )
+    sampling = body.sampling
+    named = {"token_ids": body.token_ids, "allowed_token_ids": sampling.allowed_token_ids or ()}
+    if sampling.min_tokens:
+        end = engine.renderer.get_eos_token_id()
+        ends = () if end is None else (end,)
+        named["min_tokens with stop_token_ids"] = [*(sampling.stop_token_ids or ()), *ends]
+    for field, ids in named.items():
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            outside = next(token for token in ids if not 0 <= token < size)
+            raise RequestRefusedError(
+                _BAD_REQUEST, f"{field}: {outside} is not one of the vocabulary's {size} tokens"
+            )
 
 
 def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs

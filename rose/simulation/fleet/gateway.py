@@ -96,6 +96,7 @@ class ModelledAttempt:
         self._seen = 0
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
+        self.engine_ended = False
         request_id = copy.request.request_id
         asked = gateway.asked[request_id.partition(".copy")[0]]
         self._sequence = Sequence(

@@ -19,6 +19,7 @@ class StandInEngine:
         self.delay_s = delay_s
         self.stop_after: int | None = None
         self.break_after: int | None = None
+        self.error: dict[str, Any] | None = None
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
         self.live = 0
@@ -55,6 +56,10 @@ class StandInEngine:
         await response.prepare(http)
         self.live += 1
         try:
+            if self.error is not None:
+                await response.write(b"data: " + json.dumps({"error": self.error}).encode())
+                await response.write(b"\n\n")
+                return response
             prompt, budget = self._wanted(asked)
             tokens = [prompt[-1] + 1 + i for i in range(budget)]
             for i in range(budget):

@@ -176,3 +176,22 @@ async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_rea
             assert other.status().usable == 1
             one.mad = False
             await until(lambda: other.status().usable == 2)
+
+
+@pytest.mark.parametrize("engine", [StandInVllm(), StandInSglang()])
+@pytest.mark.parametrize("code", [400, 404, 422])
+async def test_what_an_engine_refuses_in_its_stream_is_the_callers_fault(
+    engine: StandInEngine, code: int
+) -> None:
+    async with (
+        engine,
+        attached(engine.url) as gw,
+        aiohttp.ClientSession(base_url(gw)) as session,
+    ):
+        asked = len(engine.requests)
+        engine.error = {"message": "token 9 is out of vocabulary", "code": code}
+        status, answer, _ = await ask(session, VLLM, vllm_body(10))
+        assert (status, len(engine.requests)) == (400, asked + 1)
+        assert "refuses the turn: token 9 is out of vocabulary" in answer["error"]["message"]
+        engine.error = None
+        assert (await ask(session, VLLM, vllm_body(10)))[0] == 200, "it is not set aside"

@@ -72,3 +72,20 @@ async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice(
             assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
     assert len(hung.requests) == sent, "a moment later it still rests"
     assert all(answer["attempts"] <= 2 for _, answer, _ in answers)
+
+
+async def test_a_turn_at_which_two_engines_ended_is_not_sent_to_a_third() -> None:
+    """Before its first token: what ends engines may be the turn itself."""
+    async with StandInReplica() as one, StandInReplica() as two, StandInReplica() as third:
+        rows = entry(one, "a", decode_tok_s=9e5), entry(two, "b", decode_tok_s=9e4)
+        one.break_after = two.break_after = 0
+        async with (
+            gateway_with(*rows, entry(third, "c", decode_tok_s=1.0)) as gw,
+            aiohttp.ClientSession(base_url(gw)) as http,
+        ):
+            status, answer, _ = await ask(http, VLLM, vllm_body(2))
+            assert (status, third.requests) == (422, [])
+            assert "2 replicas ended before this turn's first token" in answer["error"]["message"]
+            one.break_after = two.break_after = 1
+            status, answer, _ = await ask(http, VLLM, vllm_body(3))
+            assert (status, answer["choices"][0]["token_ids"]) == (200, [101, 102, 103])

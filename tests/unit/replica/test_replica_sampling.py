@@ -167,3 +167,22 @@ async def test_models_that_are_not_generative_serve_the_job_of_the_lease(
     }
     await AccessFilter(vllm)(scope, None, send)
     assert said == [status]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"token_ids": [1, 2**31 - 1]}, "token_ids: 2147483647 is not one of"),
+        ({"sampling": {"allowed_token_ids": [5, 4_000_000]}}, "allowed_token_ids: 4000000"),
+        ({"sampling": {"min_tokens": 2, "stop_token_ids": [4_000_000]}}, "stop_token_ids: 4000000"),
+    ],
+)
+async def test_ids_outside_the_vocabulary_never_reach_the_engine(
+    change: dict[str, Any], named: str
+) -> None:
+    engine, app = served()
+    refused = exchange(app, PATH, body() | change)
+    await refused.done()
+    assert refused.status == 400
+    assert named in refused.received.decode()
+    assert not engine.parameters
