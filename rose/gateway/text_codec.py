@@ -59,6 +59,7 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: bytes = b"null"
+    documents: list[dict[str, str]] | None = None
 
 
 def _quiet(event: str, **fields: object) -> None:
@@ -159,7 +160,8 @@ class TextCodec:
         """
         if self._template is None:
             raise BadRequest("this tokenizer has no chat template: use /v1/completions")
-        self._check_chars(len(messages) + len(options.tools))
+        documents = sum(len(t) for each in options.documents or () for t in each.values())
+        self._check_chars(len(messages) + len(options.tools) + documents)
         job = Chat(
             messages,
             dict(options.variables),
@@ -167,6 +169,7 @@ class TextCodec:
             options.continue_final_message,
             strings,
             options.tools,
+            options.documents,
         )
         done = await self._run(job)
         return unpacked(done.token_ids[0]), done.strings

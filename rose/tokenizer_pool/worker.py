@@ -8,7 +8,6 @@ soon.
 
 import json
 import os
-import re
 import resource
 import signal
 import struct
@@ -27,11 +26,9 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from rose.tokenizer_pool.conversation import TemplateError, conversation_of, takes_parts
+
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-
-
-class TemplateError(ValueError):
-    """A conversation that the template does not take."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -69,15 +66,15 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def compile_template(text: str) -> jinja2.Template:
-    """A template in the sandbox that chat templates are written for."""
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Return the sandbox that chat templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(text)
+    return environment
 
 
 def render(
@@ -89,6 +86,7 @@ def render(
     continue_final_message: bool,
     max_chars: int,
     tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, str]] | None = None,
 ) -> str:
     """The prompt of a conversation. Raises TemplateError, or whatever the template raises."""
     final = ""
@@ -100,7 +98,7 @@ def render(
     for piece in template.generate(
         messages=messages,
         tools=tools,
-        documents=None,
+        documents=documents,
         add_generation_prompt=add_generation_prompt,
         **variables,
     ):
@@ -176,6 +174,7 @@ class Chat(msgspec.Struct, tag=True):
     continue_final_message: bool = False
     strings: bool = False
     tools: bytes = b"null"
+    documents: list[dict[str, str]] | None = None
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -263,60 +262,6 @@ def frame(message: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-# Templates that go through a message's parts take them as they are.
-_PARTS = re.compile(r"\{%-?\s*for\s+\w+\s+in\s+[^%]*content")
-
-
-def _with_text(message: dict[str, Any], parts: bool) -> dict[str, Any]:
-    """Return a message whose content is text, as vLLM joins it. Raises TemplateError."""
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise TemplateError("every message needs a role, which is text")
-    if content is None and role == "user":
-        raise TemplateError("content of a user's message is missing: send text")
-    if content is None:
-        return {**message, "content": ""}
-    if isinstance(content, str) or (parts and isinstance(content, list)):
-        return message
-    if not isinstance(content, list):
-        raise TemplateError("content is text or a list of text parts")
-    texts = [part if isinstance(part, str) else _part_text(part) for part in content]
-    return {**message, "content": "\n".join(texts)}
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise TemplateError("content has a part that is not text: this gateway takes text alone")
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments; what is not an object is empty, as in vLLM, or no turn follows."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with what templates rely on: text as content, arguments of calls as objects."""
-    calls = message.get("tool_calls")
-    if message.get("role") != "assistant" or not isinstance(calls, list):
-        return message
-    message = {**message, "content": message.get("content") or "", "tool_calls": deepcopy(calls)}
-    if not calls:
-        # A template may take an empty list for calls.
-        del message["tool_calls"]
-    for call in calls and message["tool_calls"]:
-        function = call["function"]
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = _arguments(function["arguments"])
-        elif not isinstance(function.get("arguments"), dict):
-            function["arguments"] = {}
-    return message
-
-
 MAX_REASON_CHARS = 300
 
 
@@ -326,7 +271,12 @@ class TextService:
     def __init__(self, setup: Setup) -> None:
         self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
         self._setup = setup
-        self._template = None if setup.template is None else compile_template(setup.template)
+        self._template: jinja2.Template | None = None
+        if setup.template is not None:
+            environment = template_environment()
+            self._template = environment.from_string(setup.template)
+            self._parts = takes_parts(environment.parse(setup.template))
+            self._developer = any(f"{q}developer{q}" in setup.template for q in "'\"")
 
     def answer(self, job: TextJob) -> Done | Refused:
         """A job's answer; whatever it raises is a refusal."""
@@ -354,11 +304,10 @@ class TextService:
     def _rendered(self, job: Chat) -> str:
         if self._template is None:
             raise ValueError("this tokenizer has none: use /v1/completions")
-        messages = msgspec.json.decode(job.messages, type=list[dict[str, Any]])
-        parts = _PARTS.search(self._setup.template or "") is not None
-        messages = [_as_templates_take_it(_with_text(message, parts)) for message in messages]
-        if not messages:
+        given = msgspec.json.decode(job.messages, type=list[Any])
+        if not given:
             raise ValueError("messages is empty: send at least one")
+        messages = conversation_of(given, as_parts=self._parts, developer=self._developer)
         return render(
             self._template,
             messages,
@@ -367,6 +316,7 @@ class TextService:
             continue_final_message=job.continue_final_message,
             max_chars=self._setup.max_chars,
             tools=msgspec.json.decode(job.tools),
+            documents=job.documents,
         )
 
 

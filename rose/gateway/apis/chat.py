@@ -6,6 +6,7 @@ may call tools are answered when they are whole, streams too.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -24,10 +25,24 @@ from rose.gateway.apis.tools import (
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ChatOptions, ServedModel
-from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, sample_of
+from rose.gateway.turns.request import (
+    NOTHING,
+    TurnRequest,
+    origin_of,
+    refuse_unsupported,
+    sample_of,
+)
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tokenizer_pool.worker import Variable
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Without a reasoning parser, which the gateway does not have, `include_reasoning` changes nothing.
+NEUTRAL: Mapping[str, object] = {
+    "add_special_tokens": False,
+    "media_io_kwargs": None,
+    "mm_processor_kwargs": None,
+    "return_prompt_text": False,
+}
 MAX_VARIABLES = 32
 MAX_VARIABLE_CHARS = 4_096
 # Fields of their own, or options of the tokenizer that would change what is done with the prompt.
@@ -56,9 +71,14 @@ def chat_options(
     add_generation_prompt: bool,
     continue_final_message: bool,
     tools: bytes | None = None,
+    documents: list[dict[str, str]] | None = None,
+    reasoning_effort: str | None = None,
 ) -> ChatOptions:
     """Raises BadRequest for variables that are none of the template's."""
-    given = variables or {}
+    given = dict(variables or {})
+    if reasoning_effort is not None:
+        given.setdefault("enable_thinking", reasoning_effort != "none")
+        given["reasoning_effort"] = reasoning_effort
     if len(given) > MAX_VARIABLES:
         raise _refused(f"at most {MAX_VARIABLES} variables")
     for name, value in given.items():
@@ -75,6 +95,7 @@ def chat_options(
         add_generation_prompt and not continue_final_message,
         continue_final_message,
         tools or b"null",
+        documents,
     )
 
 
@@ -95,6 +116,13 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
     continue_final_message: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = True
+    add_special_tokens: bool | None = False
+    media_io_kwargs: msgspec.Raw = NOTHING
+    mm_processor_kwargs: msgspec.Raw = NOTHING
+    return_prompt_text: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -157,12 +185,15 @@ class ChatFrontend:
             asked.add_generation_prompt is not False,
             bool(asked.continue_final_message),
             tools,
+            asked.documents,
+            asked.reasoning_effort,
         )
         return (await codec.chat(bytes(asked.messages), options))[0]
 
 
 def _check(asked: _Body, max_completions: int) -> None:
     asked.check(max_completions)
+    refuse_unsupported(asked, NEUTRAL)
     if asked.parallel_tool_calls is False:
         raise BadRequest(
             "parallel_tool_calls: how many tools are called, the policy decides; leave it out",

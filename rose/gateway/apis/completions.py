@@ -34,7 +34,22 @@ NEUTRAL: Mapping[str, object] = {
     "logit_bias": None,
     "bad_words": None,
     "truncate_prompt_tokens": None,
+    "truncation_side": None,
     "echo": False,
+    "best_of": 1,
+    "logits_processors": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "watermarking": False,
+    "spaces_between_special_tokens": True,
+    "stream_interval": 1,
+    "prompt_embeds": None,
+    "return_token_offsets": False,
+    "routed_experts_prompt_start": 0,
+    "return_mm_kwargs": False,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "vllm_xargs": None,
 }
 
 
@@ -77,7 +92,22 @@ class OpenAIBody(TurnFields, gc=False):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     echo: bool | None = False
+    best_of: int | None = None
+    logits_processors: msgspec.Raw = NOTHING
+    thinking_token_budget: int | None = None
+    repetition_detection: msgspec.Raw = NOTHING
+    watermarking: bool | None = None
+    spaces_between_special_tokens: bool | None = True
+    stream_interval: int | None = None
+    prompt_embeds: msgspec.Raw = NOTHING
+    return_token_offsets: bool | None = False
+    routed_experts_prompt_start: int | None = 0
+    return_mm_kwargs: bool | None = None
+    kv_transfer_params: msgspec.Raw = NOTHING
+    ec_transfer_params: msgspec.Raw = NOTHING
+    vllm_xargs: msgspec.Raw = NOTHING
 
     def check(self, most: int) -> None:
         """Raise BadRequest for what rollout replicas cannot do, and for over `most` samples."""

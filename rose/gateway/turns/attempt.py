@@ -25,7 +25,6 @@ from rose.tracing.spans import Attributes
 REST_OF_ANSWER_S = 1.0
 # What a replica says about the request itself: another replica would say the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
-ENGINE_FAILED = 500
 UNAVAILABLE = 503
 NOT_FOUND = 404
 TOO_OLD = (
@@ -146,7 +145,7 @@ class AttemptStream:
         if self._over.done():
             return
         never_asked = isinstance(error, (ConnectionRefusedError, TimeoutError))
-        self.engine_ended = self._status in (0, OK, ENGINE_FAILED) and not never_asked
+        self.engine_ended = self._status in (0, OK) and not never_asked
         text = self._fault.decode("utf-8", "replace")
         if self._status == NOT_FOUND and self._copy.request.sampling.asks_more:
             self._over.set_result(BadRequest(TOO_OLD.format(self._live.entry.id)))

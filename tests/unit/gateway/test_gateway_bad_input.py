@@ -146,3 +146,23 @@ async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
             assert gw.status().live_turns == {"guest-0": 0}
             for writer in (whole, half, garbage):
                 writer.close()
+
+
+# The first two change nothing in vLLM either: names of users, and penalties of beam search. The
+# third says how images are given back, of which there are none.
+IGNORED = {"user", "length_penalty", "mm_payload"}
+
+
+def test_every_field_that_vllm_reads_is_read_or_refused() -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    from rose.gateway.apis import chat, completions
+
+    for theirs, ours in (
+        (ChatCompletionRequest, chat._Body),
+        (CompletionRequest, completions._Body),
+    ):
+        unread = set(theirs.model_fields) - set(ours.__struct_fields__) - IGNORED
+        assert not unread, f"{theirs.__name__}: dropped in silence"

@@ -6,7 +6,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from rose.tokenizer_pool.worker import TemplateError, compile_template, render
+from rose.tokenizer_pool.conversation import TemplateError
+from rose.tokenizer_pool.worker import render, template_environment
 
 TEMPLATES = {
     "plain": "{% for m in messages %}<{{ m.role }}>\n  {{ m.content | trim }}\n{% endfor %}"
@@ -28,7 +29,7 @@ VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "thinking": True}
 
 def ours(template: str, talk: list[dict[str, Any]], continues: bool, max_chars: int = 9_999) -> str:
     return render(
-        compile_template(template),
+        template_environment().from_string(template),
         json.loads(json.dumps(talk)),
         VARIABLES,
         add_generation_prompt=not continues,

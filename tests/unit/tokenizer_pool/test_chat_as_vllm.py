@@ -1,0 +1,139 @@
+"""Conversations are rendered as vLLM's own functions render them, or both refuse."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm.config import ModelConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+
+from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
+from tests.engine.tiny_families import make_family
+
+GENERATED = 1_500
+TEMPLATES = {
+    "text": """{% for m in messages %}<{{ m.role }}|{{ m.name }}>{{ m['content'] }}
+{%- for call in m.tool_calls or [] %}{% set f = call.function %}[{{ f.name }}:
+{{- f.arguments | tojson }}]{% endfor %}{{ m.reasoning_content or '' }}
+{% endfor %}{{ documents }}{{ effort }}{% if add_generation_prompt %}<assistant>{% endif %}""",
+    "parts": """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m['content'] %}({{ part.type }}:{{ part.text }}:{{ part.more }})
+{%- endfor %}{% endif %}{{ m.tool_call_id }}
+{% endfor %}""",
+    "developer": """{% macro show(given) %}{% for each in given | list %}{{ each.text }};
+{%- endfor %}{% endmacro %}{% set rest = messages[0:] %}{% for m in rest %}
+{%- if m.role == 'developer' %}<dev {{ m.tools }}>{% endif %}{{ show(m.content) }}
+{% endfor %}""",
+    "system": """{% if messages[0].role == 'system' %}<<{{ messages[0].content }}>>{% endif %}
+{%- for m in messages %}{% if not loop.first and m.role == 'system' %}
+{{- raise_exception('a system message that is not the first') }}{% endif %}{{ m.content }}
+{% endfor %}""",
+}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+BAD = [7, 1.5, True, {"text": "x"}, [7], [IMAGE]]
+
+
+def part(rng: random.Random) -> Any:
+    text = rng.choice(["hi", "", "two\nlines", "é{{ x }}", "x-anthropic-billing-header a\nrest"])
+    return rng.choice(
+        [
+            {"type": "text", "text": text},
+            {"type": "text", "text": text, "more": "field"},
+            {"type": "refusal", "refusal": text},
+        ]
+    )
+
+
+def call(rng: random.Random) -> Any:
+    arguments = rng.choice(['{"a": 1}', "", "{bad", "[]", "42", '"s"', "null", '{"b": {"c": []}}'])
+    return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def message(rng: random.Random) -> dict[str, Any]:
+    role = rng.choice(["system", "user", "user", "assistant", "assistant", "tool", "developer"])
+    content = rng.choice(["hello", "", [part(rng) for _ in range(rng.randrange(4))]])
+    made: dict[str, Any] = {"role": role, "content": content}
+    if rng.random() < 0.08:
+        made["content"] = rng.choice(BAD)
+    if role == "assistant":
+        if rng.random() < 0.4:
+            made["tool_calls"] = [call(rng) for _ in range(rng.randrange(3))]
+            made["content"] = rng.choice([None, made["content"]])
+        if rng.random() < 0.2:
+            made[rng.choice(["reasoning", "reasoning_content"])] = "because"
+    if role == "tool":
+        made["tool_call_id"] = "c1"
+    if rng.random() < 0.1:
+        made["name"] = "bob"
+    return made
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_family("llama", folder)
+    return ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True)
+
+
+def by_vllm(
+    config: ModelConfig, tokenizer: Any, template: str, messages: Any, more: dict[str, Any]
+) -> str | None:
+    """Return the prompt, None where vLLM answers 400."""
+    try:
+        asked = ChatCompletionRequest(model="m", messages=json.loads(json.dumps(messages)))
+        form = resolve_chat_template_content_format(
+            template, None, "auto", tokenizer, model_config=config
+        )
+        conversation, _, _ = parse_chat_messages(asked.messages, config, form)
+        prompt: str = safe_apply_chat_template(
+            config,
+            tokenizer,
+            conversation,
+            tools=None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **more,
+        )
+    except (ValueError, TypeError, VLLMValidationError):
+        return None
+    return prompt
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_generated_conversations_are_rendered_alike(name: str, config: ModelConfig) -> None:
+    plain = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    template = TEMPLATES[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
+    service = TextService(Setup(plain.to_str(), template, {}, 100_000, 1 << 30, 10.0))
+    rng = random.Random(name)
+    differing, answered = [], 0
+    for _ in range(GENERATED):
+        messages = [message(rng) for _ in range(rng.randrange(1, 5))]
+        documents = rng.choice([None, [], [{"title": "a", "text": "b"}]])
+        variables = rng.choice([{}, {"effort": "low"}])
+        more = {"documents": documents, **variables}
+        expected = by_vllm(config, tokenizer, template, messages, more)
+        job = Chat(json.dumps(messages).encode(), variables, documents=documents)
+        ours: str | None
+        try:
+            ours = service._rendered(job)
+        except Exception:
+            ours = None
+        answered += expected is not None
+        if ours != expected:
+            differing.append((messages, expected, ours))
+    assert not differing, (len(differing), differing[0])
+    assert answered > GENERATED / 8
+    assert isinstance(service.answer(Chat(b'[{"role": 1}]', {})), Refused)
+    assert isinstance(service.answer(Chat(b'[{"role": "user", "content": "x"}]', {})), Done)
