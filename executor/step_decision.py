@@ -82,6 +82,21 @@ def decide(
     return Run(budget, grant.max_sequences, reason) if budget > 0 else Yield(_NO_SLACK)
 
 
+def may_use_idle_host(
+    view: HostView, grant: Grant | None, now_ns: int, limits: GateLimits, *, unleased: bool = False
+) -> bool:
+    """Return True if the host is idle and a live grant lets the guest compute.
+
+    For work of unknown length, which no slack can hold: an engine's start, new weights. unleased: a
+    guest that is frozen for no other reason than that no job has leased it may, too.
+    """
+    if grant is None or view.doubt(now_ns) or view.state is None:
+        return False
+    idle_guest = grant.mode is GrantMode.FREEZE and grant.reason == FreezeReason.NO_LEASE
+    refused = lapsed if unleased and idle_guest else _refusal
+    return view.state.idle and refused(grant, now_ns, limits) is None
+
+
 _STOPPING = {
     GrantMode.KILL: FreezeReason.KILLED,
     GrantMode.FREEZE: FreezeReason.FROZEN,

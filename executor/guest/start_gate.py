@@ -7,13 +7,12 @@ The scheduler that asks the gate is made last, so nothing else holds back what a
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Final, Self
 
 from executor.control_page.page import ControlPage
 from executor.engine_settings import GUEST, EngineSettings
-from executor.guest.gate_client import FIRST_MODEL, logger
-from executor.step_decision import GateLimits, Run, decide
+from executor.guest.gate_client import logger
+from executor.step_decision import GateLimits, may_use_idle_host
 
 GATED_START: Final = "ROSE_GATED_START"
 
@@ -56,10 +55,8 @@ class StartGate:
     @property
     def _open(self) -> bool:
         grant = self._page.grant.peek()
-        # Whatever is lent: slack is for passes of which one knows how long they take.
-        idle_time_only = None if grant is None else replace(grant, slack_share=0.0)
-        view, now_ns = self._page.host_view(), self._clock_ns()
-        return isinstance(decide(view, idle_time_only, FIRST_MODEL, now_ns, self._limits), Run)
+        view = self._page.host_view()
+        return may_use_idle_host(view, grant, self._clock_ns(), self._limits)
 
     def tell(self) -> None:
         """Say at the end of the start how long it waited, or that nothing asked."""

@@ -1,6 +1,6 @@
 """A guest's API process at the control page, beside the gate in its engine process.
 
-    wait_host_idle   new weights are loaded and written while the host is idle: no gate covers that
+    wait_host_idle   new weights are loaded and written while the host is idle and a grant is live
     keep_waking      an idle engine core whose KV memory is owed to the host has to be woken for it
     yielded_s        a warm-up does not count the time in which the gate lets nothing run
 
@@ -19,11 +19,20 @@ import time
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from executor import ControlPage, Grant, GuestState, HostState, PageError
+from executor import (
+    ControlPage,
+    GateLimits,
+    Grant,
+    GuestState,
+    HostState,
+    PageError,
+)
 from executor.control_page.page import PAGE_GROUP
+from executor.step_decision import may_use_idle_host
 from weight_transfer import WeightError
 
 IDLE_POLL_S: Final = 0.002
+_LIMITS: Final = GateLimits()
 WAKE_POLL_S: Final = 0.01
 WAKE_AGAIN_S: Final = 0.1
 _LOG = logging.getLogger("vllm.rose.replica")
@@ -70,10 +79,11 @@ class GuestControl:
         return self._page
 
     async def wait_host_idle(self, patience_s: float) -> None:
-        """Return once the host is idle. Raises HostBusyError when it is not within `patience_s`.
+        """Return once the host is idle and a live grant lets the guest compute.
 
-        A host that is never idle keeps its guest at the version that it has: the guest says so, and
-        its node asks again later. A page that cannot be read is no idle host.
+        Raises HostBusyError when that is not so within `patience_s`. A host that is never idle
+        keeps its guest at the version that it has: the guest says so, and its node asks again
+        later. A page that cannot be read is no idle host.
         """
         if not self.is_guest:
             return
@@ -82,17 +92,18 @@ class GuestControl:
         told = ""
         while True:
             try:
-                state = self.page.host_view().believed(time.monotonic_ns())
+                view, grant = self.page.host_view(), self.page.grant.peek()
+                now_ns = time.monotonic_ns()
+                if may_use_idle_host(view, grant, now_ns, _LIMITS, unleased=True):
+                    return
             except PageError as error:
                 if told != str(error):
                     told = str(error)
                     _LOG.warning("the host's control page is unreadable: %s", error)
-                state = None
-            if state is not None and state.idle:
-                return
             if clock_s() >= deadline_s:
                 raise HostBusyError(
-                    "the host is too busy for new weights beside it; ask again later"
+                    "the host is too busy for new weights beside it, or no grant lets this guest"
+                    " compute; ask again later"
                 )
             await asyncio.sleep(IDLE_POLL_S)
 

@@ -32,6 +32,7 @@ class StandInNode(threading.Thread):
         self.slack_share = 0.0
         self.ttl_s = 0.5
         self.host_running = 0
+        self.reason = "test"
 
     def hold(self, cap: int) -> None:
         """Freeze the guest, and let it keep so many granules."""
@@ -65,7 +66,7 @@ class StandInNode(threading.Thread):
             slack_share=self.slack_share,
             kv_granule_cap=self.kv_granule_cap,
             epoch=1,
-            reason="test",
+            reason=self.reason,
             heartbeat_ns=now_ns,
             expiry_ns=now_ns + round(self.ttl_s * 1e9),
         )

@@ -24,6 +24,7 @@ from tiny_model import VOCABULARY
 from vllm_versions import VERSIONS
 
 from executor import GrantMode
+from executor.freeze_reason import FreezeReason
 from tests.awaited import until_async
 
 pytestmark = [
@@ -249,12 +250,16 @@ async def test_an_audit_reads_every_live_weight_while_turns_run(replica: Replica
     assert len(tokens_of(await turn)) == 100
 
 
-async def test_a_frozen_guest_still_takes_a_version(replica: Replica) -> None:
+async def test_a_guest_without_a_lease_still_takes_a_version(replica: Replica) -> None:
     epoch = await replica.admit()
     stream = replica.stream(PROMPT, 400)
     lines = [await anext(stream)]
     await frozen(replica)
-    await replica.apply(replica.publish(seed=90))
+    published = replica.publish(seed=90)
+    status, answer = await replica.call("weights/apply", published)
+    assert (status, answer["error"]["type"]) == (503, "host_busy"), "it is frozen for a reason"
+    replica.engine.node.reason = FreezeReason.NO_LEASE
+    await replica.apply(published)
     replica.engine.node.mode = GrantMode.RUN
     async for line in stream:
         lines.append(line)

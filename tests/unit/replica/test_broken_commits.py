@@ -15,7 +15,7 @@ from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served
 from tests.patience import PATIENCE_S
-from tests.seated_host import SeatedHost
+from tests.seated_host import SeatedHost, granted
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 80}}
 APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}
@@ -150,7 +150,8 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
     monkeypatch.setattr(weights_module, "STAGE_PATIENCE_S", 0.02)
     monkeypatch.setattr(weights_module, "SWITCH_PATIENCE_S", 0.02)
-    host = SeatedHost(ControlPage.create(tmp_path / "page"))
+    page = ControlPage.create(tmp_path / "page")
+    host = SeatedHost(granted(page))
     host.tell(running=int(busy_from == "the start"))
     engine = FakeWeightRanks()
     staged = FakeWeightRanks._call
@@ -169,6 +170,7 @@ async def test_a_busy_host_gets_no_update_beside_it_and_an_idle_one_does(
         await until_longer(turn)
         monkeypatch.setattr(FakeWeightRanks, "_call", staged)
         host.tell()
+        granted(page)
         assert (await served.ask("weights/apply", APPLY))[0] == 200
         await until_longer(turn)
         assert check_stamps(engine, turn) == {0, NEXT}

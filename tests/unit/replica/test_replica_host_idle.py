@@ -2,12 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from executor import ControlPage
+from executor import ControlPage, GrantMode
+from executor.freeze_reason import FreezeReason
 from rose.replica.control import GuestControl, HostBusyError, HostPatience
-from tests.seated_host import SeatedHost
+from tests.seated_host import SeatedHost, granted
 
 PATIENCE_S = 0.02
 
@@ -16,7 +18,7 @@ PATIENCE_S = 0.02
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPage:
     monkeypatch.setenv("ROSE_ROLE", "guest")
     monkeypatch.setenv("ROSE_CONTROL_PAGE", str(tmp_path / "page"))
-    return ControlPage.create(tmp_path / "page")
+    return granted(ControlPage.create(tmp_path / "page"))
 
 
 async def test_an_idle_host_lets_the_switch_begin_at_once(page: ControlPage) -> None:
@@ -28,6 +30,35 @@ async def test_a_busy_host_gets_no_new_weights_beside_it(page: ControlPage) -> N
     SeatedHost(page).tell(running=1)
     with pytest.raises(HostBusyError, match="ask again later"):
         await GuestControl().wait_host_idle(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        {"mode": GrantMode.FREEZE},
+        {"mode": GrantMode.FREEZE, "reason": FreezeReason.OPERATOR_HOLD},
+        {"mode": GrantMode.FREEZE, "reason": FreezeReason.PRESSURE},
+        {"mode": GrantMode.FREEZE, "reason": FreezeReason.NO_LEASE, "expiry_ns": 1},
+        {"mode": GrantMode.DRAIN},
+        {"mode": GrantMode.KILL},
+        {"expiry_ns": 1},
+        {"heartbeat_ns": 1},
+        {"token_budget": 0, "max_sequences": 0},
+    ],
+    ids=str,
+)
+async def test_an_idle_host_gets_no_new_weights_beside_it_without_a_live_grant(
+    page: ControlPage, grant: dict[str, Any]
+) -> None:
+    SeatedHost(page).tell()
+    granted(page, **grant)
+    with pytest.raises(HostBusyError, match="no grant"):
+        await GuestControl().wait_host_idle(PATIENCE_S)
+    granted(page)
+    await GuestControl().wait_host_idle(PATIENCE_S)
+    # A guest that no job has leased follows versions, so that a lease begins at once.
+    granted(page, mode=GrantMode.FREEZE, reason=FreezeReason.NO_LEASE, token_budget=0)
+    await GuestControl().wait_host_idle(PATIENCE_S)
 
 
 async def test_a_host_that_becomes_idle_lets_them_begin(page: ControlPage) -> None:
