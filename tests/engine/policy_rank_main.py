@@ -38,17 +38,17 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embed = nn.Embedding(21, 8)
+        self.embed_tokens = nn.Embedding(21, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
         self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 21, bias=False)
-        self.head.weight = self.embed.weight
+        self.lm_head = nn.Linear(8, 21, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+        x = self.embed_tokens(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(self.norm(x))
+        return self.lm_head(self.norm(x))
 
 
 def settings(**given: object) -> TrainerSettings:
@@ -68,9 +68,9 @@ def save_gathered(state: dict[str, torch.Tensor], where: Path) -> None:
     full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
     if dist.get_rank() == 0:
         where.mkdir(exist_ok=True)
-        cast = {n: t.detach().bfloat16().clone() for n, t in full.items() if n != "head.weight"}
+        cast = {n: t.detach().bfloat16().clone() for n, t in full.items() if n != "lm_head.weight"}
         save_file(cast, where / "model.safetensors")
-        (where / "config.json").write_text("{}")
+        (where / "config.json").write_text('{"tie_word_embeddings": true}')
     dist.barrier()
 
 
