@@ -92,10 +92,10 @@ class TextCodec:
                 f"--tokenizer {folder}: no fast tokenizer in there ({text})"
             ) from error
         self._limits = limits
-        self._template = _template_of(tokenizer)
+        self._templates = _template_of(tokenizer), _template_of(tokenizer, tools=[{}])
         setup = Setup(
             self.backend.to_str(),
-            self._template,
+            *self._templates,
             _special_of(tokenizer),
             limits.max_chars,
             limits.memory_bytes,
@@ -158,8 +158,10 @@ class TextCodec:
 
         Raises TurnError for what the template refuses or the limits do not allow.
         """
-        if self._template is None:
-            raise BadRequest("this tokenizer has no chat template: use /v1/completions")
+        with_tools = options.tools != b"null"
+        if self._templates[with_tools] is None:
+            for_what = "default" if not with_tools and self._templates[True] else "chat"
+            raise BadRequest(f"this tokenizer has no {for_what} template: use /v1/completions")
         documents = sum(len(t) for each in options.documents or () for t in each.values())
         self._check_chars(len(messages) + len(options.tools) + documents)
         job = Chat(
@@ -202,11 +204,12 @@ class TextCodec:
             raise QueueFull(str(error)) from error
 
 
-def _template_of(tokenizer: Any) -> str | None:  # noqa: ANN401 - transformers' own
+def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -> str | None:  # noqa: ANN401 - transformers' own
+    """Return the template that transformers takes for conversations with or without tools."""
     if not tokenizer.chat_template:
         return None
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except ValueError:
         # Several, and none of them the default.
         return None

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -143,7 +143,9 @@ Variable = bool | int | float | str | None
 
 
 class Setup(msgspec.Struct, tag=True):
-    """A worker's first frame: the tokenizer as `tokenizers` writes it, and its chat template.
+    """A worker's first frame: the tokenizer as `tokenizers` writes it, and its chat templates.
+
+    `tool_template`: for conversations with tools, the same one where the tokenizer has one alone.
 
     `special` are the template's special tokens by name. `memory_bytes` is what may be allocated
     beyond the tokenizer, `time_s` what a job may take, `max_chars` what a template may render.
@@ -151,6 +153,7 @@ class Setup(msgspec.Struct, tag=True):
 
     tokenizer: str
     template: str | None
+    tool_template: str | None
     special: dict[str, str | list[str]]
     max_chars: int
     memory_bytes: int
@@ -265,18 +268,29 @@ def frame(message: object) -> bytes:
 MAX_REASON_CHARS = 300
 
 
+class _Compiled(NamedTuple):
+    """A template, and what it takes: content as parts, messages of the developer role."""
+
+    template: jinja2.Template
+    parts: bool
+    developer: bool
+
+
+def _compiled(text: str | None) -> _Compiled | None:
+    if text is None:
+        return None
+    environment = template_environment()
+    developer = any(f"{quote}developer{quote}" in text for quote in "'\"")
+    return _Compiled(environment.from_string(text), takes_parts(environment.parse(text)), developer)
+
+
 class TextService:
     """Does jobs with one tokenizer."""
 
     def __init__(self, setup: Setup) -> None:
         self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
         self._setup = setup
-        self._template: jinja2.Template | None = None
-        if setup.template is not None:
-            environment = template_environment()
-            self._template = environment.from_string(setup.template)
-            self._parts = takes_parts(environment.parse(setup.template))
-            self._developer = any(f"{q}developer{q}" in setup.template for q in "'\"")
+        self._templates = [_compiled(text) for text in (setup.template, setup.tool_template)]
 
     def answer(self, job: TextJob) -> Done | Refused:
         """A job's answer; whatever it raises is a refusal."""
@@ -302,20 +316,22 @@ class TextService:
         return Done([packed(each.ids) for each in found], strings)
 
     def _rendered(self, job: Chat) -> str:
-        if self._template is None:
+        tools = msgspec.json.decode(job.tools)
+        compiled = self._templates[tools is not None]
+        if compiled is None:
             raise ValueError("this tokenizer has none: use /v1/completions")
         given = msgspec.json.decode(job.messages, type=list[Any])
         if not given:
             raise ValueError("messages is empty: send at least one")
-        messages = conversation_of(given, as_parts=self._parts, developer=self._developer)
+        messages = conversation_of(given, as_parts=compiled.parts, developer=compiled.developer)
         return render(
-            self._template,
+            compiled.template,
             messages,
             {**self._setup.special, **job.variables},
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             max_chars=self._setup.max_chars,
-            tools=msgspec.json.decode(job.tools),
+            tools=tools,
             documents=job.documents,
         )
 

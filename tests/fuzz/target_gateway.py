@@ -252,7 +252,7 @@ def _service() -> TextService:
         "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{{ m.x.y }}"
         "{{ m | tojson }}{% endfor %}{{ messages[0].content[0] }}{{ eos_token }}"
     )
-    return TextService(Setup(tokenizer.to_str(), template, {}, 10_000, 1 << 30, 5.0))
+    return TextService(Setup(tokenizer.to_str(), template, template, {}, 10_000, 1 << 30, 5.0))
 
 
 def _at_once(reading: Coroutine[Any, Any, Any]) -> Any:

@@ -35,6 +35,7 @@ NEUTRAL_SAMPLING: Mapping[str, object] = {
     "thinking_token_budget": None,
     "repetition_detection": None,
     "trace_decode_token_ids": None,
+    "extra_args": None,
 }
 NEUTRAL: Mapping[str, object] = {
     "features": None,

@@ -102,7 +102,6 @@ def by_vllm(
             tools=None,
             chat_template=template,
             tokenize=False,
-            add_generation_prompt=True,
             **more,
         )
     except (ValueError, TypeError, VLLMValidationError):
@@ -110,21 +109,31 @@ def by_vllm(
     return prompt
 
 
+def setup(template: str | None, tool_template: str | None) -> Setup:
+    return Setup(plain().to_str(), template, tool_template, {}, 100_000, 1 << 30, 10.0)
+
+
+def plain() -> Tokenizer:
+    return Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_generated_conversations_are_rendered_alike(name: str, config: ModelConfig) -> None:
-    plain = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     template = TEMPLATES[name]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template)
-    service = TextService(Setup(plain.to_str(), template, {}, 100_000, 1 << 30, 10.0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain(), chat_template=template)
+    service = TextService(setup(template, template))
     rng = random.Random(name)
     differing, answered = [], 0
     for _ in range(GENERATED):
         messages = [message(rng) for _ in range(rng.randrange(1, 5))]
         documents = rng.choice([None, [], [{"title": "a", "text": "b"}]])
         variables = rng.choice([{}, {"effort": "low"}])
-        more = {"documents": documents, **variables}
+        begins = rng.random() < 0.7
+        goes_on = not begins and messages[-1]["role"] == "assistant" and rng.random() < 0.7
+        asked = {"add_generation_prompt": begins, "continue_final_message": goes_on}
+        more = {"documents": documents, **variables, **asked}
         expected = by_vllm(config, tokenizer, template, messages, more)
-        job = Chat(json.dumps(messages).encode(), variables, documents=documents)
+        job = Chat(json.dumps(messages).encode(), variables, documents=documents, **asked)
         ours: str | None
         try:
             ours = service._rendered(job)
@@ -137,3 +146,12 @@ def test_generated_conversations_are_rendered_alike(name: str, config: ModelConf
     assert answered > GENERATED / 8
     assert isinstance(service.answer(Chat(b'[{"role": 1}]', {})), Refused)
     assert isinstance(service.answer(Chat(b'[{"role": "user", "content": "x"}]', {})), Done)
+
+
+def test_tools_are_rendered_by_the_template_for_them() -> None:
+    service = TextService(setup("plain", "{{ tools[0].function.name }}"))
+    asked = b'[{"role": "user", "content": "x"}]'
+    assert service._rendered(Chat(asked, {})) == "plain"
+    tools = b'[{"type": "function", "function": {"name": "search"}}]'
+    assert service._rendered(Chat(asked, {}, tools=tools)) == "search"
+    assert isinstance(TextService(setup(None, "tools")).answer(Chat(asked, {})), Refused)
