@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest.scheduler
 from executor import ControlPage, Grant, GrantMode
+from executor.guest.gate_client import GateClient
+from executor.guest.kv_balloon import GuestKv
 from executor.kv.backing import Range, resident_bytes
 from executor.vllm.guest.scheduler import GatedScheduler
 from executor.vllm.host.scheduler import ObservedScheduler
@@ -200,6 +203,17 @@ class NoWatchdog:
         pass
 
 
+class TickingClock:
+    """A monotonic clock that runs as it is looked at, so that no busy machine ages a grant."""
+
+    def __init__(self) -> None:
+        self._now_ns = time.monotonic_ns()
+
+    def __call__(self) -> int:
+        self._now_ns += 10_000
+        return self._now_ns
+
+
 @dataclass
 class GuestRig:
     """A gated scheduler and its stand-in model, `depth` steps in flight at most."""
@@ -209,6 +223,7 @@ class GuestRig:
     page: ControlPage
     buffers: list[torch.Tensor]
     depth: int
+    clock_ns: Callable[[], int] = time.monotonic_ns
     grant: Grant = field(
         default_factory=lambda: Grant(GrantMode.RUN, token_budget=512, max_sequences=16)
     )
@@ -221,9 +236,9 @@ class GuestRig:
     def allow(self, **change: Any) -> None:
         """Change the grant and keep it alive."""
         self.grant = replace(self.grant, **change)
-        now_ns = time.monotonic_ns()
+        now_ns = self.clock_ns()
         if self.host is None:
-            self.host = SeatedHost(self.page)
+            self.host = SeatedHost(self.page, self.clock_ns)
         self.host.tell()
         live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4_000_000_000}
         self.page.grant.write(replace(self.grant, **live))
@@ -291,9 +306,13 @@ def guest_rig(
     environ = {"ROSE_ROLE": "guest", "ROSE_CONTROL_PAGE": str(page.path), "ROSE_ORPHAN_S": "3600"}
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
-    monkeypatch.setattr(executor.vllm.guest.scheduler, "Watchdog", NoWatchdog)
+    clock_ns = TickingClock()
+    module = executor.vllm.guest.scheduler
+    monkeypatch.setattr(module, "Watchdog", NoWatchdog)
+    monkeypatch.setattr(module, "GateClient", partial(GateClient, clock_ns=clock_ns))
+    monkeypatch.setattr(module, "GuestKv", partial(GuestKv, clock_ns=clock_ns))
     scheduler, views, memory = _scheduler(GatedScheduler, folder, blocks, spec, depth, caching=True)
-    rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth)
+    rig = GuestRig(scheduler, StandInRunner(views), page, memory, depth, clock_ns)
     rig.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     rig.allow()
     return rig
