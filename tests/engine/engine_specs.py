@@ -15,11 +15,11 @@ LEFT, RIGHT = (
 )
 """Two dedicated replicas."""
 
-WORDED = PoolSpec("worded", EngineRole.DEDICATED, worded=True)
+WORDED = PoolSpec("worded", EngineRole.DEDICATED, tokenizer="bytes")
 """A dedicated replica that has its tokenizer, as structured output needs it."""
 
 REWARD = PoolSpec(
-    "reward", EngineRole.DEDICATED, worded=True, args=("--runner=pooling", "--convert=embed")
+    "reward", EngineRole.DEDICATED, tokenizer="bytes", args=("--runner=pooling", "--convert=embed")
 )
 """A dedicated replica of a model that is not generative."""
 

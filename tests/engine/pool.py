@@ -34,7 +34,9 @@ from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from tests.byte_tokenizer import save_byte_tokenizer
+from tests.conversations import TEMPLATES
 from tests.standin_library import build
+from tests.tokenizer_kinds import save_tokenizer
 
 # Half a minute on a quiet machine; beside other work a guest waits for what that leaves.
 START_S = 480.0
@@ -57,16 +59,16 @@ BUSY_METRICS = (
 class PoolSpec:
     """An engine that serves the tiny model in fp32; equal ones are one engine.
 
-    name: of the engine, and of its model where `served` names no other. worded: its model has the
-    byte tokenizer's whole vocabulary and an end of sequence. page: engines that name the same one
-    are on one control page. weights: takes versions. standin_cuda: finds the stand-in for
+    name: of the engine, and of its model where `served` names no other. tokenizer: its kind; the
+    model then has its whole vocabulary and an end of sequence. page: engines that name the same
+    one are on one control page. weights: takes versions. standin_cuda: finds the stand-in for
     a GPU's driver. python: see `vllm_versions`.
     """
 
     name: str
     role: EngineRole
     served: str = ""
-    worded: bool = False
+    tokenizer: str = ""
     page: str = ""
     kv_bytes: int = 64 << 20
     kv_backend: str = "auto"
@@ -179,17 +181,22 @@ class EnginePool:
         self.model = folder / "model"
         save_tiny_model(self.model, dtype="float32")
         save_byte_tokenizer(self.model)
-        self._worded: Path | None = None
+        self._worded: dict[str, Path] = {"": self.model}
 
-    @property
-    def worded(self) -> Path:
-        """Folder of a model whose every token has a text."""
-        if self._worded is None:
-            self._worded = self._folder / "worded"
-            size = {"vocabulary": BYTES + 1, "eos_token_id": BYTES}
-            replace(FLEET_MODEL, dtype="float32", **size).save(self._worded, words=False)
-            save_byte_tokenizer(self._worded)
-        return self._worded
+    def worded(self, tokenizer: str) -> Path:
+        """Folder of a model whose every token has a text of this tokenizer."""
+        folder = self._folder / f"worded-{len(self._worded)}"
+        if tokenizer not in self._worded:
+            if tokenizer == "bytes":
+                size = BYTES + 1
+                save_byte_tokenizer(folder)
+            else:
+                kind, template = tokenizer.split("/")
+                size = save_tokenizer(kind, folder, TEMPLATES[template])
+            made = replace(FLEET_MODEL, dtype="float32", vocabulary=size, eos_token_id=size - 1)
+            made.make(0).save_pretrained(folder)
+            self._worded[tokenizer] = folder
+        return self._worded[tokenizer]
 
     def close(self) -> None:
         self._end(list(self._engines))
@@ -269,7 +276,7 @@ class EnginePool:
         folder = self._folder / "-".join(filter(None, [spec.name, "0.25" if spec.python else ""]))
         folder.mkdir(exist_ok=True)
         page = self._page(spec) if spec.page else None
-        model = self.worded if spec.worded else self.model
+        model = self.worded(spec.tokenizer)
         published = PolicyVersions(folder / "store", model) if spec.weights else None
         found: tuple[tuple[str, str], ...] = ()
         if page and spec.role is EngineRole.HOST:

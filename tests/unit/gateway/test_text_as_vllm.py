@@ -5,47 +5,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from rose.gateway.text_codec import TextCodec, TextPlan
-
-WORDS = ("hello", "world", "hé", "a", "b")
-BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-
-
-def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
-    return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-
-
-def _byte_level() -> Tokenizer:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(_vocabulary((*letters, "hello", "Ġworld")), []))
-    made.decoder = decoders.ByteLevel()
-    return made
-
-
-def _byte_fallback(strip: bool) -> Tokenizer:
-    words = tuple(f"▁{word}" for word in WORDS) + WORDS
-    made = Tokenizer(models.BPE(_vocabulary((*BYTES, *words)), [], byte_fallback=True))
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])
-    return made
-
-
-def _word_piece() -> Tokenizer:
-    pieces = (*WORDS, *(f"##{word}" for word in WORDS), ".", "[UNK]")
-    made = Tokenizer(models.WordPiece(_vocabulary(pieces), unk_token="[UNK]"))
-    made.decoder = decoders.WordPiece()
-    return made
-
-
-KINDS = {
-    "byte-level BPE": _byte_level,
-    "byte-fallback BPE": lambda: _byte_fallback(strip=False),
-    "decoder that strips": lambda: _byte_fallback(strip=True),
-    "WordPiece": _word_piece,
-}
+from tests.tokenizer_kinds import KINDS, byte_fallback
 
 
 def _vllm_texts(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[str]:
@@ -88,7 +52,7 @@ def test_outputs_are_the_text_that_vllm_makes_of_them(kind: str) -> None:
 
 
 def test_an_invalid_byte_behind_a_character_does_not_fail_the_turn() -> None:
-    tokenizer = _byte_fallback(strip=False)
+    tokenizer = byte_fallback(strip=False)
     output = [0xE4, 0xBD, 0xA0, 0xFF, tokenizer.token_to_id("a")]
     assert "".join(_rose_texts(tokenizer, [], output)) == "".join(
         _vllm_texts(tokenizer, [], output)
@@ -96,13 +60,13 @@ def test_an_invalid_byte_behind_a_character_does_not_fail_the_turn() -> None:
 
 
 def test_the_space_in_front_of_the_first_word_is_kept_behind_a_prompt() -> None:
-    tokenizer = _byte_fallback(strip=True)
+    tokenizer = byte_fallback(strip=True)
     prompt, output = [tokenizer.token_to_id("▁a")], [tokenizer.token_to_id("▁hello")]
     assert _rose_texts(tokenizer, prompt, output) == [" hello"]
 
 
 def test_a_character_begun_in_the_prompt_is_completed_without_repeating_the_prompt() -> None:
-    tokenizer = _byte_fallback(strip=True)
+    tokenizer = byte_fallback(strip=True)
     word = tokenizer.token_to_id("▁a")
     for prompt in ([word, 0xE4, 0xBD], [0xE4, 0xBD]):
         assert "".join(_rose_texts(tokenizer, prompt, [0xA0, word])) == "你 a"
