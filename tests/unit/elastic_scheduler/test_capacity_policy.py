@@ -282,6 +282,30 @@ def room(held: EffectivePolicy) -> list[float]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("strict", "lax"),
+    [
+        ({"mode": "Advisory"}, {"mode": "Active"}),
+        ({"stopPolicy": "HoldAndDrain"}, {"stopPolicy": "Hold"}),
+        ({"maxHarvest": {"compute": 0.1}}, {"maxHarvest": {"compute": 0.5}}),
+        ({"maxHarvest": {"memory": 1}}, {"maxHarvest": {"memory": 2}}),
+        ({"maxHarvest": {"deploymentShare": 0.1}}, {"maxHarvest": {"deploymentShare": 0.5}}),
+        ({"reserve": {"kvHeadroom": 0.5}}, {"reserve": {"kvHeadroom": 0.2}}),
+        ({"slackShare": 0.1}, {"slackShare": 0.5}),
+        ({"cooldown": "5s"}, {"cooldown": "2s"}),
+        ({"staleAfter": "2s"}, {"staleAfter": "3s"}),
+        ({"reclaimDeadline": "2s"}, {"reclaimDeadline": "5s"}),
+        ({"canary": {"percent": 10}}, {"canary": {"percent": 100}}),
+    ],
+)
+def test_of_two_bounds_of_a_field_the_stricter_one_holds(
+    strict: dict[str, object], lax: dict[str, object]
+) -> None:
+    alone = policy_of({"name": "strict", **strict})
+    both = effective([alone, policy_of({"name": "lax", **lax})], "n", {})
+    assert room(both) == room(effective([alone], "n", {}))
+
+
 @given(st.lists(SAID, min_size=1, max_size=4))
 def test_no_policy_ever_gives_more_than_another_one_allows(said: list[dict[str, object]]) -> None:
     policies = [policy_of({"name": f"p{n}", **each}) for n, each in enumerate(said)]

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from executor import Grant, GrantController, GuardConfig, GuestState, HostState
+from executor import (
+    FreezeReason,
+    Grant,
+    GrantController,
+    GrantMode,
+    GuardConfig,
+    GuestState,
+    HostState,
+)
 from executor.grant_controller import Seen, Write
+from executor.kv.capacity_policy import LEAST_CAP
 from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)
@@ -34,6 +43,12 @@ def test_pressure_and_the_operators_cap_bind_a_borrower_too() -> None:
     assert granted(capped, host=LENDER, guest=BORROWER).kv_granule_cap == 7
     full = replace(LENDER, kv_used=95, granules_lent=0, bytes_lent=0)
     assert granted(GrantController(LENDING), host=full, guest=BORROWER).kv_granule_cap == 2
+
+
+def test_a_node_that_hears_no_scheduler_freezes_its_guest_and_takes_its_memory_back() -> None:
+    grant = granted(GrantController(CONFIG), cut_off=True)
+    assert (grant.mode, grant.reason) == (GrantMode.FREEZE, FreezeReason.CUT_OFF)
+    assert grant.kv_granule_cap == LEAST_CAP
 
 
 @pytest.mark.parametrize(

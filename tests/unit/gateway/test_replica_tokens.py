@@ -16,6 +16,7 @@ NONSENSE = {
     "a token of 32 bits": b'{"token_ids":[2147483648],"logprobs":[-0.1],"version":0}',
     "a negative token": b'{"token_ids":[5,-1],"logprobs":[-0.1,-0.1],"version":0}',
     "a version of 64 bits": b'{"token_ids":[5],"logprobs":[-0.1],"version":9223372036854775808}',
+    "a version that the turn may not have": b'{"token_ids":[5],"logprobs":[-0.1],"version":1}',
     "a positive logprob": b'{"token_ids":[5,6],"logprobs":[-0.1,5.0],"version":0}',
     "KV newer than its tokens": (
         b'{"token_ids":[5],"logprobs":[-0.1],"version":0,"oldest_version":99}'
@@ -50,7 +51,7 @@ async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(line: b
         gateway_with(entry(mad, "guest-0", max_sequences=9)) as gw,
         aiohttp.ClientSession(base_url(gw)) as session,
     ):
-        turn = asyncio.create_task(ask(session, VLLM, vllm_body(3)))
+        turn = asyncio.create_task(ask(session, VLLM, vllm_body(3, exact_version=0)))
         await until(lambda: bool(mad.requests))
         gw.set_table((entry(mad, "guest-0"), entry(good, "guest-1")))
         status, answer, _ = await turn

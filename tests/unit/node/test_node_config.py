@@ -230,6 +230,10 @@ def test_the_command_line_names_a_folder_in_place_of_any_host(tmp_path: Path) ->
     [
         ({"host": {"page": "p"}}, "leave one of them out"),
         ({"replicas": [REPLICA | {"port": 65_530}]}, "beyond 65535"),
+        (
+            {"replicas": [REPLICA | {"port": 65_535}], "discover": FOUND | {"at_most": 2}},
+            "beyond 65535",
+        ),
         ({"replicas": [REPLICA, DEDICATED | {"port": 9_007}]}, "d has port 9007"),
         ({"metrics_port": 9_001}, "metrics_port has port 9001"),
         ({"replicas": [REPLICA, REPLICA | {"id": "b"}]}, "would share one host"),

@@ -15,7 +15,7 @@ import pytest
 
 from rose.node.guest.guest_record import FOLDER, running_guests
 from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import EndedGuest, end_guests
+from rose.node.guest.kill_switch import EndedGuest, KillSwitch, end_guests
 from rose.node.guest.stop_proof import Measured, StopProof
 from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
@@ -209,3 +209,14 @@ def test_a_stop_that_takes_too_long_says_what_is_left_and_when_it_is_gone() -> N
     assert (done.event, done.fields["in_time"]) == ("stop_proved", False)
     proof.step(Measured(False, None, 0.5, 2.0), 10.0)
     assert proof.step(Measured(True, 0, 0.0, 2.0), 20.0)[0].fields["seconds"] == 0.0
+
+
+def test_a_kill_file_that_anybody_writes_engages_the_switch_until_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    switch = KillSwitch(tmp_path / "KILL")
+    assert not switch.engaged
+    switch.file.touch()
+    assert switch.engaged
+    switch.file.unlink()
+    assert not switch.engaged

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.node.lease_fsm import (
+    EXPIRED,
     SUPERSEDED,
     Action,
     Admit,
@@ -19,6 +20,7 @@ from rose.node.lease_fsm import (
     Event,
     Granted,
     LeaseStateMachine,
+    LeaseTakenBack,
     LeaseTick,
     Released,
     Revoked,
@@ -125,3 +127,13 @@ def test_a_drain_of_an_earlier_life_says_nothing_of_the_engine_of_now() -> None:
     core.step(Granted(1, 3.0), 0.2)
     core.step(EngineAdmitted(1, life=2), 0.2)
     assert core.step(EngineDrained(1, aborted=9), 0.3) == []
+
+
+def test_a_lease_is_over_at_its_end() -> None:
+    core = LeaseStateMachine()
+    core.step(EngineUp(), 0.0)
+    core.step(Granted(1, 3.0), 0.0)
+    core.step(EngineAdmitted(1, life=1), 0.0)
+    assert core.step(LeaseTick(), 2.999) == []
+    assert not core.status().active(3.0)
+    assert core.step(LeaseTick(), 3.0) == [LeaseTakenBack(1, EXPIRED), Drain(1, EXPIRED, life=1)]
