@@ -4,6 +4,7 @@ A tokenizer's folder is loaded once. Text is settled token by token: after token
 characters are final, for every reader.
 """
 
+import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class TextCodec:
                 f"--tokenizer {folder}: no fast tokenizer in there ({text})"
             ) from error
         self._limits = limits
+        self._space = _space_of(json.loads(self.backend.to_str()).get("pre_tokenizer") or {})
         self._templates = _template_of(tokenizer), _template_of(tokenizer, tools=[{}])
         setup = Setup(
             self.backend.to_str(),
@@ -186,6 +188,34 @@ class TextCodec:
         """Text of a few tokens; ids beyond the vocabulary are nothing."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_text(self, token_ids: Sequence[int], place: int) -> str:
+        """Text of one output token in a list of log probabilities, as vLLM 0.32 shows it.
+
+        Tokens that begin a character have no text; the one that ends it has the character.
+        """
+        token = token_ids[place]
+        text = self.decode([token])
+        if text.endswith("\ufffd"):
+            return self._completed(token_ids[max(0, place - MAX_CHAR_TOKENS) : place], token)
+        if self._space is None:
+            return text
+        written = self.backend.id_to_token(token) or ""
+        spaces = len(written) - len(written.lstrip(self._space))
+        return " " * (spaces - (len(text) - len(text.lstrip(" ")))) + text if spaces else text
+
+    def _completed(self, before: Sequence[int], token: int) -> str:
+        for count in range(1, len(before) + 1):
+            context = list(before[-count:])
+            whole = self.decode([*context, token])
+            if not whole.endswith("\ufffd"):
+                while context and self.decode(context[-1:]).endswith("\ufffd"):
+                    context.pop()
+                shown = self.decode(context)
+                while not whole.startswith(shown):
+                    shown = shown[:-1]
+                return whole[len(shown) :]
+        return ""
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -213,6 +243,13 @@ def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -
     except ValueError:
         # Several, and none of them the default.
         return None
+
+
+def _space_of(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    """Return what Metaspace writes for a space, which decoding strips in front of a text."""
+    steps = [pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())]
+    found = [step.get("replacement", "▁") for step in steps if step.get("type") == "Metaspace"]
+    return found[0] if found else None
 
 
 def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 - transformers' own
@@ -277,14 +314,21 @@ class TextTrack:
         width = 1 if self.text.isascii() else 4
         return width * len(self.text) + self.ends.itemsize * len(self.ends)
 
-    def add(self, token_ids: Sequence[int]) -> int:
-        """Take tokens in; how many belong to the answer: all, or up to a stop string's last."""
+    def add(self, token_ids: Sequence[int], stopped: bool = False) -> int:
+        """Take tokens in; how many belong to the answer: all, or up to a stop string's last.
+
+        `stopped`: the engine ended the turn for its last token, whose text vLLM leaves out.
+        """
         plan, ends, step = self.plan, self.ends, self._step
         # Python appends in place to a string that only a local variable holds. Held here too it
         # would be copied for each token, and a long output would take time by its square.
         text, self.text = self.text, ""
+        silent = len(token_ids) if stopped and not plan.include_stop else 0
         try:
             for count, token in enumerate(token_ids, 1):
+                if count == silent:
+                    ends.append(len(text))
+                    break
                 old = len(text)
                 text += step(token)
                 if plan.stop and len(ends) >= plan.min_tokens:

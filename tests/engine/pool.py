@@ -187,14 +187,15 @@ class EnginePool:
         """Folder of a model whose every token has a text of this tokenizer."""
         folder = self._folder / f"worded-{len(self._worded)}"
         if tokenizer not in self._worded:
-            if tokenizer == "bytes":
-                size = BYTES + 1
-                save_byte_tokenizer(folder)
-            else:
+            size = BYTES + 1
+            if tokenizer != "bytes":
+                # Beside a model's config, Transformers takes the tokenizer of its family.
                 kind, template = tokenizer.split("/")
-                size = save_tokenizer(kind, folder, TEMPLATES[template])
+                size = save_tokenizer(kind, folder / "tokenizer", TEMPLATES[template])
             made = replace(FLEET_MODEL, dtype="float32", vocabulary=size, eos_token_id=size - 1)
-            made.make(0).save_pretrained(folder)
+            made.save(folder, words=False)
+            if tokenizer == "bytes":
+                save_byte_tokenizer(folder)
             self._worded[tokenizer] = folder
         return self._worded[tokenizer]
 
@@ -297,7 +298,7 @@ class EnginePool:
             orphan_s=2.0,
             verify_key=published.key.verify_key.hex if published else None,
             weights_dir=published.folder if published else None,
-            extra_args=spec.args,
+            extra_args=(*spec.args, *_tokenizer_of(model)),
             **_environment(replace(spec, environ=(*spec.environ, *found)), folder),
         )
         return Started(spec, engine_spec, page, published)
@@ -362,6 +363,11 @@ class EnginePool:
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self._submit(coroutine).result()
+
+
+def _tokenizer_of(model: Path) -> tuple[str, ...]:
+    folder = model / "tokenizer"
+    return (f"--tokenizer={folder}",) if folder.exists() else ()
 
 
 def _environment(spec: PoolSpec, folder: Path) -> dict[str, Any]:

@@ -40,10 +40,12 @@ async def test_generated_requests_are_answered_as_by_vllm(
     engines: list[Started], number: int
 ) -> None:
     engine = engines[number]
-    vocabulary = KINDS[list(KINDS)[number]]().get_vocab_size() + 1
+    tokenizer = KINDS[list(KINDS)[number]]()
+    vocabulary = tokenizer.get_vocab_size() + 1
+    whole = max(k for k in range(vocabulary) if tokenizer.decode([k]).strip() == "a")
     rng, result = random.Random(4_400 + number), Comparison()
-    asked = [request(rng, vocabulary) for _ in range(REQUESTS)]
-    argv = ["--port=0", "--model-name=policy", f"--tokenizer={engine.spec.model_dir}"]
+    asked = [request(rng, vocabulary, whole) for _ in range(REQUESTS)]
+    argv = ["--port=0", "--model-name=policy", f"--tokenizer={engine.spec.model_dir}/tokenizer"]
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http,
         Gateway(parse_settings([*argv, f"--replica={engine.url}"])) as gateway,

@@ -404,8 +404,8 @@ class ChatAnswer:
             return None
         content = []
         logprobs = wire.finite(stream.logprobs[start:end])
-        for token, logprob in zip(stream.tokens[start:end], logprobs, strict=True):
-            text = token_text(self._model, token, self._as_ids)
+        for place, logprob in enumerate(logprobs, start):
+            text = token_text(self._model, stream.tokens, place, self._as_ids)
             raw = list(text.encode("utf-8", "replace"))
             top = [_TopLogprob(text, logprob, raw)] if self._top else []
             content.append(_TokenLogprob(text, logprob, raw, top))

@@ -11,7 +11,7 @@ import msgspec
 from rose.contract.gateway import TurnFields, Version, versions_of
 from rose.contract.replica import Sampling, StructuredOutputs
 from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.frontend import ApiRequest, check_completions, check_samples
 from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.apis.wire import StreamOptions
 from rose.gateway.errors import BadRequest, TurnError
@@ -113,7 +113,7 @@ class OpenAIBody(TurnFields, gc=False):
         """Raise BadRequest for what rollout replicas cannot do, and for over `most` samples."""
         refuse_unsupported(self, NEUTRAL)
         wire.check_prompt_logprobs(self.prompt_logprobs, self.stream)
-        check_completions(self.samples, most, "n")
+        check_samples(self.samples, most, self.temperature)
         check_stops(self.stops)
 
     @property
@@ -191,13 +191,13 @@ def check_top_logprobs(given: int | None, name: str) -> None:
         )
 
 
-def token_text(model: ServedModel, token_id: int, as_ids: bool | None) -> str:
+def token_text(
+    model: ServedModel, token_ids: Sequence[int], place: int, as_ids: bool | None
+) -> str:
     """A token in a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
     if as_ids or model.codec is None:
-        return f"token_id:{token_id}"
-    text = model.codec.decode([token_id])
-    # Bytes of an unfinished character are no text, and vLLM shows none.
-    return "" if text.endswith("\ufffd") else text
+        return f"token_id:{token_ids[place]}"
+    return model.codec.token_text(token_ids, place)
 
 
 def text_between(track: TextTrack | None, start: int, end: int, over: bool) -> str:
@@ -211,6 +211,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class _Body(OpenAIBody, gc=False, kw_only=True):
+    n: int = 1
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -281,16 +282,13 @@ class CompletionFrontend:
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) == len(prompt):
             return [ids]
-        if ids:
-            raise BadRequest("prompt mixes token ids with texts or lists", "prompt")
         check_completions(len(prompt), self._max_completions, "prompt")
-        texts = [part for part in prompt if isinstance(part, str)]
-        encoded = iter(await self._encode(texts, asked) if texts else ())
-        return [
-            part if isinstance(part, list) else next(encoded)
-            for part in prompt
-            if not isinstance(part, int)
-        ]
+        lists = [part for part in prompt if isinstance(part, list)]
+        if len(lists) == len(prompt):
+            return lists
+        if ids or lists:
+            raise BadRequest("prompt mixes texts, token ids and lists of them", "prompt")
+        return await self._encode([part for part in prompt if isinstance(part, str)], asked)
 
     async def _encode(self, texts: list[str], asked: _Body) -> list[list[int]]:
         codec = self._model.need_codec("a prompt in text")
@@ -439,8 +437,8 @@ class CompletionAnswer:
         found = _Logprobs([], [], [], [])
         offset = self._offsets.get(index, 0)
         logprobs = wire.finite(stream.logprobs[start:end])
-        for token, logprob in zip(stream.tokens[start:end], logprobs, strict=True):
-            text = token_text(self._model, token, self._as_ids)
+        for place, logprob in enumerate(logprobs, start):
+            text = token_text(self._model, stream.tokens, place, self._as_ids)
             found.text_offset.append(offset)
             found.token_logprobs.append(logprob)
             found.tokens.append(text)

@@ -8,6 +8,9 @@ from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 
+# Engines sample greedily at temperatures below it.
+GREEDY_BELOW = 1e-5
+
 
 class ApiResponse(Protocol):
     """Writes the turns of one request in the words of one API."""
@@ -58,6 +61,13 @@ def check_completions(count: int, most: int, field: str) -> None:
             "requests, or start it with a higher --max-completions",
             field,
         )
+
+
+def check_samples(samples: int, most: int, temperature: float | None) -> None:
+    """Raise BadRequest for a number of samples to a prompt that vLLM does not take."""
+    check_completions(samples, most, "n")
+    if samples > 1 and temperature is not None and temperature < GREEDY_BELOW:
+        raise BadRequest(f"n must be 1 at temperature 0, got {samples}: all would be alike", "n")
 
 
 class ApiFrontend(Protocol):

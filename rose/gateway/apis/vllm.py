@@ -11,7 +11,7 @@ import msgspec
 from rose.contract.gateway import GENERATE, AnswerFields, TurnFields, Version, versions_of
 from rose.contract.replica import Sampling
 from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.frontend import ApiRequest, check_samples
 from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.request_limits import resume_of, timeout_of
@@ -144,7 +144,7 @@ class VllmFrontend:
         _check_logprobs(params.logprobs)
         wire.check_prompt_logprobs(params.prompt_logprobs, asked.stream)
         samples = 1 if params.n is None else params.n
-        check_completions(samples, self._max_completions, "n")
+        check_samples(samples, self._max_completions, params.temperature)
         self._model.check_length(len(asked.token_ids))
         name, named = wire.request_id_of(headers, asked.request_id)
         sampling = params.sampling(self._model.budget(len(asked.token_ids), params.max_tokens))

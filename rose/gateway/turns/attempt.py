@@ -272,7 +272,7 @@ class AttemptStream:
         check_line(line, journal.remaining)
         tokens, logprobs = line.token_ids, line.logprobs
         if text is not None:
-            kept = text.add(tokens)
+            kept = text.add(tokens, line.finish_reason == "stop")
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
         journal.append(self._asked.number, tokens, logprobs, line.version, line.oldest_version)

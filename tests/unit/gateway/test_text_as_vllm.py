@@ -71,3 +71,16 @@ def test_a_character_begun_in_the_prompt_is_completed_without_repeating_the_prom
     for prompt in ([word, 0xE4, 0xBD], [0xE4, 0xBD]):
         assert "".join(_rose_texts(tokenizer, prompt, [0xA0, word])) == "你 a"
     assert "".join(_rose_texts(tokenizer, [0xFF] * 9, [word])) == "a"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_ends_a_turn_has_text_only_where_it_is_asked_for(include: bool) -> None:
+    tokenizer = byte_fallback(strip=False)
+    output = [tokenizer.token_to_id("▁a"), tokenizer.token_to_id("▁hello")]
+    codec = TextCodec.__new__(TextCodec)
+    codec.backend = tokenizer
+    track = TextPlan(codec, include_stop=include).track()
+    assert track.add(output[:1]) == 1
+    assert track.add(output[1:], stopped=True) == 1
+    assert track.text == " a hello"[: None if include else 2]
+    assert len(track.ends) == 2
