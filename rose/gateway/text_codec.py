@@ -85,6 +85,7 @@ class TextCodec:
 
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.backend: Any = tokenizer.backend_tokenizer
+            self.end_of_sequence: int | None = tokenizer.eos_token_id
         except ImportError as error:
             raise ConfigError("--tokenizer needs the package transformers: install it") from error
         except (OSError, ValueError, AttributeError, KeyError) as error:
@@ -362,12 +363,19 @@ class TextTrack:
 
     def _stops(self, text: str, old: int) -> int | None:
         """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
-        for stop in self.plan.stop:
-            at = text.find(stop, max(0, old - len(stop) + 1))
-            if at >= 0:
-                self.matched = stop
-                return at + len(stop) * self.plan.include_stop
-        return None
+        stops = self.plan.stop
+        places = [text.find(stop, max(0, old - len(stop) + 1)) for stop in stops]
+        # The one that is complete first, not the one that is named first.
+        found = [
+            (at + len(stop), k)
+            for k, (stop, at) in enumerate(zip(stops, places, strict=True))
+            if at >= 0
+        ]
+        if not found:
+            return None
+        end, first = min(found)
+        self.matched = stops[first]
+        return end if self.plan.include_stop else places[first]
 
 
 @dataclass(slots=True)

@@ -59,5 +59,5 @@ async def test_generated_requests_are_answered_as_by_vllm(
                 result.add(path, body, theirs, ours)
 
         await asyncio.gather(*map(compare, range(AT_ONCE)))
-    assert not result.differing, (len(result.differing), result.differing[:3])
+    assert not result.differing, f"{len(result.differing)}:\n" + "\n".join(result.differing[:3])
     assert result.alike[200] > REQUESTS / 4

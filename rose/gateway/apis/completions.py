@@ -115,6 +115,8 @@ class OpenAIBody(TurnFields, gc=False):
         wire.check_prompt_logprobs(self.prompt_logprobs, self.stream)
         check_samples(self.samples, most, self.temperature)
         check_stops(self.stops)
+        if not self.stream and self.stream_options not in (None, StreamOptions()):
+            raise BadRequest("stream_options is for streams: send stream", "stream_options")
 
     @property
     def samples(self) -> int:

@@ -60,7 +60,10 @@ class TurnCopy:
         if self.journal.finish_reason != "stop" or self.matched is not None:
             return self.matched
         last = self.journal.tokens[-1] if self.journal.tokens else None
-        return last if last in (self.request.sampling.stop_token_ids or ()) else None
+        sampling, text = self.request.sampling, self.text
+        if text is not None and last == text.plan.codec.end_of_sequence and not sampling.ignore_eos:
+            return None
+        return last if last in (sampling.stop_token_ids or ()) else None
 
     def belongs_to(self, live: LiveAttempt) -> None:
         """It goes on as a turn of the job that the place is leased to, whatever it was named."""

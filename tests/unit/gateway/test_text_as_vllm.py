@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from rose.gateway.text_codec import TextCodec, TextPlan
-from tests.tokenizer_kinds import KINDS, byte_fallback
+from tests.tokenizer_kinds import KINDS, byte_fallback, word_piece
 
 
 def _vllm_texts(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[str]:
@@ -49,6 +49,15 @@ def test_outputs_are_the_text_that_vllm_makes_of_them(kind: str) -> None:
         prompt = [*rng.choices(range(size), k=rng.choice((0, 4, 99))), whole]
         output = rng.choices(rng.choice((range(size), words)), k=rng.randint(1, 24))
         assert _rose_texts(tokenizer, prompt, output) == _vllm_texts(tokenizer, prompt, output)
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
+    tokenizer = word_piece()
+    codec = TextCodec.__new__(TextCodec)
+    codec.backend = tokenizer
+    track = TextPlan(codec, stop=("lo", "h", "e")).track([tokenizer.token_to_id("a")])
+    assert track.add([tokenizer.token_to_id("hello")]) == 1
+    assert (track.matched, track.text) == ("h", " ")
 
 
 def test_an_invalid_byte_behind_a_character_does_not_fail_the_turn() -> None:
