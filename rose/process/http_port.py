@@ -303,9 +303,14 @@ class BoundedSocket(socket.socket):
     capacity = MAX_CONNECTIONS
     limits: LimitLog | None = None
 
+    def __init__(self, *of: int) -> None:
+        """`of`: family, type and protocol, as a socket's."""
+        super().__init__(*of)
+        self._accepted = _Accepted()
+
     def accept(self) -> tuple[socket.socket, Any]:
         """Return a connection and its peer. Raises BlockingIOError where it was closed at once."""
-        accepted = self.__dict__.setdefault("accepted", _Accepted())
+        accepted = self._accepted
         try:
             descriptor, peer = cast(Any, self)._accept()
         except OSError as error:
@@ -325,8 +330,7 @@ class BoundedSocket(socket.socket):
 
     def close(self) -> None:
         """Close it, and the descriptor in reserve."""
-        if (accepted := self.__dict__.get("accepted")) is not None:
-            accepted.close()
+        self._accepted.close()
         super().close()
 
     def _bites(self, limit: str) -> None:
