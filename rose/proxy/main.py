@@ -19,8 +19,8 @@ import uvloop
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
-from rose.process.http_port import raise_descriptor_limit
-from rose.proxy.callers import HEAD_S, CallerConnection, Door
+from rose.process.http_port import Listener, raise_descriptor_limit
+from rose.proxy.callers import CallerConnection, Door
 from rose.security.certificates import (
     CertificateFiles,
     add_certificate_options,
@@ -28,7 +28,6 @@ from rose.security.certificates import (
 )
 from rose.security.roles import Role
 
-BACKLOG: Final = 1_024
 # Behind the daemon and its guard where there are few cores.
 NICENESS: Final = 5
 MOST_A_MINUTE: Final = 20
@@ -63,7 +62,7 @@ async def serve(
     certificates: CertificateFiles | None,
     *,
     insecure: bool = False,
-) -> tuple[asyncio.Server, Door]:
+) -> tuple[Listener, Door]:
     """Listen; end with `close` of both. Raises ConfigError where nobody can."""
     if certificates is None:
         check_exposure(host, insecure, "send turns to every replica of this node")
@@ -72,28 +71,14 @@ async def serve(
     by_name = {name.encode(): at for name, at in ports.items()}
     door = Door(by_name, own, time.time, complaints.refused)
     tls = certificates.server_context() if certificates else None
-    found: list[asyncio.Server] = []
-
-    async def bind() -> None:
-        loop = asyncio.get_running_loop()
-        found.append(
-            await loop.create_server(
-                lambda: CallerConnection(door),
-                host,
-                port,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=HEAD_S if tls else None,
-            )
-        )
-
+    listener = Listener(lambda: CallerConnection(door), door.connections, tls)
     try:
-        await bound(bind)
+        await bound(lambda: listener.bind(host, port))
     except OSError as error:
         raise ConfigError(
             f"proxy: {host_port(host, port)} cannot be served: {error.strerror}"
         ) from error
-    return found[0], door
+    return listener, door
 
 
 def main(argv: Sequence[str] | None = None) -> int:
