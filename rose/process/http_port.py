@@ -118,15 +118,10 @@ def raise_descriptor_limit() -> None:
 
 
 class Bounded(Protocol):
-    """A connection of a port with bounds."""
+    """A connection that is closed when what was written is sent (`hang_up`), or at once."""
 
-    def hang_up(self) -> None:
-        """Close when what was written is sent."""
-        ...
-
-    def abort(self) -> None:
-        """Close at once."""
-        ...
+    def hang_up(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class Connections:

@@ -31,6 +31,7 @@ from rose.security import CertificateFiles, Role
 from tests.certificates import Certificates
 from tests.forked import Forked
 from tests.patience import PATIENCE_S
+from tests.unit.node.node_bench import Bench
 
 DESCRIPTORS: Final = 512
 CONNECTIONS: Final = 700
@@ -69,7 +70,7 @@ class Programs:
     """Programs by name and descriptor limit, each started when a test first asks for it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._issued = Certificates(folder)
         self._started: dict[tuple[str, bool, int], Program] = {}
 
@@ -80,7 +81,7 @@ class Programs:
         return self._started[key]
 
     def _start(self, name: str, tls: bool, descriptors: int) -> Program:
-        folder = self._folder / f"{name}-{tls}-{descriptors}"
+        folder = self.folder / f"{name}-{tls}-{descriptors}"
         folder.mkdir()
         role, own, caller = ROLES[name]
         files = self._issued.of(role, own) if tls else None
@@ -260,6 +261,38 @@ async def test_ten_thousand_idle_connections_keep_no_operator_out(
     await check(programs.get(port.program, tls, hard), port, count)
 
 
+async def test_a_node_without_descriptors_goes_on_guarding(programs: Programs) -> None:
+    """The limit falls below what the node counted on, so that accepting fails for want of one."""
+    folder = programs.folder / "node"
+    folder.mkdir()
+    bench = Bench(folder, "guest")
+    await bench.start()
+    connections = IdleConnections()
+    try:
+        daemon = bench.spawn()
+        await bench.until("leased", lambda replica: replica.healthy and replica.leased)
+        open_now = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (open_now + 50, open_now + 50))
+        log_bytes = (folder / "daemon.log").stat().st_size
+        await connections.open(bench.settings["metrics_port"], 4 * SPARE_DESCRIPTORS)
+        for _ in range(5):
+            before = bench.page.grant.peek()
+            await asyncio.sleep(0.2)
+            after = bench.page.grant.peek()
+            assert before is not None
+            assert after is not None
+            assert after.heartbeat_ns > before.heartbeat_ns, bench.page.grant.peek()
+        assert daemon.poll() is None
+        connections.close()
+        program = Program(daemon, folder / "daemon.log", bench.settings, None, 0)
+        await answered(program, Port("node", "metrics_port", get("/metrics")), ANSWER_S)
+        written = program.log.read_bytes()[log_bytes:]
+        assert len(written) < MOST_LOG_BYTES, written[:1_000]
+    finally:
+        connections.close()
+        await bench.close()
+
+
 # ---- programs, in processes of their own ----
 
 
@@ -303,8 +336,10 @@ def publisher(folder: str, *options: str, versions: str) -> None:
     from weight_transfer import ChunkStore, SigningKey
 
     async def serve() -> None:
-        ca, certificate, key = [Path(option.partition("=")[2]) for option in options] or [None] * 3
-        credentials = Credentials("", ca, certificate, key)
+        files = {
+            name: Path(path) for name, _, path in (each[2:].partition("=") for each in options)
+        }
+        credentials = Credentials("", files.get("ca"), files.get("certificate"), files.get("key"))
         signer = Signer("job", SigningKey.generate())
         store = ChunkStore(Path(folder, "chunks"))
         server = VersionServer(store, int(versions), credentials=credentials, signer=signer)
