@@ -19,6 +19,7 @@ quiet ── bites ──► logged once ── nothing for `QUIET_S` ──► 
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ BODY_S: Final = 20.0
 SWEEP_S: Final = 0.5
 BACKLOG: Final = 1_024
 # In one step of the event loop.
-ACCEPTS: Final = 16
+ACCEPTS: Final = 64
 # A connection that is younger than this is not closed for another's sake: its head may be near.
 HEAD_GRACE_S = 1.0
 # For replicas, the scheduler, logs and whatever else the process has open.
@@ -310,6 +311,10 @@ def _too_many(error_body: ErrorBody) -> bytes:
     return head.encode() + body
 
 
+class _ClosedAtOnceError(BlockingIOError):
+    """A connection was accepted and closed; others may wait behind it."""
+
+
 class BoundedSocket(socket.socket):
     """A listening socket that closes what it accepts beyond `capacity`, TLS handshakes included.
 
@@ -340,12 +345,12 @@ class BoundedSocket(socket.socket):
                 raise
             self._bites("descriptors")
             accepted.shed(self)
-            raise BlockingIOError from error
+            raise _ClosedAtOnceError from error
         connection = _Counted(self.family, self.type, self.proto, fileno=descriptor)
         if self.full:
             connection.close()
             self._bites("max_connections")
-            raise BlockingIOError
+            raise _ClosedAtOnceError
         connection.counted_in(accepted)
         connection.setblocking(False)
         return connection, peer
@@ -461,8 +466,7 @@ class Listener:
     def close(self) -> None:
         """Listen no longer; connections whose handshakes are over go on."""
         for listening in self.sockets:
-            if listening.fileno() >= 0:
-                asyncio.get_running_loop().remove_reader(listening)
+            asyncio.get_running_loop().remove_reader(listening)
             listening.close()
         self.sockets = []
         for task in (self._sweeping, *self._handshakes):
@@ -472,12 +476,14 @@ class Listener:
     def _accept(self, listening: BoundedSocket) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTS):
-            if listening.full and self._end_handshake():
-                # Its descriptor is free in the loop's next round.
+            if listening.full and self._end_handshakes():
+                # Their descriptors are free in the loop's next round.
                 return
             try:
                 connection, _ = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except (_ClosedAtOnceError, ConnectionAbortedError):
+                continue
+            except (BlockingIOError, InterruptedError):
                 return
             task = loop.create_task(self._connect(connection))
             self._handshakes[task] = loop.time()
@@ -490,15 +496,17 @@ class Listener:
                 self._make, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
 
-    def _end_handshake(self) -> bool:
-        """Return True if the handshake that is owed for longest was ended."""
-        task, since_s = next(iter(self._handshakes.items()), (None, 0.0))
-        if task is None or asyncio.get_running_loop().time() - since_s < HEAD_GRACE_S:
-            return False
-        self._book.limits.bites("max_connections")
-        del self._handshakes[task]
-        task.cancel()
-        return True
+    def _end_handshakes(self) -> bool:
+        """Return True if handshakes that are owed for longest were ended."""
+        before_s = asyncio.get_running_loop().time() - HEAD_GRACE_S
+        oldest = itertools.islice(self._handshakes.items(), ACCEPTS)
+        late = [task for task, since_s in oldest if since_s <= before_s]
+        for task in late:
+            del self._handshakes[task]
+            task.cancel()
+        if late:
+            self._book.limits.bites("max_connections", len(late))
+        return bool(late)
 
     async def _sweep(self) -> None:
         while True:

@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import uvloop
@@ -19,7 +20,7 @@ import uvloop
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
-from rose.process.http_port import Listener, raise_descriptor_limit
+from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
 from rose.proxy.callers import CallerConnection, Door
 from rose.security.certificates import (
     CertificateFiles,
@@ -30,29 +31,9 @@ from rose.security.roles import Role
 
 # Behind the daemon and its guard where there are few cores.
 NICENESS: Final = 5
-MOST_A_MINUTE: Final = 20
-MINUTE_S: Final = 60.0
 EXIT_BAD_INPUT: Final = 2
 _logger = logging.getLogger("rose.proxy")
-
-
-class Complaints:
-    """Says who was refused, and why, at most MOST_A_MINUTE times a minute."""
-
-    def __init__(self, say: Callable[[str], object], clock: Callable[[], float]) -> None:
-        self._say = say
-        self._clock = clock
-        self._minute_s = -MINUTE_S
-        self._said = 0
-
-    def refused(self, who: str, why: str) -> None:
-        """Somebody was refused."""
-        now_s = self._clock()
-        if now_s - self._minute_s >= MINUTE_S:
-            self._minute_s, self._said = now_s, 0
-        self._said += 1
-        if self._said <= MOST_A_MINUTE:
-            self._say(f"refused {who}: {why}")
+_logger.addFilter(FewRecords())
 
 
 async def serve(
@@ -67,9 +48,8 @@ async def serve(
     if certificates is None:
         check_exposure(host, insecure, "send turns to every replica of this node")
     own = certificates.insist(Role.NODE) if certificates else None
-    complaints = Complaints(_logger.warning, time.monotonic)
     by_name = {name.encode(): at for name, at in ports.items()}
-    door = Door(by_name, own, time.time, complaints.refused)
+    door = Door(by_name, own, time.time, partial(_logger.warning, "refused %s: %s"))
     tls = certificates.server_context() if certificates else None
     listener = Listener(lambda: CallerConnection(door), door.connections, tls)
     try:

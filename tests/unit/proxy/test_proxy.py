@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rose.errors import ConfigError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
+from rose.process.http_port import RECORDS_A_MINUTE
 from rose.proxy import callers, engines
-from rose.proxy.main import Complaints, main, serve
+from rose.proxy.main import main, serve
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security import CertificateFiles, Role
 from tests.certificates import Certificates
@@ -405,13 +405,10 @@ def test_a_replica_that_is_none_is_named(
     assert "PORT=NAME" in capsys.readouterr().err
 
 
-def test_it_complains_a_few_times_a_minute() -> None:
-    said: list[Any] = []
-    now_s = 0.0
-    complaints = Complaints(said.append, lambda: now_s)
+async def test_refusals_are_logged_a_few_times_a_minute(
+    bench: ProxyBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.start(Engine())
     for _ in range(100):
-        complaints.refused("10.0.0.1", "why")
-    assert len(said) == 20
-    now_s = 60.0
-    complaints.refused("10.0.0.1", "why")
-    assert said[-1] == "refused 10.0.0.1: why"
+        bench.door.on_refused("10.0.0.1", "why")
+    assert len(caplog.records) <= RECORDS_A_MINUTE
