@@ -139,7 +139,8 @@ class Gateway:
         """As `note`; of a limit that bites the operator hears without a log too."""
         self.note(event, **fields)
         if event.startswith("limit_"):
-            _tell(f"{event}: --{str(fields['limit']).replace('_', '-')}, {fields['times']} times")
+            option = f"--{fields['limit']}".replace("_", "-").replace("--descriptors", "ulimit -n")
+            _tell(f"{event}: {option}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
         """Write one event, where a log is wanted."""

@@ -150,8 +150,6 @@ class GatewayServer:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
             self._hedging.sweep()
-            self.connections.sweep()
-            self._limits.sweep()
 
     def _handler(
         self, frontend: ApiFrontend

@@ -19,6 +19,7 @@ quiet ── bites ──► logged once ── nothing for `QUIET_S` ──► 
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -40,6 +41,8 @@ HEAD_S: Final = 10.0
 BODY_S: Final = 20.0
 SWEEP_S: Final = 0.5
 BACKLOG: Final = 1_024
+# In one step of the event loop.
+ACCEPTS: Final = 64
 # A connection that is younger than this is not closed for another's sake: its head may be near.
 HEAD_GRACE_S = 1.0
 # For replicas, the scheduler, logs and whatever else the process has open.
@@ -115,8 +118,15 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+class Bounded(Protocol):
+    """A connection that is closed when what was written is sent (`hang_up`), or at once."""
+
+    def hang_up(self) -> None: ...
+    def abort(self) -> None: ...
+
+
 class Connections:
-    """All connections of one port; `clock` gives monotonic seconds. `sweep` it now and then."""
+    """All connections of one port; `clock` gives monotonic seconds. Its `Listener` sweeps it."""
 
     def __init__(
         self,
@@ -127,17 +137,19 @@ class Connections:
         error_body: ErrorBody = lambda status, line: json.dumps(
             {"error": {"message": line, "code": status}}
         ).encode(),
+        idle_s: float = IDLE_S,
     ) -> None:
         """`error_body` makes the body of an answer to what is not handed to a route."""
         self.error_body = error_body
         self.capacity = capacity
         self._head_timeout_s = head_timeout_s
-        self._limits = limits
+        self._idle_s = idle_s
+        self.limits = limits
         self._clock = clock
-        self._all: set[Connection] = set()
+        self._all: set[Bounded] = set()
         # Oldest first, each with the time since when it is so.
-        self._heads: dict[Connection, float] = {}
-        self._idle: dict[Connection, float] = {}
+        self._heads: dict[Bounded, float] = {}
+        self._idle: dict[Bounded, float] = {}
 
     def __len__(self) -> int:
         """Connections now."""
@@ -148,7 +160,7 @@ class Connections:
         """Those that wait for their callers' next request."""
         return len(self._idle)
 
-    def admit(self, connection: "Connection") -> bool:
+    def admit(self, connection: Bounded) -> bool:
         """Whether a new connection may stay; another one may be closed for it."""
         if len(self._all) >= self.capacity and not self._make_room():
             return False
@@ -156,22 +168,27 @@ class Connections:
         self._heads[connection] = self._clock()
         return True
 
-    def heard(self, connection: "Connection") -> None:
+    def heard(self, connection: Bounded) -> None:
         """Bytes came: of a new request, if the connection was idle."""
         if self._idle.pop(connection, None) is not None:
             self._heads[connection] = self._clock()
 
-    def began(self, connection: "Connection") -> None:
+    def began(self, connection: Bounded) -> None:
         """A request's head is whole."""
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def answered(self, connection: "Connection") -> None:
+    def answered(self, connection: Bounded) -> None:
         """Its request is over."""
         if connection in self._all:
             self._idle[connection] = self._clock()
 
-    def lost(self, connection: "Connection") -> None:
+    def close(self) -> None:
+        """Close all of them at once."""
+        for connection in tuple(self._all):
+            self._close(connection)
+
+    def lost(self, connection: Bounded) -> None:
         self._all.discard(connection)
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
@@ -181,7 +198,7 @@ class Connections:
         now_s = self._clock()
         for waiting, limit_s, name in (
             (self._heads, self._head_timeout_s, "head_timeout_s"),
-            (self._idle, IDLE_S, ""),
+            (self._idle, self._idle_s, ""),
         ):
             late = []
             for connection, since_s in waiting.items():
@@ -191,10 +208,11 @@ class Connections:
             for connection in late:
                 self._close(connection)
             if late and name:
-                self._limits.bites(name, len(late))
+                self.limits.bites(name, len(late))
+        self.limits.sweep()
 
     def _make_room(self) -> bool:
-        self._limits.bites("max_connections", 1)
+        self.limits.bites("max_connections", 1)
         for connection in self._idle:
             # What was answered last may still lie in its buffer.
             self.lost(connection)
@@ -207,7 +225,7 @@ class Connections:
             return True
         return False
 
-    def _close(self, connection: "Connection") -> None:
+    def _close(self, connection: Bounded) -> None:
         self.lost(connection)
         connection.abort()
 
@@ -293,6 +311,10 @@ def _too_many(error_body: ErrorBody) -> bytes:
     return head.encode() + body
 
 
+class _ClosedAtOnceError(BlockingIOError):
+    """A connection was accepted and closed; others may wait behind it."""
+
+
 class BoundedSocket(socket.socket):
     """A listening socket that closes what it accepts beyond `capacity`, TLS handshakes included.
 
@@ -303,9 +325,19 @@ class BoundedSocket(socket.socket):
     capacity = MAX_CONNECTIONS
     limits: LimitLog | None = None
 
+    def __init__(self, *of: int) -> None:
+        """`of`: family, type and protocol, as a socket's."""
+        super().__init__(*of)
+        self._accepted = _Accepted()
+
+    @property
+    def full(self) -> bool:
+        """True where the next connection would be closed at once."""
+        return self._accepted.count >= self.capacity
+
     def accept(self) -> tuple[socket.socket, Any]:
         """Return a connection and its peer. Raises BlockingIOError where it was closed at once."""
-        accepted = self.__dict__.setdefault("accepted", _Accepted())
+        accepted = self._accepted
         try:
             descriptor, peer = cast(Any, self)._accept()
         except OSError as error:
@@ -313,20 +345,19 @@ class BoundedSocket(socket.socket):
                 raise
             self._bites("descriptors")
             accepted.shed(self)
-            raise BlockingIOError from error
+            raise _ClosedAtOnceError from error
         connection = _Counted(self.family, self.type, self.proto, fileno=descriptor)
-        if accepted.count >= self.capacity:
+        if self.full:
             connection.close()
             self._bites("max_connections")
-            raise BlockingIOError
+            raise _ClosedAtOnceError
         connection.counted_in(accepted)
         connection.setblocking(False)
         return connection, peer
 
     def close(self) -> None:
         """Close it, and the descriptor in reserve."""
-        if (accepted := self.__dict__.get("accepted")) is not None:
-            accepted.close()
+        self._accepted.close()
         super().close()
 
     def _bites(self, limit: str) -> None:
@@ -366,10 +397,125 @@ class _Counted(socket.socket):
         self._accepted = accepted
 
     def close(self) -> None:
+        self._uncount()
+        super().close()
+
+    def detach(self) -> int:
+        # uvloop closes the descriptor itself, and detaches it then.
+        self._uncount()
+        return super().detach()
+
+    def __del__(self) -> None:
+        self._uncount()
+
+    def _uncount(self) -> None:
         if self._accepted is not None:
             self._accepted.count -= 1
             self._accepted = None
-        super().close()
+
+
+class Listener:
+    """Listening sockets of one port, on any event loop. `bind` it, and close it.
+
+    uvloop's own servers accept in C, past `BoundedSocket`; and no server of asyncio's knows which
+    TLS handshake is owed for longest. Close to its bound a port ends that one for a new connection.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], asyncio.Protocol],
+        book: Connections,
+        tls: ssl.SSLContext | None = None,
+        handshake_s: float = HEAD_S,
+    ) -> None:
+        """`make` makes the protocol of each connection, which tells `book` how far it is."""
+        self._make = make
+        self._book = book
+        self._tls = tls
+        self._handshake_s = handshake_s if tls else None
+        self.sockets: list[BoundedSocket] = []
+        # Oldest first, each with the time since when it is so.
+        self._handshakes: dict[asyncio.Task[None], float] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def bind(self, host: str, port: int) -> None:
+        """Listen at all addresses of a host. Raises OSError where one of them cannot be bound."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listening = BoundedSocket(family, kind, protocol)
+                self.sockets.append(listening)
+                # Some, so that an answer of 503 can still be sent.
+                listening.capacity = self._book.capacity + SPARE_DESCRIPTORS // 4
+                listening.limits = self._book.limits
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind(address)
+                listening.setblocking(False)
+                listening.listen(BACKLOG)
+                loop.add_reader(listening, self._accept, listening)
+        except BaseException:
+            self.close()
+            raise
+        self._sweeping = loop.create_task(self._sweep())
+
+    def close(self) -> None:
+        """Listen no longer; connections whose handshakes are over go on."""
+        for listening in self.sockets:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        self.sockets = []
+        for task in (self._sweeping, *self._handshakes):
+            if task is not None:
+                task.cancel()
+
+    def _accept(self, listening: BoundedSocket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTS):
+            if listening.full and self._end_handshakes():
+                # Their descriptors are free in the loop's next round.
+                return
+            try:
+                connection, _ = listening.accept()
+            except (_ClosedAtOnceError, ConnectionAbortedError):
+                continue
+            except (BlockingIOError, InterruptedError):
+                return
+            task = loop.create_task(self._connect(connection))
+            self._handshakes[task] = loop.time()
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    async def _connect(self, connection: socket.socket) -> None:
+        # Whoever breaks off a handshake, or is late, is told nothing, nor is the log.
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+            )
+
+    def _end_handshakes(self) -> bool:
+        """Return True if handshakes that are owed for longest were ended."""
+        before_s = asyncio.get_running_loop().time() - HEAD_GRACE_S
+        oldest = itertools.islice(self._handshakes.items(), ACCEPTS)
+        late = [task for task, since_s in oldest if since_s <= before_s]
+        for task in late:
+            del self._handshakes[task]
+            task.cancel()
+        if late:
+            self._book.limits.bites("max_connections", len(late))
+        return bool(late)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                self._book.sweep()
+            except Exception:  # noqa: BLE001 - whatever it is
+                # Without sweeps late connections would stay for good.
+                _log.exception("the next sweep closes what this one did not")
 
 
 class FewRecords(logging.Filter):
@@ -437,7 +583,7 @@ class HttpPort:
     ) -> None:
         """`around` answers with the route that it is given; `patience_s`: for a port in use.
 
-        Whoever hands `connections` in sweeps them, and bounds bodies.
+        Whoever hands `connections` in bounds bodies.
         """
         self.port = port
         self._host = host
@@ -449,10 +595,7 @@ class HttpPort:
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s
         )
-        self._listening: list[asyncio.Server] = []
-        self._sockets: list[BoundedSocket] = []
-        self._sweeping: asyncio.Task[None] | None = None
-        self._make: Callable[[], Connection] | None = None
+        self._listener: Listener | None = None
 
     @property
     def server(self) -> web.Server:
@@ -464,66 +607,27 @@ class HttpPort:
     async def start(self) -> None:
         """Bind the port. Raises OSError where it cannot be bound."""
         raise_descriptor_limit()
-        loop = asyncio.get_running_loop()
         await self._runner.setup()
-        limits = LimitLog(_warn, loop.time)
         book = self._connections
         if book is None:
             capacity = min(MAX_SIDE_CONNECTIONS, max(1, connections_allowed() // 2))
-            book = Connections(capacity, self._head_timeout_s, limits, loop.time)
-            self._sweeping = loop.create_task(_swept(book, limits))
+            clock = asyncio.get_running_loop().time
+            book = Connections(capacity, self._head_timeout_s, LimitLog(warn, clock), clock)
+        make = guarded(self.server, book, self._around, local=is_loopback(self._host))
+        listener = Listener(make, book, self._tls, self._head_timeout_s)
         try:
-            await bound(lambda: self._bind(book, limits), self._patience_s)
+            await bound(lambda: listener.bind(self._host, self.port), self._patience_s)
         except BaseException:
-            await self.close()
+            await self._runner.cleanup()
             raise
+        self._listener = listener
+        self.port = listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop answering."""
-        self._unbind()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
-
-    async def _bind(self, book: Connections, limits: LimitLog) -> None:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
-            self._host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        if self._make is None:
-            self._make = guarded(self.server, book, self._around, local=is_loopback(self._host))
-        try:
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                listening = BoundedSocket(family, kind, protocol)
-                self._sockets.append(listening)
-                # Some, so that an answer of 503 can still be sent.
-                listening.capacity = book.capacity + SPARE_DESCRIPTORS // 4
-                listening.limits = limits
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.bind(address)
-                listening.setblocking(False)
-                self._listening.append(
-                    await loop.create_server(
-                        self._make,
-                        sock=listening,
-                        backlog=BACKLOG,
-                        ssl=self._tls,
-                        ssl_handshake_timeout=self._head_timeout_s if self._tls else None,
-                    )
-                )
-                self.port = listening.getsockname()[1]
-        except BaseException:
-            self._unbind()
-            raise
-
-    def _unbind(self) -> None:
-        for server in self._listening:
-            server.close()
-        for listening in self._sockets:
-            listening.close()
-        self._listening, self._sockets = [], []
 
 
 def guarded(
@@ -559,12 +663,6 @@ def guarded(
     return lambda: Connection(server, book)
 
 
-async def _swept(book: Connections, limits: LimitLog) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        book.sweep()
-        limits.sweep()
-
-
-def _warn(event: str, **fields: object) -> None:
+def warn(event: str, **fields: object) -> None:
+    """Log a limit, within the bound on this module's records."""
     _log.warning("%s: %s", event, fields)

@@ -9,6 +9,7 @@ the proxy keeps what one socket's buffer holds. A caller that hangs up ends its 
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, cast
@@ -16,17 +17,24 @@ from typing import Final, cast
 import httptools
 
 from rose.errors import ConfigError
+from rose.process.http_port import BODY_S, HEAD_S, Connections, LimitLog, connections_allowed, warn
 from rose.proxy.engines import EngineConnection, EnginePool
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security.certificates import EXPIRED, Peer, peer_over
 from rose.security.roles import Identity, Role
 
-HEAD_S: Final = 10.0
-BODY_S: Final = 20.0
 # In which a caller reads that it is refused, while the rest of its body comes in and is dropped.
 LINGER_S: Final = 1.0
 # Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
 IDLE_S: Final = 330.0
+MOST: Final = 4_096
+
+
+def bounded() -> Connections:
+    """Return the connections of a proxy: as many as leave each an engine's."""
+    most = min(MOST, connections_allowed())
+    limits = LimitLog(warn, time.monotonic)
+    return Connections(most, HEAD_S, limits, time.monotonic, idle_s=IDLE_S)
 
 
 @dataclass(slots=True)
@@ -41,9 +49,8 @@ class Door:
     own: Identity | None
     wall_s: Callable[[], float]
     on_refused: Callable[[str, str], None]
-    most: int = 4_096
+    connections: Connections = field(default_factory=bounded)
     engines: EnginePool = field(default_factory=EnginePool)
-    open: set["CallerConnection"] = field(default_factory=set)
 
     def check(self, peer: Peer | None) -> None:
         """Raise PassRefusedError for a caller that may send no turns here."""
@@ -62,8 +69,7 @@ class Door:
 
     def close(self) -> None:
         """Hang up on everybody."""
-        for connection in tuple(self.open):
-            connection.abort()
+        self.connections.close()
         self.engines.close()
 
 
@@ -93,23 +99,24 @@ class CallerConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def hang_up(self) -> None:
+        """Close when what was written is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
     # ---- asyncio's protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if len(self._door.open) >= self._door.most:
-            self._door.on_refused(self._who(), "too many connections")
+        if not self._door.connections.admit(self):
             self.abort()
-            return
-        self._door.open.add(self)
-        self._allow(HEAD_S)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
         if not self._busy:
             if not self._head_bytes:
-                self._allow(HEAD_S)
+                self._door.connections.heard(self)
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -125,7 +132,7 @@ class CallerConnection(asyncio.Protocol):
                 self._refuse(PassRefusedError(431, "too_large", what))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._door.open.discard(self)
+        self._door.connections.lost(self)
         self._allow(None)
         self._refused = True
         if self._asking is not None:
@@ -161,6 +168,7 @@ class CallerConnection(asyncio.Protocol):
         self._door.check(self._peer())
         asked = passed(self._door.ports, self._parser.get_method(), self._target, self._headers)
         self._busy = True
+        self._door.connections.began(self)
         self._allow(BODY_S)
         engine = self._door.engines.take(asked.port)
         if engine is not None:
@@ -196,7 +204,7 @@ class CallerConnection(asyncio.Protocol):
             self._transport.close()
             return
         self._begin()
-        self._allow(IDLE_S)
+        self._door.connections.answered(self)
 
     def broken(self) -> None:
         self._engine = None

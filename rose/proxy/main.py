@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import uvloop
@@ -19,8 +20,8 @@ import uvloop
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
-from rose.process.http_port import raise_descriptor_limit
-from rose.proxy.callers import HEAD_S, CallerConnection, Door
+from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
+from rose.proxy.callers import CallerConnection, Door
 from rose.security.certificates import (
     CertificateFiles,
     add_certificate_options,
@@ -28,32 +29,11 @@ from rose.security.certificates import (
 )
 from rose.security.roles import Role
 
-BACKLOG: Final = 1_024
 # Behind the daemon and its guard where there are few cores.
 NICENESS: Final = 5
-MOST_A_MINUTE: Final = 20
-MINUTE_S: Final = 60.0
 EXIT_BAD_INPUT: Final = 2
 _logger = logging.getLogger("rose.proxy")
-
-
-class Complaints:
-    """Says who was refused, and why, at most MOST_A_MINUTE times a minute."""
-
-    def __init__(self, say: Callable[[str], object], clock: Callable[[], float]) -> None:
-        self._say = say
-        self._clock = clock
-        self._minute_s = -MINUTE_S
-        self._said = 0
-
-    def refused(self, who: str, why: str) -> None:
-        """Somebody was refused."""
-        now_s = self._clock()
-        if now_s - self._minute_s >= MINUTE_S:
-            self._minute_s, self._said = now_s, 0
-        self._said += 1
-        if self._said <= MOST_A_MINUTE:
-            self._say(f"refused {who}: {why}")
+_logger.addFilter(FewRecords())
 
 
 async def serve(
@@ -63,37 +43,22 @@ async def serve(
     certificates: CertificateFiles | None,
     *,
     insecure: bool = False,
-) -> tuple[asyncio.Server, Door]:
+) -> tuple[Listener, Door]:
     """Listen; end with `close` of both. Raises ConfigError where nobody can."""
     if certificates is None:
         check_exposure(host, insecure, "send turns to every replica of this node")
     own = certificates.insist(Role.NODE) if certificates else None
-    complaints = Complaints(_logger.warning, time.monotonic)
     by_name = {name.encode(): at for name, at in ports.items()}
-    door = Door(by_name, own, time.time, complaints.refused)
+    door = Door(by_name, own, time.time, partial(_logger.warning, "refused %s: %s"))
     tls = certificates.server_context() if certificates else None
-    found: list[asyncio.Server] = []
-
-    async def bind() -> None:
-        loop = asyncio.get_running_loop()
-        found.append(
-            await loop.create_server(
-                lambda: CallerConnection(door),
-                host,
-                port,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=HEAD_S if tls else None,
-            )
-        )
-
+    listener = Listener(lambda: CallerConnection(door), door.connections, tls)
     try:
-        await bound(bind)
+        await bound(lambda: listener.bind(host, port))
     except OSError as error:
         raise ConfigError(
             f"proxy: {host_port(host, port)} cannot be served: {error.strerror}"
         ) from error
-    return found[0], door
+    return listener, door
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,14 +19,16 @@ MAX_REPLY_BYTES = 4 << 20
 MAX_STREAMS = 1_024
 MAX_CALLS = 8_192
 KEEPALIVE_MS = 2_000
-# A peer that never finishes its TLS handshake holds a descriptor for so long.
-HANDSHAKE_TIMEOUT_MS = 10_000
+# A connection that brings nothing holds a place for so long: TLS handshakes end then, and the ping
+# of a server that hears nothing goes unanswered. Below 5 s, in which an operator is answered.
+HANDSHAKE_TIMEOUT_MS = 3_000
+SERVER_KEEPALIVE_MS = 1_000
+MAX_IDLE_MS = 300_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_MAX_MS = 1_000
 
 _LIMITS: tuple[tuple[str, int], ...] = (
     # A peer that vanished without closing (power, cable) is noticed within one lease's life.
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # Of any ping; gRPC waits for a minute by itself, and sends no other one before.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -38,6 +40,7 @@ def channel_options() -> tuple[tuple[str, int], ...]:
     """Options of every channel."""
     return (
         *_LIMITS,
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -51,10 +54,14 @@ def channel_options() -> tuple[tuple[str, int], ...]:
     )
 
 
-def server_options() -> tuple[tuple[str, int], ...]:
+def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], ...]:
     """Options of every server."""
     return (
         *_LIMITS,
+        ("grpc.keepalive_time_ms", SERVER_KEEPALIVE_MS),
+        # Those beyond are closed at once: they must leave the process descriptors for its files.
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         ("grpc.max_send_message_length", MAX_REPLY_BYTES),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -97,10 +104,12 @@ def make_blocking_channel(
     )
 
 
-def make_server(access: AccessInterceptor | None = None) -> grpc.aio.Server:
+def make_server(
+    access: AccessInterceptor | None = None, max_connections: int = MAX_CALLS
+) -> grpc.aio.Server:
     """A server without services and ports. access: checks each call; its ports must be secure."""
     return grpc.aio.server(
-        options=server_options(),
+        options=server_options(max_connections),
         maximum_concurrent_rpcs=MAX_CALLS,
         interceptors=[] if access is None else [access],
     )

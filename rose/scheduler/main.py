@@ -38,6 +38,7 @@ from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
 from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background
+from rose.process.http_port import connections_allowed, raise_descriptor_limit
 from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
 from rose.scheduler.core.job_registry import with_standing
@@ -270,7 +271,9 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         store = MeteredStore(opened, metrics.called)
         events.listen(metrics.heard)
         handlers = LeaderHandlers(lambda: leadership.address)
-        server = make_server(_access(settings, handlers))
+        raise_descriptor_limit()
+        # The rest is for its HTTP ports, its store and its logs.
+        server = make_server(_access(settings, handlers), connections_allowed() * 3 // 4)
         port = _bind(server, settings)
         me = settings.reached_at(port)
         told: AuditSink = audit.write

@@ -1,7 +1,6 @@
 """Command line of the front: `rose front --port N --weights-root DIR …`."""
 
 import asyncio
-import contextlib
 import errno
 import logging
 import signal
@@ -88,15 +87,11 @@ async def listening(
             connections=server.connections,
             around=server.answer,
         )
-        sweep = asyncio.ensure_future(server.sweep())
         try:
             await _listen(settings, port)
             yield port.port
         finally:
             await updates.close()
-            sweep.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sweep
             await port.close()
 
 

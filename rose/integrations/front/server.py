@@ -22,7 +22,7 @@ from rose.process.http_port import HEAD_S, Connections, LimitLog, connections_al
 
 JSON = "application/json"
 MAX_CONTROL_BYTES = 64 << 10
-BODY_S, HEALTH_S, SWEEP_S = 20.0, 5.0, 0.1
+BODY_S, HEALTH_S = 20.0, 5.0
 RETRY_S = 1
 MOST_A_MINUTE = 60
 GENERATE = "/generate"
@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FrontServer:
-    """Routes of one front. `sweep` it in a task."""
+    """Routes of one front."""
 
     def __init__(
         self,
@@ -85,13 +85,6 @@ class FrontServer:
         post("/abort_request", self._abort)
         every("*", "/{others:.*}", self._forward)
         return app
-
-    async def sweep(self) -> None:
-        """Close connections that take too long, until cancelled."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            self.connections.sweep()
-            self._limits.sweep()
 
     async def answer(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -89,6 +90,17 @@ async def test_sockets_beyond_the_bound_are_closed_before_a_handshake() -> None:
             each.close()
         flood.close()
     assert said == ["max_connections"]
+
+
+def test_accepted_connections_that_are_closed_leave_no_descriptor() -> None:
+    with BoundedSocket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(8)
+        open_before = len(os.listdir("/proc/self/fd"))
+        for _ in range(8):
+            with socket.create_connection(listening.getsockname()):
+                listening.accept()[0].close()
+        assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 async def test_a_connection_without_descriptors_is_closed_and_told_once(

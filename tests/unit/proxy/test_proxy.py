@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rose.errors import ConfigError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
+from rose.process.http_port import RECORDS_A_MINUTE
 from rose.proxy import callers, engines
-from rose.proxy.main import Complaints, main, serve
+from rose.proxy.main import main, serve
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security import CertificateFiles, Role
 from tests.certificates import Certificates
@@ -212,7 +212,7 @@ async def test_an_answer_comes_as_it_was_and_both_connections_are_used_again(
     answers = [await bench.ask(upstream, body=body) for body in (b"{}", b"x" * 300_000, b"")]
     assert [each.text for each in answers] == [b"abc", b"hi", b"hi"], [e.error for e in answers]
     assert engine.requests[1].endswith(b"x" * 300_000)
-    assert (engine.connections, len(bench.door.open)) == (1, 1)
+    assert (engine.connections, len(bench.door.connections)) == (1, 1)
 
 
 async def test_who_hangs_up_ends_the_turn_on_the_other_side(bench: ProxyBench) -> None:
@@ -228,7 +228,7 @@ async def test_who_hangs_up_ends_the_turn_on_the_other_side(bench: ProxyBench) -
     lost = await bench.ask(upstream)
     assert isinstance(lost.error, ConnectionError), "an engine that ends says nothing in its place"
     assert lost.code == 0
-    assert not bench.door.open
+    assert not bench.door.connections
 
 
 async def test_an_engine_that_is_not_there_is_told_before_anything_was_sent(
@@ -314,7 +314,7 @@ async def test_who_takes_too_long_is_closed(
 async def test_beyond_the_limit_newcomers_are_closed(bench: ProxyBench) -> None:
     engine = Engine(pieces(WHOLE))
     await bench.start(engine)
-    bench.door.most = 1
+    bench.door.connections.capacity = 1
     assert (await bench.ask(bench.upstream())).code == 200
     assert await bench.raw(HEAD) == b""
 
@@ -363,7 +363,7 @@ async def test_gateways_of_the_cluster_come_in_and_nobody_else_does(
 
     gateway = of(Role.GATEWAY)
     assert [(await bench.ask(gateway)).text for _ in range(2)] == [b"hi", b"hi"]
-    assert len(bench.door.open) == 1, "one handshake"
+    assert len(bench.door.connections) == 1, "one handshake"
     trainer = await bench.ask(of(Role.TRAINER))
     assert (trainer.code, b"gateways do" in trainer.text) == (403, True)
     stranger = Certificates(tmp_path / "other").of(Role.GATEWAY, "x")
@@ -405,13 +405,10 @@ def test_a_replica_that_is_none_is_named(
     assert "PORT=NAME" in capsys.readouterr().err
 
 
-def test_it_complains_a_few_times_a_minute() -> None:
-    said: list[Any] = []
-    now_s = 0.0
-    complaints = Complaints(said.append, lambda: now_s)
+async def test_refusals_are_logged_a_few_times_a_minute(
+    bench: ProxyBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.start(Engine())
     for _ in range(100):
-        complaints.refused("10.0.0.1", "why")
-    assert len(said) == 20
-    now_s = 60.0
-    complaints.refused("10.0.0.1", "why")
-    assert said[-1] == "refused 10.0.0.1: why"
+        bench.door.on_refused("10.0.0.1", "why")
+    assert len(caplog.records) <= RECORDS_A_MINUTE

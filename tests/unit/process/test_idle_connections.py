@@ -1,0 +1,383 @@
+"""Every port of ROSE answers its operator while connections that bring nothing are open to it.
+
+Each program is a process of its own with few descriptors, and gets more connections than it has;
+`nightly` opens 10,000 to a program that has as many descriptors as this machine allows.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from rose.addresses import free_port
+from rose.process import http_port
+from rose.process.http_port import SPARE_DESCRIPTORS
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_channel
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+from rose.security import CertificateFiles, Role
+from tests.certificates import Certificates
+from tests.forked import Forked
+from tests.patience import PATIENCE_S
+from tests.unit.node.node_bench import Bench
+
+DESCRIPTORS: Final = 512
+CONNECTIONS: Final = 700
+MANY_CONNECTIONS: Final = 10_000
+ANSWER_S: Final = 5.0
+TRY_S: Final = 1.5
+MOST_LOG_BYTES: Final = 16 << 10
+_log = logging.getLogger(__name__)
+TURN: Final = (
+    b"POST /g0/rose/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+    b"Connection: close\r\n\r\n{}"
+)
+
+
+@dataclass
+class Program:
+    """A program's process, the ports that it serves, and the certificate of its operator."""
+
+    process: Forked
+    log: Path
+    ports: dict[str, int]
+    operator: CertificateFiles | None
+    descriptors: int
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        if self.operator is None:
+            return None
+        context = ssl.create_default_context(cafile=self.operator.paths[0])
+        context.check_hostname = False
+        context.load_cert_chain(self.operator.paths[1], self.operator.paths[2])
+        return context
+
+
+class Programs:
+    """Programs by name and descriptor limit, each started when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._issued = Certificates(folder)
+        self._started: dict[tuple[str, bool, int], Program] = {}
+
+    def get(self, name: str, tls: bool, descriptors: int) -> Program:
+        key = name, tls, descriptors
+        if key not in self._started:
+            self._started[key] = self._start(*key)
+        return self._started[key]
+
+    def _start(self, name: str, tls: bool, descriptors: int) -> Program:
+        folder = self.folder / f"{name}-{tls}-{descriptors}"
+        folder.mkdir()
+        role, own, caller = ROLES[name]
+        files = self._issued.of(role, own) if tls else None
+        operator = self._issued.of(caller, f"operator-{name}") if tls else None
+        paths = dict(zip(("ca", "certificate", "key"), files.paths, strict=True)) if files else {}
+        ports = {port.name: free_port() for port in PORTS if port.program == name}
+        argv = [str(folder), *(f"--{option}={path}" for option, path in paths.items())]
+        argv += [f"{port}={number}" for port, number in ports.items()]
+        log = folder / "stderr"
+        process = Forked(__file__, str(descriptors), name, *argv, stderr=log)
+        return Program(process, log, ports, operator, descriptors)
+
+    def close(self) -> None:
+        for program in self._started.values():
+            program.process.end()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    started = Programs(tmp_path_factory.mktemp("programs"))
+    yield started
+    started.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def ask_http(program: Program, port: int, request: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=program.tls)
+    try:
+        writer.write(request)
+        line = await reader.readline()
+        if b" 200 " not in line:
+            raise ConnectionError(line)
+    finally:
+        writer.transport.abort()
+
+
+def get(path: str) -> Callable[[Program, int], Awaitable[None]]:
+    """Return the operator's request for a path."""
+    request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    return lambda program, port: ask_http(program, port, request)
+
+
+async def ask_turn(program: Program, port: int) -> None:
+    await ask_http(program, port, TURN)
+
+
+async def ask_rpc(program: Program, port: int) -> None:
+    async with make_channel(f"127.0.0.1:{port}", program.operator) as channel:
+        await SchedulerStub(channel).Snapshot(pb.SnapshotRequest(), timeout=TRY_S)
+
+
+async def answered(program: Program, port: "Port", limit_s: float) -> float:
+    """Return the seconds until the operator's request is answered; it is made again if refused."""
+    began_s, failure = time.monotonic(), "nothing"
+    while (left_s := began_s + limit_s - time.monotonic()) > 0:
+        assert program.process.poll() is None, program.log.read_text()
+        try:
+            async with asyncio.timeout(min(TRY_S, left_s)):
+                await port.ask(program, program.ports[port.name])
+            return time.monotonic() - began_s
+        except Exception as error:
+            failure = repr(error)[:200]
+            await asyncio.sleep(0.05)
+    raise AssertionError(f"{port.name}: no answer within {limit_s} s: {failure}")
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of a program, and its operator's request."""
+
+    program: str
+    name: str
+    ask: Callable[[Program, int], Awaitable[None]]
+    tls: tuple[bool, ...] = (False, True)
+
+
+# Own role and name, and the role of the operator, of each program with certificates.
+ROLES: Final = {
+    "scheduler": (Role.SCHEDULER, "s0", Role.OPERATOR),
+    "gateway": (Role.GATEWAY, "g", Role.OPERATOR),
+    "front": (Role.TRAINER, "job", Role.OPERATOR),
+    "publisher": (Role.TRAINER, "job", Role.NODE),
+    "proxy": (Role.NODE, "n0", Role.GATEWAY),
+}
+PORTS: Final = (
+    Port("scheduler", "grpc", ask_rpc),
+    Port("scheduler", "metrics", get("/metrics")),
+    Port("scheduler", "dashboard", get("/"), (False,)),
+    Port("gateway", "gateway", get("/rose/v1/stats")),
+    Port("front", "front", get("/is_paused"), (False,)),
+    Port("publisher", "versions", get("/catalog")),
+    Port("proxy", "proxy", ask_turn),
+)
+CASES: Final = [
+    pytest.param(port, tls, id=f"{port.program}-{port.name}-{'tls' if tls else 'plain'}")
+    for port in PORTS
+    for tls in port.tls
+]
+
+
+class IdleConnections:
+    """Connections that bring nothing."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    async def open(self, port: int, count: int) -> None:
+        for number in range(count):
+            sock = socket.socket()
+            sock.setblocking(False)
+            sock.connect_ex(("127.0.0.1", port))
+            self._sockets.append(sock)
+            if not number % 100:
+                await asyncio.sleep(0.01)
+
+    @property
+    def held(self) -> int:
+        """Number of connections that the program has not closed."""
+        held = 0
+        for sock in self._sockets:
+            # Nothing comes over an open one: neither an answer of 503 nor an end.
+            with contextlib.suppress(ConnectionError):
+                try:
+                    sock.recv(1)
+                except BlockingIOError:
+                    held += 1
+        return held
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+
+@contextlib.asynccontextmanager
+async def idle(program: Program, port: Port, count: int) -> AsyncIterator[IdleConnections]:
+    connections = IdleConnections()
+    try:
+        await connections.open(program.ports[port.name], count)
+        yield connections
+    finally:
+        connections.close()
+
+
+async def check(program: Program, port: Port, count: int) -> None:
+    await answered(program, port, PATIENCE_S)
+    log_bytes = program.log.stat().st_size
+    async with idle(program, port, count) as connections:
+        others = [each for each in PORTS if each.program == port.program]
+        for each in sorted(others, key=lambda each: each is not port):
+            if bool(program.operator) in each.tls:
+                waited_s = await answered(program, each, ANSWER_S)
+                _log.info("%d held, %s in %.2f s", connections.held, each.name, waited_s)
+        assert program.process.poll() is None
+        descriptors = len(os.listdir(f"/proc/{program.process.pid}/fd"))
+        _log.info("%s: %d descriptors of %d", port.name, descriptors, program.descriptors)
+        assert descriptors <= program.descriptors - SPARE_DESCRIPTORS // 2
+    written = program.log.read_bytes()[log_bytes:]
+    assert len(written) < MOST_LOG_BYTES, written[:1_000]
+
+
+@pytest.mark.parametrize(("port", "tls"), CASES)
+async def test_idle_connections_beyond_a_programs_descriptors_keep_no_operator_out(
+    port: Port, tls: bool, programs: Programs
+) -> None:
+    await check(programs.get(port.program, tls, DESCRIPTORS), port, CONNECTIONS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("port", "tls"), CASES)
+async def test_ten_thousand_idle_connections_keep_no_operator_out(
+    port: Port, tls: bool, programs: Programs
+) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    count = min(MANY_CONNECTIONS, hard - DESCRIPTORS)
+    await check(programs.get(port.program, tls, hard), port, count)
+
+
+async def test_a_node_without_descriptors_goes_on_guarding(programs: Programs) -> None:
+    """The limit falls below what the node counted on, so that accepting fails for want of one."""
+    folder = programs.folder / "node"
+    folder.mkdir()
+    bench = Bench(folder, "guest")
+    await bench.start()
+    connections = IdleConnections()
+    try:
+        daemon = bench.spawn()
+        await bench.until("leased", lambda replica: replica.healthy and replica.leased)
+        open_now = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (open_now + 50, open_now + 50))
+        log_bytes = (folder / "daemon.log").stat().st_size
+        await connections.open(bench.settings["metrics_port"], 4 * SPARE_DESCRIPTORS)
+        for _ in range(5):
+            before = bench.page.grant.peek()
+            await asyncio.sleep(0.2)
+            after = bench.page.grant.peek()
+            assert before is not None
+            assert after is not None
+            assert after.heartbeat_ns > before.heartbeat_ns, bench.page.grant.peek()
+        assert daemon.poll() is None
+        connections.close()
+        program = Program(daemon, folder / "daemon.log", bench.settings, None, 0)
+        await answered(program, Port("node", "metrics_port", get("/metrics")), ANSWER_S)
+        written = program.log.read_bytes()[log_bytes:]
+        assert len(written) < MOST_LOG_BYTES, written[:1_000]
+    finally:
+        connections.close()
+        await bench.close()
+
+
+# ---- programs, in processes of their own ----
+
+
+def scheduler(folder: str, *options: str, grpc: str, metrics: str, dashboard: str) -> None:
+    from rose.scheduler.main import main
+
+    argv = ["--store", f"{folder}/store", "--log-dir", folder, *options]
+    argv += ["--port", grpc, "--metrics-port", metrics, "--dashboard-port", dashboard]
+    sys.exit(main(argv))
+
+
+def gateway(folder: str, *options: str, gateway: str) -> None:
+    from rose.gateway.main import main
+
+    replica = ["--replica", "http://127.0.0.1:1"]
+    sys.exit(main(["--port", gateway, "--log-dir", folder, *replica, *options]))
+
+
+def front(folder: str, *, front: str) -> None:
+    from rose.integrations import TrainerSettings
+    from rose.integrations.front.checkpoint_folder import WeightRoots
+    from rose.integrations.front.main import listening
+    from rose.integrations.front.settings import FrontSettings
+    from tests.unit.front.front_cases import StandInPublisher, save_checkpoint
+
+    async def serve() -> None:
+        path = Path(folder)
+        model = save_checkpoint(path / "model")
+        gateway = "http://127.0.0.1:1"
+        trainer = TrainerSettings("job", "127.0.0.1:1", gateway, model, path / "root", path / "key")
+        settings = FrontSettings(int(front), trainer, (path,))
+        async with listening(settings, StandInPublisher(), WeightRoots((path,))):
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def publisher(folder: str, *options: str, versions: str) -> None:
+    from rose.weight_distribution.credentials import Credentials
+    from rose.weight_distribution.version_server import Signer, VersionServer
+    from weight_transfer import ChunkStore, SigningKey
+
+    async def serve() -> None:
+        files = {
+            name: Path(path) for name, _, path in (each[2:].partition("=") for each in options)
+        }
+        credentials = Credentials("", files.get("ca"), files.get("certificate"), files.get("key"))
+        signer = Signer("job", SigningKey.generate())
+        store = ChunkStore(Path(folder, "chunks"))
+        server = VersionServer(store, int(versions), credentials=credentials, signer=signer)
+        await server.start()
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def proxy(folder: str, *options: str, proxy: str) -> None:
+    from rose.proxy import main as program
+
+    # Behind nothing, so that other tests beside this one do not count.
+    program.NICENESS = 0  # type: ignore[misc]
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=engine, args=(listening,), daemon=True).start()
+    replica = f"--replica={listening.getsockname()[1]}=g0"
+    sys.exit(program.main(["--host", "127.0.0.1", "--port", proxy, replica, *options]))
+
+
+def engine(listening: socket.socket) -> None:
+    while True:
+        with listening.accept()[0] as connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+
+
+def main(descriptors: str, name: str, *argv: str) -> None:
+    """Run a program with a limit of descriptors."""
+    limit = int(descriptors)
+    if limit == DESCRIPTORS:
+        # Programs of short tests wait for less before they close a connection for another's sake.
+        http_port.HEAD_GRACE_S = 0.2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 1_024), limit))
+    plain = [each for each in argv if each.startswith(("-", "/"))]
+    ports = dict(each.split("=") for each in argv if not each.startswith(("-", "/")))
+    globals()[name](*plain, **ports)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
