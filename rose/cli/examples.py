@@ -89,7 +89,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "profile": ("rose profile --model models/m-7b --out step_profile.json",),
         "relay": (
             "rose relay --store relay --origin http://10.0.0.9:7500 --job grpo --port 7600"
-            " --verify-key token.key.pub",
+            ' --verify-key "$(cat token.key.pub)"',
         ),
         "weights": ("rose weights diff old new -o delta",),
         "weights diff": ("rose weights diff old new -o delta --codec compact",),
