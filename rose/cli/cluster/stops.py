@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import difflib
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -128,10 +127,7 @@ def _stop(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     released = client.stop(WIRE_MODES[mode], args.replica)
     say(f"{args.stop} of {whom}; {released} leases are being released")
-    if args.replica:
-        # Afterwards, since a stop waits for nothing.
-        with suppress(UnavailableError):
-            _look_for(fleet_of(client.snapshot()), args.replica)
+    _look_for(client, args.replica)
     return ExitCode.DONE
 
 
@@ -144,13 +140,20 @@ def _harvest(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     released = client.set_harvest(WIRE_MODES[mode], args.replica)
     say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
+    _look_for(client, args.replica)
     return ExitCode.DONE
 
 
-def _look_for(fleet: Fleet, replica: str) -> None:
-    """A stop of a replica that is not there is kept for it; a typo had better be seen."""
-    names = [each.name for each in fleet.replicas]
-    if replica and replica not in names:
+def _look_for(client: PolicyClient, replica: str) -> None:
+    """Note a replica that is not there: its stop is kept for it, and a typo had better be seen."""
+    if not replica:
+        return
+    try:
+        # After the stop, which waits for nothing.
+        names = [each.name for each in fleet_of(client.snapshot()).replicas]
+    except UnavailableError:
+        return
+    if replica not in names:
         near = difflib.get_close_matches(replica, names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         note(f"no replica {replica!r} is there now{hint}: it counts from when it is")
