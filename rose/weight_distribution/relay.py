@@ -145,8 +145,13 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
             from rose.metrics_server import MetricsServer
             from rose.weight_distribution.relay_metrics import RelayMetrics
 
-            fetcher = relay.fetcher
-            counts = RelayMetrics(fetcher.receiving.traffic, fetcher.versions, certificates)
+            fetcher, store = relay.fetcher, relay.fetcher.receiving.store
+            counts = RelayMetrics(
+                fetcher.receiving.traffic,
+                fetcher.versions,
+                certificates,
+                lambda: store.damaged_files,
+            )
             page = MetricsServer(counts, args.metrics_host, args.metrics_port, certificates)
             await page.start()
         _say(f"rose relay: listening on {relay.url}")
