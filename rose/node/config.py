@@ -451,6 +451,7 @@ class NodeConfig(Frozen):
     node: str = Field(min_length=1, max_length=253)
     scheduler: str
     run_dir: Path
+    weights_dir: Path | None = None
     log_dir: Path
     host: HostConfig | None = None
     discover: DiscoverConfig | None = None
@@ -478,6 +479,11 @@ class NodeConfig(Frozen):
             return None if given is None else public_key(given)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+
+    @property
+    def weights(self) -> Path:
+        """Folder of weights: on a disk, where `run_dir` is in memory."""
+        return self.weights_dir or self.run_dir / "weights"
 
     @property
     def kill_file(self) -> Path:

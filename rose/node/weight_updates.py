@@ -245,7 +245,7 @@ class WeightNetwork:
         """Open it. `replicas`: the session to this node's own engines. ConfigError."""
         config = self._config
         self._session = self._credentials.session()
-        store = ChunkStore(config.run_dir / "weights")
+        store = ChunkStore(config.weights)
         fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
         )

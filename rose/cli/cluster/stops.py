@@ -289,13 +289,12 @@ async def _leave_in_store(name: StoreName) -> None:
 
 def _kill(args: argparse.Namespace) -> int:
     # Imported here: only this command looks at processes.
-    from rose.node.guest.guest_record import running_guests
-    from rose.node.guest.kill_switch import end_guests
+    from rose.node.guest.kill_switch import end_guests, guest_groups
 
     file = _kill_file(args.folder)
     if args.dry_run:
-        guests = running_guests(args.folder)
-        named = ", ".join(f"{name} (process {g.identity.pid})" for name, g in guests.items())
+        guests = guest_groups(args.folder, file)
+        named = ", ".join(f"{name} (process {pid})" for name, pid in guests.items())
         say(f"{file} would be set, and {len(guests)} guests end{f': {named}' if named else ''}")
         return ExitCode.DONE
     ended = end_guests(args.folder, file, args.within)
