@@ -79,7 +79,7 @@ async def _run(config: NodeConfig, *, standby: bool) -> None:
     # In a folder of all users, as /dev/shm, another one may have made it.
     if config.run_dir.is_dir() and config.run_dir.stat().st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"run_dir {config.run_dir} is another user's; remove it or give another")
-    if on_disk(config.run_dir):
+    if (config.host or config.discover) and on_disk(config.run_dir):
         _logger.warning(RUN_DIR_ON_DISK, config.run_dir)
     # For as long as this process lives: two daemons would both write the grant.
     lock = await _own(config.run_dir / "daemon.lock", patient=standby)

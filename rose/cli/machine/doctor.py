@@ -306,7 +306,7 @@ def _kill_switch(config: NodeConfig) -> Finding:
     if config.kill_file.exists():
         what = f"{config.kill_file} is set: no guest runs"
         return wrong("kill switch", what, f"take it back with `rose unkill {config.run_dir}`")
-    if on_disk(config.run_dir):
+    if (config.host or config.discover) and on_disk(config.run_dir):
         what = f"{config.run_dir} is on a disk: while it hangs, `rose kill` waits and guests freeze"
         return wrong("kill switch", what, "put run_dir beside the page, weights_dir on the disk")
     return ok("kill switch", "not set")

@@ -297,6 +297,7 @@ def test_a_node_says_that_its_run_folder_is_on_a_disk(
     config = {
         "node": "n", "scheduler": "127.0.0.1:1", "run_dir": str(tmp_path / "run"),
         "log_dir": str(tmp_path / "logs"), "replicas": [], "unsigned": True,
+        "discover": {"folder": str(tmp_path)},
     }  # fmt: skip
     (tmp_path / "node.json").write_text(json.dumps(config))
     monkeypatch.setattr("rose.node.main.on_disk", lambda folder: disk)
