@@ -6,12 +6,21 @@ from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles
+
+
+def damaged_files_family(count: int) -> Metric:
+    """Family of the files that a store of weights lost to its disk."""
+    return CounterMetricFamily(
+        "rose_weights_damaged_files",
+        "Chunks and manifests that this process found damaged or missing on its own disk.",
+        value=count,
+    )
 
 
 def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:

@@ -342,8 +342,7 @@ class Node(Strict):
     shared_folder: SharedFolder = _said("with the host", SharedFolder())
     models: Models = _said("of guests", Models())
     run_folder: str = _said(
-        "folder of the machine for weights and the kill file, of user 10001; else they go with the"
-        " pod",
+        "folder of the machine for weights, of user 10001; else they go with the pod",
         "",
     )
     shm: Size = _said("size of /dev/shm in mode Active", "16Gi")

@@ -84,6 +84,13 @@ class NodeSelector(_Part):
         named = not self.names or node in self.names
         return named and all(labels.get(key) == value for key, value in self.match_labels.items())
 
+    def no_nodes(self) -> str:
+        """Return the line for a selector that matches no attached node."""
+        line = "no attached node has the labels or names of its nodeSelector"
+        texts = (*self.names, *self.match_labels, *self.match_labels.values())
+        pattern = next((text for text in texts if set(text) & set("*?[")), None)
+        return f"{line}; {pattern[:80]!r} is compared as it stands, no pattern" if pattern else line
+
 
 class MaxHarvest(_Part):
     """Caps of what may be lent; a field that is left out does not bound it."""

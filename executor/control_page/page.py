@@ -251,6 +251,16 @@ def check_folder(folder: Path) -> None:
         _check_in_memory(folder, folder)
 
 
+def on_disk(folder: Path) -> bool:
+    """Return True where a folder, or what is there of its path, may make a process wait for a disk.
+
+    Raises OSError.
+    """
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return file_system_type(folder) not in IN_MEMORY
+
+
 def _check_in_memory(path: Path, place: int | Path) -> None:
     if file_system_type(place) not in IN_MEMORY:
         raise PageError(

@@ -35,8 +35,11 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "resume": ("rose resume",),
         "harvest": ("rose harvest hold --dry-run",),
         "revoke": ("rose revoke guest-0 --reason stuck",),
-        "kill": ("rose kill run/serving-0 --dry-run", "rose kill run/serving-0"),
-        "unkill": ("rose unkill run/serving-0",),
+        "kill": (
+            "rose kill /run/rose/node --dry-run",
+            "rose kill /run/rose/node",
+        ),
+        "unkill": ("rose unkill /run/rose/node",),
         "audit": ("rose audit verify run/s1/audit-scheduler.jsonl",),
         "audit verify": ("rose audit verify run/s1/audit-scheduler.jsonl",),
         "audit tail": ("rose audit tail -n 5 run/s1/audit-scheduler.jsonl",),
@@ -89,7 +92,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "profile": ("rose profile --model models/m-7b --out step_profile.json",),
         "relay": (
             "rose relay --store relay --origin http://10.0.0.9:7500 --job grpo --port 7600"
-            " --verify-key token.key.pub",
+            ' --verify-key "$(cat token.key.pub)"',
         ),
         "weights": ("rose weights diff old new -o delta",),
         "weights diff": ("rose weights diff old new -o delta --codec compact",),

@@ -14,7 +14,7 @@ from yarl import URL
 
 from rose.addresses import is_loopback
 from rose.errors import ConfigError
-from rose.security.certificates import CertificateFiles
+from rose.security.certificates import CertificateFiles, authorities_in
 from rose.security.tokens import TokenFile
 
 
@@ -72,6 +72,7 @@ class Shown:
             self._material = self._files.material()
             self.context = self._files.client_context()
         elif own.ca:
+            authorities_in(own.ca)
             try:
                 self.context = ssl.create_default_context(cafile=str(own.ca))
             except (OSError, ssl.SSLError) as error:

@@ -173,7 +173,7 @@ def _state(view: PolicyView) -> tuple[str, str]:
         word = "Held" if policy.stop_policy is StopPolicy.HOLD else "Draining"
         return word, f"its stopPolicy is {policy.stop_policy.value}"
     if not view.nodes:
-        return "NoNodesSelected", "no attached node has the labels or names of its nodeSelector"
+        return "NoNodesSelected", policy.node_selector.no_nodes()
     for kind, word in (("blackout", "Blackout"), ("slo_budget", "BudgetSpent")):
         count, example = view.limits.get(kind, (0, ""))
         if count == view.nodes:

@@ -21,6 +21,7 @@ from aiohttp import web
 from rose.addresses import is_loopback
 from rose.errors import ConfigError
 from rose.security.certificates import CertificateFiles, peer_over
+from rose.security.keys import check_no_key
 from rose.security.roles import Role
 
 HEADERS: Final = {
@@ -62,6 +63,7 @@ class TokenFile:
             raise ConfigError(
                 f"--dashboard-token-file {self._path} cannot be read ({error.strerror})"
             ) from error
+        check_no_key(self._path, token)
         if len(token) < LEAST_TOKEN_CHARS:
             raise ConfigError(
                 f"--dashboard-token-file {self._path} holds {len(token)} characters; put at least"

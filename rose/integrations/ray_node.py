@@ -67,11 +67,11 @@ class PoolNode:
         self, port: int, device: int | str | None, proxied: tuple[str, int] | None
     ) -> dict[str, Any]:
         replica = {**self.replica, "id": self.name, "kind": "dedicated", "port": port}
+        folders = self.config.keys() & {"run_dir", "weights_dir", "log_dir"}
         made: dict[str, Any] = {
             **self.config,
             "node": self.name,
-            "run_dir": str(Path(self.config["run_dir"]) / self.name),
-            "log_dir": str(Path(self.config["log_dir"]) / self.name),
+            **{name: str(Path(self.config[name]) / self.name) for name in folders},
             "replicas": [replica | ({} if device is None else {"device": device})],
         }
         if "certificates" in made:

@@ -20,7 +20,8 @@ from rose.client.credentials import GatewayCredentials
 from rose.errors import ConfigError
 from rose.rpc.addresses import checked_addresses
 from rose.security.certificates import CertificateFiles, files_of
-from weight_transfer import SigningKey, WeightError
+from rose.security.keys import signing_key
+from weight_transfer import SigningKey
 
 PREFIX = "ROSE_"
 _FILES = ("checkpoint", "root", "key", "token_file", "ca", "certificate", "certificate_key")
@@ -90,12 +91,7 @@ class TrainerSettings:
 
     def signing_key(self) -> SigningKey:
         """The job's key. Raises `ConfigError` where its file is none."""
-        try:
-            return SigningKey.load(self.key)
-        except (OSError, UnicodeDecodeError, WeightError) as error:
-            raise ConfigError(
-                f"no signing key in {self.key} ({error}); make one: rose token key --out {self.key}"
-            ) from error
+        return signing_key(self.key)
 
     def certificates(self) -> CertificateFiles | None:
         """The trainer's certificate, where the cluster has some."""

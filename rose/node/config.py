@@ -18,6 +18,7 @@ from rose.engines.capabilities import Capability, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.security.certificates import CertificateFiles, files_of
+from rose.security.keys import public_key
 from rose.security.roles import Role
 from rose.weight_distribution import Caps, Credentials
 
@@ -51,6 +52,8 @@ class Frozen(BaseModel):
 Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
 
 
+# Of keys of another kind the validator says what they are.
+PublicKey = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{64}$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -448,11 +451,12 @@ class NodeConfig(Frozen):
     node: str = Field(min_length=1, max_length=253)
     scheduler: str
     run_dir: Path
+    weights_dir: Path | None = None
     log_dir: Path
     host: HostConfig | None = None
     discover: DiscoverConfig | None = None
     replicas: tuple[ReplicaConfig, ...]
-    verify_key: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    verify_key: PublicKey | None = None
     unsigned: bool = False
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
@@ -467,6 +471,19 @@ class NodeConfig(Frozen):
     metrics_host: str = "127.0.0.1"
     metrics_insecure: bool = False
     logs: LogConfig = LogConfig()
+
+    @field_validator("verify_key")
+    @classmethod
+    def _a_public_key(cls, given: str | None) -> str | None:
+        try:
+            return None if given is None else public_key(given)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def weights(self) -> Path:
+        """Folder of weights: on a disk, where `run_dir` is in memory."""
+        return self.weights_dir or self.run_dir / "weights"
 
     @property
     def kill_file(self) -> Path:

@@ -386,6 +386,7 @@ class NodeDaemon:
             killed=self._kill_switch.engaged,
             cut_off_s=self._contact.lost_s(),
             certificate=self._certificates.validity_s if self._certificates else None,
+            damaged_files=self._network.damaged_files,
             hosts=self._count_hosts(),
         )
 

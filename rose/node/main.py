@@ -11,13 +11,15 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from executor import PageError
-from rose.errors import RefusedError, RoseError
+from executor.control_page.page import on_disk
+from rose.errors import ConfigError, RefusedError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
@@ -65,9 +67,20 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     return 0
 
 
+RUN_DIR_ON_DISK = (
+    "run_dir %s is on a disk: while the disk hangs, `rose kill` waits and guests freeze; give a"
+    " folder in memory, beside the control page, and weights_dir on the disk"
+)
+
+
 async def _run(config: NodeConfig, *, standby: bool) -> None:
     # A collection that looks at all that was imported takes longer than a tick of the guard.
     gc.freeze()
+    # In a folder of all users, as /dev/shm, another one may have made it.
+    if config.run_dir.is_dir() and config.run_dir.stat().st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"run_dir {config.run_dir} is another user's; remove it or give another")
+    if (config.host or config.discover) and on_disk(config.run_dir):
+        _logger.warning(RUN_DIR_ON_DISK, config.run_dir)
     # For as long as this process lives: two daemons would both write the grant.
     lock = await _own(config.run_dir / "daemon.lock", patient=standby)
     daemon = NodeDaemon(config)

@@ -229,6 +229,11 @@ class WeightNetwork:
         self._joining: asyncio.Task[None] | None = None
 
     @property
+    def damaged_files(self) -> int:
+        """Chunks and manifests that this node's disk damaged since its start."""
+        return self._source.receiving.store.damaged_files if self._source else 0
+
+    @property
     def relay_url(self) -> str:
         """Where neighbours fetch from this node; empty when it relays nothing."""
         relay = self._config.relay
@@ -240,7 +245,7 @@ class WeightNetwork:
         """Open it. `replicas`: the session to this node's own engines. ConfigError."""
         config = self._config
         self._session = self._credentials.session()
-        store = ChunkStore(config.run_dir / "weights")
+        store = ChunkStore(config.weights)
         fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
         )

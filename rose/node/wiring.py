@@ -61,7 +61,7 @@ class Wiring:
             self.config.verify_key,
             cgroup,
             gpu_env,
-            self.config.run_dir / "weights",
+            self.config.weights,
             self.config.unsigned,
         )
         # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
@@ -28,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from rose.errors import ConfigError
+from rose.security.keys import kind_of
 from rose.security.roles import Identity, Role, server_name
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 MAX_PEM_BYTES = 1 << 20
+# OpenSSL takes no shorter ones, and says so only once a server begins.
+LEAST_RSA_BITS = 2_048
 WARN_BEFORE_S = 24 * 3_600.0
 
 
@@ -288,24 +292,7 @@ class CertificateFiles:
 
     def _read(self) -> Material:
         ca, certificate, key = self._paths
-        found = Material(
-            _bytes_of(ca), _bytes_of(certificate), _bytes_of(key), leaf_of(certificate)
-        )
-        try:
-            x509.load_pem_x509_certificates(found.ca)
-            private = load_pem_private_key(found.key, None)
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            # The reason may hold bytes of the key.
-            raise ConfigError(
-                f"{ca}, {certificate} and {key} cannot be used for TLS: CA or key is no PEM"
-                " that is read without a password"
-            ) from error
-        form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-        if private.public_key().public_bytes(*form) != found.leaf.public_key().public_bytes(*form):
-            raise ConfigError(
-                f"{ca}, {certificate} and {key} cannot be used for TLS: the key is not the"
-                " certificate's"
-            )
+        found = Material(authorities_in(ca), *pair_in(certificate, key), leaf_of(certificate))
         if found.not_after_s <= time.time():
             raise ConfigError(
                 f"{certificate} expired on {found.leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC;"
@@ -351,10 +338,66 @@ def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
 
 def leaf_of(path: Path) -> x509.Certificate:
     """The first certificate of a file. Raises ConfigError."""
+    return _certificates_in(path, "a certificate in PEM")[0]
+
+
+def authorities_in(path: Path) -> bytes:
+    """Return a CA file's content. Raises ConfigError where no certificate in it is a CA's."""
+    found = _certificates_in(path, "the CA's certificate in PEM")
+    if not any(map(_vouches, found)):
+        owner = found[0].subject.rfc4514_string()[:80]
+        raise ConfigError(
+            f"{path} cannot be used for TLS: it holds the certificate of {owner!r}, which is no"
+            " CA's; give the certificate of the CA that signed it"
+        )
+    return _bytes_of(path)
+
+
+def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes]:
+    """Return the content of a certificate's file and its key's. Raises ConfigError."""
+    leaf, data = leaf_of(certificate), _bytes_of(key)
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     try:
-        return x509.load_pem_x509_certificates(_bytes_of(path))[0]
+        private = load_pem_private_key(data, None)
+        own = private.public_key().public_bytes(*form) == leaf.public_key().public_bytes(*form)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        # The reason may hold bytes of the key.
+        raise _unlike(key, data, "the certificate's private key in PEM without a password") from (
+            error
+        )
+    if not own:
+        raise ConfigError(
+            f"{certificate} and {key} cannot be used for TLS: the key is not the certificate's"
+        )
+    if isinstance(private, RSAPrivateKey) and private.key_size < LEAST_RSA_BITS:
+        raise ConfigError(
+            f"{key} cannot be used for TLS: an RSA key of {private.key_size} bits is too short;"
+            f" make one of {LEAST_RSA_BITS} at least"
+        )
+    return _bytes_of(certificate), data
+
+
+def _certificates_in(path: Path, wanted: str) -> list[x509.Certificate]:
+    data = _bytes_of(path)
+    try:
+        return x509.load_pem_x509_certificates(data)
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be used for TLS: it holds no certificate") from error
+        raise _unlike(path, data, wanted) from error
+
+
+def _vouches(certificate: x509.Certificate) -> bool:
+    try:
+        rule = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    except (x509.ExtensionNotFound, ValueError):
+        # A certificate that signed itself vouches for itself.
+        return certificate.issuer == certificate.subject
+    return rule.ca or certificate.issuer == certificate.subject
+
+
+def _unlike(path: Path, data: bytes, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be used for TLS: it holds {kind_of(data)}, and {wanted} is wanted"
+    )
 
 
 def _configuration(now: Material) -> "grpc.ServerCertificateConfiguration":

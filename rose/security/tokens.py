@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rose.errors import ConfigError, RefusedError, decoded
 from rose.security.callers import TRAINER, Caller
+from rose.security.keys import check_no_key, public_key
 
 if TYPE_CHECKING:
     # Of its codecs neither a gateway nor a client has any use.
@@ -232,17 +233,21 @@ def _lines_of(path: Path) -> list[str]:
 
 def _keys_of(path: Path) -> tuple[Ed25519PublicKey, ...]:
     lines = _lines_of(path)
-    hexadecimal = all(len(line) == 64 and set(line) <= set("0123456789abcdef") for line in lines)
-    if not (0 < len(lines) <= MAX_KEYS and hexadecimal):
+    if not 0 < len(lines) <= MAX_KEYS:
         raise ConfigError(
-            f"{path} holds no public keys: 1 to {MAX_KEYS} lines of 64 hex digits each, as"
-            " `rose token key` writes them"
+            f"{path} holds {len(lines)} lines: 1 to {MAX_KEYS} public keys are wanted, a line each,"
+            " as `rose token key` writes them"
         )
-    return tuple(Ed25519PublicKey.from_public_bytes(bytes.fromhex(line)) for line in lines)
+    try:
+        keys = [bytes.fromhex(public_key(line)) for line in lines]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return tuple(map(Ed25519PublicKey.from_public_bytes, keys))
 
 
 def _token_of(path: Path) -> str:
     lines = _lines_of(path)
+    check_no_key(path, "\n".join(lines).encode())
     if len(lines) != 1 or len(lines[0]) > MAX_TOKEN_CHARS:
         raise ConfigError(f"{path} holds no token: one line, as `rose token issue` prints it")
     return lines[0]

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from rose.errors import ConfigError, RoseError, UnavailableError
+from rose.security.certificates import authorities_in, pair_in
 from rose.store import etcd_pb2 as pb
 from rose.store.etcd_pb2_grpc import AuthStub
 
@@ -76,16 +77,10 @@ class EtcdAccess:
             return None
         if bool(self.certificate_file) != bool(self.key_file):
             raise ConfigError("give --store-cert FILE and --store-key FILE together, or neither")
-        return grpc.ssl_channel_credentials(
-            _content(self.ca_file), _content(self.key_file), _content(self.certificate_file)
-        )
-
-
-def _content(file: Path | None) -> bytes | None:
-    try:
-        return file.read_bytes() if file else None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); check its path") from error
+        certificate, key = None, None
+        if self.certificate_file and self.key_file:
+            certificate, key = pair_in(self.certificate_file, self.key_file)
+        return grpc.ssl_channel_credentials(authorities_in(self.ca_file), key, certificate)
 
 
 class UnansweredError(UnavailableError):

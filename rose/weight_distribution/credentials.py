@@ -17,6 +17,7 @@ from yarl import URL
 from rose.addresses import checked_url, host_port, is_loopback
 from rose.errors import ConfigError
 from rose.security.certificates import CertificateFiles, files_of
+from rose.security.keys import check_no_key
 
 MOST_CONNECTIONS = 256
 
@@ -65,6 +66,7 @@ class Credentials:
             token = token_file.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"token file {token_file} cannot be read: {error}") from error
+        check_no_key(token_file, token.encode())
         if not token:
             raise ConfigError(f"token file {token_file} is empty; write the cluster's token there")
         return cls(token, ca, certificate, key, known)

@@ -15,6 +15,7 @@ from typing import Any, Self
 from rose.addresses import check_exposure, host_port
 from rose.cli.main import Parser
 from rose.errors import ConfigError
+from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from rose.weight_distribution.fetch.limits import Caps, DownloadLimits
@@ -144,8 +145,13 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
             from rose.metrics_server import MetricsServer
             from rose.weight_distribution.relay_metrics import RelayMetrics
 
-            fetcher = relay.fetcher
-            counts = RelayMetrics(fetcher.receiving.traffic, fetcher.versions, certificates)
+            fetcher, store = relay.fetcher, relay.fetcher.receiving.store
+            counts = RelayMetrics(
+                fetcher.receiving.traffic,
+                fetcher.versions,
+                certificates,
+                lambda: store.damaged_files,
+            )
             page = MetricsServer(counts, args.metrics_host, args.metrics_port, certificates)
             await page.start()
         _say(f"rose relay: listening on {relay.url}")
@@ -167,7 +173,8 @@ def followed_jobs(
             f"{len(jobs)} --job and {len(keys)} --verify-key: give one for all, or one for each"
         )
     each_key = keys if len(keys) == len(jobs) else [*keys] * len(jobs)
-    verify_keys: list[VerifyKey | None] = [*map(VerifyKey, each_key)] or [None] * len(jobs)
+    verify_keys: list[VerifyKey | None] = [VerifyKey(public_key(key)) for key in each_key]
+    verify_keys = verify_keys or [None] * len(jobs)
     return [
         FollowedJob(job, origin.rstrip("/"), key)
         for job, origin, key in zip(jobs, origins, verify_keys, strict=True)

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rose.metrics_server import certificate_families
+from rose.metrics_server import certificate_families, damaged_files_family
 from rose.security.certificates import CertificateFiles
 from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
 
@@ -23,10 +23,12 @@ class RelayMetrics(Collector):
         traffic: Traffic,
         versions: Versions,
         certificates: CertificateFiles | None = None,
+        damaged_files: Callable[[], int] = lambda: 0,
     ) -> None:
         self._traffic = traffic
         self._versions = versions
         self._certificates = certificates
+        self._damaged_files = damaged_files
         self._known: Mapping[str, tuple[int, int]] = {}
         self._readers = 0
         self.registry = CollectorRegistry()
@@ -75,6 +77,7 @@ class RelayMetrics(Collector):
             "Chunks that came with other bytes than their digest says, and were fetched again.",
             value=traffic.rejected_chunks,
         )
+        yield damaged_files_family(self._damaged_files())
         yield GaugeMetricFamily(
             "rose_relay_readers",
             "Addresses that asked for something in the last minute.",

@@ -35,6 +35,8 @@ def without_gpu(path: Path) -> None:
         del engine["device"]
     config["replicas"][0] |= {"kv_bytes": 64 << 20, "max_model_len": 512}
     config["verify_key"] = SigningKey.load(path.parents[1] / "run/trainer.key").verify_key.hex
+    # Of this test alone, as its folder is.
+    config["run_dir"] = str(path.parents[1] / "run/node")
     path.write_text(json.dumps(config))
 
 

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from weight_transfer.errors import ManifestError, SignatureError
 
 SIGNATURE_BYTES: Final = 64
+SEED_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,21 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: Path) -> SigningKey:
-        """Read a key that `save` wrote."""
-        return cls.from_hex(path.read_text(encoding="ascii"))
+        """Read a key that `save` wrote. Raises SignatureError for anything else.
+
+        The public half stands behind the seed: a public key is never taken for a private one.
+        """
+        text = path.read_text(encoding="ascii").strip()
+        key = cls.from_hex(text[: 2 * SEED_BYTES])
+        if text[2 * SEED_BYTES :] != key.verify_key.hex:
+            raise SignatureError("a private key is 128 hex digits: its seed and its public key")
+        return key
 
     def save(self, path: Path) -> None:
         """Write the key to a new file that only its owner can read."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(self._key.private_bytes_raw().hex() + "\n")
+            file.write(self._key.private_bytes_raw().hex() + self.verify_key.hex + "\n")
 
     @property
     def verify_key(self) -> VerifyKey:

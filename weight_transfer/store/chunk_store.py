@@ -101,6 +101,7 @@ class ChunkStore:
         self.manifests_dir = root / "manifests"
         self._parts_dir = root / "parts"
         self._published: dict[str, tuple[tuple[int, int], Published | None]] = {}
+        self.damaged_files = 0
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._parts_dir, self.chunks_dir, self.manifests_dir):
             private_folder(folder)
@@ -150,6 +151,8 @@ class ChunkStore:
         """
         damaged = self.has(name) and not self.sound(name)
         if damaged:
+            self.damaged_files += 1
+            _log.warning("chunk %s is damaged and removed, to be fetched again", name)
             (self.chunks_dir / name).unlink(missing_ok=True)
         return damaged
 
@@ -255,6 +258,7 @@ class ChunkStore:
                 known = Published(manifest.version, manifest.parent, manifest.wire_bytes)
             else:
                 known = None
+                self.damaged_files += 1
                 _log.warning("version %d is left out: %s is damaged", version, path)
             self._published[path.name] = state, known
         return known
@@ -266,6 +270,7 @@ class ChunkStore:
         """
         if self.sound(name):
             return ()
+        self.damaged_files += 1
         dropped = set()
         for version, manifest in self._manifests():
             if any(chunk.id == name for chunk in manifest.chunks):

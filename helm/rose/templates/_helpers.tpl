@@ -185,7 +185,9 @@ seccompProfile: { type: RuntimeDefault }
 {{- end -}}
 {{- $_ := set $config "node" "@NODE_NAME@" -}}
 {{- $_ := set $config "scheduler" (include "rose.schedulers" .) -}}
-{{- $_ := set $config "run_dir" "/var/lib/rose/node" -}}
+{{- /* In memory, and there for the next pod: beside the pages. */ -}}
+{{- $_ := set $config "run_dir" (printf "%s/node" $node.sharedFolder.path) -}}
+{{- $_ := set $config "weights_dir" "/var/lib/rose/node/weights" -}}
 {{- $_ := set $config "log_dir" "/var/log/rose" -}}
 {{- $_ := set $config "metrics_port" (int $node.metricsPort) -}}
 {{- if .Values.monitoring.podMonitor -}}

@@ -92,7 +92,8 @@ def _add_arguments(verb: argparse.ArgumentParser, name: str) -> None:
 
 
 def _get(args: argparse.Namespace) -> int:
-    views = client_of(args).policies()
+    client = client_of(args)
+    views = client.policies()
     if args.name:
         views = [_named(views, args.name)]
     said = [json.loads(view.policy) for view in views]
@@ -100,6 +101,7 @@ def _get(args: argparse.Namespace) -> int:
     lines = () if views else ("no policy is in force: nothing is lent",)
     table = _fields_table(said[0]) if args.name else _policies_table(said, views)
     write(View(data, lines, (table,)), Format(args.output))
+    _note_selectors(client, said)
     for view in views:
         if view.halted:
             note(f"policy {view.name}: canary halted: {view.halted}")
@@ -156,7 +158,31 @@ def _apply(args: argparse.Namespace) -> int:
             _apply_one(client, policy, [each.name for each in policies[at:]])
         what = ("would change" if args.dry_run else "applied") if changed else "unchanged"
         say(f"policy {policy.name}: {what}")
+        if "mode" not in policy.model_fields_set:
+            note(
+                f"policy {policy.name} has no mode: it is Advisory, which lends nothing; write"
+                " mode: Active to lend"
+            )
+    if not args.dry_run:
+        _note_selectors(client, [json.loads(policy.to_json()) for policy in policies])
     return ExitCode.DONE
+
+
+def _note_selectors(client: PolicyClient, policies: Sequence[dict[str, Any]]) -> None:
+    """Note selectors and names, of policies in force, that no attached node has."""
+    if not any(policy.get("nodeSelector") for policy in policies):
+        return
+    from elastic_scheduler.capacity import policy_of
+
+    rows = client.explain("")
+    nodes = {row.node for row in rows}
+    matched = {name for row in rows for name in row.policies}
+    for policy in map(policy_of, policies):
+        selector = policy.node_selector
+        if policy.name not in matched:
+            note(f"policy {policy.name}: {selector.no_nodes()}")
+        elif missing := [name for name in selector.names if name not in nodes]:
+            note(f"policy {policy.name}: no node {missing[0]!r} is attached ({len(missing)} such)")
 
 
 def _apply_one(client: PolicyClient, policy: "CapacityPolicy", rest: Sequence[str]) -> None:
@@ -203,6 +229,7 @@ def _set(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     changed = client.apply(policy)
     say(f"policy {args.name}: {'applied' if changed else 'unchanged'}")
+    _note_selectors(client, [said])
     return ExitCode.DONE
 
 

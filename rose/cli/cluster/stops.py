@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import difflib
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -128,10 +127,7 @@ def _stop(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     released = client.stop(WIRE_MODES[mode], args.replica)
     say(f"{args.stop} of {whom}; {released} leases are being released")
-    if args.replica:
-        # Afterwards, since a stop waits for nothing.
-        with suppress(UnavailableError):
-            _look_for(fleet_of(client.snapshot()), args.replica)
+    _look_for(client, args.replica)
     return ExitCode.DONE
 
 
@@ -144,13 +140,20 @@ def _harvest(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     released = client.set_harvest(WIRE_MODES[mode], args.replica)
     say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
+    _look_for(client, args.replica)
     return ExitCode.DONE
 
 
-def _look_for(fleet: Fleet, replica: str) -> None:
-    """A stop of a replica that is not there is kept for it; a typo had better be seen."""
-    names = [each.name for each in fleet.replicas]
-    if replica and replica not in names:
+def _look_for(client: PolicyClient, replica: str) -> None:
+    """Note a replica that is not there: its stop is kept for it, and a typo had better be seen."""
+    if not replica:
+        return
+    try:
+        # After the stop, which waits for nothing.
+        names = [each.name for each in fleet_of(client.snapshot()).replicas]
+    except UnavailableError:
+        return
+    if replica not in names:
         near = difflib.get_close_matches(replica, names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         note(f"no replica {replica!r} is there now{hint}: it counts from when it is")
@@ -286,13 +289,12 @@ async def _leave_in_store(name: StoreName) -> None:
 
 def _kill(args: argparse.Namespace) -> int:
     # Imported here: only this command looks at processes.
-    from rose.node.guest.guest_record import running_guests
-    from rose.node.guest.kill_switch import end_guests
+    from rose.node.guest.kill_switch import end_guests, guest_groups
 
     file = _kill_file(args.folder)
     if args.dry_run:
-        guests = running_guests(args.folder)
-        named = ", ".join(f"{name} (process {g.identity.pid})" for name, g in guests.items())
+        guests = guest_groups(args.folder, file)
+        named = ", ".join(f"{name} (process {pid})" for name, pid in guests.items())
         say(f"{file} would be set, and {len(guests)} guests end{f': {named}' if named else ''}")
         return ExitCode.DONE
     ended = end_guests(args.folder, file, args.within)

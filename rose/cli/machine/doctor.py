@@ -29,7 +29,7 @@ from pathlib import Path
 
 from executor import ControlPage, PageError
 from executor.control_page.host_seat import BEAT_STALE_NS
-from executor.control_page.page import LAYOUT_VERSION, check_folder
+from executor.control_page.page import LAYOUT_VERSION, check_folder, on_disk
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback
 from rose.cli.main import Parser
@@ -306,6 +306,9 @@ def _kill_switch(config: NodeConfig) -> Finding:
     if config.kill_file.exists():
         what = f"{config.kill_file} is set: no guest runs"
         return wrong("kill switch", what, f"take it back with `rose unkill {config.run_dir}`")
+    if (config.host or config.discover) and on_disk(config.run_dir):
+        what = f"{config.run_dir} is on a disk: while it hangs, `rose kill` waits and guests freeze"
+        return wrong("kill switch", what, "put run_dir beside the page, weights_dir on the disk")
     return ok("kill switch", "not set")
 
 
@@ -438,17 +441,17 @@ def _placement(config: NodeConfig) -> Finding:
 
 
 def _disk(config: NodeConfig) -> Finding:
-    for folder in (config.run_dir, config.log_dir):
+    for folder in (config.run_dir, config.weights.parent, config.log_dir):
         if not folder.is_dir():
             return note("disk", f"{folder} is not there yet", "the daemon makes it")
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             return wrong("disk", f"{folder}: {error.strerror}", "give it to the node's user")
-    weights = config.run_dir / "weights"
+    weights = config.weights
     kept = sum(path.stat().st_size for path in weights.rglob("*") if path.is_file())
     needed = max(MIN_FREE_DISK_BYTES, (config.receiver.disk_bytes or 0) - kept)
-    free = shutil.disk_usage(config.run_dir).free
+    free = shutil.disk_usage(weights.parent).free
     if free < needed:
         what = f"{free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} GiB may be needed"
         return wrong("disk", what, "make room or lower `receiver.disk_bytes`")

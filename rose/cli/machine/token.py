@@ -14,8 +14,9 @@ from rose.cli.main import Parser
 from rose.errors import ConfigError
 from rose.security.callers import TRAINER
 from rose.security.development_ca import write_private
+from rose.security.keys import signing_key
 from rose.security.tokens import AUDIENCE, LIFE_S, issue
-from weight_transfer import SigningKey, WeightError
+from weight_transfer import SigningKey
 
 DEFAULT_KEY = Path("token.key")
 
@@ -55,13 +56,7 @@ def _key(args: argparse.Namespace) -> int:
 
 
 def _issue(args: argparse.Namespace) -> int:
-    try:
-        key = SigningKey.load(args.key)
-    except (OSError, UnicodeDecodeError, WeightError) as error:
-        raise ConfigError(
-            f"{args.key} is no signing key that can be read; make one: rose token key"
-        ) from error
-    token = issue(key, args.job, args.subject, args.audience, args.ttl)
+    token = issue(signing_key(args.key), args.job, args.subject, args.audience, args.ttl)
     if args.out is None:
         sys.stdout.write(token + "\n")
     else:

@@ -21,8 +21,8 @@ from rose.demo.training.forward import load_version_zero
 from rose.demo.training.records import TrainConfig
 from rose.demo.training.trainer import BasePublisher, DemoTrainer
 from rose.errors import RoseError
+from rose.security.keys import signing_key
 from rose.weight_distribution import WeightPublisher
-from weight_transfer import SigningKey
 
 
 def say(event: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ async def train(config: TrainConfig) -> None:
         config.scheduler,
         config.publish_root,
         config.publish_port,
-        SigningKey.load(config.key),
+        signing_key(config.key),
     )
     async with RolloutClient(config.gateway_url, job=config.job) as client, publisher:
         if config.shared:

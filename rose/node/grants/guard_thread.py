@@ -182,7 +182,8 @@ class GuardThread:
             try:
                 self.tick()
             except OSError as error:
-                # No descriptor is left: no grant is written, so the guest's last one expires.
+                # No descriptor is left, or the kill file's disk does not answer: no grant is
+                # written, so the guest's last one expires.
                 if unreadable != str(error):
                     unreadable = str(error)
                     self._events.write("guard_held_up", replica=self._name, message=unreadable)
@@ -228,7 +229,7 @@ class GuardThread:
             view,
             self.guest,
             lease_epoch=self._lease_epoch(),
-            kill_switch=self._kill_switch.engaged,
+            kill_switch=self._kill_switch.checked(),
             host_doubt=doubt,
             reclaim_cap=self._reclaim_cap,
             warming=self._warming(),

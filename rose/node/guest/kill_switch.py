@@ -9,12 +9,16 @@ the group.
 """
 
 import contextlib
+import errno
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from executor.control_page.page import on_disk
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.process.filelock import holder_of
@@ -24,24 +28,52 @@ from rose.process.procfs import group_bytes, group_cpu_s
 KILLED = "kill switch"
 
 
-class KillSwitch:
-    """Set while the file exists. Keepers of guests look for it too, with or without a daemon."""
+# On a disk a thread looks for the file so often; no answer for so long counts as a disk that hangs.
+LOOK_EVERY_S = 0.05
+ANSWER_S = 1.0
 
-    def __init__(self, file: Path) -> None:
+
+class KillSwitch:
+    """Set while the file exists. Keepers of guests look for it too, with or without a daemon.
+
+    Only a file in memory is looked for by the caller: no caller ever waits for a disk.
+    """
+
+    def __init__(self, file: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.file = file
+        self._clock_s = clock_s
         self._latched = False
+        self._watched = on_disk(file.parent)
+        self._seen, self._answered_s = False, clock_s()
+        if self._watched:
+            threading.Thread(target=self._watch, name="rose-kill-file", daemon=True).start()
 
     @property
     def engaged(self) -> bool:
         """Whether no guest may exist."""
-        return self._latched or self.file.exists()
+        return self._latched or (self._seen if self._watched else self.file.exists())
+
+    def checked(self) -> bool:
+        """Return `engaged`. Raises OSError where the file's disk has not answered for a while."""
+        engaged = self.engaged
+        if not engaged and self._watched and self._clock_s() - self._answered_s > ANSWER_S:
+            raise OSError(errno.ETIMEDOUT, "the disk does not answer", str(self.file))
+        return engaged
 
     def engage(self) -> None:
         """Set it. A disk that takes no file delays nothing: then it holds until the next start."""
+        self._latched = True
         try:
             self.file.touch()
         except OSError:
-            self._latched = True
+            return
+        self._seen, self._latched = True, False
+
+    def _watch(self) -> None:
+        while True:
+            self._seen = self.file.exists()
+            self._answered_s = self._clock_s()
+            time.sleep(LOOK_EVERY_S)
 
 
 PATIENCE_S = 1.0
@@ -105,19 +137,38 @@ def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -
     from here all the same, and only a daemon that starts later could start them anew.
     """
     began_s = time.monotonic()
-    guests = running_guests(run_dir)
-    before = {name: group_bytes(each.identity.pid) for name, each in guests.items()}
+    guests = guest_groups(run_dir, kill_file)
+    before = {name: group_bytes(pid) for name, pid in guests.items()}
     barred = _order(run_dir, kill_file)
     patience_s = min(PATIENCE_S, deadline_s / 2) if barred else 0.0
     ended = []
-    for name, guest in guests.items():
-        pid = guest.identity.pid
+    for name, pid in guests.items():
         gone = _end(pid, began_s + patience_s, began_s + deadline_s)
         seconds = time.monotonic() - began_s
         duty = 0.0 if gone else _duty(pid)
         held = group_bytes(pid)
         ended.append(EndedGuest(name, pid, seconds, gone, before[name], held, duty, deadline_s))
     return Ended(tuple(ended), barred)
+
+
+def guest_groups(run_dir: Path, kill_file: Path) -> dict[str, int]:
+    """Return the process groups of a node's guests, those without a record included, by name."""
+    groups = {name: each.identity.pid for name, each in running_guests(run_dir).items()}
+    for group in _kept_groups(kill_file) - set(groups.values()):
+        groups[f"guest without a record {group}"] = group
+    return groups
+
+
+def _kept_groups(kill_file: Path) -> set[int]:
+    """Return the groups whose keeper has this kill file on its command line."""
+    wanted, found = kill_file.resolve(), set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for word in Path("/proc", pid, "cmdline").read_bytes().split(b"\0"):
+                option, _, value = os.fsdecode(word).partition("=")
+                if option == "kill_file" and Path(value).resolve() == wanted:
+                    found.add(os.getpgid(int(pid)))
+    return found
 
 
 def _order(run_dir: Path, kill_file: Path) -> bool:

@@ -27,7 +27,7 @@ from executor.control_page.page import LAYOUT_VERSION
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.addresses import bound
 from rose.errors import ConfigError, UnavailableError
-from rose.metrics_server import certificate_families
+from rose.metrics_server import certificate_families, damaged_files_family
 from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.host_metrics import HostFigures, host_families
 from rose.node.telemetry.memory_gauges import Held
@@ -113,6 +113,7 @@ class NodeHealth:
     killed: bool = False
     cut_off_s: float = 0.0
     certificate: tuple[float, float] | None = None
+    damaged_files: int = 0
     hosts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -295,6 +296,7 @@ def _of_node(health: NodeHealth) -> Iterator[Metric]:
     yield hosts
     if health.certificate is not None:
         yield from certificate_families(health.certificate)
+    yield damaged_files_family(health.damaged_files)
     yield CounterMetricFamily(
         "rose_log_dropped_records",
         "Records that found no room in a log's queue, and are lost.",

@@ -27,6 +27,7 @@ from executor.grant_controller import Seen, Write
 from rose.addresses import free_port
 from rose.engines import EngineRole
 from tests.awaited import until
+from weight_transfer import SigningKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -269,7 +270,7 @@ def test_a_node_daemon_reads_its_page(hosts: Hosts, tmp_path: Path) -> None:
         "scheduler": f"127.0.0.1:{free_port()}",
         "run_dir": str(tmp_path / "run"),
         "log_dir": str(tmp_path / "logs"),
-        "verify_key": "0" * 64,
+        "verify_key": SigningKey.generate().verify_key.hex,
         "host": {"page": str(hosts.page.path), "engine": hosts.host.engine.kind.value},
         "replicas": [],
         "metrics_port": metrics,

@@ -222,6 +222,14 @@ async def test_exit_codes_and_the_last_line(
     assert "Traceback" not in out
 
 
+async def test_a_run_folder_on_a_disk_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "kill switch" not in await wrongs(bench)
+    monkeypatch.setattr("rose.cli.machine.doctor.on_disk", lambda folder: True)
+    assert "put run_dir beside the page" in (await wrongs(bench))["kill switch"]
+
+
 async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_named(
     bench: Bench,
 ) -> None:

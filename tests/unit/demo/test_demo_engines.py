@@ -13,6 +13,7 @@ from rose.demo.stack import Ports, Stack
 from rose.engines import EngineKind
 from rose.errors import RoseError
 from rose.node.config import NodeConfig
+from weight_transfer import SigningKey
 
 PYTHON = Path(sys.executable)
 
@@ -27,7 +28,8 @@ def test_any_host_has_any_guest_beside_it(tmp_path: Path, host: Engine, guest: E
     run = settings(tmp_path, host=host, guest=guest)
     stack = Stack(run, RunLayout(tmp_path), Ports.from_base(18_000), tmp_path, tmp_path)
     path = tmp_path / "node.json"
-    path.write_text(json.dumps(stack.serving_node(tmp_path / "page", "0" * 64)))
+    key = SigningKey.generate().verify_key.hex
+    path.write_text(json.dumps(stack.serving_node(tmp_path / "page", key)))
     config = NodeConfig.load(path)
     assert config.host is not None
     assert config.host.engine is EngineKind(host)

@@ -15,6 +15,7 @@ from rose.demo.stack import Ports, Stack
 from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node import NodeConfig
+from weight_transfer import SigningKey
 from weight_transfer.receiver import StagedTensor, StagedUpdate
 from weight_transfer.vllm.worker import WeightWorker
 
@@ -23,7 +24,8 @@ def serving_node(folder: Path, control: Control | None) -> Path:
     settings = DemoSettings(out=folder, control=control)
     stack = Stack(settings, RunLayout(folder), Ports.from_base(18_000), folder, folder)
     path = folder / "node.json"
-    path.write_text(json.dumps(stack.serving_node(folder / "page", "0" * 64)))
+    key = SigningKey.generate().verify_key.hex
+    path.write_text(json.dumps(stack.serving_node(folder / "page", key)))
     return path
 
 

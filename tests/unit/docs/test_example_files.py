@@ -15,6 +15,7 @@ import pytest
 from elastic_scheduler.capacity import docs_table, effective, read_policies
 from executor.engine_settings import EngineSettings
 from rose.client import RolloutClient
+from rose.errors import ConfigError
 from rose.node.config import HostConfig, NodeConfig
 from rose.weight_distribution import Begun, WeightPublisher
 from weight_transfer import SigningKey, TensorBits
@@ -52,8 +53,26 @@ def called(
     return [(argv[1:], env) for argv, env in map(json.loads, lines)]
 
 
-def node() -> NodeConfig:
-    return NodeConfig.load(EXAMPLES / "node.json")
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The nodes' files with the key that their reader puts there."""
+    folder = tmp_path_factory.mktemp("keyed")
+    for name in ("node.json", "node-discover.json"):
+        config = json.loads((EXAMPLES / name).read_text())
+        config["verify_key"] = SigningKey.generate().verify_key.hex
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def node(keyed: Path) -> NodeConfig:
+    return NodeConfig.load(keyed / "node.json")
+
+
+@pytest.mark.parametrize("name", ["node.json", "node-discover.json"])
+def test_a_node_refuses_the_placeholder_for_its_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"verify_key: .* is a placeholder"):
+        NodeConfig.load(EXAMPLES / name)
 
 
 def test_the_capacity_policies_are_what_a_scheduler_takes() -> None:
@@ -78,7 +97,7 @@ def test_the_table_of_policy_fields_is_current() -> None:
     ],
 )
 def test_the_host_gets_an_environment_that_its_plugin_takes(
-    tmp_path: Path, script: str, module: str, model: str
+    tmp_path: Path, script: str, module: str, model: str, node: NodeConfig
 ) -> None:
     [(argv, environ)] = called(tmp_path, script, "python", "models/host", "--port", "8002")
     assert argv[:2] == ["-m", module]
@@ -86,22 +105,21 @@ def test_the_host_gets_an_environment_that_its_plugin_takes(
     assert argv[-2:] == ["--port", "8002"], "options of the caller come last"
     settings = EngineSettings.from_environ(environ)
     assert settings.role == "host"
-    assert Path(settings.page_path) == tmp_path / node().host.page
+    assert Path(settings.page_path) == tmp_path / node.host.page
     assert (settings.ttft_s, settings.tpot_s) == (
-        node().host.ttft_target_s,
-        node().host.tpot_target_s,
+        node.host.ttft_target_s,
+        node.host.tpot_target_s,
     )
 
 
-def test_a_node_takes_its_file() -> None:
-    config = node()
-    [guest] = config.replicas
+def test_a_node_takes_its_file(node: NodeConfig) -> None:
+    [guest] = node.replicas
     assert guest.kind == "guest"
-    assert guest.device == config.host.device, "they share a GPU"
+    assert guest.device == node.host.device, "they share a GPU"
 
 
-def test_a_node_that_finds_its_hosts_takes_its_file() -> None:
-    config = NodeConfig.load(EXAMPLES / "node-discover.json")
+def test_a_node_that_finds_its_hosts_takes_its_file(keyed: Path) -> None:
+    config = NodeConfig.load(keyed / "node-discover.json")
     host = HostConfig(page=Path("a.page"), name="a", device="GPU-0a")
     [guest] = config.with_host(host, 1).replicas
     assert (guest.id, guest.device, guest.port) == ("guest-1", "GPU-0a", 8101)
@@ -122,13 +140,13 @@ def test_scheduler_and_gateway_take_their_options(
         assert {word for word in argv if word.startswith("--")} <= offered
 
 
-def test_all_of_them_mean_the_same_scheduler_and_gateway() -> None:
+def test_all_of_them_mean_the_same_scheduler_and_gateway(node: NodeConfig) -> None:
     gateway = (EXAMPLES / "gateway.sh").read_text()
     trainer = (EXAMPLES / "trainer.py").read_text()
-    scheduler_port = node().scheduler.rpartition(":")[2]
+    scheduler_port = node.scheduler.rpartition(":")[2]
     assert f"--port {scheduler_port}" in gateway
-    assert f"--scheduler {node().scheduler}" in gateway
-    assert f'"{node().scheduler}"' in trainer
+    assert f"--scheduler {node.scheduler}" in gateway
+    assert f'"{node.scheduler}"' in trainer
     [gateway_port] = re.findall(r"http://127\.0\.0\.1:(\d+)", trainer)
     assert f"--port {gateway_port}" in gateway
 

@@ -20,6 +20,7 @@ from executor.control_page.page import (
     LAYOUT_VERSION,
     PAGE_BYTES,
     file_system_type,
+    on_disk,
 )
 from executor.errors import PageUnreadable
 
@@ -324,6 +325,7 @@ def test_a_page_is_taken_in_memory_alone(
     with nullcontext() if taken else pytest.raises(PageError, match="is on a disk"):
         ControlPage.create(fresh).close()
     assert fresh.exists() == taken
+    assert on_disk(fresh / "not" / "there") != taken
 
 
 def test_a_page_that_was_deleted_and_made_anew_is_another_page(page: ControlPage) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import yaml
 from helm_python import Chart
 
+from weight_transfer import SigningKey
+
 CHART = Path(__file__).parents[3] / "helm" / "rose"
 DIGEST = "sha256:" + "a" * 64
-KEY = "0" * 64
+KEY = SigningKey.generate().verify_key.hex
 POD_IP = "10.0.0.7"
 RELEASE, NAMESPACE = "r", "rose-system"
 
@@ -52,7 +54,7 @@ RELAY: Object = {
         "enabled": True,
         "jobs": [
             {"name": "grpo", "origin": "https://trainer:7000", "verifyKey": KEY},
-            {"name": "ppo", "origin": "https://other:7000", "verifyKey": "1" * 64},
+            {"name": "ppo", "origin": "https://other:7000", "verifyKey": KEY},
         ],
     }
 }

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
 from tests.awaited import until
 from tests.unit.helm.rendering import Object, containers, joined, objects, pods
@@ -233,7 +234,7 @@ def machine(image: Image) -> Iterator[Machine]:
         "node": {"metricsPort": free_port()},
         "policy": {"maxHarvest": {"compute": 0.5}},
     }
-    folder = Path(tempfile.mkdtemp(prefix="rose-chart-"))
+    folder = Path(tempfile.mkdtemp(prefix="rose-chart-", dir=PAGE_FOLDER))
     made = Machine(folder, joined(values), ports, image)  # type: ignore[arg-type]
     try:
         yield made

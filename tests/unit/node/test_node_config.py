@@ -10,7 +10,9 @@ from rose.errors import ConfigError
 from rose.node.config import HostConfig, NodeConfig
 from rose.node.proxy_process import proxied_ports
 from slo import StepProfile
+from weight_transfer import SigningKey
 
+VERIFY_KEY = SigningKey.generate().verify_key.hex
 REPLICA = {"id": "guest", "kind": "guest", "model_dir": "m", "port": 9000}
 NODE = {"node": "n", "scheduler": "127.0.0.1:1", "run_dir": "r", "log_dir": "l", "unsigned": True}
 
@@ -25,7 +27,7 @@ def _load(tmp_path: Path, config: object) -> NodeConfig:
     ("change", "said"),
     [
         ({"unsigned": False}, '"unsigned": true'),
-        ({"verify_key": "0" * 64}, "leave one"),
+        ({"verify_key": VERIFY_KEY}, "leave one"),
         ({"unsigned": False, "verify_key": "0" * 63}, "verify_key"),
         ({"relay": {"host": "a..b", "port": 1}}, "relay.host"),
         ({"node": ""}, "node"),
@@ -37,8 +39,8 @@ def test_weights_are_signed_unless_the_file_says_that_they_are_not(
     with pytest.raises(ConfigError, match=said) as caught:
         _load(tmp_path, NODE | {"replicas": []} | change)
     assert "\n" not in str(caught.value)
-    signed = NODE | {"replicas": [], "unsigned": False, "verify_key": "0" * 64}
-    assert _load(tmp_path, signed).verify_key == "0" * 64
+    signed = NODE | {"replicas": [], "unsigned": False, "verify_key": VERIFY_KEY}
+    assert _load(tmp_path, signed).verify_key == VERIFY_KEY
 
 
 @pytest.mark.parametrize(

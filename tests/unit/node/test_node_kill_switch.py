@@ -5,21 +5,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from rose.cli.main import main
+from rose.errors import RefusedError
 from rose.node.guest.guest_record import FOLDER, running_guests
 from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import EndedGuest, KillSwitch, end_guests
+from rose.node.guest.kill_switch import ANSWER_S, EndedGuest, KillSwitch, end_guests
 from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.main import main as node_main
 from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
-from rose.process.procfs import ProcessIdentity, group_bytes
+from rose.process.procfs import ProcessIdentity, group_bytes, group_members
 from rose.rpc import rose_pb2 as pb
 from tests.awaited import until
 from tests.patience import PATIENCE_S
@@ -122,6 +127,30 @@ def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_ali
         node.kill_file.unlink(missing_ok=True)
 
 
+def test_a_guest_without_a_record_whose_keeper_is_stopped_is_ended_and_named(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = node.start()
+    (node.run_dir / FOLDER / "guest.json").unlink()
+    for pid, _ in group_members(group):
+        if b"kill_file=" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGSTOP)
+    name = f"guest without a record {group} (process {group})"
+    monkeypatch.chdir(node.run_dir.parent)
+    folder = node.run_dir.name
+    assert main(["kill", folder, "--dry-run"]) == 0
+    assert name in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("rose.node.guest.kill_switch.kill_group", lambda group: None)
+        patch.setattr(os, "killpg", lambda group, number: None)
+        assert main(["kill", folder, "--within", "0.2"]) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert "still runs" in line
+    assert main(["kill", folder]) == 0
+    assert f"{name} is gone" in capsys.readouterr().out
+    node.reap()
+
+
 def test_an_order_that_is_given_again_changes_nothing(node: Node) -> None:
     by_rose_kill(node, node.start())
     node.reap()
@@ -220,3 +249,82 @@ def test_a_kill_file_that_anybody_writes_engages_the_switch_until_it_is_gone(
     assert switch.engaged
     switch.file.unlink()
     assert not switch.engaged
+
+
+class HangingDisk:
+    """A kill file whose disk answers when it is let."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        self.is_there = False
+        self.answers = threading.Event()
+        self.asked = threading.Event()
+
+    def exists(self) -> bool:
+        self.asked.set()
+        assert self.answers.wait(PATIENCE_S)
+        return self.is_there
+
+
+def test_nobody_waits_for_the_disk_of_the_kill_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.node.guest.kill_switch.on_disk", lambda folder: True)
+    disk, now_s = HangingDisk(tmp_path), 0.0
+    switch = KillSwitch(cast("Path", disk), lambda: now_s)
+    assert disk.asked.wait(PATIENCE_S)
+    assert not switch.engaged
+    assert not switch.checked()
+    now_s = ANSWER_S + 0.1
+    assert not switch.engaged, "the last answer stands"
+    with pytest.raises(OSError, match="the disk does not answer"):
+        switch.checked()
+    disk.is_there = True
+    disk.answers.set()
+    until(lambda: switch.engaged, PATIENCE_S, "the file is seen once the disk answers")
+    assert switch.checked()
+
+
+def test_a_kill_file_in_memory_is_seen_at_once(tmp_path: Path) -> None:
+    switch = KillSwitch(tmp_path / "later" / "KILL")
+    assert not switch.checked()
+    switch.engage()
+    assert switch.checked(), "a folder that is not there takes no file"
+    switch = KillSwitch(tmp_path / "KILL")
+    (tmp_path / "KILL").touch()
+    assert switch.checked()
+    (tmp_path / "KILL").unlink()
+    assert not switch.engaged
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_node_says_that_its_run_folder_is_on_a_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    disk: bool,
+) -> None:
+    config = {
+        "node": "n", "scheduler": "127.0.0.1:1", "run_dir": str(tmp_path / "run"),
+        "log_dir": str(tmp_path / "logs"), "replicas": [], "unsigned": True,
+        "discover": {"folder": str(tmp_path)},
+    }  # fmt: skip
+    (tmp_path / "node.json").write_text(json.dumps(config))
+    monkeypatch.setattr("rose.node.main.on_disk", lambda folder: disk)
+    argv = ["--config", str(tmp_path / "node.json")]
+    (tmp_path / "run").mkdir()
+
+    async def refuse(path: Path, *, patient: bool) -> HeldFile:
+        raise RefusedError("another daemon runs")
+
+    monkeypatch.setattr("rose.node.main._own", refuse)
+    assert node_main(argv) == 2
+    assert ("is on a disk" in caplog.text) == disk
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    (tmp_path / "run").chmod(0o777)
+    os.chown(tmp_path / "run", mine or 12_345, -1)
+    capsys.readouterr()
+    assert node_main(argv) == 2
+    assert "is another user's" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from cli_cases import rose, serving
 from service_cases import Bench, FakeNode, running
 
 from elastic_scheduler import HarvestMode
@@ -26,10 +27,6 @@ POLICY = {"name": "serving", "mode": "Active", "slackShare": 0.5}
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     async with running(Bench(InMemoryStore(), tmp_path)) as bench:
         yield bench
-
-
-async def rose(bench: Bench, *words: str) -> int:
-    return await asyncio.to_thread(main, [*words, "--scheduler", bench.address])
 
 
 def write(folder: Path, *policies: dict[str, object]) -> str:
@@ -68,6 +65,58 @@ async def test_a_policys_life_on_the_command_line(
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["cli"]
     assert await rose(bench, "policy", "get") == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["cli", "Active", "-", "all"]
+
+
+async def test_a_selector_that_matches_no_node_is_said(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await serving(bench)
+    labels = {"matchLabels": {"gpu": "a100"}}
+    policies = [
+        POLICY | {"name": "pattern", "nodeSelector": {"names": ["serving-*"]}},
+        POLICY | {"name": "labels", "nodeSelector": labels},
+        POLICY | {"name": "typo", "nodeSelector": {"names": ["serving-0", "servnig-1"]}},
+        POLICY | {"name": "right", "nodeSelector": {"names": ["serving-0"]}},
+        POLICY | {"name": "all"},
+    ]
+    file = write(tmp_path, *policies)
+    assert await rose(bench, "policy", "apply", file, "--dry-run") == 0
+    assert capsys.readouterr().err == ""
+    none = "no attached node has the labels or names of its nodeSelector"
+    lines = [
+        f"policy pattern: {none}; 'serving-*' is compared as it stands, no pattern",
+        f"policy labels: {none}",
+        "policy typo: no node 'servnig-1' is attached (1 such)",
+    ]
+    for words in (["apply", file], ["get"]):
+        assert await rose(bench, "policy", *words) == 0
+        said = capsys.readouterr().err
+        assert sorted(line in said for line in lines) == [True] * 3
+        assert "right" not in said
+        assert "all:" not in said
+    assert await rose(bench, "policy", "set", "right", 'nodeSelector.names=["x"]') == 0
+    assert f"policy right: {none}" in capsys.readouterr().err
+
+
+async def test_a_policy_without_a_mode_says_that_it_lends_nothing(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await rose(bench, "policy", "apply", write(tmp_path, POLICY)) == 0
+    assert capsys.readouterr().err == ""
+    for words in (["--dry-run"], []):
+        assert await rose(bench, "policy", "apply", write(tmp_path, {"name": "quiet"}), *words) == 0
+        assert "policy quiet has no mode: it is Advisory, which" in capsys.readouterr().err
+
+
+async def test_a_mode_for_a_replica_that_is_not_there_is_said(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await serving(bench)
+    for words in (["harvest", "off"], ["hold"]):
+        assert await rose(bench, *words, "--replica", "guest-1") == 0
+        assert "no replica 'guest-1' is there now (did you mean 'guest-0'?)" in (
+            capsys.readouterr().err
+        )
 
 
 async def test_a_policy_goes_out_as_yaml_and_back_in(

@@ -114,7 +114,7 @@ def test_unusable_files_are_refused_with_one_line(ca: DevelopmentCa, tmp_path: P
     late = ca.issue(Role.NODE, "late", life_s=-10)
     for paths, line in (
         ((ca.file, good.certificate, other.key), "not the certificate's"),
-        ((ca.file, garbage, good.key), "holds no certificate"),
+        ((ca.file, garbage, good.key), "a certificate in PEM is wanted"),
         ((ca.file, good.certificate, garbage), "cannot be used for TLS"),
         ((garbage, good.certificate, good.key), "cannot be used for TLS"),
         ((ca.file, tmp_path / "none", good.key), "is missing"),

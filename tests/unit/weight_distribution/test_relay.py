@@ -111,12 +111,13 @@ async def test_a_relay_counts_what_crosses_it(
     assert traffic.served_bytes == 2 * manifest.wire_bytes
     assert traffic.answers[Asked.CHUNK, Answer.SENT] == 2 * len(manifest.chunks)
     assert traffic.answers[Asked.CHUNK, Answer.MISSING] == 1
-    metrics = RelayMetrics(traffic, relay.fetcher.versions)
+    metrics = RelayMetrics(traffic, relay.fetcher.versions, None, lambda: 2)
     metrics.look()
     text = generate_latest(metrics.registry).decode()
     assert 'rose_relay_held_versions{job="job"} 1.0' in text
     assert 'rose_relay_newest_version{job="job"} 1.0' in text
     assert "rose_relay_readers 1.0" in text
+    assert "rose_weights_damaged_files_total 2.0" in text
 
 
 def test_readers_are_those_of_the_last_minute_and_bounded() -> None:

@@ -162,6 +162,7 @@ def test_a_damaged_manifest_costs_its_own_version_alone(
     whole = [d.version for d in catalog.deltas], [*catalog.bases]
     assert whole == (([3], [1]) if name == "2.manifest" else ([2, 3], []))
     assert [str(path) in line for line in caplog.messages] == [True, True], "once for each store"
+    assert (store.damaged_files, found.damaged_files) == (1, 1)
     assert catalog.base_due(), "the newest version cannot be joined"
     store.collect((), 0.0)
     assert not path.exists()
@@ -200,6 +201,15 @@ def test_a_damaged_chunk_costs_the_versions_that_name_it(tmp_path: Path) -> None
     assert (store.drop(kept), store.drop(rotten)) == ((), (3,))
     assert (store.versions(), store.bases()) == ((2,), (1,))
     assert not store.has(rotten)
+    assert store.damaged_files == 1
+
+
+def test_a_damaged_chunk_that_is_fetched_again_is_counted(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    kept, rotten = store.put(b"kept"), store.put(b"rotten")
+    (store.chunks_dir / rotten).write_bytes(b"\0")
+    assert (store.mend(kept), store.mend(rotten), store.mend(rotten)) == (False, True, False)
+    assert store.damaged_files == 1
 
 
 def test_a_damaged_chunk_is_written_again(tmp_path: Path) -> None:
