@@ -1,5 +1,6 @@
-"""House rules that no linter knows: file lengths, machine paths, registry hosts."""
+"""House rules that no linter knows: lengths, machine paths, registry hosts, plain English."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,6 +13,12 @@ FORBIDDEN = {
         r"(pypi|pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.(org|com)"
     ),
 }
+# A docstring or comment that opens with one of these words leaves out what it speaks of.
+REFUSED = re.compile(
+    r"\s*(Of|That of|Those|What|Whose|Who|Whether|How|Where|When|Which|As|So|It|For|To)\b"
+)
+# Folders that keep to it; the others follow.
+PLAIN = ()
 GENERATED = re.compile(r"rose/(rpc/rose|store/etcd)_pb2")
 
 
@@ -20,6 +27,24 @@ def tracked_files() -> list[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, check=True, capture_output=True, text=True)
     return [name for name in listing.stdout.splitlines() if Path(name).is_file()]
+
+
+def strings(tree: ast.AST) -> list[ast.Constant]:
+    """Return all docstrings, those of attributes too."""
+    lone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return [node for node in lone if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def openings(text: str) -> list[tuple[int, str]]:
+    """Return the line and first words of each docstring or block of comments to be reworded."""
+    texts = [(node.lineno, str(node.value)) for node in strings(ast.parse(text))]
+    above = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped.startswith("# ") and not above.startswith("#"):
+            texts.append((number, stripped[2:]))
+        above = stripped
+    return [(at, words.strip().splitlines()[0]) for at, words in texts if REFUSED.match(words)]
 
 
 def complaints(name: str) -> list[str]:
@@ -33,6 +58,8 @@ def complaints(name: str) -> list[str]:
         found.append(
             f"{name}: {len(lines)} lines; a file holds one thought, in at most {MAX_LINES}"
         )
+    if name.endswith(".py") and name.startswith(PLAIN):
+        found += [f"{name}:{at}: reword: {words}" for at, words in openings("\n".join(lines))]
     for number, line in enumerate(lines, 1):
         found += [
             f"{name}:{number}: {what}" for what, rule in FORBIDDEN.items() if rule.search(line)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scripts.check_tree import GENERATED, MAX_LINES, tracked_files
+from scripts.check_tree import GENERATED, MAX_LINES, openings, tracked_files
 
 # "docs" are lines of docstrings.
 LINES: Final = ("code", "docs", "comment", "blank", "import")
@@ -41,9 +41,6 @@ FLOORS: Final = (
     "rose/demo",
 )
 FLOOR_OF: Final = {name: floor for floor, line in enumerate(FLOORS) for name in line.split()}
-REFUSED: Final = re.compile(
-    r"\s*(Of|That of|Those|What|Whose|Who|Whether|How|Where|When|Which|As|So|It|For|To)\b"
-)
 MOST_PARAMETERS, MOST_FILES = 8, 14
 Fault = tuple[str, str, str]
 """Kind, file or folder, and what a person reads after it."""
@@ -159,9 +156,8 @@ def faults_within(file: Source) -> Iterator[Fault]:
         same = package_of(target) == package_of(file.path)
         if floor is not None and not same and FLOOR_OF.get(package_of(target), 99) >= floor:
             yield "upward", file.path, f"imports {target}"
-    for node, text in file.strings():
-        if REFUSED.match(text):
-            yield "opening", file.path, f"{node.lineno}: {text.strip().splitlines()[0]}"
+    for line, words in openings(file.text):
+        yield "opening", file.path, f"{line}: {words}"
     for node in file.statements:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) - 1
