@@ -47,7 +47,11 @@ class StartGate:
     def wait(self) -> None:
         """Return when a pass may begin. Without an end: who has no right to be is ended outside."""
         began_ns = self._clock_ns()
+        logged = self.passes > 0
         while not self._open:
+            if not logged:
+                logger.info("the start waits until its host is idle and a grant is live")
+                logged = True
             self._sleep(PAUSE_S)
         self.passes += 1
         self.waited_ns += self._clock_ns() - began_ns

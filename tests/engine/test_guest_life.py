@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 START_S = 240.0
 # For so long nothing happens beside a busy host.
 HELD_S = 3.0
-LOADED, WAITED = "Loading weights took", "passes of the start waited"
+WAITS, WAITED = "the start waits until its host is idle", "passes of the start waited"
 # A cold turn takes seconds; what two shared cores may keep a process waiting does not.
 LATE_S = 0.5
 PROMPT_TOKENS, OUTPUT_TOKENS, SEQUENCES = 64, 24, 16
@@ -117,7 +117,7 @@ async def started_beside_a_busy_host(spec: EngineSpec, node: StandInNode) -> Eng
     node.host_running = 2
     engine = await EngineProcess.start(spec)
     try:
-        await until_async(lambda: said(LOADED), START_S, "the weights are loaded", 0.1)
+        await until_async(lambda: said(WAITS), START_S, "the first pass waits", 0.1)
         await asyncio.sleep(HELD_S)
         assert not said(WAITED), "its host was busy all the time"
         node.host_running = 0

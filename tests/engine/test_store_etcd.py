@@ -342,7 +342,7 @@ async def test_without_a_certificate_nobody_answers(secured: EtcdCluster) -> Non
 
 
 def test_files_that_are_not_there_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is missing"):
         EtcdAccess(("h:1",), ca_file=tmp_path / "none").credentials()
     with pytest.raises(ConfigError, match="--store-ca"):
         EtcdAccess(("h:1",), certificate_file=tmp_path / "c").credentials()

@@ -38,6 +38,32 @@ ENVIRONMENT = {
 }
 
 
+def save_model(folder: Path, hidden: int, layers: int, experts: int) -> None:
+    """Write a random bfloat16 Qwen2, or with `experts` a Qwen3-MoE, in Hugging Face's layout."""
+    dense = TinyModel(
+        hidden=hidden,
+        layers=layers,
+        heads=hidden // 64,
+        kv_heads=hidden // 128,
+        mlp=4 * hidden,
+        vocabulary=32_000,
+        dtype="bfloat16",
+    )
+    if not experts:
+        dense.save(folder, words=False)
+        return
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = dense.config().to_dict() | {"head_dim": 64, "num_experts_per_tok": 2}
+    config |= {"num_experts": experts, "moe_intermediate_size": hidden}
+    config.pop("model_type")
+    torch.manual_seed(0)
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.bfloat16)
+    made.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def start_engine(folder: Path) -> Any:  # noqa: ANN401 -- vLLM's
     """An engine inside this process."""
     from vllm import LLM
@@ -166,20 +192,12 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.01, help="of all weights, changed a round")
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=0, help="in a layer; 2 compute each token")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        model = TinyModel(
-            hidden=arguments.hidden,
-            layers=arguments.layers,
-            heads=arguments.hidden // 64,
-            kv_heads=arguments.hidden // 128,
-            mlp=4 * arguments.hidden,
-            vocabulary=32_000,
-            dtype="bfloat16",
-        )
-        model.save(root / "model", words=False)
+        save_model(root / "model", arguments.hidden, arguments.layers, arguments.experts)
         bench = PauseBench(root, root / "model")
         rounds = [bench.round(arguments.share) for _ in range(arguments.rounds)]
         reloads = bench.reloads(arguments.rounds)

@@ -90,7 +90,8 @@ async def test_examples_run_to_their_end(
     for path, examples in _in_order():
         for line in examples:
             words = shlex.split(line.partition(" > ")[0])[1:]
-            words = [bench.address if word == "127.0.0.1:7400" else word for word in words]
+            here = {"127.0.0.1:7400": bench.address, "/run/rose/node": "run/serving-0"}
+            words = [here.get(word, word) for word in words]
             if line == "rose revoke guest-0 --reason stuck":
                 await shows(bench, lambda now: bool(now.leases))
             run = asyncio.create_task(asyncio.to_thread(main, words))

@@ -138,7 +138,8 @@ class Member:
     async def kill(self) -> None:
         assert self._server._listening
         port, self._server._listening = self._server._listening, None
-        port._unbind()
+        assert port._listener is not None
+        port._listener.close()
         if self._fetching:
             self._fetching.cancel()
         await self._session.close()
