@@ -32,7 +32,7 @@ _AGAIN_S = 0.02
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones, on loopback, that nobody listens on."""
+    """Return `count` different ports of loopback on which no process listens."""
     with ExitStack() as probes:
         found: list[int] = []
         at = secrets.randbelow(len(_FREE))
@@ -81,7 +81,7 @@ _URL = re.compile(
     r"(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*)?"
 )
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-# What inet_aton(3) takes for (a part of) an IPv4 address, as resolvers do: 127.1, 0x7f000001.
+# inet_aton(3), and with it resolvers, read these as parts of IPv4 addresses: 127.1, 0x7f000001.
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
@@ -133,7 +133,7 @@ def _is_host(name: str) -> bool:
 
 
 def _is_readable(label: str) -> bool:
-    """Whether clients that show names, as yarl does, can undo the xn-- form."""
+    """Return True if clients that decode names, as yarl does, can decode this xn-- label."""
     try:
         label.encode("ascii").decode("idna")
     except UnicodeError:
@@ -159,7 +159,7 @@ def host_port(host: str, port: int | None = None) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; names other than localhost may be anything."""
+    """Return True for an address of this machine alone; of names only localhost counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

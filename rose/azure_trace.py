@@ -16,7 +16,7 @@ from rose.errors import RoseError
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MAX_REQUESTS = 2_000_000
 MAX_TOKENS = 100_000_000
-"""Of a request's prompt or answer: ten times the longest context of any model."""
+"""Most tokens of a prompt or an answer: ten times the longest context of any model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Stall:
         self._looked_s = clock()
 
     def look(self) -> float:
-        """For how long it stood still since the last look, 0 where it did not."""
+        """Return the seconds that the process was suspended since the last look, else 0."""
         before_s, self._looked_s = self._looked_s, self._clock()
         gap_s = self._looked_s - before_s
         return gap_s if gap_s > self._limit_s else 0.0

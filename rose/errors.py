@@ -31,7 +31,7 @@ class Decoder(Protocol[T_co]):
 
 
 def decoded(decoder: Decoder[T], data: bytes) -> T:
-    """What the bytes say. Raises `msgspec.DecodeError` for bytes that say anything else."""
+    """Return the decoded value. Raises `msgspec.DecodeError` for invalid bytes."""
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ def damaged_files_family(count: int) -> Metric:
 
 
 def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
-    """When a process's own certificate begins and ends: Unix seconds."""
+    """Yield the validity of the process's own certificate, in Unix seconds."""
     begin_s, end_s = validity_s
     yield GaugeMetricFamily(
         "rose_certificate_not_before_timestamp_seconds",
@@ -39,7 +39,7 @@ def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
 
 
 class Metrics(Protocol):
-    """What a process counts."""
+    """Metrics of a process."""
 
     registry: CollectorRegistry
 

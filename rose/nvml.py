@@ -80,7 +80,7 @@ class CardReader(Protocol):
         ...
 
     def clients(self, card: Card) -> tuple[Client, ...]:
-        """Who computes on it, and with how much of its memory. Raises CardError."""
+        """Return the processes that compute on a card, each with its bytes. Raises CardError."""
         ...
 
     def free_bytes(self, card: Card) -> int:
@@ -129,7 +129,6 @@ def insist_usable(card: Card) -> None:
 
 
 def version_text(version: tuple[int, int]) -> str:
-    """As a person reads it."""
     return "unknown" if version == (0, 0) else f"{version[0]}.{version[1]}"
 
 
@@ -197,7 +196,6 @@ class Nvml:
         )
 
     def clients(self, card: Card) -> tuple[Client, ...]:
-        """Who computes on it, and with how much of its memory."""
         return self._clients(self._handle(card.index))
 
     def free_bytes(self, card: Card) -> int:
@@ -263,7 +261,7 @@ class Nvml:
 
 
 def _refusal(name: str, error: Any) -> str:  # noqa: ANN401
-    """What to do about an NVMLError, in one line."""
+    """Return what to do about an NVMLError, in one line."""
     if error.value == NO_LIBRARY:
         return (
             "no NVIDIA driver is here (libnvidia-ml.so.1 cannot be opened);"

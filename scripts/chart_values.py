@@ -71,7 +71,7 @@ PolicyValues = _chosen(
     ("name", "mode"),
     "Policy for all nodes, as docs/capacity-policy.md has it; its mode is the chart's.",
 )
-# What the chart knows better than its values: where things are, and who is called how.
+# The chart sets these by itself: places of files and names.
 SET_BY_THE_CHART: Final = (
     "node",
     "scheduler",
@@ -204,7 +204,7 @@ class OwnEtcd(Strict):
 
 
 class Store(Strict):
-    """What outlives schedulers: jobs, policies, lease epochs, the stop."""
+    """Store of what outlives schedulers: jobs, policies, lease epochs, the stop."""
 
     own: OwnEtcd = _said("etcd of the chart's own", OwnEtcd())
     endpoints: tuple[Address, ...] = _said("of an etcd that is there: HOST:PORT of each", ())
@@ -215,7 +215,7 @@ class Store(Strict):
 
 
 class Service(Strict):
-    """How a port is reached from elsewhere."""
+    """Kubernetes Service of a port."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = _said("its type", "ClusterIP")
     annotations: Labels = _said("as load balancers want them", {})
@@ -311,7 +311,7 @@ class SharedFolder(Strict):
 
 
 class Models(Strict):
-    """Where the guests' models lie; mounted at /models, read only."""
+    """Volume of the guests' models, mounted at /models, read only."""
 
     host_path: str = _said("folder of the machine", "")
     claim: SecretName = _said("or a PersistentVolumeClaim", "")
@@ -358,7 +358,7 @@ class Node(Strict):
 
 
 class Peers(Strict):
-    """Who else is let in, as NetworkPolicyPeer; nobody when empty."""
+    """Further peers that may connect, as NetworkPolicyPeer; none when empty."""
 
     trainers: tuple[Kube, ...] = _said("to schedulers and gateways; publishers of weights", ())
     clients: tuple[Kube, ...] = _said("to gateways", ())
@@ -386,7 +386,7 @@ class NetworkPolicies(Strict):
 
 
 class Monitoring(Strict):
-    """What Prometheus and Grafana get; a switch each."""
+    """Switches of the objects for Prometheus and Grafana."""
 
     pod_monitor: bool = _said("PodMonitor of schedulers, gateways, the relay and etcd", False)
     prometheus_rule: bool = _said("PrometheusRule of files/rules", False)
@@ -402,7 +402,7 @@ class Crds(Strict):
 
 
 class Subject(Strict):
-    """Who may be an operator."""
+    """Subject with the rights of an operator."""
 
     kind: Literal["User", "Group", "ServiceAccount"] = _said("what it is")
     name: str = _said("its name", min_length=1)
@@ -476,7 +476,7 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of values.schema.json."""
     made: dict[str, Any] = _helmed(Values.model_json_schema(by_alias=True))
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    # Of a chart that has this one inside, with a condition.
+    # A chart that has this one as a dependency sets it as its condition.
     made["properties"]["enabled"] = {"type": "boolean"}
     return made
 
@@ -502,7 +502,7 @@ def _helmed(part: Any, named: bool = False) -> Any:  # noqa: ANN401 - a JSON sch
 
 def defaults() -> dict[str, Any]:
     """Return the values that values.yaml has."""
-    # Of the three models of the code what is set is said, and not all that might be.
+    # Values of these three models are written only where they are set.
     whole: dict[str, Any] = json.loads(Values().model_dump_json(by_alias=True))
     whole["policy"] = {}
     whole["gateway"]["options"] = {}
@@ -638,7 +638,7 @@ def with_table(page: str, name: str, table: str) -> str:
 
 
 def files() -> dict[Path, str]:
-    """What each file should hold, relative to the repository."""
+    """Return the text that each generated file should have, by path."""
     objects = with_table(OBJECTS.read_text(), "rules", rules_table())
     return {
         CHART / "values.yaml": values_yaml(),

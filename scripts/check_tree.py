@@ -18,7 +18,7 @@ REFUSED = re.compile(
     r"\s*(Of|That of|Those|What|Whose|Who|Whether|How|Where|When|Which|As|So|It|For|To)\b"
 )
 # Folders that keep to it; the others follow.
-PLAIN = ()
+PLAIN = ("rose/store/", "scripts/")
 GENERATED = re.compile(r"rose/(rpc/rose|store/etcd)_pb2")
 
 
@@ -48,7 +48,7 @@ def openings(text: str) -> list[tuple[int, str]]:
 
 
 def complaints(name: str) -> list[str]:
-    """What is wrong with one file, a line each."""
+    """Return the faults of one file, a line each."""
     try:
         lines = Path(name).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:

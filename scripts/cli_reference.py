@@ -129,7 +129,7 @@ _WHATS: dict[str, str] = {}
 
 
 def _what(path: str, parser: argparse.ArgumentParser) -> str:
-    """What its parent's help says of it, as a sentence."""
+    """Return the help that the parent command has of it, as a sentence."""
     if not _WHATS:
         _WHATS.update(_helps(whole_parser()))
     text = _WHATS.get(path) or (parser.description or "").partition("\n")[0]
@@ -160,7 +160,7 @@ COMMON: Final = _common()
 
 
 def _is_common(action: argparse.Action, parser: argparse.ArgumentParser) -> bool:
-    """Whether it is one of the options that the head of the page has."""
+    """Return True for an option that the head of the page describes."""
     common = COMMON.get(action.dest)
     return common is not None and common.help == action.help
 

@@ -20,7 +20,7 @@ import yaml
 
 
 def outcome(case: ElementTree.Element) -> str:
-    """What became of one test."""
+    """Return the outcome of a test."""
     kinds = {child.tag for child in case}
     return next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
 
@@ -43,7 +43,6 @@ def summary(report: Path, version: str, commit: str, now: datetime) -> dict[str,
 
 
 def server_version(kubeconfig: Path) -> str:
-    """As the server says it."""
     said = yaml.safe_load(kubeconfig.read_text())
     cluster, user = said["clusters"][0]["cluster"], said["users"][0]["user"]
     tls = ssl.create_default_context(cafile=cluster["certificate-authority"])

@@ -34,7 +34,7 @@ Results = dict[str, dict[str, str]]
 
 
 def results() -> Results:
-    """What was last run of each engine, by promise."""
+    """Return the last outcome of each engine, by promise."""
     found: Results = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
     return found
 
@@ -51,7 +51,7 @@ def take() -> None:
 
 
 def cell(engine: ContractEngine, promise: Promise, found: Results) -> str:
-    """What stands under an engine beside a promise."""
+    """Return the table's cell of an engine and a promise."""
     if promise.needs is not None and lacking(engine.kind, promise.needs) is not None:
         return "cannot"
     return WORDS.get(found.get(engine.name, {}).get(promise.id, ""), "not run")

@@ -17,7 +17,7 @@ FOLDER: Final = Path(__file__).resolve().parents[1] / "helm" / "rose" / "files" 
 WIDTH: Final = 24
 HEIGHT: Final = 8
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-# Of a panel's time axis; $__rate_interval is Grafana's, four scrapes at least.
+# Grafana's variable: a window for rates, four scrapes at least.
 RATE: Final = "$__rate_interval"
 NODE: Final = 'instance=~"$instance"'
 

@@ -142,7 +142,7 @@ def circles(files: Mapping[str, Source]) -> list[str]:
             todo += new
         return seen
 
-    # What is left is in a circle, or imports one that is.
+    # Files that remain are in a circle, or import one that is.
     return [path for path in graph if path in reached(path)]
 
 

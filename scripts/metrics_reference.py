@@ -98,7 +98,7 @@ class Family:
 
     @property
     def shown(self) -> str:
-        """As a query names it, with its labels: `rose_terms_total{event}`."""
+        """Name with its labels, as a query has it: `rose_terms_total{event}`."""
         name = f"{self.name}_total" if self.kind == "counter" else self.name
         return f"{name}{{{','.join(sorted(self.labels))}}}" if self.labels else name
 
@@ -197,7 +197,7 @@ def scheduler_metrics(
 
 
 def gateway_text(replicas: int = 1) -> str:
-    """What a gateway of so many replicas answers."""
+    """Return the metrics page of a gateway with `replicas` replicas."""
     stats = GatewayStats()
     live = {f"guest-{number}": 1 for number in range(replicas)}
     stats.tokens.update(live)
@@ -219,7 +219,6 @@ def relay_metrics(jobs: int = 1) -> RelayMetrics:
 
 
 def text_of(registry: CollectorRegistry) -> str:
-    """What a scraper is sent."""
     return generate_latest(registry).decode()
 
 
@@ -251,7 +250,7 @@ def _read(process: str, text: str) -> Iterator[Family]:
 
 
 def series(text: str) -> int:
-    """How many series a scraper reads."""
+    """Return the number of series on a metrics page."""
     return sum(not line.startswith("#") for line in text.splitlines() if line)
 
 

@@ -214,12 +214,12 @@ class Election:
         self._calling = False
 
     def status(self) -> ElectionStatus:
-        """Who leads, as far as this process knows."""
+        """Return the leader as this process last read it."""
         role = Role.LEADER if self._term else Role.FOLLOWER
         return ElectionStatus(role, self._address, self._term, self._lease, self._valid_until_s)
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from an event at `now_s`."""
+        """Return the actions that an event at `now_s` calls for."""
         actions = self._react(event, now_s)
         if self._term and now_s >= self._valid_until_s:
             actions += self._step_down("its lease could not be renewed", now_s)
@@ -259,7 +259,7 @@ class Election:
     def _seen(self, event: Seen, now_s: float) -> list[Action]:
         self._address = address_of(event.entry)
         if event.entry is not None and event.entry.value == self._me.value():
-            # Of a term that is over: the store did not hear that its lease was given up.
+            # The entry is of a past term: the store never received the release of its lease.
             self._next_s = now_s + RETRY_S
             return [GiveUpLease(self._given_up)] if self._given_up else []
         if event.entry is not None:

@@ -63,7 +63,7 @@ WATCH_LOGINS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Readback:
-    """Whether a transaction was done, as far as reading tells; `revision` None: it was not."""
+    """Outcome of a transaction, read back; `revision` is None if it did not commit."""
 
     expected_holds: bool
     revision: int | None

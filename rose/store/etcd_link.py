@@ -32,7 +32,7 @@ OPTIONS = (
     # etcd closes connections that ping more often than each 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # Of any ping; gRPC waits for a minute by itself, and sends no other one before.
+    # gRPC waits a minute for the answer to a ping by default, and sends no ping meanwhile.
     ("grpc.http2.ping_timeout_ms", 3_000),
     # A watch sends nothing for hours: gRPC would stop pinging after two.
     ("grpc.http2.max_pings_without_data", 0),
@@ -120,7 +120,7 @@ class EtcdLink:
         self._token = ""
 
     async def metadata(self, channel: grpc.aio.Channel) -> Metadata:
-        """What goes with each request; logs in where that is due."""
+        """Return the metadata of a request, after a login where one is due."""
         if self.access.user and not self._token:
             await self._log_in(channel)
         # Without it a member that lost its cluster keeps a watch open, and silent.
@@ -143,7 +143,6 @@ class EtcdLink:
 
     @staticmethod
     def pause_s(attempt: int) -> float:
-        """How long to wait after so many attempts before."""
         return min(FIRST_PAUSE_S * 2.0 ** min(attempt, 8), MAX_PAUSE_S)
 
     async def attempt(self, ask: Ask[R], timeout_s: float = TIMEOUT_S) -> R:
@@ -177,7 +176,7 @@ class EtcdLink:
     def refusal(
         self, details: str, code: grpc.StatusCode = grpc.StatusCode.PERMISSION_DENIED
     ) -> RoseError:
-        """What a refusal means to an operator."""
+        """Return the error that tells an operator what to do about a refusal."""
         if code is grpc.StatusCode.PERMISSION_DENIED:
             return ConfigError(
                 f"etcd does not let user {self.access.user or '(none)'} do this ({details}); grant"

@@ -86,7 +86,7 @@ class FencedStore(TxnStore):
         raise LeadershipLostError("this scheduler leads no more; ask the one that does")
 
     def leads(self) -> bool:
-        """Whether the term surely lasts; a later one of the same process is another."""
+        """Return True while this very term lasts; a later term of the process does not count."""
         return self._leads()
 
     async def get(self, key: str) -> StoreEntry | None:

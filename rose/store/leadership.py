@@ -83,7 +83,7 @@ class Leadership:
         return self._election.status().term
 
     def leads(self, term: int | None = None) -> bool:
-        """Whether this process surely leads now; where a term is given: in that one."""
+        """Return True while this process leads for certain, in the given term if there is one."""
         status = self._election.status()
         if self._resigned or (term is not None and term != status.term):
             return False
@@ -132,7 +132,7 @@ class Leadership:
         except UnavailableError as error:
             self._step(TermFailed(term, str(error)))
         except LeadershipLostError:
-            # It stood still: the work found the term over before the clock was looked at here.
+            # The process was suspended: a write failed before the expiry was noticed here.
             self._step(WriteRefused(term))
 
     async def _called(self, action: Look | AskLease | Campaign | KeepLease) -> Event:

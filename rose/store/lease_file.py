@@ -78,7 +78,7 @@ class LeaseFile:
                     self._write(slot, 0, 0.0, 0.0)
 
     def over(self, leases: Iterable[int]) -> set[int]:
-        """Which of them are over; these cannot be renewed from now on."""
+        """Return the expired leases, which cannot be renewed from now on."""
         over = set(leases)
         with self._locked():
             now_s = boot_clock_s()

@@ -33,11 +33,9 @@ class MeteredStore(TxnStore):
             self._on_call(call, time.monotonic() - began_s, answered)
 
     async def get(self, key: str) -> StoreEntry | None:
-        """As `Store.get`."""
         return await self._timed("get", self._store.get(key))
 
     async def list(self, prefix: str) -> Listing:
-        """As `Store.list`."""
         return await self._timed("list", self._store.list(prefix))
 
     @override
@@ -45,21 +43,16 @@ class MeteredStore(TxnStore):
         return await self._timed("txn", self._store.txn(expect, writes))
 
     async def grant_lease(self, ttl_s: float) -> int:
-        """As `Store.grant_lease`."""
         return await self._timed("grant_lease", self._store.grant_lease(ttl_s))
 
     async def keep_lease(self, lease: int) -> float:
-        """As `Store.keep_lease`."""
         return await self._timed("keep_lease", self._store.keep_lease(lease))
 
     async def revoke_lease(self, lease: int) -> None:
-        """As `Store.revoke_lease`."""
         return await self._timed("revoke_lease", self._store.revoke_lease(lease))
 
     def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
-        """As `Store.watch`."""
         return self._store.watch(since)
 
     async def close(self) -> None:
-        """As `Store.close`."""
         await self._store.close()

@@ -22,7 +22,7 @@ DEFAULT_PREFIX = "rose/"
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """Where a store is, and the files with what etcd must be shown."""
+    """Name of a store: a file, or an etcd cluster with the files of its credentials."""
 
     name: str
     user: str = ""
@@ -40,11 +40,10 @@ class StoreName:
 
     @property
     def is_etcd(self) -> bool:
-        """Whether it is a cluster and not a file."""
         return self.name.startswith(SCHEME)
 
     def access(self) -> EtcdAccess:
-        """How the cluster is reached. Raises `ConfigError` for what cannot be."""
+        """Return addresses and credentials of the cluster. Raises ConfigError for invalid ones."""
         hosts, slash, prefix = self.name.removeprefix(SCHEME).partition("/")
         if self.user and self.password_file is None:
             raise ConfigError("a user of etcd has a password; give --store-password-file FILE")

@@ -167,10 +167,9 @@ def note(known: dict[str, int], change: Change) -> None:
 
 
 class TxnStore:
-    """What follows from `txn` alone; base of the stores."""
+    """Base of the stores: the operations that are built on `txn` alone."""
 
     async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
-        """As `Store.txn`."""
         raise NotImplementedError
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> int:

@@ -96,8 +96,8 @@ class SqliteStore(TxnStore):
         self._closed = False
 
     def _open_when_free(self) -> None:
-        # Of two that make a file, SQLite lets one wait and refuses the other at once, whatever its
-        # timeout: to wait for each other would be for ever.
+        # SQLite refuses one of two processes that create a file at the same time, whatever the
+        # timeout, since they would wait for each other for ever.
         until_s = time.monotonic() + OPEN_TIMEOUT_S
         while True:
             try:
@@ -227,7 +227,7 @@ class SqliteStore(TxnStore):
     def _changes(
         self, prefix: str, seen: int, known: dict[str, int]
     ) -> tuple[Sequence[Change], int]:
-        """What happened after `seen`, and up to which revision."""
+        """Return the changes after revision `seen`, and the revision that they lead to."""
         self._end_dead_leases()
         with self._transaction("DEFERRED"):
             revision, compacted = self._revisions()
