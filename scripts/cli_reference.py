@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from rose.cli.examples import EXAMPLES, SERVES
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import add_scheduler_options
-from rose.cli.output import add_output_options
 from rose.cli.parsers import every_command, whole_parser
+from rose.command_line.examples import EXAMPLES, SERVES
+from rose.command_line.output import add_output_options
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "cli.md"
@@ -97,7 +97,7 @@ def _check(parser: argparse.ArgumentParser, commands: Iterable[str]) -> None:
         if path.split()[0] not in grouped:
             raise UndescribedError(f"`rose {path}` is in no group of scripts/cli_reference.py")
         if path not in EXAMPLES:
-            raise UndescribedError(f"`rose {path}` has no example in rose/cli/examples.py")
+            raise UndescribedError(f"`rose {path}` has no example in rose/command_line/examples.py")
     for path in (p for p in EXAMPLES if p.split()[0] in SERVES):
         for line in EXAMPLES[path]:
             parser.parse_args(shlex.split(line)[1:])

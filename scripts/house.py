@@ -30,7 +30,7 @@ FLOORS: Final = (
     " rose/tracing",
     "executor elastic_scheduler rose/addresses rose/azure_trace rose/compare rose/logs rose/nvml"
     " rose/tokenizer_pool",
-    "rose/contract rose/process rose/security",
+    "rose/command_line rose/contract rose/process rose/security",
     "rose/client rose/engines rose/metrics_server rose/proxy rose/replica rose/rpc",
     "rose/operate rose/store rose/weight_distribution",
     "rose/gateway rose/node rose/scheduler",

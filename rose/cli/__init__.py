@@ -1,5 +1,5 @@
 """The `rose` command."""
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 
 __all__ = ["Parser"]

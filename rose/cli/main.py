@@ -5,111 +5,24 @@ the codes.
 """
 
 import argparse
-import difflib
 import importlib
 import io
 import os
-import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rose.cli.cluster.commands import add_reading_commands
 from rose.cli.cluster.explain import add_explain_command
 from rose.cli.cluster.policy import add_policy_commands
 from rose.cli.cluster.stops import add_stop_commands
 from rose.cli.completion import add_completion_command
-from rose.cli.examples import examples_of
 from rose.cli.exit_codes import ExitCode, code_of
-from rose.errors import ConfigError, RoseError
-from rose.logs.rotating_jsonl import BOUNDED, LogLimits
+from rose.command_line.parser import Parser
+from rose.errors import RoseError
 from rose.release import release
-
-_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` with one line instead of printing a usage page and exiting.
-
-    Its help ends with examples of the command.
-    """
-
-    def format_help(self) -> str:
-        """What `--help` prints."""
-        return super().format_help() + examples_of(self.prog)
-
-    def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; an unknown option is named first, or its value would be taken for a command."""
-        for word in args or ():
-            option = word.partition("=")[0]
-            if word == "--":
-                break
-            if word.startswith("--") and not any(o.startswith(option) for o in _options(self)):
-                self.error(f"unrecognized arguments: {option}")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse with what is wrong."""
-        raise ConfigError(f"{self._explained(message)}; see `{self.prog} --help`")
-
-    def _explained(self, message: str) -> str:
-        choice = _CHOICE.search(message)
-        if choice:
-            word, known = choice[1], re.findall(r"[\w-]+", choice[2])
-            hint = nearest(word, known) or f"; choose from {', '.join(known)}"
-            return f"there is no {word!r}{hint}"
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            word = unknown.split()[0].partition("=")[0]
-            what = "option" if word.startswith("-") else "argument"
-            return f"unknown {what} {word!r}{nearest(word, _options(self))}"
-        return message
-
-
-def add_log_limits(parser: argparse.ArgumentParser) -> None:
-    """Options that bound the logs of a process; read them with `taken_log_limits`."""
-    parser.add_argument(
-        "--log-file-bytes",
-        type=int,
-        default=BOUNDED.file_bytes,
-        metavar="N",
-        help=f"of each log file, 0 for no limit (default {BOUNDED.file_bytes})",
-    )
-    parser.add_argument(
-        "--log-files",
-        type=int,
-        default=BOUNDED.files,
-        metavar="N",
-        help=f"files kept of each log (default {BOUNDED.files})",
-    )
-
-
-def taken_log_limits(options: dict[str, Any]) -> LogLimits:
-    """The limits of parsed options, which are taken out. Raises ConfigError for useless ones."""
-    file_bytes, files = options.pop("log_file_bytes"), options.pop("log_files")
-    return LogLimits(file_bytes or None, files)
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Options of a parser and of all its commands."""
-    options = list(parser._option_string_actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                options += _options(child)
-    return options
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest known word, empty when none is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
 
 # Commands with options of their own: everything after the name goes to their main(argv).
 PROCESSES = {

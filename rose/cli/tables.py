@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from rose.cli.output import Cell, Said, Table, Tone, ago, bytes_of, share_of
+from rose.command_line.output import Cell, Said, Table, Tone, ago, bytes_of, share_of
 from rose.operate.fleet import Capacity, Fleet, Host, Job, Mode, Node, NodeState, Replica, names
 
 _TONES = {

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
-from rose.cli.examples import examples_of
-from rose.cli.main import add_log_limits, taken_log_limits
+from rose.command_line.examples import examples_of
+from rose.command_line.parser import add_log_limits, taken_log_limits
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.security.certificates import (

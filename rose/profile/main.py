@@ -19,7 +19,7 @@ import aiohttp
 
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
 from rose.node.telemetry.memory_gauges import Gpus

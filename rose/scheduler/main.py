@@ -22,7 +22,7 @@ import grpc.aio
 from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.drf import HOLD_S
 from rose.addresses import check_exposure, host_port
-from rose.cli.main import Parser, add_log_limits, taken_log_limits
+from rose.command_line.parser import Parser, add_log_limits, taken_log_limits
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import KubeApi
 from rose.dashboard import (

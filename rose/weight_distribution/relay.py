@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rose.addresses import check_exposure, host_port
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials

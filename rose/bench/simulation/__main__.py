@@ -26,7 +26,7 @@ from rose.bench.coserve.plan import (
 )
 from rose.bench.simulation.measured import LENDING, extract, read_measured, write_measured
 from rose.bench.simulation.validate import summary, table, validate
-from rose.cli.output import Format, View, write
+from rose.command_line.output import Format, View, write
 from rose.simulation.workloads.serving import AZURE_CODE_2023, CODE_DAY, HOUR_S
 
 MEASURED = Path("bench/results/simulation/measured.json")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from rose.bench.simulation.measured import EngineSizes, MeasuredLoad, MeasuredRepeat, MeasuredRun
-from rose.cli.output import Table
+from rose.command_line.output import Table
 from rose.simulation import (
     ClusterSpec,
     DedicatedPool,

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.cli.main import Parser
-from rose.cli.output import Format, View, add_output_options, write
+from rose.command_line.output import Format, View, add_output_options, write
+from rose.command_line.parser import Parser
 from rose.security.audit_log import Record, opened, read, verify
 
 _KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")

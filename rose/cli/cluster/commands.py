@@ -8,8 +8,8 @@ from typing import TypeVar
 from rose.cli.cluster.jobs import jobs_table, run_jobs
 from rose.cli.cluster.top import add_top_command
 from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
-from rose.cli.output import View, add_output_options, show
 from rose.cli.tables import headlines, nodes_table, replicas_table
+from rose.command_line.output import View, add_output_options, show
 from rose.errors import RefusedError
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import Fleet, Node, Replica, fleet_of

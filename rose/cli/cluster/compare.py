@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 from rich.table import Table
 
 from rose.cli.exit_codes import ExitCode
-from rose.cli.main import Parser
 from rose.cli.options import add_scheduler_options, client_of
-from rose.cli.output import console_of
+from rose.command_line.output import console_of
+from rose.command_line.parser import Parser
 from rose.compare.node_metrics import Reading, reading_of
 from rose.compare.plan import Plan
 from rose.compare.run import ComparisonRun, Switches, shown_plan

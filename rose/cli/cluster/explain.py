@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rose.cli.options import Subparsers
-from rose.cli.output import View, add_output_options, show
+from rose.command_line.output import View, add_output_options, show
 from rose.direct_http import open_directly
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, UnavailableError
 from rose.security.certificates import (

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rose.cli.machine.doctor import Finding, note, ok, wrong
-from rose.cli.output import ago
+from rose.command_line.output import ago
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import Fleet, Mode, NodeState, fleet_of, names
 from rose.rpc import rose_pb2 as pb

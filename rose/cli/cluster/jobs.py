@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from rose.cli.output import Cell, Said, Table, Tone, View, say, show
 from rose.cli.tables import version
+from rose.command_line.output import Cell, Said, Table, Tone, View, say, show
 from rose.errors import ConfigError, RefusedError
 from rose.operate.client import SchedulerClient
 from rose.operate.fleet import Fleet, Job, Replica, fleet_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
-from rose.cli.output import (
+from rose.command_line.output import (
     Cell,
     Format,
     Said,

@@ -15,7 +15,7 @@ from typing import Final
 
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
-from rose.cli.output import Format, View, add_output_options, note, say, write
+from rose.command_line.output import Format, View, add_output_options, note, say, write
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import WIRE_MODES, Fleet, Mode, Replica, fleet_of

@@ -14,7 +14,8 @@ from typing import Final
 from rich.console import Group, RenderableType
 
 from rose.cli.options import Subparsers, add_scheduler_options, client_of
-from rose.cli.output import (
+from rose.cli.tables import headlines, host_name, kv, toned, tpot, ttft, version
+from rose.command_line.output import (
     WATCH_S,
     Cell,
     Said,
@@ -29,8 +30,7 @@ from rose.cli.output import (
     share_of,
     write,
 )
-from rose.cli.output import Format as OutputFormat
-from rose.cli.tables import headlines, host_name, kv, toned, tpot, ttft, version
+from rose.command_line.output import Format as OutputFormat
 from rose.errors import RefusedError
 from rose.operate.client import SchedulerClient
 from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rose.cli.machine.certs import duration_s
-from rose.cli.main import Parser
-from rose.cli.output import Format, Table, View, add_output_options, write
+from rose.command_line.output import Format, Table, View, add_output_options, write
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.scheduler.core.usage import Lent
 

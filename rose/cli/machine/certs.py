@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.security.certificates import identity_of, leaf_of
 from rose.security.development_ca import CA_LIFE_S, LIFE_S, LOOPBACK, DevelopmentCa

@@ -32,8 +32,8 @@ from executor.control_page.host_seat import BEAT_STALE_NS
 from executor.control_page.page import LAYOUT_VERSION, check_folder, on_disk
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback
-from rose.cli.main import Parser
 from rose.cli.options import DEFAULT_SCHEDULER
+from rose.command_line.parser import Parser
 from rose.engines import EngineKind
 from rose.engines.launch import (
     MIN_FREE_BYTES_PER_ENGINE,

@@ -26,7 +26,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
 from rose.errors import ConfigError, RoseError
 from rose.node.config import NodeConfig

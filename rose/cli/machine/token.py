@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.cli.machine.certs import duration_s
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.security.callers import TRAINER
 from rose.security.development_ca import write_private

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from weight_transfer.errors import WeightError
 from weight_transfer.files.apply import Applied, apply_deltas, mismatches

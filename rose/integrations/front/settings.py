@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.addresses import check_exposure
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.integrations.settings import PREFIX, TrainerSettings
 from rose.security.certificates import add_certificate_options

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.front.settings import add_trainer_options, checked_marker, taken_trainer
 from rose.integrations.front.watch import CheckpointWatcher, Noted

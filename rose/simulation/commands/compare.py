@@ -2,7 +2,7 @@
 
 import argparse
 
-from rose.cli.output import Format, View, write
+from rose.command_line.output import Format, View, write
 from rose.errors import ConfigError
 from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rose.cli.output import Format, Table, View, add_output_options, write
+from rose.command_line.output import Format, Table, View, add_output_options, write
 from rose.errors import ConfigError
 from rose.simulation.fluid.fleet import FleetResult, run_fleet
 from rose.simulation.plots import save_fleet

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rose.cli.main import Parser
+from rose.command_line.parser import Parser
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rose.cli.output import add_output_options
+from rose.command_line.output import add_output_options
 from rose.errors import ConfigError
 from rose.simulation.plots import save_plots
 from rose.simulation.policies.catalog import check_options

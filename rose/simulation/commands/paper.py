@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rose.cli.output import Format, Table, View, write
+from rose.command_line.output import Format, Table, View, write
 from rose.errors import ConfigError
 from rose.simulation.batch import Run, run_all
 from rose.simulation.commands.options import (

@@ -2,7 +2,7 @@
 
 import argparse
 
-from rose.cli.output import Format, Table, View, write
+from rose.command_line.output import Format, Table, View, write
 from rose.simulation.batch import Run, carry_out
 from rose.simulation.commands.options import (
     add_run_options,

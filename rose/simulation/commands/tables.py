@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 
-from rose.cli.output import Table, View
+from rose.command_line.output import Table, View
 from rose.simulation.critical_path import longest_alone_s, most_gain
 from rose.simulation.results import RunResult
 from rose.simulation.scenario import Scenario

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.cli.output import Format, Table, View, add_output_options, write
+from rose.command_line.output import Format, Table, View, add_output_options, write
 from rose.errors import ConfigError
 from rose.simulation.fluid.what_if import WhatIfAnswer, WhatIfQuestion, what_if
 from rose.simulation.plots import save_what_if

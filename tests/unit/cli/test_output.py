@@ -10,8 +10,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from rose.cli import output
-from rose.cli.output import (
+from rose.command_line import output
+from rose.command_line.output import (
     Cell,
     Table,
     Tone,

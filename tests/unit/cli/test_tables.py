@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from rose.cli.output import Cell, Table, Tone
 from rose.cli.tables import headlines, nodes_table, replicas_table, tpot, ttft, version
+from rose.command_line.output import Cell, Table, Tone
 from rose.operate.fleet import Fleet, Host, Node, fleet_of
 from rose.rpc import rose_pb2 as pb
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
-from rose.cli.output import text_of
+from rose.command_line.output import text_of
 from rose.operate.fleet import Fleet, fleet_of
 from rose.rpc import rose_pb2 as pb
 

@@ -303,7 +303,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_commands_of_rose_exist() -> None:
-    known = set(re.findall(r'"([a-z][a-z-]*)"', sources("rose/cli/*.py")))
+    known = set(re.findall(r'"([a-z][a-z-]*)"', sources("rose/cli/*.py", "rose/command_line/*.py")))
     untrue(_known(r"(?:^|\n)rose ([a-z][a-z-]*)", known.__contains__))
 
 

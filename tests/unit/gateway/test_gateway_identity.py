@@ -13,8 +13,8 @@ from gateway_cases import entry, gateway_with, until
 from wire_cases import VLLM, vllm_body
 
 from rose.cli.cluster.explain import explain
-from rose.cli.output import View
 from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampling
+from rose.command_line.output import View
 from rose.errors import ConfigError, RefusedError
 from rose.gateway import Gateway, GatewaySettings
 from rose.security import CertificateFiles, Role

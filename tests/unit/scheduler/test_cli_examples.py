@@ -11,12 +11,13 @@ import pytest
 from cli_cases import gone, rose, serving, told_off
 from service_cases import Bench, running, shows
 
-from rose.cli import options, output
+from rose.cli import options
 from rose.cli.cluster import explain, top
-from rose.cli.examples import EXAMPLES, SERVES
 from rose.cli.main import PROCESSES, main, make_parser
-from rose.cli.output import View
 from rose.cli.parsers import every_command
+from rose.command_line import output
+from rose.command_line.examples import EXAMPLES, SERVES
+from rose.command_line.output import View
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.persistence import save_epoch_floor
 from rose.security.audit_log import AuditLog, audit_file

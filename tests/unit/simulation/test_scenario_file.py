@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.cli.examples import EXAMPLES
 from rose.cli.main import main
 from rose.cli.parsers import parser_of
+from rose.command_line.examples import EXAMPLES
 from rose.errors import ConfigError
 from rose.simulation import Algorithm, ProfiledSteps
 from rose.simulation.commands import sweep

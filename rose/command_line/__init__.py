@@ -1,0 +1,1 @@
+"""Parts that the command lines of all processes share: parser, output, examples."""
