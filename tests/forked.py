@@ -20,7 +20,7 @@ from typing import IO, Self
 from tests.patience import PATIENCE_S
 
 # No module that is run as a program itself: it would be there twice.
-PRELOADED = ["rose.node.main", "rose.gateway.app", "rose.weight_distribution", "tests.seated_host"]
+PRELOADED = ["rose.main.node", "rose.gateway.app", "rose.weight_distribution", "tests.seated_host"]
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)
 

@@ -26,15 +26,15 @@ from rose.release import release
 
 # Commands with options of their own: everything after the name goes to their main(argv).
 PROCESSES = {
-    "scheduler": ("rose.scheduler.main", "lease what nodes offer to jobs"),
-    "gateway": ("rose.gateway.main", "route rollout turns to leased replicas"),
-    "node": ("rose.node.main", "guard the hosts of this machine and run its guests"),
+    "scheduler": ("rose.main.scheduler", "lease what nodes offer to jobs"),
+    "gateway": ("rose.main.gateway", "route rollout turns to leased replicas"),
+    "node": ("rose.main.node", "guard the hosts of this machine and run its guests"),
     "front": (
-        "rose.integrations.front.main",
+        "rose.main.front",
         "answer the control calls of vLLM and SGLang for a trainer",
     ),
     "publish": (
-        "rose.integrations.front.watch_main",
+        "rose.main.publish",
         "publish checkpoints that a trainer saves, as they come",
     ),
     "profile": ("rose.profile.main", "measure how long an engine's steps take"),

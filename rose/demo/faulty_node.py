@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from rose.engines import EngineSpec
+from rose.main.node import main
 from rose.node.config import NodeConfig, ReplicaConfig
-from rose.node.main import main
 
 
 class FaultyReplica(ReplicaConfig):

@@ -122,15 +122,15 @@ class Stack:
         key.save(key_path)
         page = self._page
         self.host = await EngineProcess.start(self._host_spec(page))
-        await self._module("scheduler", "rose.scheduler.main", self._scheduler_args())
-        await self._module("gateway", "rose.gateway.main", self._gateway_args())
+        await self._module("scheduler", "rose.main.scheduler", self._scheduler_args())
+        await self._module("gateway", "rose.main.gateway", self._gateway_args())
         nodes = {SERVING_NODE: (SERVING_CORE, self.serving_node(page, key.verify_key.hex))}
         if DEDICATED in self.replicas:
             nodes[TRAINING_NODE] = (TRAINING_CORE, self._training_node(key.verify_key.hex))
         for name, (core, config) in nodes.items():
             path = self._write_config(name, config)
             faulty = name == SERVING_NODE and self.settings.control in _FAULTY_WORKERS
-            module = "rose.demo.faulty_node" if faulty else "rose.node.main"
+            module = "rose.demo.faulty_node" if faulty else "rose.main.node"
             await self._module(name, module, ["--config", str(path)], core)
         for number, job in enumerate(self.settings.job_names):
             self.trainers[job] = await self._child(

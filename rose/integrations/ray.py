@@ -84,7 +84,7 @@ class NodeActor:
         began_s = time.monotonic()
         placer = (sys.executable, "-I", "-S", str(launcher.__file__), f"parent={os.getpid()}")
         # An earlier life of it may still be ending.
-        node = (sys.executable, "-m", "rose.node.main", "--standby", "--config", str(file))
+        node = (sys.executable, "-m", "rose.main.node", "--standby", "--config", str(file))
         with (file.parent / "node.log").open("ab") as log:
             self._process = subprocess.Popen([*placer, "--", *node], stdout=log, stderr=log)  # noqa: S603
         if self._draining.is_set():

@@ -4,7 +4,7 @@
         └──────────── LeaderHandlers: the service of the term, or refusals ◄── streams, calls
 
 All of these are the product's own, on a simulated loop, store and gRPC. A copy is `_lead`, after
-`rose.scheduler.main._lead`.
+`rose.main.scheduler._lead`.
 """
 
 import asyncio

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from rose.engines import EngineSpec, launch
+from rose.main.node import main
 from rose.node.guest import supervisor
-from rose.node.main import main
 from rose.process.child import ProcessSpec
 
 folder = Path(sys.argv[1])

@@ -296,7 +296,7 @@ class KillBench:
             )
 
     def _start_scheduler(self) -> "subprocess.Popen[bytes]":
-        argv = [sys.executable, "-m", "rose.scheduler.main", f"--port={self.scheduler_port}"]
+        argv = [sys.executable, "-m", "rose.main.scheduler", f"--port={self.scheduler_port}"]
         argv += [f"--store={self.folder / 'store'}", f"--log-dir={self.folder / 'logs'}"]
         argv += ["--harvest=ACTIVE", "--cooldown-s=0.2"]
         with (self.folder / "scheduler.log").open("wb") as log:

@@ -32,8 +32,8 @@ def engine(spec: EngineSpec) -> ProcessSpec:
 
 def replaced(spec: ProcessSpec) -> ProcessSpec:
     """A child of the demo: a daemon starts stand-ins too, a JSON-lines child is silent."""
-    if "rose.node.main" in spec.argv:
-        options = spec.argv[spec.argv.index("rose.node.main") + 1 :]
+    if "rose.main.node" in spec.argv:
+        options = spec.argv[spec.argv.index("rose.main.node") + 1 :]
         return replace(spec, argv=(sys.executable, str(NODE), str(JOURNAL), *options))
     if spec.piped:
         return replace(spec, argv=(sys.executable, "-S", "-c", SILENT))

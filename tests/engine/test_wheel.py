@@ -73,7 +73,7 @@ def test_the_demo_and_the_benchmarks_stay_at_home(wheel: Path) -> None:
         assert needed in names
 
 
-@pytest.mark.parametrize("module", ["rose.cli.main", "rose.client", "rose.node.main"])
+@pytest.mark.parametrize("module", ["rose.cli.main", "rose.client", "rose.main.node"])
 def test_base_dependencies_are_enough_for_client_and_node(wheel: Path, module: str) -> None:
     done = run(wheel, f"{WITHOUT}\nimport {module}; print({module}.__file__)")
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import pytest
 from rose.addresses import is_loopback
 from rose.errors import ConfigError
 from rose.gateway.settings import parse_settings
-from rose.scheduler.main import main, settings_of
+from rose.main.scheduler import main, settings_of
 
 HERE = ["127.0.0.1", "127.8.9.1", "::1", "localhost"]
 OPEN = ["0.0.0.0", "::", "10.0.0.1", "", "scheduler", "localhost.example", "127.0.0.1.example"]

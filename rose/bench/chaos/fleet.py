@@ -184,6 +184,6 @@ class ChaosFleet:
     def _gateway(self, number: int) -> GatewayProcess:
         port = free_port()
         replicas = [f"--replica={r.spec.name}=dedicated={r.spec.url}" for r in self.replicas]
-        argv = [sys.executable, "-m", "rose.gateway.main", f"--port={port}", *replicas]
+        argv = [sys.executable, "-m", "rose.main.gateway", f"--port={port}", *replicas]
         argv += [f"--replica-max-sequences={SEQUENCES}", "--max-attempts=64", *self.gateway_options]
         return GatewayProcess(argv, port, self.folder / f"gateway-{number}.log")

@@ -176,7 +176,7 @@ def rose_command(port: int, urls: Sequence[str], max_sequences: int) -> list[str
     return [
         sys.executable,
         "-m",
-        "rose.gateway.main",
+        "rose.main.gateway",
         f"--port={port}",
         f"--replica-max-sequences={max_sequences}",
         "--max-waiting=4096",

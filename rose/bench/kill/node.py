@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 from rose.engines import EngineSpec, launch, process_spec
-from rose.node.main import main
+from rose.main.node import main
 from rose.process.child import ProcessSpec
 
 

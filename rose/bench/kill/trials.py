@@ -326,7 +326,7 @@ class KillBench:
         # It leases whatever is offered: a policy that learns from revocations would lease a guest
         # that is killed every few seconds no more.
         return self._start(
-            "rose.scheduler.main",
+            "rose.main.scheduler",
             f"--port={self._port}",
             f"--store={self._folder / 'store.sqlite'}",
             f"--log-dir={self._folder / 'scheduler'}",

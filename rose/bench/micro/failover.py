@@ -61,7 +61,7 @@ class SchedulerProcesses:
 
     def _start(self, number: int) -> "subprocess.Popen[bytes]":
         argv = [
-            *(sys.executable, "-m", "rose.scheduler.main", f"--port={self._ports[number]}"),
+            *(sys.executable, "-m", "rose.main.scheduler", f"--port={self._ports[number]}"),
             *(f"--store={self._store}", f"--log-dir={self._folder}/{number}", "--harvest=ACTIVE"),
         ]
         with (self._folder / f"{number}.err").open("wb") as errors:

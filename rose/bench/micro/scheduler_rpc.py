@@ -274,7 +274,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="rose-scheduler-") as folder:
         port = free_port()
         scheduler = _started(
-            "rose.scheduler.main",
+            "rose.main.scheduler",
             f"--port={port}",
             f"--store={folder}/store.sqlite",
             f"--log-dir={folder}/logs",

@@ -132,7 +132,7 @@ async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[St
     port = free_port()
     scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
         (
-            *(sys.executable, "-m", "rose.scheduler.main", f"--port={port}"),
+            *(sys.executable, "-m", "rose.main.scheduler", f"--port={port}"),
             *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
         )
     )

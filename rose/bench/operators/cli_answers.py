@@ -93,7 +93,7 @@ async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
     port = free_port()
     scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
         (
-            *(sys.executable, "-m", "rose.scheduler.main", f"--port={port}"),
+            *(sys.executable, "-m", "rose.main.scheduler", f"--port={port}"),
             *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
         )
     )

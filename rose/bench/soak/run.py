@@ -251,7 +251,7 @@ async def soaking(folder: Path) -> AsyncIterator[Soak]:
     try:
         engine.read()
         async with LeasingScheduler(ports) as scheduler:  # type: ignore[abstract]
-            argv = [sys.executable, "-m", "rose.gateway.main", f"--port={gateway_port}"]
+            argv = [sys.executable, "-m", "rose.main.gateway", f"--port={gateway_port}"]
             argv += [f"--scheduler=127.0.0.1:{scheduler.port}", "--max-waiting=4096"]
             argv += ["--answers-kept=1024", "--resume-grace-s=1", "--version-wait-s=0.2"]
             gateway = MeasuredProcess("gateway", argv, folder / "gateway.log", places["router"])

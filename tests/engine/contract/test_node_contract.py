@@ -75,7 +75,7 @@ class Cluster:
         self.scheduler_port, self.port = free_ports(2)
         self.key = SigningKey.generate()
         self.key.save(folder / "key")
-        argv = [sys.executable, "-m", "rose.scheduler.main", f"--port={self.scheduler_port}"]
+        argv = [sys.executable, "-m", "rose.main.scheduler", f"--port={self.scheduler_port}"]
         argv += [f"--store={folder / 'store'}", f"--log-dir={folder / 'logs'}"]
         argv += ["--harvest=ACTIVE", "--cooldown-s=0.2"]
         self.processes = [self._spawn("scheduler", argv)]

@@ -185,14 +185,14 @@ def test_the_local_kill_switch_needs_no_scheduler(tmp_path: Path) -> None:
 
 
 def test_processes_get_their_own_options_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in, seen = ModuleType("rose.node.main"), []
+    stand_in, seen = ModuleType("rose.main.node"), []
 
     def run(argv: list[str]) -> int:
         seen.append(argv)
         return 7
 
     stand_in.main = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rose.node.main", stand_in)
+    monkeypatch.setitem(sys.modules, "rose.main.node", stand_in)
     assert main(["node", "--config", "f", "--help"]) == 7
     assert seen == [["--config", "f", "--help"]]
 
@@ -227,9 +227,9 @@ def test_no_traceback_reaches_a_user(
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "rose.gateway.main", None)
+    monkeypatch.setitem(sys.modules, "rose.main.gateway", None)
     assert main(["gateway"]) == 2
-    assert "rose.gateway.main is not installed" in capsys.readouterr().err
+    assert "rose.main.gateway is not installed" in capsys.readouterr().err
 
 
 def test_the_status_says_that_the_store_does_not_answer() -> None:

@@ -20,10 +20,10 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity.crd import GROUP, KIND, VERSION
 from rose.addresses import free_port
 from rose.controller.kube_api import EVENTS, PATH
+from rose.main.scheduler import SchedulerSettings, serve
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from rose.scheduler.main import SchedulerSettings, serve
 from rose.store import StoreName
 from tests.api_server import (
     KUBECONFIG,

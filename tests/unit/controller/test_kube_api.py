@@ -14,7 +14,7 @@ import urllib3
 import rose.controller.kube_api
 from rose.controller.kube_api import METADATA, NO_DEFINITION, PATH, ApiError, KubeApi
 from rose.errors import ConfigError
-from rose.scheduler.main import main
+from rose.main.scheduler import main
 
 
 class Handler(BaseHTTPRequestHandler):

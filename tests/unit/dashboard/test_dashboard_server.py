@@ -19,7 +19,7 @@ from rose.dashboard.rendering import assets
 from rose.dashboard.views.pages import PATHS
 from rose.dashboard.watch import MOST_VIEWERS, BusyError
 from rose.errors import ConfigError
-from rose.scheduler.main import settings_of
+from rose.main.scheduler import settings_of
 from rose.security import CertificateFiles, Role
 from tests.certificates import Certificates
 from tests.dashboard_fleet import DashboardFleet

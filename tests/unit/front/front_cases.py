@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 from rose.errors import RoseError
 from rose.integrations import TrainerSettings
 from rose.integrations.front.checkpoint_folder import WeightRoots
-from rose.integrations.front.main import listening
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.named_weights import Named
+from rose.main.front import listening
 
 
 def save_checkpoint(

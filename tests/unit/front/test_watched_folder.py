@@ -10,7 +10,7 @@ from front_cases import StandInPublisher, save_checkpoint
 
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.front.watch import LACKING_S, CheckpointWatcher
-from rose.integrations.front.watch_main import _once
+from rose.main.publish import _once
 
 
 class Watch:

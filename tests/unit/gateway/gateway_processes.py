@@ -27,7 +27,7 @@ async def gateway_process(*replicas: StandInReplica) -> AsyncIterator[GatewayPro
     options: list[str] = []
     for number, replica in enumerate(replicas):
         options += ["--replica", f"ded-{number}=dedicated={replica.url}"]
-    process = Forked("-m", "rose.gateway.main", "--port", "0", *options, stdout=True)
+    process = Forked("-m", "rose.main.gateway", "--port", "0", *options, stdout=True)
     gateway = GatewayProcess(process, (await process.line()).split()[-1])
     try:
         yield gateway

@@ -208,7 +208,7 @@ async def test_a_gateway_process_whose_logs_are_full_serves(full_logs: Path) -> 
         options = ["--port", "0", "--log-dir", str(full_logs)]
         for name, replica in (("ded-0", dying), ("ded-1", living)):
             options += ["--replica", f"{name}=dedicated={replica.url}"]
-        with Forked("-m", "rose.gateway.main", *options, stdout=True, stderr=FULL) as process:
+        with Forked("-m", "rose.main.gateway", *options, stdout=True, stderr=FULL) as process:
             url = (await process.line()).split()[-1]
             async with aiohttp.ClientSession(url) as session:
                 for _ in range(600):

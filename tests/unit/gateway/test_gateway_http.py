@@ -16,8 +16,8 @@ from rose.client import (
 )
 from rose.errors import ConfigError
 from rose.gateway import GatewaySettings
-from rose.gateway.main import main
 from rose.gateway.settings import parse_settings
+from rose.main.gateway import main
 from tests.fakes.replica import StandInReplica
 from tests.forked import Forked
 
@@ -280,7 +280,7 @@ def test_a_busy_port_is_one_line_and_exit_code_2(capsys: Any) -> None:
 async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm() -> None:
     async with StandInReplica(version=2) as replica:
         options = ["--port", "0", "--replica", f"g=guest={replica.url}"]
-        with Forked("-m", "rose.gateway.main", *options, stdout=True) as process:
+        with Forked("-m", "rose.main.gateway", *options, stdout=True) as process:
             line = await process.line()
             async with RolloutClient(line.split()[-1], timeout_s=10) as client:
                 turn = await client.generate(

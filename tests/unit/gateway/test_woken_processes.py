@@ -124,7 +124,7 @@ async def test_a_woken_gateway_sends_nothing_under_the_leases_that_it_knew() -> 
     options = ["--port", str(own_port), "--scheduler", f"127.0.0.1:{port}"]
     options += ["--table-ttl-s", str(TTL_S)]
     async with AsyncExitStack() as stack:
-        gateway = stack.enter_context(Forked("-m", "rose.gateway.main", *options, stdout=True))
+        gateway = stack.enter_context(Forked("-m", "rose.main.gateway", *options, stdout=True))
         replica = await stack.enter_async_context(StandInReplica())
         scheduler = Scheduler(replica.url)
         rose_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)

@@ -12,8 +12,8 @@ import pytest
 from elastic_scheduler.capacity import parse_policy
 from rose.cli import main as cli
 from rose.gateway.settings import COUNTS, TIMES, parse_settings
+from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
-from rose.scheduler.main import settings_of
 from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import Role
 from rose.weight_distribution import relay

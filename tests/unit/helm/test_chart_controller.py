@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.scheduler.main import settings_of
+from rose.main.scheduler import settings_of
 from tests.unit.helm.rendering import NODES_ONLY, RELAY, Object, objects, pods
 
 OFF: Object = {"controller": {"enabled": False}}

@@ -9,9 +9,9 @@ from pathlib import Path
 from node_bench import standin_spec
 
 from rose.engines import launch
+from rose.main.node import main
 from rose.node import daemon
 from rose.node.guest import supervisor
-from rose.node.main import main
 from rose.node.telemetry.memory_gauges import Gpus
 from tests.fakes.nvml import CARD, StandInReader
 

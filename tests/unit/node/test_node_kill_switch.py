@@ -17,11 +17,11 @@ import pytest
 
 from rose.cli.main import main
 from rose.errors import RefusedError
+from rose.main.node import main as node_main
 from rose.node.guest.guest_record import FOLDER, running_guests
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import ANSWER_S, EndedGuest, KillSwitch, end_guests
 from rose.node.guest.stop_proof import Measured, StopProof
-from rose.node.main import main as node_main
 from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
 from rose.process.procfs import ProcessIdentity, group_bytes, group_members
@@ -311,14 +311,14 @@ def test_a_node_says_that_its_run_folder_is_on_a_disk(
         "discover": {"folder": str(tmp_path)},
     }  # fmt: skip
     (tmp_path / "node.json").write_text(json.dumps(config))
-    monkeypatch.setattr("rose.node.main.on_disk", lambda folder: disk)
+    monkeypatch.setattr("rose.main.node.on_disk", lambda folder: disk)
     argv = ["--config", str(tmp_path / "node.json")]
     (tmp_path / "run").mkdir()
 
     async def refuse(path: Path, *, patient: bool) -> HeldFile:
         raise RefusedError("another daemon runs")
 
-    monkeypatch.setattr("rose.node.main._own", refuse)
+    monkeypatch.setattr("rose.main.node._own", refuse)
     assert node_main(argv) == 2
     assert ("is on a disk" in caplog.text) == disk
     mine = os.geteuid()

@@ -297,7 +297,7 @@ async def test_a_node_without_descriptors_goes_on_guarding(programs: Programs) -
 
 
 def scheduler(folder: str, *options: str, grpc: str, metrics: str, dashboard: str) -> None:
-    from rose.scheduler.main import main
+    from rose.main.scheduler import main
 
     argv = ["--store", f"{folder}/store", "--log-dir", folder, *options]
     argv += ["--port", grpc, "--metrics-port", metrics, "--dashboard-port", dashboard]
@@ -305,7 +305,7 @@ def scheduler(folder: str, *options: str, grpc: str, metrics: str, dashboard: st
 
 
 def gateway(folder: str, *options: str, gateway: str) -> None:
-    from rose.gateway.main import main
+    from rose.main.gateway import main
 
     replica = ["--replica", "http://127.0.0.1:1"]
     sys.exit(main(["--port", gateway, "--log-dir", folder, *replica, *options]))
@@ -314,8 +314,8 @@ def gateway(folder: str, *options: str, gateway: str) -> None:
 def front(folder: str, *, front: str) -> None:
     from rose.integrations import TrainerSettings
     from rose.integrations.front.checkpoint_folder import WeightRoots
-    from rose.integrations.front.main import listening
     from rose.integrations.front.settings import FrontSettings
+    from rose.main.front import listening
     from tests.unit.front.front_cases import StandInPublisher, save_checkpoint
 
     async def serve() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from elastic_scheduler import HarvestMode
 from rose.addresses import free_port
+from rose.main.scheduler import SchedulerSettings, serve
 from rose.process.background_tasks import TaskDiedError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import SchedulerService
-from rose.scheduler.main import SchedulerSettings, serve
 from rose.store import StoreName
 from tests.patience import PATIENCE_S
 from tests.unit.scheduler.test_scheduler_service import FakeNode

@@ -17,10 +17,10 @@ from service_cases import Bench, FakeNode, running, shows
 from elastic_scheduler.capacity import gate as gate_module
 from rose.addresses import free_port
 from rose.errors import ConfigError, UnavailableError
+from rose.main.scheduler import settings_of
 from rose.metrics_server import MetricsServer
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.figures import OTHER_KIND, kind_of
-from rose.scheduler.main import settings_of
 from rose.scheduler.metrics import JOB_KEPT_S, MOST_JOBS, OTHERS, SchedulerMetrics
 from rose.security import Role
 from rose.store import MeteredStore

@@ -5,10 +5,10 @@ from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import HarvestMode, ReplicaKind, make_policy
 from rose.errors import ConfigError
+from rose.main.scheduler import settings_of
 from rose.scheduler.core.leasing import LeaseTimes
 from rose.scheduler.core.messages import LogRecord, Offered, TakenBack
 from rose.scheduler.core.scheduler_core import SchedulerCore
-from rose.scheduler.main import settings_of
 from rose.scheduler.persistence import load
 
 

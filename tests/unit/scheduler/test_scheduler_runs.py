@@ -5,6 +5,7 @@ from core_cases import JOB, CoreBench, offer
 
 from elastic_scheduler import ReplicaKind
 from rose.errors import ConfigError, RefusedError, RunFencedError, RunHeldError
+from rose.main.scheduler import standing_jobs
 from rose.scheduler.core.messages import (
     Demanded,
     JobDropped,
@@ -16,7 +17,6 @@ from rose.scheduler.core.messages import (
     VersionAnnounced,
 )
 from rose.scheduler.core.runs import Claim
-from rose.scheduler.main import standing_jobs
 from rose.scheduler.persistence import JobRecord
 
 ONE = Claim("run-1", "a", "host-1, process 11")

@@ -14,12 +14,12 @@ from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from rose.errors import UnavailableError
+from rose.main.scheduler import SchedulerSettings, main, serve
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import service
 from rose.scheduler.core.messages import Action, Attached, CommandQueue, Event, TableSlot
-from rose.scheduler.main import SchedulerSettings, main, serve
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S

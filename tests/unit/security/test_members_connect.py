@@ -13,11 +13,11 @@ from rose.gateway import GatewaySettings
 from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
+from rose.main.scheduler import SchedulerSettings, serve, settings_of
 from rose.node.config import NodeConfig
 from rose.node.scheduler_session import SchedulerSession
 from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.main import SchedulerSettings, serve, settings_of
 from rose.security import CertificateFiles, Role
 from rose.security.audit_log import audit_file, verify
 from rose.security.certificates import add_certificate_options, taken_certificates

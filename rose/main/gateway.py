@@ -1,4 +1,4 @@
-"""Command line of the gateway: `python -m rose.gateway.main --port N (--scheduler | --replica)`."""
+"""Command line of the gateway: `python -m rose.main.gateway --port N (--scheduler | --replica)`."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,1 @@
+"""Entry points of processes, one file each: they build the objects and run them."""
