@@ -18,7 +18,21 @@ REFUSED = re.compile(
     r"\s*(Of|That of|Those|What|Whose|Who|Whether|How|Where|When|Which|As|So|It|For|To)\b"
 )
 # Folders that keep to it; the others follow.
-PLAIN = ("rose/store/", "scripts/")
+PLAIN = (
+    "rose/command_line/",
+    "rose/compare/",
+    "rose/engines/",
+    "rose/logs/",
+    "rose/main/",
+    "rose/profile/",
+    "rose/proxy/",
+    "rose/rpc/",
+    "rose/store/",
+    "rose/tokenizer_pool/",
+    "rose/tracing/",
+    "scripts/",
+    "slo/",
+)
 GENERATED = re.compile(r"rose/(rpc/rose|store/etcd)_pb2")
 
 

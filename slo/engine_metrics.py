@@ -211,7 +211,7 @@ class Scrape:
     names: Mapping[str, str] | None = None
 
     def since(self, earlier: "Scrape") -> "Scrape":
-        """What happened after `earlier`, with `restarted` when the engine was started in between.
+        """Return the difference from `earlier`, with `restarted` if the engine started in between.
 
         A restarted engine counts from zero again: all that it has counted is new. Raises
         ScrapeError when `earlier` is another engine's.

@@ -94,7 +94,7 @@ class Histogram:
         return lower_s + (self.bounds_s[index] - lower_s) * inside
 
     def since(self, earlier: "Histogram") -> "Histogram | None":
-        """What was observed after `earlier`; None when this one did not grow out of it."""
+        """Return the observations after `earlier`, None if this one does not continue it."""
         if self.bounds_s != earlier.bounds_s:
             return None
         grown = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]

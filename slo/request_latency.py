@@ -46,7 +46,7 @@ class RequestLatency:
         )
 
     def meets(self, spec: SloSpec) -> bool:
-        """Whether every target holds for this request; raises as `met` does."""
+        """Return True if the request meets every target. Raises as `met` does."""
         return all(self.met(spec))
 
 
@@ -72,7 +72,7 @@ class Attainment:
         return self.good / self.requests if self.requests else 1.0
 
     def holds(self, spec: SloSpec) -> bool:
-        """Whether at least the spec's percentile of the requests were good."""
+        """Return True if at least the spec's percentile of the requests were good."""
         return self.good >= spec.percentile * self.requests
 
     def __add__(self, other: "Attainment") -> "Attainment":

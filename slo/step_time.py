@@ -16,7 +16,7 @@ from slo.errors import ProfileError
 Matrix = list[list[float]]
 
 _SINGULAR = 1e-11
-# Of columns that explain equally much the first ones win: the order is the caller's preference.
+# Columns closer than this explain equally much: the first wins, in the caller's order.
 _TIE = 1e-9
 
 
@@ -220,7 +220,7 @@ class StepModel:
 
     @property
     def floored(self) -> bool:
-        """Whether the reactive floor is up."""
+        """True while the reactive floor is in force."""
         return self.shortfall > MAX_SHORTFALL and bool(self.recent)
 
     def seconds(self, tokens: int, sequences: int, context_tokens: int = 0) -> float:

@@ -35,7 +35,7 @@ WATCH_S: Final = 2.0
 
 
 class Format(StrEnum):
-    """How a view is written."""
+    """Format of a view."""
 
     TABLE = "table"
     JSON = "json"
@@ -43,7 +43,7 @@ class Format(StrEnum):
 
 
 class Tone(StrEnum):
-    """What a cell means to its reader; never the only place where it says so."""
+    """Colour of a cell; its meaning is always in its text too."""
 
     PLAIN = ""
     GOOD = "green"
@@ -83,7 +83,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a verb found: data for scripts, lines and tables for people."""
+    """Result of a command: data for scripts, lines and tables for people."""
 
     data: object
     lines: tuple[Said, ...] = ()
@@ -164,7 +164,7 @@ def _text(view: View, form: Format) -> str:
 
 
 def text_of(drawn: RenderableType) -> str:
-    """As it is printed here: cut and coloured on a terminal, whole and plain in a pipe."""
+    """Return the text as printed: cut and coloured on a terminal, whole and plain in a pipe."""
     console = console_of()
     with console.capture() as taken:
         console.print(drawn)

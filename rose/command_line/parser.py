@@ -20,7 +20,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def format_help(self) -> str:
-        """What `--help` prints."""
         return super().format_help() + examples_of(self.prog)
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces

@@ -1,4 +1,4 @@
-"""What lending costs a host, on its own traffic: `rose compare`.
+"""`rose compare`: the cost of lending to a host, on its own traffic.
 
     plan ──► for each block: switch the guest on or off, settle, measure ──► verdict
                                                                  │

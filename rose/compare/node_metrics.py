@@ -46,7 +46,7 @@ class Reading:
 
 
 def reading_of(text: str, host: str = "") -> Reading:
-    """What a page says of a host; "": of the only one. Raises `ConfigError` for another page."""
+    """Return a host's counters on a metrics page; "" is the only host. Raises ConfigError."""
     wanted = {TTFT, TPOT, REQUESTS.removesuffix("_total"), TOKENS.removesuffix("_total")}
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -86,7 +86,7 @@ def reading_of(text: str, host: str = "") -> Reading:
 
 
 def between(earlier: Reading, later: Reading) -> Reading:
-    """What happened after the earlier one. Raises `CountersRestartedError`."""
+    """Return the difference of two readings. Raises CountersRestartedError."""
     return Reading(
         _difference(earlier.ttft, later.ttft),
         _difference(earlier.tpot, later.tpot),

@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """How long all of it takes."""
+        """Duration of the whole plan."""
         return 2 * self.pairs * (self.settle_s + self.block_s)
 
 

@@ -20,7 +20,7 @@ from rose.errors import RefusedError, UnavailableError
 Mode = int
 """A `HarvestMode` of the wire."""
 
-# For the last leases of a guest to end, and for a scheduler that changes leaders.
+# Time for the last leases of a guest to end, and for a scheduler to change leaders.
 DRAIN_S = 60.0
 BACK_S = 30.0
 LOOK_S = 1.0
@@ -39,7 +39,7 @@ class Lending(Protocol):
     """The scheduler, as a comparison uses it."""
 
     def switches(self) -> Switches:
-        """What is set now. Raises RoseError."""
+        """Return the modes that are set now. Raises RoseError."""
         ...
 
     def switch(self, guest: str, mode: Mode) -> None:
@@ -164,7 +164,7 @@ class ComparisonRun:
                 )
 
     def _put_back(self) -> None:
-        """As it was before, but for what somebody else has set since."""
+        """Restore the earlier modes, except where someone else has set one since."""
         assert self._before is not None
         until_s = self.clock.now() + BACK_S
         left = {g: self._before.guests[g] for g, mode in self._set.items() if mode != self.on}
@@ -183,7 +183,7 @@ class ComparisonRun:
     def _put_back_once(self, left: dict[str, Mode]) -> None:
         now = self.lending.switches().guests
         for guest in list(left):
-            # Of a switch whose call was not answered either mode may be there.
+            # After a call without an answer either mode may be set.
             if now.get(guest, left[guest]) in (self.off, left[guest]):
                 self.lending.switch(guest, left[guest])
             else:

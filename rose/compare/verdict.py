@@ -23,7 +23,7 @@ PERCENTS = (50, 90, 99)
 
 
 class Verdict(StrEnum):
-    """What was found of a limit."""
+    """Verdict on a limit."""
 
     HOLDS = "holds"
     FAILS = "FAILS"
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Of all limits together."""
+        """Verdict on all limits together."""
         found = {finding.verdict for finding in self.findings}
         if self.missing:
             return Verdict.OPEN
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compared(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Comparison:
-    """What the pairs say."""
+    """Return the comparison that the pairs of blocks give."""
     on = sum(pair.on.requests for pair in pairs)
     off = sum(pair.off.requests for pair in pairs)
     tokens = sum(pair.on.tokens for pair in pairs)
@@ -91,7 +91,7 @@ def compared(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Comparison
 
 
 def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
-    """What is missing for a verdict; "" where nothing is."""
+    """Return what is missing for a verdict, "" if nothing is."""
     fewest = min(on, off)
     if fewest < MIN_REQUESTS:
         a_pair = fewest / pairs if pairs else 0.0

@@ -47,7 +47,7 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
         ),
     }
 )
-"""What each engine cannot do, and why."""
+"""Missing capabilities of each engine, with the reason."""
 
 
 def lacking(engine: EngineKind, capability: Capability) -> str | None:

@@ -145,7 +145,7 @@ def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
 
 
 def weight_bytes(model_dir: Path) -> int:
-    """Of its weights, as they lie on disk; 0 where there are none."""
+    """Return the bytes of a model's weight files; 0 if it has none."""
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
@@ -299,7 +299,7 @@ class EngineProcess:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request for control bears."""
+        """Headers of a control request."""
         return {"Authorization": f"Bearer {self.secret}"}
 
     @classmethod
@@ -312,7 +312,7 @@ class EngineProcess:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         secret = secrets.token_hex(_SECRET_BYTES)
         process = process_spec(spec)
-        # Of this life alone, and in no command line: its environment is its own user's to read.
+        # New for each process and in no command line: only its user can read its environment.
         process = replace(process, keep=keep, env={**process.env, SECRET: secret})
         return cls(spec, await ManagedProcess.start(process), secret)
 
@@ -350,7 +350,7 @@ class EngineProcess:
         )
 
     async def warms_up(self) -> bool:
-        """Whether it answers and says that it is not warm yet."""
+        """Return True if the engine answers that its warm-up goes on."""
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             state = await _state(session, self.spec.url) if self.spec.role.is_replica else None

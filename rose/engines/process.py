@@ -26,8 +26,11 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
 
 
 def share_of(spec: EngineSpec) -> Share | None:
-    """How far it stands behind other processes: a guest's steps must not wait where its GPU is
-    what it shares with the host, since one that stretches ends in the host's time."""
+    """Return an engine's CPU share beside other processes, None for an equal one.
+
+    A guest on a GPU ranks above one on a CPU: its step, once begun, ends in the host's time if it
+    has to wait for a core.
+    """
     if spec.role is not EngineRole.GUEST:
         return None
     return "aside" if spec.device is Device.CUDA else "background"

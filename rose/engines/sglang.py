@@ -19,7 +19,7 @@ _PLUGINS: Final = {
     EngineRole.STOCK: "none",
 }
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-# What SGLang needs to run without a GPU at all.
+# SGLang needs these to run without a GPU.
 _CPU_ARGS: Final = (
     "--device=cpu",
     "--attention-backend=torch_native",

@@ -60,7 +60,7 @@ class EngineRole(StrEnum):
 
     @property
     def is_replica(self) -> bool:
-        """Whether it speaks ROSE's replica HTTP."""
+        """True for engines that serve ROSE's replica HTTP."""
         return self in (EngineRole.GUEST, EngineRole.DEDICATED)
 
 

@@ -26,8 +26,8 @@ _REPLICA_ARGS = (
     "--disable-log-stats",
     # The routes, where vLLM has no endpoint plugins.
     "--middleware=rose.replica.endpoint.EndpointMount",
-    # What nobody needs is shut, control needs a secret. Turns skip all middleware: the last is
-    # the outermost.
+    # Unused routes are shut, control needs a secret. The last middleware is the outermost, so
+    # that turns skip the others.
     "--middleware=rose.replica.asgi.AccessFilter",
     "--middleware=rose.replica.asgi.GenerateShortcut",
 )

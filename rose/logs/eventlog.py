@@ -160,7 +160,7 @@ class Logs:
         return sum(log.dropped for log in self._logs)
 
     def troubles(self) -> list[str]:
-        """What is wrong with them now, a line each."""
+        """Return the present faults of the logs, a line each."""
         lines = [f"log {trouble}" for log in self._logs if (trouble := log.trouble)]
         hung_s = self._thread.hung_s()
         return [*lines, f"a write to {self._folder} hangs for {hung_s:.0f} s"] if hung_s else lines
@@ -192,7 +192,7 @@ def read_lines(path: Path, schema: type[T]) -> list[T]:
             raise RoseError(
                 f"{part}: cannot be read ({error.strerror}); is the run complete?"
             ) from error
-        # What follows the last newline is empty, or the line a killed process was writing.
+        # The part after the last newline is empty, or a line that a killed process was writing.
         for number, line in enumerate(lines[:-1], 1):
             if line.startswith(_MARKER):
                 raise RoseError(f"{part}:{number}: records are missing: {_reason(line)}; run again")

@@ -36,7 +36,7 @@ class LogThread:
     """Carries out writes in their order; what it has no room for is refused at once."""
 
     def __init__(self, name: str, waiting: int = WAITING) -> None:
-        # Of this kind, because a signal's handler may put while its thread is putting.
+        # A SimpleQueue, because a signal handler may put while its thread is putting.
         self._writes: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._waiting = waiting
         self._since_s: float | None = None
@@ -53,7 +53,7 @@ class LogThread:
         return True
 
     def hung_s(self) -> float:
-        """For how long one write has lasted; 0 below HUNG_S."""
+        """Return the seconds that the present write has lasted; 0 below HUNG_S."""
         since_s = self._since_s
         lasted_s = 0.0 if since_s is None else time.monotonic() - since_s
         return lasted_s if lasted_s >= HUNG_S else 0.0
@@ -114,7 +114,7 @@ def log_to_stderr(level: int) -> None:
 
 
 DROPPED = "records_dropped"
-# How long a file that failed is left alone, and how often one is looked for under its name.
+# Pause after a failed write, and between looks for the file under its name.
 RETRY_S = 1.0
 LEAST_FILE_BYTES = 4 << 10
 TAIL_BYTES = 1 << 20
@@ -142,7 +142,7 @@ class LogLimits:
 
 BOUNDED = LogLimits()
 KEEP_ALL = LogLimits(file_bytes=None)
-"""For runs whose figures are computed from every record."""
+"""Limits for runs whose figures need every record."""
 
 
 class BoundedFile:
@@ -233,7 +233,7 @@ class BoundedFile:
             self._open()
 
     def _in_place(self, descriptor: int) -> bool:
-        """Whether the open file is still the one of this name: what a removed one gets is lost."""
+        """Return True if the open file still has this name; records in a removed file are lost."""
         try:
             there = os.stat(self._path)
         except FileNotFoundError:

@@ -71,7 +71,7 @@ async def listening(
         marker=settings.marker,
         whole_s=settings.whole_s,
     )
-    # As many connections as callers have, which are bounded.
+    # No limit here: callers' connections are bounded, and each has one of these.
     timeout = aiohttp.ClientTimeout(total=None)
     async with credentials.session([trainer.gateway], 0, timeout) as session:
         forwarding = Forwarding(session, trainer.gateway, trainer.job, settings.silent_s)

@@ -81,7 +81,7 @@ async def _run(config: NodeConfig, *, standby: bool) -> None:
         raise ConfigError(f"run_dir {config.run_dir} is another user's; remove it or give another")
     if (config.host or config.discover) and on_disk(config.run_dir):
         _logger.warning(RUN_DIR_ON_DISK, config.run_dir)
-    # For as long as this process lives: two daemons would both write the grant.
+    # Held while this process lives: two daemons would both write the grant.
     lock = await _own(config.run_dir / "daemon.lock", patient=standby)
     daemon = NodeDaemon(config)
     loop = asyncio.get_running_loop()

@@ -73,11 +73,10 @@ MOST_HOLD_S = 86_400.0
 # Until its trainer says how many versions a replica may be behind; before the first none can be.
 STANDING_STALENESS = 1
 STOP_GRACE_S = 0.5
-# How long a new process lets its callers wait for a leader: an earlier life of its own may still
-# have a lease.
+# A new process lets its callers wait so long for a leader: the lease of its predecessor may last.
 KNOWN_S = 3.0
 KNOWN_LOOK_S = 0.02
-# What was lent, for `rose usage`.
+# Records of lent time and memory, for `rose usage`.
 USAGE = "usage.jsonl"
 USAGE_EVERY_S = 60.0
 
@@ -130,7 +129,7 @@ class SchedulerSettings:
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
 
     def reached_at(self, port: int) -> str:
-        """Where clients reach this process, "" where only they know."""
+        """Return the address that clients use, "" if it cannot be known here."""
         if self.advertise or self.host in ("0.0.0.0", "::", ""):  # noqa: S104 - compared
             return self.advertise
         return host_port(self.host, port)
@@ -359,7 +358,7 @@ async def _lead(
             *audit.troubles(),
             *(line for each in controllers for line in each.troubles()),
         ],
-        # Of this term: what is left of its streams must not go on in the next one.
+        # Bound to this term, so that its streams end with it.
         leads=store.leads,
         audit=told,
     )

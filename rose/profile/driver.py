@@ -72,7 +72,7 @@ class OpenGrant(threading.Thread):
             self._write()
 
     def guest(self) -> GuestState:
-        """What the guest says; nothing yet reads as zeroes."""
+        """Return the guest's published state, zeroes before the first."""
         return self._page.guest.peek() or GuestState()
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ LOG = "engine.log"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is said of the engine alone."""
+    """Add the options of the engine."""
     parser.add_argument("--port", type=positive, metavar="N", help="default: a free one")
     parser.add_argument("--core", type=int, metavar="N", help="CPU core, as in the node's file")
     parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
@@ -146,14 +146,14 @@ _UNCACHED: Final = {
 
 
 def _paths(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """What another interpreter finds ROSE by, where it is not installed there."""
+    """Return the environment by which another interpreter finds ROSE."""
     if args.engine is EngineKind.VLLM or args.engine_python is None:
         return {}
     return {"PYTHONPATH": module_path(folder / "metadata")}
 
 
 def positive(text: str) -> int:
-    """Of the command line."""
+    """Parse a positive integer. Raises ArgumentTypeError."""
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive")

@@ -39,7 +39,7 @@ def bounded() -> Connections:
 
 @dataclass(slots=True)
 class Door:
-    """What all callers' connections share.
+    """State that all callers' connections share.
 
     ports: of the engines, by their replicas' names. own: of this node; None asks nobody for a
     certificate. wall_s: Unix seconds. on_refused: told who was refused and why.
@@ -138,7 +138,7 @@ class CallerConnection(asyncio.Protocol):
         if self._asking is not None:
             self._asking.cancel()
         if self._engine is not None:
-            # It ends the turn, as without a proxy.
+            # The engine ends the turn when its connection closes, as without a proxy.
             self._engine.close()
             self._engine = None
 
@@ -261,7 +261,7 @@ class CallerConnection(asyncio.Protocol):
                 self._transport.close()
 
     def _allow(self, seconds: float | None) -> None:
-        """So long may the caller take from now on."""
+        """Set the deadline of the caller's next byte."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()

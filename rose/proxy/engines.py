@@ -21,7 +21,7 @@ MOST_IDLE: Final = 256
 
 
 class AnswerSink(Protocol):
-    """Who asked. Its methods must not wait."""
+    """Receiver of an answer. Its methods must not wait."""
 
     def answer(self, data: bytes) -> None:
         """More of the answer came."""
@@ -55,7 +55,6 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, sink: AnswerSink, head: bytes) -> None:

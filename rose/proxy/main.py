@@ -108,7 +108,7 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     server, door = await serve(host, port, ports, certificates, insecure=insecure)
     _logger.info("listening on %s:%d for %s", host, port, ", ".join(ports) or "no replica")
-    # For the daemon.
+    # The daemon waits for this line.
     sys.stdout.write("listening\n")
     sys.stdout.flush()
     await stop.wait()

@@ -1,4 +1,4 @@
-"""Which requests pass, to which engine, and the head that it gets: a function of the request.
+"""Requests that pass, their engine, and the head that it gets: a function of the request.
 
     POST /REPLICA/rose/v1/generate   with a length   ──► its port, a head written anew
     anything else                                    ──► PassRefusedError, before the engine hears
@@ -24,7 +24,7 @@ from rose.contract.replica import (
 from rose.errors import RoseError
 
 PATHS: Final = frozenset(path.encode() for path in (*TURNS, *POOLING))
-# What engines read of a head besides its length. A trace goes on with its turn.
+# Engines read these fields besides the length. A trace goes on with its turn.
 PASSED: Final = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
 MAX_HEAD_BYTES: Final = 16 << 10
 REASONS: Final = {
@@ -75,7 +75,7 @@ class PassedRequest:
 def passed(
     ports: Mapping[bytes, int], method: bytes, target: bytes, headers: Headers
 ) -> PassedRequest:
-    """How a request goes on; `ports`: of the engines, by their replicas' names.
+    """Return the request as passed on; `ports` has the engines' by their replicas' names.
 
     headers: names in lower case. Raises PassRefusedError.
     """
@@ -102,13 +102,13 @@ def _parted(target: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _length(headers: Headers) -> int:
-    """Of the body: one number, so that engine and proxy cannot differ about where it ends."""
+    """Return the body's length: one number, so that engine and proxy agree on where it ends."""
     said = [value for name, value in headers if name == b"content-length"]
     if any(name == b"transfer-encoding" for name, _ in headers) or len(said) != 1:
         raise PassRefusedError(411, "length_required", "say the length of the body, once")
     if not said[0].isdigit():
         raise PassRefusedError(400, "bad_request", "the length of the body is no number")
-    # Of digits without an end Python makes no number at once.
+    # Python takes long to convert a long run of digits.
     if len(said[0]) > 12 or int(said[0]) > MAX_BODY_BYTES:
         raise PassRefusedError(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
     return int(said[0])

@@ -9,7 +9,7 @@ _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT, with an IPv6 address in brackets."""
+    """Return True for HOST:PORT, with an IPv6 address in brackets."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and 1 <= int(match["port"]) < 1 << 16
 

@@ -15,7 +15,7 @@ from rose.security.rpc_access import AccessInterceptor
 MAX_REQUEST_BYTES = 256 << 10
 # Tables and snapshots of a whole cluster.
 MAX_REPLY_BYTES = 4 << 20
-# Of one connection, and of one server.
+# Most streams of one connection, and most calls of one server.
 MAX_STREAMS = 1_024
 MAX_CALLS = 8_192
 KEEPALIVE_MS = 2_000
@@ -30,7 +30,7 @@ RECONNECT_MAX_MS = 1_000
 _LIMITS: tuple[tuple[str, int], ...] = (
     # A peer that vanished without closing (power, cable) is noticed within one lease's life.
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # Of any ping; gRPC waits for a minute by itself, and sends no other one before.
+    # gRPC waits a minute for the answer to a ping by default, and sends no ping meanwhile.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -59,7 +59,7 @@ def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], .
     return (
         *_LIMITS,
         ("grpc.keepalive_time_ms", SERVER_KEEPALIVE_MS),
-        # Those beyond are closed at once: they must leave the process descriptors for its files.
+        # gRPC closes connections beyond it, so that descriptors are left for files.
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         ("grpc.max_send_message_length", MAX_REPLY_BYTES),
@@ -93,7 +93,7 @@ def make_channel(address: str, certificates: CertificateFiles | None = None) -> 
 def make_blocking_channel(
     address: str, certificates: CertificateFiles | None = None
 ) -> grpc.Channel:
-    """As `make_channel`, for callers without an event loop."""
+    """Make the channel of `make_channel` for callers without an event loop."""
     options = channel_options()
     if certificates is None:
         return grpc.insecure_channel(address, options)

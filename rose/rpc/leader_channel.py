@@ -37,7 +37,7 @@ FIRST_PAUSE_S = 0.1
 SEARCH_PAUSE_S = 0.4
 SEARCH_ROUNDS = 30
 MAX_PAUSE_S = 5.0
-# How often others are asked in the place of one that fell silent: some 2 s, less than a lease.
+# Attempts at other addresses before one that fell silent: some 2 s, less than a lease.
 SKIPS = 16
 
 
@@ -61,7 +61,7 @@ class LeaderFinder:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before: not at all until each was asked once more."""
+        """Pause before the next attempt: none until each address was asked once more."""
         size = len(self.addresses)
         rounds, left = divmod(self._misses, size + (size > 1))
         if left or not rounds:
@@ -73,7 +73,7 @@ class LeaderFinder:
         """The one that was asked leads."""
         self._misses = self._skips = 0
         if self._named in self.addresses:
-            # So that the next one is another, once this one is lost.
+            # When this leader is lost, the next attempt goes to another address.
             self._at, self._named = self.addresses.index(self._named), ""
 
     def missed(self, hint: str = "", *, silent: bool = False) -> None:
@@ -137,7 +137,7 @@ class LeaderChannel:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before `connected` is called again."""
+        """Pause before `connected` is called again."""
         return self._finder.pause_s
 
     async def connected(self) -> grpc.aio.Channel:

@@ -35,12 +35,12 @@ class Silence:
 
     @property
     def too_long(self) -> bool:
-        """Whether nothing was heard for as long as the limit, though somebody listened."""
+        """True after a silence of the limit's length during which the process listened."""
         return self._silent_s >= self._limit_s
 
     @property
     def outdated(self) -> bool:
-        """Whether what was heard last is as old as the limit, whoever listened since."""
+        """True if the last message is as old as the limit, listened or not."""
         return self._looked_s - self._heard_s >= self._limit_s
 
 
@@ -51,7 +51,7 @@ async def read_unless_silent(
     expected: Callable[[], bool] = lambda: True,
     look: Callable[[], None] = lambda: None,
 ) -> T:
-    """What was read. Raises TimeoutError, and cancels the reading, where nothing comes.
+    """Return the result of a read. Raises TimeoutError, and cancels the read, after silence.
 
     expected: whether anything is to come; silence counts only while it is. look: called every
     `limit_s / LOOKS`, and before anything is returned; what it raises ends the reading.

@@ -69,7 +69,7 @@ class ToolService:
         return Done(text=found.content or "", calls=calls)
 
     def _request(self, tools: Sequence[Any]) -> tuple[Any, bool]:
-        """What a parser is told of the request, and whether it sees no special tokens."""
+        """Return the request for a parser, and True if the parser wants no special tokens."""
         if self._own:
             return SimpleNamespace(tools=tools, tool_choice="auto"), False
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -125,7 +125,7 @@ def _mark(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, final: str) -> str:
-    """What is in front of the tag; without the blanks that the template took off the message."""
+    """Return the text before the tag, without the blanks that the template stripped."""
     tag = CONTINUE_TAG.strip()
     at = text.rfind(tag)
     if at < 0 or final.strip() not in text:

@@ -28,7 +28,7 @@ _NO_TRACE, _NO_PARENT = "0" * 32, "0" * 16
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Whose part a turn is: a trace, the caller's place in it, and whether that is recorded."""
+    """Trace context of a turn (W3C): trace, the caller's span in it, and the sampled flag."""
 
     trace_id: str
     parent_id: str
@@ -41,7 +41,7 @@ class TraceContext:
         return f"00-{self.trace_id}-{self.parent_id}-{int(self.sampled):02x}"
 
     def headers(self) -> dict[str, str]:
-        """What goes with a request of this trace."""
+        """Return the headers of a request of this trace."""
         said = {TRACEPARENT: self.traceparent}
         return said | {TRACESTATE: self.state} if self.state else said
 

@@ -29,7 +29,7 @@ class Span(Protocol):
         ...
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """It is over; `error` says that it failed, and how."""
+        """End the span; a non-empty `error` marks it failed."""
         ...
 
 
@@ -71,7 +71,6 @@ class OtelSpans:
         self._tracer = tracer
 
     def begin(self, name: str, parent: TraceContext | None, attributes: Attributes) -> Span:
-        """As `Spans.begin`."""
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -127,7 +126,7 @@ def _provider(service: str) -> Any:  # noqa: ANN401 -- of an optional package
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # What the environment says of the resource, its name included, goes before ours.
+    # The environment's service name takes precedence.
     named = os.environ.get("OTEL_SERVICE_NAME") or service
     provider = TracerProvider(resource=Resource.create({"service.name": named}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
