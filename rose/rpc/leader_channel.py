@@ -73,7 +73,7 @@ class LeaderFinder:
         """The one that was asked leads."""
         self._misses = self._skips = 0
         if self._named in self.addresses:
-            # When this leader is lost, the next attempt goes to another address.
+            # If this leader is lost, the next attempt goes to another address.
             self._at, self._named = self.addresses.index(self._named), ""
 
     def missed(self, hint: str = "", *, silent: bool = False) -> None:
