@@ -10,6 +10,8 @@ import pytest
 from tests.engine.family_updates import Outcome
 from tests.engine.tiny_families import FAMILIES
 
+pytestmark = pytest.mark.engine
+
 MECHANISMS = {
     "qwen3-moe": "experts",
     "deepseek-v3": "latent attention, shared experts",
