@@ -63,6 +63,8 @@ def _spelled(name: str) -> str:
     name = name.strip()
     if not name:
         raise ConfigError("a store needs a name; give --store FILE or etcd://HOST:PORT")
+    if name == ":memory:" or name.startswith("~"):
+        raise ConfigError(f"--store {name} is no path of a file; give FILE or etcd://HOST:PORT")
     scheme, colon, rest = name.partition(":")
     if not colon or not _SCHEME.fullmatch(scheme):
         return name

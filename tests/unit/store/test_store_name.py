@@ -30,6 +30,8 @@ OTHERS = [
     "etcd:/h:2379",
     "file:///s",
     "etcd:h:1",
+    ":memory:",
+    "~/s.sqlite",
 ]
 
 
