@@ -6,6 +6,7 @@ informer does not work for custom objects. All methods block, and are for thread
 """
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,9 @@ def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of 
     """
     from kubernetes import config
 
+    files = str(kubeconfig).split(os.pathsep)
+    if not any(os.path.exists(file) for file in files):
+        raise ConfigError(f"{kubeconfig} is not there; give --kubeconfig FILE")
     merged = _plain(config.kube_config.KubeConfigMerger(str(kubeconfig)).config)
     context = _named(merged, "contexts", merged.get("current-context"))["context"]
     user: Mapping[str, Any] = {}

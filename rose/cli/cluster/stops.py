@@ -291,9 +291,10 @@ def _kill(args: argparse.Namespace) -> int:
     # Imported here: only this command looks at processes.
     from rose.node.guest.kill_switch import end_guests, guest_groups
 
-    file = _kill_file(args.folder)
+    guests = guest_groups(args.folder, args.folder / KILL_FILE)
+    # A folder that was removed under its guests is one: their keepers name it.
+    file = args.folder / KILL_FILE if guests else _kill_file(args.folder)
     if args.dry_run:
-        guests = guest_groups(args.folder, file)
         named = ", ".join(f"{name} (process {pid})" for name, pid in guests.items())
         say(f"{file} would be set, and {len(guests)} guests end{f': {named}' if named else ''}")
         return ExitCode.DONE

@@ -60,7 +60,7 @@ def _records(
     if not file.is_file():
         raise ConfigError(f"{file} is no file; give LOG_DIR/usage.jsonl of a scheduler that led")
     for part in parts:
-        with part.open(encoding="utf-8") as lines:
+        with part.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     said = json.loads(line)

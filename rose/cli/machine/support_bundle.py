@@ -47,7 +47,9 @@ PACKAGES = (
 )  # fmt: skip
 _NAMED = (
     r"(?:password|passwd|secret|(?:api|access|private|secret|account)[-_]?key"
-    r"|(?:access|auth|id|refresh|security|session)[-_]token|(?<!_)token)"
+    r"|(?:access|auth|id|refresh|security|session)[-_]token|(?<!_)token"
+    # Names of the environment: HF_TOKEN is a secret, eos_token of a tokenizer is not.
+    r"|(?-i:_TOKEN|_PWD))"
 )
 SECRETS = (
     re.compile(

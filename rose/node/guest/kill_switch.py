@@ -139,6 +139,8 @@ def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -
     began_s = time.monotonic()
     guests = guest_groups(run_dir, kill_file)
     before = {name: group_bytes(pid) for name, pid in guests.items()}
+    for pid in guests.values():
+        _restore(run_dir, pid)
     barred = _order(run_dir, kill_file)
     patience_s = min(PATIENCE_S, deadline_s / 2) if barred else 0.0
     ended = []
@@ -169,6 +171,17 @@ def _kept_groups(kill_file: Path) -> set[int]:
                 if option == "kill_file" and Path(value).resolve() == wanted:
                     found.add(os.getpgid(int(pid)))
     return found
+
+
+def _restore(run_dir: Path, guest: int) -> None:
+    """Make a run folder that was removed under its guest, for the guest's user alone.
+
+    The daemon and the guest's keeper still look for the kill file there.
+    """
+    with contextlib.suppress(OSError):
+        owner = Path("/proc", str(guest)).stat()
+        run_dir.mkdir(mode=0o700)
+        os.chown(run_dir, owner.st_uid, owner.st_gid)
 
 
 def _order(run_dir: Path, kill_file: Path) -> bool:

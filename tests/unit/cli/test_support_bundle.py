@@ -33,6 +33,9 @@ FORMS = [
     '{"message": "api_key=\\"SeCrEtVaLue9\\""}',
     "xoxb-123456789012-SeCrEtVaLue9",
     "github_pat_11AAAAAAAA_SeCrEtVaLue9",
+    "export HF_TOKEN=SeCrEtVaLue9; vllm serve m",
+    '{"VAULT_TOKEN": "SeCrEtVaLue9"}',
+    "MYSQL_PWD='SeCrEtVaLue9'",
 ]
 
 

@@ -187,6 +187,8 @@ def test_what_is_no_kubeconfig_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no kubeconfig") as broken:
         KubeApi.opened(file)
     assert "\n" not in str(broken.value)
+    with pytest.raises(ConfigError, match="missing is not there"):
+        KubeApi.opened(tmp_path / "missing")
     with pytest.raises(ConfigError, match="no pod with a token"):
         KubeApi.opened(None)
 

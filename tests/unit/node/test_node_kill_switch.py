@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -149,6 +151,24 @@ def test_a_guest_without_a_record_whose_keeper_is_stopped_is_ended_and_named(
     assert main(["kill", folder]) == 0
     assert f"{name} is gone" in capsys.readouterr().out
     node.reap()
+
+
+def test_a_run_folder_that_was_removed_under_its_guest_is_killed_all_the_same(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = node.start()
+    shutil.rmtree(node.run_dir)
+    assert main(["kill", str(node.run_dir), "--dry-run"]) == 0
+    assert f"(process {group})" in capsys.readouterr().out
+    assert not node.run_dir.exists()
+    assert main(["kill", str(node.run_dir)]) == 0
+    node.reap()
+    assert not group_alive(group)
+    assert node.kill_file.exists()
+    assert stat.S_IMODE(node.run_dir.stat().st_mode) == 0o700
+    shutil.rmtree(node.run_dir)
+    assert main(["kill", str(node.run_dir)]) == 2
+    assert not node.run_dir.exists(), "a name that is no node's makes no folder"
 
 
 def test_an_order_that_is_given_again_changes_nothing(node: Node) -> None:

@@ -124,9 +124,21 @@ def test_usage_refuses_what_is_no_record_in_a_line(
 ) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text("hello\n")
-    for file, said in ((other, "line 1, is no record"), (tmp_path / "none", "is no file")):
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe\n")
+    no_record = "line 1, is no record"
+    for file, said in ((other, no_record), (binary, no_record), (tmp_path / "none", "is no file")):
         assert main(["usage", str(file)]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_record_that_is_cut_within_a_character_is_left_for_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "usage.jsonl"
+    records.write_bytes('{"t": 1, "job": "модель'.encode()[:-1])
+    assert main(["usage", str(records)]) == 0
+    assert "nothing was lent" in capsys.readouterr().out
 
 
 async def test_a_leased_guests_telemetry_is_counted_for_its_job(tmp_path: Path) -> None:
