@@ -84,4 +84,4 @@ def _git(*argv: str) -> "subprocess.CompletedProcess[str]":
 
 def program(name: str) -> Sequence[str]:
     """Arguments that run a program of ROSE's: all releases have the same."""
-    return "-m", f"rose.{name}.main"
+    return "-m", "rose.cli", name
