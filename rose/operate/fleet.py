@@ -393,13 +393,20 @@ def _replica(
     )
 
 
+# A node tells no reason for these; its log has it.
+_UNSTARTED = {
+    "backoff": "its engine ended or did not start: the node's log says why",
+    "failed": "its engine was given up: the node's log says why",
+}
+
+
 def _engine(said: pb.GuestTelemetry) -> Engine:
     return Engine(
         state=said.state,
         restarts=said.restarts,
         grant=said.mode,
         reason=said.reason,
-        why=explained(said.reason) if said.reason else "",
+        why=explained(said.reason) if said.reason else _UNSTARTED.get(said.state, ""),
         duty=said.duty,
         running=said.running,
         waiting=said.waiting,

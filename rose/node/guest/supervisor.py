@@ -7,6 +7,7 @@ it runs.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ STUCK_S = 60.0
 # vLLM's engine cores call themselves so.
 CORE = "VLLM::EngineCor"
 _NS = 1e9
+_logger = logging.getLogger("rose.node")
 
 
 class HangWatch:
@@ -299,6 +301,7 @@ class Supervisor:
         except (RoseError, OSError) as error:
             # Without descriptors this life ends; the daemon and its other guests go on.
             self._log("engine_start_failed", message=str(error))
+            _logger.warning("%s", error)
         finally:
             self._fresh = False
             if self._engine:

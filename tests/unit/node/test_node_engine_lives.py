@@ -102,7 +102,7 @@ async def test_an_engine_that_dies_young_each_time_is_given_up(bench: Bench) -> 
 
 
 async def test_an_engine_that_lacks_descriptors_is_started_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = StandInEngine.start
 
@@ -114,6 +114,7 @@ async def test_an_engine_that_lacks_descriptors_is_started_again(
     running = asyncio.create_task(bench.supervisor.run())
     await bench.healthy()
     assert bench.supervisor.restarts == 1
+    assert "Too many open files" in caplog.text, "whoever watches the daemon sees it too"
     await bench.supervisor.stop()
     await running
 

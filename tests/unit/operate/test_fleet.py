@@ -55,6 +55,13 @@ def test_a_figure_that_nobody_said_is_unknown() -> None:
     assert (job.turns, job.owed_tokens, job.max_guests, job.run) == (None, None, None, None)
 
 
+@pytest.mark.parametrize("state", ["backoff", "failed"])
+def test_an_engine_that_does_not_start_names_where_the_reason_is(state: str) -> None:
+    [g0] = fleet_of(snapshot(guests=[pb.GuestTelemetry(replica="g0", state=state)])).replicas
+    assert g0.engine is not None
+    assert "the node's log says why" in g0.engine.why
+
+
 def test_an_older_schedulers_nodes_are_those_of_its_hosts_and_replicas() -> None:
     old = snapshot(nodes=[], release="", replicas=[pb.Replica(id="g9", kind=1, node="n9")])
     fleet = fleet_of(old)
