@@ -195,16 +195,14 @@ async def test_kept_kv_is_told_and_never_found_by_turns_of_the_new_version(
     replica: Replica,
 ) -> None:
     await replica.admit()
-    await replica.prepared()
-    lines: Lines = []
-    update: asyncio.Task[dict[str, Any]] | None = None
-    async for line in replica.stream(PROMPT, 400):
-        lines.append(line)
-        if update is None:
-            paths = replica.publish(seed=80) | {"on_update": "keep"}
-            update = asyncio.create_task(replica.apply(paths))
-    assert update is not None
-    await update
+    stream = replica.stream(PROMPT, 400)
+    lines = [await anext(stream)]
+    # Frozen, the turn cannot end before the update.
+    await frozen(replica)
+    replica.engine.node.reason = FreezeReason.NO_LEASE
+    await replica.apply(replica.publish(seed=80) | {"on_update": "keep"})
+    replica.engine.node.mode = GrantMode.RUN
+    lines += [line async for line in stream]
     last = replica.engine.versions.version
     stamps = [(line["version"], line.get("oldest_version")) for line in lines[:-1]]
     assert set(stamps) == {(last - 1, None), (last, last - 1)}
