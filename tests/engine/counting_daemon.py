@@ -6,8 +6,8 @@ argv: the folder of the engines' journals, then the options of `rose node`.
 import sys
 from pathlib import Path
 
+from rose.cli.main import main
 from rose.engines import EngineSpec, launch
-from rose.main.node import main
 from rose.node.guest import supervisor
 from rose.process.child import ProcessSpec
 
@@ -24,4 +24,4 @@ def counting(spec: EngineSpec) -> ProcessSpec:
 launch.process_spec = counting  # type: ignore[attr-defined]
 launch.POLL_INTERVAL_S = 0.02
 supervisor.FIRST_BACKOFF_S = 0.02
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(["node", *sys.argv[2:]]))
