@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 MAX_LINES = 800
@@ -43,15 +44,15 @@ def tracked_files() -> list[str]:
     return [name for name in listing.stdout.splitlines() if Path(name).is_file()]
 
 
-def strings(tree: ast.AST) -> list[ast.Constant]:
-    """Return all docstrings, those of attributes too."""
-    lone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+def strings(nodes: Iterable[ast.AST]) -> list[ast.Constant]:
+    """Return the docstrings among the nodes of a tree, those of attributes too."""
+    lone = [node.value for node in nodes if isinstance(node, ast.Expr)]
     return [node for node in lone if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def openings(text: str) -> list[tuple[int, str]]:
     """Return the line and first words of each docstring or block of comments to be reworded."""
-    texts = [(node.lineno, str(node.value)) for node in strings(ast.parse(text))]
+    texts = [(node.lineno, str(node.value)) for node in strings(ast.walk(ast.parse(text)))]
     above = ""
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scripts.check_tree import GENERATED, MAX_LINES, openings, tracked_files
+from scripts.check_tree import GENERATED, MAX_LINES, openings, strings, tracked_files
 
 # "docs" are lines of docstrings.
 LINES: Final = ("code", "docs", "comment", "blank", "import")
@@ -55,13 +55,6 @@ class Source:
     statements: tuple[ast.stmt, ...]
     loads: frozenset[str]
     imports: tuple[str, ...]
-
-    def strings(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Yield strings that stand alone: docstrings, of attributes too."""
-        for node in self.statements:
-            match node:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield node, text
 
 
 def package_of(path: str) -> str:
@@ -114,7 +107,7 @@ def source(path: str, modules: Mapping[str, str]) -> Source:
 
 def line_kinds(file: Source) -> Counter[str]:
     """Count the lines of each kind in LINES; blank lines of a docstring are part of it."""
-    spans = [(node, "docs") for node, _ in file.strings()]
+    spans: list[tuple[ast.stmt | ast.expr, str]] = [(n, "docs") for n in strings(file.statements)]
     spans += [(n, "import") for n in file.statements if isinstance(n, ast.Import | ast.ImportFrom)]
     known = {
         line: kind for n, kind in spans for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)

@@ -1,5 +1,1 @@
 """The `rose` command."""
-
-from rose.command_line.parser import Parser
-
-__all__ = ["Parser"]

@@ -94,7 +94,7 @@ class TextCodec:
                 f"--tokenizer {folder}: no fast tokenizer in there ({text})"
             ) from error
         self._limits = limits
-        self._space = _space_of(json.loads(self.backend.to_str()).get("pre_tokenizer") or {})
+        self._space = _space_of(self.backend.pre_tokenizer)
         self._templates = _template_of(tokenizer), _template_of(tokenizer, tools=[{}])
         setup = Setup(
             self.backend.to_str(),
@@ -246,9 +246,11 @@ def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -
         return None
 
 
-def _space_of(pre_tokenizer: Mapping[str, Any]) -> str | None:
+def _space_of(pre_tokenizer: Any) -> str | None:  # noqa: ANN401 - of tokenizers
     """Return what Metaspace writes for a space, which decoding strips in front of a text."""
-    steps = [pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())]
+    # Its own state alone: all of a tokenizer is megabytes.
+    state = json.loads(pre_tokenizer.__getstate__()) if pre_tokenizer else {}
+    steps = [state, *state.get("pretokenizers", ())]
     found = [step.get("replacement", "▁") for step in steps if step.get("type") == "Metaspace"]
     return found[0] if found else None
 
@@ -363,19 +365,15 @@ class TextTrack:
 
     def _stops(self, text: str, old: int) -> int | None:
         """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
-        stops = self.plan.stop
-        places = [text.find(stop, max(0, old - len(stop) + 1)) for stop in stops]
-        # The one that is complete first, not the one that is named first.
-        found = [
-            (at + len(stop), k)
-            for k, (stop, at) in enumerate(zip(stops, places, strict=True))
-            if at >= 0
-        ]
-        if not found:
+        end = len(text) + 1
+        for stop in self.plan.stop:
+            at = text.find(stop, max(0, old - len(stop) + 1))
+            # The one that is complete first counts, not the one that is named first.
+            if 0 <= at < end - len(stop):
+                end, self.matched = at + len(stop), stop
+        if self.matched is None:
             return None
-        end, first = min(found)
-        self.matched = stops[first]
-        return end if self.plan.include_stop else places[first]
+        return end if self.plan.include_stop else end - len(self.matched)
 
 
 @dataclass(slots=True)

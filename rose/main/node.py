@@ -76,7 +76,7 @@ RUN_DIR_ON_DISK = (
 async def _run(config: NodeConfig, *, standby: bool) -> None:
     # A collection that looks at all that was imported takes longer than a tick of the guard.
     gc.freeze()
-    # In a folder of all users, as /dev/shm, another one may have made it.
+    # Another user may have made it, if its parent is open to all, as /dev/shm is.
     if config.run_dir.is_dir() and config.run_dir.stat().st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"run_dir {config.run_dir} is another user's; remove it or give another")
     if (config.host or config.discover) and on_disk(config.run_dir):

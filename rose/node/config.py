@@ -52,7 +52,7 @@ class Frozen(BaseModel):
 Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
 
 
-# Of keys of another kind the validator says what they are.
+# The validator names a key of another kind, which a pattern cannot.
 PublicKey = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{64}$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253)]
 

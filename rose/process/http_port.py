@@ -41,7 +41,7 @@ HEAD_S: Final = 10.0
 BODY_S: Final = 20.0
 SWEEP_S: Final = 0.5
 BACKLOG: Final = 1_024
-# In one step of the event loop.
+# Connections accepted in one step of the event loop.
 ACCEPTS: Final = 64
 # A connection that is younger than this is not closed for another's sake: its head may be near.
 HEAD_GRACE_S = 1.0

@@ -292,7 +292,7 @@ class CertificateFiles:
 
     def _read(self) -> Material:
         ca, certificate, key = self._paths
-        found = Material(authorities_in(ca), *pair_in(certificate, key), leaf_of(certificate))
+        found = Material(authorities_in(ca), *pair_in(certificate, key))
         if found.not_after_s <= time.time():
             raise ConfigError(
                 f"{certificate} expired on {found.leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC;"
@@ -338,24 +338,27 @@ def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
 
 def leaf_of(path: Path) -> x509.Certificate:
     """The first certificate of a file. Raises ConfigError."""
-    return _certificates_in(path, "a certificate in PEM")[0]
+    return _certificates_in(path, _bytes_of(path), "a certificate in PEM")[0]
 
 
 def authorities_in(path: Path) -> bytes:
     """Return a CA file's content. Raises ConfigError where no certificate in it is a CA's."""
-    found = _certificates_in(path, "the CA's certificate in PEM")
+    data = _bytes_of(path)
+    found = _certificates_in(path, data, "the CA's certificate in PEM")
     if not any(map(_vouches, found)):
         owner = found[0].subject.rfc4514_string()[:80]
         raise ConfigError(
             f"{path} cannot be used for TLS: it holds the certificate of {owner!r}, which is no"
             " CA's; give the certificate of the CA that signed it"
         )
-    return _bytes_of(path)
+    return data
 
 
-def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """Return the content of a certificate's file and its key's. Raises ConfigError."""
-    leaf, data = leaf_of(certificate), _bytes_of(key)
+def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes, x509.Certificate]:
+    """Return the content of both files, and the certificate. Raises ConfigError."""
+    chain = _bytes_of(certificate)
+    leaf = _certificates_in(certificate, chain, "a certificate in PEM")[0]
+    data = _bytes_of(key)
     form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     try:
         private = load_pem_private_key(data, None)
@@ -374,11 +377,10 @@ def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes]:
             f"{key} cannot be used for TLS: an RSA key of {private.key_size} bits is too short;"
             f" make one of {LEAST_RSA_BITS} at least"
         )
-    return _bytes_of(certificate), data
+    return chain, data, leaf
 
 
-def _certificates_in(path: Path, wanted: str) -> list[x509.Certificate]:
-    data = _bytes_of(path)
+def _certificates_in(path: Path, data: bytes, wanted: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
@@ -386,12 +388,13 @@ def _certificates_in(path: Path, wanted: str) -> list[x509.Certificate]:
 
 
 def _vouches(certificate: x509.Certificate) -> bool:
-    try:
-        rule = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (x509.ExtensionNotFound, ValueError):
+    if certificate.issuer == certificate.subject:
         # A certificate that signed itself vouches for itself.
-        return certificate.issuer == certificate.subject
-    return rule.ca or certificate.issuer == certificate.subject
+        return True
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (x509.ExtensionNotFound, ValueError):
+        return False
 
 
 def _unlike(path: Path, data: bytes, wanted: str) -> ConfigError:

@@ -71,12 +71,11 @@ def signing_key(path: Path) -> "SigningKey":
 
     made = f"make a pair: rose token key --out {path}"
     try:
-        data = path.read_bytes()
+        return SigningKey.load(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); {made}") from error
-    try:
-        return SigningKey.load(path)
-    except (OSError, UnicodeDecodeError, SignatureError) as error:
+    except (UnicodeDecodeError, SignatureError) as error:
+        data = path.read_bytes()
         older = "; the key of an older ROSE lacks the digits of its public key: append them"
         raise ConfigError(
             f"{path} holds {kind_of(data)}, and the private key of a pair, 128 hex digits, is"

@@ -79,7 +79,7 @@ class EtcdAccess:
             raise ConfigError("give --store-cert FILE and --store-key FILE together, or neither")
         certificate, key = None, None
         if self.certificate_file and self.key_file:
-            certificate, key = pair_in(self.certificate_file, self.key_file)
+            certificate, key, _ = pair_in(self.certificate_file, self.key_file)
         return grpc.ssl_channel_credentials(authorities_in(self.ca_file), key, certificate)
 
 

@@ -101,7 +101,11 @@ def _get(args: argparse.Namespace) -> int:
     lines = () if views else ("no policy is in force: nothing is lent",)
     table = _fields_table(said[0]) if args.name else _policies_table(said, views)
     write(View(data, lines, (table,)), Format(args.output))
-    _note_selectors(client, said)
+    if any(each.get("nodeSelector") for each in said):
+        # Takes long to import, for policies that are for all nodes.
+        from elastic_scheduler.capacity import policy_of
+
+        _note_selectors(client, [policy_of(each) for each in said])
     for view in views:
         if view.halted:
             note(f"policy {view.name}: canary halted: {view.halted}")
@@ -164,21 +168,19 @@ def _apply(args: argparse.Namespace) -> int:
                 " mode: Active to lend"
             )
     if not args.dry_run:
-        _note_selectors(client, [json.loads(policy.to_json()) for policy in policies])
+        _note_selectors(client, policies)
     return ExitCode.DONE
 
 
-def _note_selectors(client: PolicyClient, policies: Sequence[dict[str, Any]]) -> None:
+def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") -> None:
     """Note selectors and names, of policies in force, that no attached node has."""
-    if not any(policy.get("nodeSelector") for policy in policies):
+    selectors = [policy.node_selector for policy in policies]
+    if not any(each.names or each.match_labels for each in selectors):
         return
-    from elastic_scheduler.capacity import policy_of
-
     rows = client.explain("")
     nodes = {row.node for row in rows}
     matched = {name for row in rows for name in row.policies}
-    for policy in map(policy_of, policies):
-        selector = policy.node_selector
+    for policy, selector in zip(policies, selectors, strict=True):
         if policy.name not in matched:
             note(f"policy {policy.name}: {selector.no_nodes()}")
         elif missing := [name for name in selector.names if name not in nodes]:
@@ -229,7 +231,7 @@ def _set(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     changed = client.apply(policy)
     say(f"policy {args.name}: {'applied' if changed else 'unchanged'}")
-    _note_selectors(client, [said])
+    _note_selectors(client, [policy])
     return ExitCode.DONE
 
 
