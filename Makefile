@@ -74,58 +74,58 @@ demo-accept: install
 	$(BIN)/rose demo --accept $(ARGS)
 
 bench-demo: install
-	$(BIN)/python -m rose.bench.micro.demo_accept $(ARGS)
+	$(BIN)/python -m bench.micro.demo_accept $(ARGS)
 
 # ENGINE=sglang has SGLang for host and guest; ARGS="--host sglang" or "--guest sglang" for one of them.
 bench-coserve: install $(if $(findstring sglang,$(ENGINE) $(ARGS)),install-sglang)
-	$(BIN)/python -m rose.bench.coserve run --host $(ENGINE) --guest $(ENGINE) $(if $(QUICK),--quick) $(ARGS)
+	$(BIN)/python -m bench.coserve run --host $(ENGINE) --guest $(ENGINE) $(if $(QUICK),--quick) $(ARGS)
 
 bench-kv: install $(if $(filter sglang,$(ENGINE)),install-sglang)
-	$(BIN)/python -m rose.bench.micro.kv_return --engine $(ENGINE) --out out/bench/kv-$(ENGINE).json $(ARGS)
+	$(BIN)/python -m bench.micro.kv_return --engine $(ENGINE) --out out/bench/kv-$(ENGINE).json $(ARGS)
 
 # ENGINE=sglang measures SGLang's scheduler in the place of vLLM's.
 bench-host-overhead: install $(if $(filter sglang,$(ENGINE)),install-sglang)
-	$(if $(filter sglang,$(ENGINE)),.venv-sglang/bin/python -m rose.bench.micro.host_overhead_sglang,$(BIN)/python -m rose.bench.micro.host_overhead) $(ARGS)
+	$(if $(filter sglang,$(ENGINE)),.venv-sglang/bin/python -m bench.micro.host_overhead_sglang,$(BIN)/python -m bench.micro.host_overhead) $(ARGS)
 
 bench-weights: install
-	$(BIN)/python -m rose.bench.weights $(ARGS)
+	$(BIN)/python -m bench.weights $(ARGS)
 
 bench-routing: install
-	$(BIN)/python -m rose.bench.micro.routing --out out/bench/routing.json $(ARGS)
+	$(BIN)/python -m bench.micro.routing --out out/bench/routing.json $(ARGS)
 
 bench-scheduler: install
-	$(BIN)/python -m rose.bench.micro.scheduler_scale --out out/bench/scheduler.json $(ARGS)
+	$(BIN)/python -m bench.micro.scheduler_scale --out out/bench/scheduler.json $(ARGS)
 
 bench-failover: install
-	$(BIN)/python -m rose.bench.micro.failover --out out/bench/failover.json $(ARGS)
+	$(BIN)/python -m bench.micro.failover --out out/bench/failover.json $(ARGS)
 
 bench-kill: install
-	$(BIN)/python -m rose.bench.kill $(ARGS)
+	$(BIN)/python -m bench.kill $(ARGS)
 
 bench-stop: install
-	$(BIN)/python -m rose.bench.micro.stop_all --out out/bench/stop.json $(ARGS)
+	$(BIN)/python -m bench.micro.stop_all --out out/bench/stop.json $(ARGS)
 
 bench-proxy: install
-	$(BIN)/python -m rose.bench.micro.proxy --out out/bench/proxy.json $(ARGS)
+	$(BIN)/python -m bench.micro.proxy --out out/bench/proxy.json $(ARGS)
 
 bench-cli: install
-	$(BIN)/python -m rose.bench.operators.cli_answers --out out/bench/cli.json $(ARGS)
+	$(BIN)/python -m bench.operators.cli_answers --out out/bench/cli.json $(ARGS)
 
 bench-tracing: install
-	$(BIN)/python -m rose.bench.operators.tracing --out out/bench/tracing.json $(ARGS)
+	$(BIN)/python -m bench.operators.tracing --out out/bench/tracing.json $(ARGS)
 
 # Tables and pictures of docs/evaluation.md; FULL=1 also the paper's set-ups, TRACE=FILE your users.
 evaluation: install
 	scripts/evaluation
 
 bench-gateway: install
-	$(BIN)/python -m rose.bench.gateway $(if $(QUICK),--quick) $(ARGS)
+	$(BIN)/python -m bench.gateway $(if $(QUICK),--quick) $(ARGS)
 
 chaos: install
-	$(BIN)/python -m rose.bench.chaos $(ARGS)
+	$(BIN)/python -m bench.chaos $(ARGS)
 
 soak: install
-	$(BIN)/python -m rose.bench.soak $(ARGS)
+	$(BIN)/python -m bench.soak $(ARGS)
 
 # Every decoder and every HTTP face, an hour in all; `make fuzz FUZZ_S=60` is what CI runs.
 FUZZ_S ?= 3600
@@ -142,7 +142,7 @@ chaos-sim: install
 # On a machine with an NVIDIA GPU, by the Python that has torch for it. Installs nothing.
 GPU_PYTHON ?= python3
 gpu:
-	$(GPU_PYTHON) -m rose.bench.gpu $(ARGS)
+	$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 protos: install
 	scripts/protos

@@ -37,8 +37,7 @@ FLOORS: Final = (
     "rose/controller rose/dashboard rose/integrations rose/profile rose/simulation",
     "rose/cli",
     "rose/command rose/main",
-    "bench rose/bench",
-    "rose/demo",
+    "bench",
 )
 FLOOR_OF: Final = {name: floor for floor, line in enumerate(FLOORS) for name in line.split()}
 MOST_PARAMETERS, MOST_FILES = 8, 14

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _what_to_install(module: str | None) -> str:
-    if module is not None and module.startswith(("rose.demo", "rose.bench")):
+    if module is not None and module.partition(".")[0] == "bench":
         return "the demo is not part of the package: clone the repository and run `make demo` in it"
     return (
         f"{module} is not installed; install rose-rollout with the extra that this command needs"
@@ -123,7 +123,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     if "demo" in words[:1]:
         # Imported only when asked for: it brings the libraries of the trainer and the pictures.
-        from rose.demo.cli import add_parser
+        from bench.demo.cli import add_parser
 
         add_parser(commands)
     else:

@@ -27,10 +27,10 @@ from standin_node import StandInNode
 from tiny_model import save_tiny_model
 from vllm_versions import run_by
 
+from bench.common.tiny_models import FLEET_MODEL
 from executor import ControlPage
 from executor.control_page.host_description import page_of
 from rose.addresses import free_port
-from rose.bench.common.tiny_models import FLEET_MODEL
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from tests.byte_tokenizer import save_byte_tokenizer

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.demo import run
+from bench.demo.frozen_lake.models import Models
 from rose.cli.main import main
-from rose.demo import run
-from rose.demo.frozen_lake.models import Models
 from rose.engines import EngineRole, EngineSpec, launch
 from rose.process.child import ManagedProcess, ProcessSpec
 from tests.unit.node.node_bench import standin_spec

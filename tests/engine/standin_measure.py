@@ -1,4 +1,4 @@
-"""In place of `rose.bench.gpu.measure`: behaves as its pieces' names say, one after another."""
+"""In place of `bench.gpu.measure`: behaves as its pieces' names say, one after another."""
 
 import itertools
 import json

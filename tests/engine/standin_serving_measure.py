@@ -1,10 +1,10 @@
-"""`rose.bench.gpu.measure` with stand-ins for engines, which start and never answer."""
+"""`bench.gpu.measure` with stand-ins for engines, which start and never answer."""
 
 import os
 import sys
 from pathlib import Path
 
-from rose.bench.gpu.measure import main
+from bench.gpu.measure import main
 from rose.engines import launch
 from tests.unit.node.node_bench import standin_spec
 

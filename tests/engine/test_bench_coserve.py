@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from sglang_python import MISSING, PYTHON
 
-from rose.bench.coserve.__main__ import main
-from rose.bench.coserve.plan import ARMS, quick_settings
-from rose.bench.coserve.rows import arm_of
-from rose.bench.coserve.run import run_bench
+from bench.coserve.__main__ import main
+from bench.coserve.plan import ARMS, quick_settings
+from bench.coserve.rows import arm_of
+from bench.coserve.run import run_bench
 from rose.engines import EngineKind
 from tests.ports import first_of
 

@@ -14,9 +14,9 @@ from engine_specs import LEFT, RIGHT
 from live_fleet import fleet_of
 from pool import Started
 
-from rose.bench.chaos.fleet import ChaosFleet
-from rose.bench.chaos.run import chaos, prompts
-from rose.bench.common.tiny_models import FLEET_MODEL
+from bench.chaos.fleet import ChaosFleet
+from bench.chaos.run import chaos, prompts
+from bench.common.tiny_models import FLEET_MODEL
 from rose.client import RolloutClient, Sampling, Turn
 
 pytestmark = [

@@ -14,8 +14,8 @@ from live_fleet import fleet_of
 from pool import Started
 from tiny_model import VOCABULARY
 
+from bench.chaos.fleet import ChaosFleet, ChaosReplica
 from elastic_scheduler import ReplicaKind
-from rose.bench.chaos.fleet import ChaosFleet, ChaosReplica
 from rose.client import RolloutClient, Sampling, Turn
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.gateway.replicas import static

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rose.bench.gpu.models import SHAPES
-from rose.bench.gpu.work.timing import ROOT
+from bench.gpu.models import SHAPES
+from bench.gpu.work.timing import ROOT
 
 pytestmark = [
     pytest.mark.engine,
@@ -24,9 +24,9 @@ PROGRAM = """
 import json, sys
 for absent in ("numba", "zstandard", "blake3", "cryptography"):
     sys.modules[absent] = None
-from rose.bench.gpu.pieces import PieceError
-from rose.bench.gpu.sizes import Sizes
-from rose.bench.gpu.work import kernels, reference, updating
+from bench.gpu.pieces import PieceError
+from bench.gpu.sizes import Sizes
+from bench.gpu.work import kernels, reference, updating
 
 def told(work, *arguments):
     try:

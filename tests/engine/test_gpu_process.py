@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.machine import REHEARSAL_PLACE, StandInCard
-from rose.bench.gpu.measure import reason
-from rose.bench.gpu.piece_process import MARK, Answered, PieceOrder, measure_apart
-from rose.bench.gpu.pieces import PieceError, pieces_of
-from rose.bench.gpu.sizes import REHEARSAL, Sizes
+from bench.gpu.__main__ import main
+from bench.gpu.machine import REHEARSAL_PLACE, StandInCard
+from bench.gpu.measure import reason
+from bench.gpu.piece_process import MARK, Answered, PieceOrder, measure_apart
+from bench.gpu.pieces import PieceError, pieces_of
+from bench.gpu.sizes import REHEARSAL, Sizes
 from tests.fakes.gpu import CARD, StandInReader
 from tests.left_behind import left_behind
 
@@ -80,7 +80,7 @@ def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rose.bench.gpu.piece_process._environment",
+        "bench.gpu.piece_process._environment",
         lambda card: {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     arguments = ["--out", str(tmp_path), "--logs", str(tmp_path / "logs"), "--only", "copy"]
@@ -96,7 +96,7 @@ def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
 def test_one_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.bench.gpu.piece_process.GRACE_S", 0.0)
+    monkeypatch.setattr("bench.gpu.piece_process.GRACE_S", 0.0)
     (answer,) = answers(tmp_path, "hangs", limit_s=1.0)
     assert answer.failed.startswith("took longer than its 1 s and was ended; see ")
     child = int((tmp_path / "hangs.log").read_text().split()[-1])

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rose.bench.coserve.plan import ARMS
-from rose.bench.coserve.rows import arm_of
-from rose.bench.gpu.piece_process import MARK
+from bench.coserve.plan import ARMS
+from bench.coserve.rows import arm_of
+from bench.gpu.piece_process import MARK
 from tests.awaited import until
 from tests.left_behind import left_behind
 
@@ -37,7 +37,7 @@ def rehearsal(
     folders = ("--out", str(tmp_path / "results"), "--logs", str(tmp_path / "logs"))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with subprocess.Popen(
-        [python, "-m", "rose.bench.gpu", "--rehearse", "--arm-s", "1", *options, *folders],
+        [python, "-m", "bench.gpu", "--rehearse", "--arm-s", "1", *options, *folders],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

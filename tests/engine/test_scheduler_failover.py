@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rose.bench.micro.failover import (
+from bench.micro.failover import (
     JOB,
     REPLICA,
     FollowingGateway,

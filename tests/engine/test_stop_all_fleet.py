@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.micro.stop_all import DEADLINE_S, measure
+from bench.micro.stop_all import DEADLINE_S, measure
 
 pytestmark = pytest.mark.engine
 

@@ -404,7 +404,7 @@ def test_faulty_workers_claim_what_is_not_there(served: Served) -> None:
 
     def becomes(kind: str) -> Any:
         def hook(worker: Any) -> None:
-            from rose.demo import faulty_worker
+            from bench.demo import faulty_worker
 
             worker.rose_weights.__class__ = getattr(faulty_worker, kind)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rose.bench.common.tiny_models import FLEET_MODEL
+from bench.common.tiny_models import FLEET_MODEL
 
 VOCABULARY = FLEET_MODEL.vocabulary
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.coserve.plan import Cell, PlanBlock, make_events, make_rounds
 from executor.step_log import StepLog
-from rose.bench.coserve.plan import Cell, PlanBlock, make_events, make_rounds
 
 NS = 1e9
 IDLE_TOK_S = 1_000.0

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from rose.bench.load.arrivals import LoadShape, generate_segment
-from rose.demo.experiment.plan import (
+from bench.demo.experiment.plan import (
     BLOCK_S,
     STORM_STEPS,
     ExperimentBlock,
     accept_plan,
     sharing_plan,
 )
+from bench.load.arrivals import LoadShape, generate_segment
 
 T0_S = 1000.0
 FROZEN_STEP_S = BLOCK_S / 2

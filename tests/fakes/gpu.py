@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rose.bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE_ARM, ROSE_ARMS, Arm
-from rose.bench.gpu.piece_process import Answered, PieceOrder
+from bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE_ARM, ROSE_ARMS, Arm
+from bench.gpu.piece_process import Answered, PieceOrder
 from tests.fakes.nvml import CARD, IDLE, StandInLibrary, StandInReader, card, usage
 
 __all__ = [
@@ -71,7 +71,7 @@ MEASURED: dict[str, Any] = {
 
 
 def served_row(arm: Arm, ratio: float, guest_tok_s: float, verdict: str) -> dict[str, Any]:
-    """As `rose.bench.coserve.rows` makes it, as far as anybody here reads it."""
+    """As `bench.coserve.rows` makes it, as far as anybody here reads it."""
     check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict}
     return {
         "mode": arm.policy or arm.name,

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+from bench.demo.frozen_lake import vocab
 from rose.client import RolloutError, Sampling, Turn
-from rose.demo.frozen_lake import vocab
 
 
 class StandInSource:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.trainers.policy import save_policy
-from rose.bench.trainers.stack import JOB, NODE, QUIET, TrainerStack
+from bench.trainers.policy import save_policy
+from bench.trainers.stack import JOB, NODE, QUIET, TrainerStack
 
 __all__ = ["JOB", "NODE", "QUIET", "ROOT", "TrainerStack", "save_policy", "spawn_trainer", "venv"]
 

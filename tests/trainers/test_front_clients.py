@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.trainers.stack import Member
 from rose.addresses import free_port
-from rose.bench.trainers.stack import Member
 from tests.awaited import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.trainers.stack import START_S, TrainerStack
+from bench.trainers.stack import START_S, TrainerStack
 from tests.awaited import until
 from tests.trainers.stack import ROOT, save_policy
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.trainers.verl_run import RAY_ON_LOOPBACK
+from bench.trainers.verl_run import RAY_ON_LOOPBACK
 from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import Role
 from tests.awaited import until

@@ -22,7 +22,7 @@ from tests.trainers.stack import ROOT, TrainerStack, save_policy, spawn_trainer,
 
 pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]
 
-PROGRAM = "rose.bench.trainers.trl_run"
+PROGRAM = "bench.trainers.trl_run"
 # TRL's imports, and what a busy machine adds.
 RUN_S = 240.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.trainers.verl_run import VerlRun
+from bench.trainers.verl_run import VerlRun
 from rose.client.blocking import LoopThread
 from tests.awaited import until
 from tests.fakes.gateway import StandInGateway

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from bench.coserve.busy_hold import HostBusyHold, limit_of
+from bench.coserve.plan import quick_settings
+from bench.coserve.records import read_run
+from bench.coserve.result import build_result, render
+from bench.coserve.rows import arm_of
 from elastic_scheduler.capacity import Note
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.bench.coserve.busy_hold import HostBusyHold, limit_of
-from rose.bench.coserve.plan import quick_settings
-from rose.bench.coserve.records import read_run
-from rose.bench.coserve.result import build_result, render
-from rose.bench.coserve.rows import arm_of
 from rose.errors import ConfigError
 from tests.fakes.coserve_run import StandInBench
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.calibration import RateSearch
-from rose.bench.coserve.plan import (
+from bench.coserve.calibration import RateSearch
+from bench.coserve.plan import (
     ARMS,
     EVENT_ARMS,
     ROSE_ARMS,
@@ -17,9 +17,9 @@ from rose.bench.coserve.plan import (
     quick_settings,
     rounds_wanted,
 )
-from rose.bench.coserve.player import guard_config
-from rose.bench.coserve.run import _prepare
-from rose.bench.load.arrivals import MOST_RATE_PER_S
+from bench.coserve.player import guard_config
+from bench.coserve.run import _prepare
+from bench.load.arrivals import MOST_RATE_PER_S
 from rose.errors import ConfigError
 
 CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.__main__ import main
-from rose.bench.coserve.plan import ARMS, EVENT_ARMS
-from rose.bench.coserve.records import read_run
-from rose.bench.coserve.result import RESULT, build_result, verify, write_result
-from rose.bench.coserve.rows import arm_of
+from bench.coserve.__main__ import main
+from bench.coserve.plan import ARMS, EVENT_ARMS
+from bench.coserve.records import read_run
+from bench.coserve.result import RESULT, build_result, verify, write_result
+from bench.coserve.rows import arm_of
 from rose.compare import bootstrap
 from rose.errors import RoseError
 from tests.fakes.coserve_run import StandInBench

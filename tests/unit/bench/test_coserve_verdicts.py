@@ -1,7 +1,6 @@
 import numpy as np
 
-from executor.step_log import ARRIVAL, STEP
-from rose.bench.common.checks import (
+from bench.common.checks import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
@@ -10,8 +9,9 @@ from rose.bench.common.checks import (
     exactly_none,
     row_verdict,
 )
-from rose.bench.coserve.player import PREEMPTIONS, TOKENS, metric
-from rose.bench.coserve.records import StepTimes, starts_s, yields_s
+from bench.coserve.player import PREEMPTIONS, TOKENS, metric
+from bench.coserve.records import StepTimes, starts_s, yields_s
+from executor.step_log import ARRIVAL, STEP
 from rose.compare.bootstrap import Estimate, paired_difference
 
 MS = 1_000_000

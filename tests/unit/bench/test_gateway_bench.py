@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_scheduler import ReplicaKind
-from rose.addresses import free_ports
-from rose.bench.gateway.__main__ import main
-from rose.bench.gateway.arms import (
+from bench.gateway.__main__ import main
+from bench.gateway.arms import (
     COMPLETIONS,
     REPLICA,
     SGLANG,
@@ -22,10 +20,12 @@ from rose.bench.gateway.arms import (
     peers,
     rose_command,
 )
-from rose.bench.gateway.generator import STREAMS, Load, run
-from rose.bench.gateway.processes import MeasuredProcess, StandInEngine, cores
-from rose.bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
-from rose.bench.gateway.standin_engine import EngineConnection, Pace
+from bench.gateway.generator import STREAMS, Load, run
+from bench.gateway.processes import MeasuredProcess, StandInEngine, cores
+from bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
+from bench.gateway.standin_engine import EngineConnection, Pace
+from elastic_scheduler import ReplicaKind
+from rose.addresses import free_ports
 from rose.errors import ConfigError, EngineStartError
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from tests.patience import PATIENCE_S

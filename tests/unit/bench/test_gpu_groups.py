@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from rose.bench.gpu import runner as running
-from rose.bench.gpu.piece_process import Answered, PieceOrder
-from rose.bench.gpu.pieces import MOST_S, pieces_of
-from rose.bench.gpu.sizes import ServingSizes, Sizes
+from bench.gpu import runner as running
+from bench.gpu.piece_process import Answered, PieceOrder
+from bench.gpu.pieces import MOST_S, pieces_of
+from bench.gpu.sizes import ServingSizes, Sizes
 from tests.fakes.gpu import MEASURED
 from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
 

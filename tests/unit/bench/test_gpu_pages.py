@@ -8,9 +8,9 @@ import pytest
 import standin_pages
 from standin_pages import PAGE_BYTES
 
-from rose.bench.gpu.limits import page_checks
-from rose.bench.gpu.pieces import PieceError
-from rose.bench.gpu.work.pages import measure
+from bench.gpu.limits import page_checks
+from bench.gpu.pieces import PieceError
+from bench.gpu.work.pages import measure
 
 PAGES, ROUNDS = 130, 3
 

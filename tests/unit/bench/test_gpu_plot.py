@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.machine import environment
-from rose.bench.gpu.pieces import PIECES
-from rose.bench.gpu.plot import PANELS, draw, figure_of
-from rose.bench.gpu.runner import write_done
-from rose.bench.gpu.sizes import Sizes
+from bench.gpu.__main__ import main
+from bench.gpu.machine import environment
+from bench.gpu.pieces import PIECES
+from bench.gpu.plot import PANELS, draw, figure_of
+from bench.gpu.runner import write_done
+from bench.gpu.sizes import Sizes
 from tests.fakes.gpu import CARD, IDLE, MEASURED
 
 

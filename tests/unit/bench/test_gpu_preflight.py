@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rose.bench.gpu.__main__ import main
-from rose.bench.gpu.piece_process import PieceOrder
+from bench.gpu.__main__ import main
+from bench.gpu.piece_process import PieceOrder
 from rose.nvml import CardError, CardReader, Nvml
 from tests.fakes.gpu import StandInReader, card, measured_by_nobody, usage
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rose.bench.gpu import runner as running
-from rose.bench.gpu.machine import revision_of
-from rose.bench.gpu.piece_process import Answered, PieceOrder
-from rose.bench.gpu.pieces import MOST_S, PIECES
-from rose.bench.gpu.runner import Runner, folder_of, read_done
-from rose.bench.gpu.sizes import Sizes
+from bench.gpu import runner as running
+from bench.gpu.machine import revision_of
+from bench.gpu.piece_process import Answered, PieceOrder
+from bench.gpu.pieces import MOST_S, PIECES
+from bench.gpu.runner import Runner, folder_of, read_done
+from bench.gpu.sizes import Sizes
 from rose.errors import ConfigError
 from tests.fakes.gpu import IDLE, MEASURED, StandInReader, card, usage
 from tests.fakes.gpu_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
@@ -241,8 +241,8 @@ def test_the_revision_says_when_code_was_changed_and_not_when_results_were(
     git("add", ".")
     git("commit", "-qm", "one")
     clean = revision_of(tmp_path)
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "results.json").write_text("{}")
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "results.json").write_text("{}")
     assert revision_of(tmp_path) == clean
     assert "+" not in clean
     assert bare.startswith("unknown~")

@@ -16,16 +16,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from standin_guest import StandInGuest
 
-from rose.bench.coserve.plan import Cell, PlanBlock
-from rose.bench.coserve.records import CoserveBlockRecord, Counters
-from rose.bench.gpu import models
-from rose.bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
-from rose.bench.gpu.models import SHAPES, checkpoint_name, write_weights
-from rose.bench.gpu.pieces import PieceError
-from rose.bench.gpu.serve import updating
-from rose.bench.gpu.serve.updating import CHANGED, GuestVersions, StampedTurns, stepped
-from rose.bench.gpu.sizes import REHEARSAL
-from rose.bench.load.protocol import Request
+from bench.coserve.plan import Cell, PlanBlock
+from bench.coserve.records import CoserveBlockRecord, Counters
+from bench.gpu import models
+from bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
+from bench.gpu.models import SHAPES, checkpoint_name, write_weights
+from bench.gpu.pieces import PieceError
+from bench.gpu.serve import updating
+from bench.gpu.serve.updating import CHANGED, GuestVersions, StampedTurns, stepped
+from bench.gpu.sizes import REHEARSAL
+from bench.load.protocol import Request
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.format.manifest import Manifest
 

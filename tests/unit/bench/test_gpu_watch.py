@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from rose.bench.gpu.machine import MachineWatch
+from bench.gpu.machine import MachineWatch
 from rose.nvml import CardError
 from tests.fakes.gpu import StandInReader, card, usage
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.load.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
 from rose.azure_trace import TracedRequest, read_trace
-from rose.bench.load.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
 from rose.errors import RoseError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

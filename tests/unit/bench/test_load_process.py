@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rose.bench.load.arrivals import generate_segment
-from rose.bench.load.protocol import LoadCommand, LoadConfig, make_prompt
+from bench.load.arrivals import generate_segment
+from bench.load.protocol import LoadCommand, LoadConfig, make_prompt
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 
@@ -69,7 +69,7 @@ async def start_host() -> AsyncIterator[StartHost]:
 
 
 class LoadProcess:
-    """`python -m rose.bench.load.generator` as its parent sees it."""
+    """`python -m bench.load.generator` as its parent sees it."""
 
     def __init__(self, host: StandInHost, folder: Path, **options: Any) -> None:
         self.out = folder / "client_requests.jsonl"
@@ -86,7 +86,7 @@ class LoadProcess:
         Returns exit code and messages.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rose.bench.load.generator", "--config", str(self.config)),
+            *(sys.executable, "-m", "bench.load.generator", "--config", str(self.config)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

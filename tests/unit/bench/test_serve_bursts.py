@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu.serve.bursts import burst_windows, figures_of, write_generated
+from bench.load.arrivals import LoadShape, rescale_trace, trace_segment
 from rose.azure_trace import TracedRequest, read_trace
-from rose.bench.gpu.serve.bursts import burst_windows, figures_of, write_generated
-from rose.bench.load.arrivals import LoadShape, rescale_trace, trace_segment
 
 ARM_S = 10.0
 

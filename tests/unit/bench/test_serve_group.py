@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
-from rose.bench.coserve.records import Calibration
-from rose.bench.gpu.models import shape_of, write_model
-from rose.bench.gpu.pieces import GpuPiece, PieceError, pieces_of
-from rose.bench.gpu.serve import group
-from rose.bench.gpu.serve.loads import play_rounds, round_of
-from rose.bench.gpu.serve.session import KeptRates
-from rose.bench.gpu.sizes import ServingSizes, Sizes
+from bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
+from bench.coserve.records import Calibration
+from bench.gpu.models import shape_of, write_model
+from bench.gpu.pieces import GpuPiece, PieceError, pieces_of
+from bench.gpu.serve import group
+from bench.gpu.serve.loads import play_rounds, round_of
+from bench.gpu.serve.session import KeptRates
+from bench.gpu.sizes import ServingSizes, Sizes
 from rose.errors import ConfigError, EngineStartError
 
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
@@ -103,9 +103,7 @@ def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(
-        "rose.bench.gpu.serve.loads.time", SimpleNamespace(monotonic=lambda: now_s[0])
-    )
+    monkeypatch.setattr("bench.gpu.serve.loads.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     session: Any = TimedSession(0.0)
 
     async def play(block: Any) -> Any:
@@ -158,7 +156,7 @@ def test_shapes_have_as_many_weights_as_their_models() -> None:
 
 
 def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) -> None:
-    from rose.bench.common.engines import await_all
+    from bench.common.engines import await_all
 
     class Engine:
         def __init__(self, seconds: float, error: str = "") -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rose.bench.coserve.records import CoserveRecords, read_run
-from rose.bench.coserve.rows import Analysis, arm_of
-from rose.bench.gpu.limits import served_checks
-from rose.bench.gpu.serve.loads import card_rules, requests_wanted
+from bench.coserve.records import CoserveRecords, read_run
+from bench.coserve.rows import Analysis, arm_of
+from bench.gpu.limits import served_checks
+from bench.gpu.serve.loads import card_rules, requests_wanted
 from tests.fakes.coserve_run import StandInBench
 
 Row = dict[str, Any]

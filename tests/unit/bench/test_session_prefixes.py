@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_scheduler import End, ReplicaKind
-from rose.bench.gateway.real import (
+from bench.gateway.real import (
     OUTPUT_TOKENS,
     AgentSession,
     Scale,
@@ -18,7 +17,8 @@ from rose.bench.gateway.real import (
     read_sessions,
     replay,
 )
-from rose.bench.gateway.report import OF_ORACLE
+from bench.gateway.report import OF_ORACLE
+from elastic_scheduler import End, ReplicaKind
 from rose.errors import ConfigError
 from rose.gateway import GatewaySettings, ReplicaEntry
 from rose.gateway.replicas.dispatcher import Dispatcher

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rose.azure_trace import read_trace
-from rose.bench.coserve.plan import Cell, quick_settings
-from rose.bench.simulation import validate as validation
-from rose.bench.simulation.__main__ import main, repeated_blocks
-from rose.bench.simulation.measured import (
+from bench.coserve.plan import Cell, quick_settings
+from bench.simulation import validate as validation
+from bench.simulation.__main__ import main, repeated_blocks
+from bench.simulation.measured import (
     LENDING,
     EngineSizes,
     MeasuredLoad,
@@ -18,7 +17,8 @@ from rose.bench.simulation.measured import (
     read_measured,
     write_measured,
 )
-from rose.bench.simulation.validate import ValidationRow, summary, table, validate
+from bench.simulation.validate import ValidationRow, summary, table, validate
+from rose.azure_trace import read_trace
 from rose.errors import RoseError
 from slo import StepProfile
 

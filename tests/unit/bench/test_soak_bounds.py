@@ -1,6 +1,6 @@
 """A soak's verdict: what it fails for, and what it does not blame the gateway for."""
 
-from rose.bench.soak.run import SoakSeen, checks, growth
+from bench.soak.run import SoakSeen, checks, growth
 
 
 def phase(**seen: object) -> SoakSeen:

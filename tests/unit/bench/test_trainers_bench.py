@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rose.bench.trainers import curves, turns_measure
-from rose.bench.trainers.stack import NODE, TrainerStack
-from rose.bench.trainers.trl_measure import Run, draw, summary, table
-from rose.bench.trainers.turns_measure import ROSE, SINGLE, STOCK, Arm
+from bench.trainers import curves, turns_measure
+from bench.trainers.stack import NODE, TrainerStack
+from bench.trainers.trl_measure import Run, draw, summary, table
+from bench.trainers.turns_measure import ROSE, SINGLE, STOCK, Arm
 from rose.errors import EngineStartError
 from rose.integrations import TrainerSettings
 from rose.node.config import NodeConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.demo.report.report import write_report
 from rose.compare import bootstrap
-from rose.demo.report.report import write_report
 from tests.fakes.demo_run import StandInRun
 
 

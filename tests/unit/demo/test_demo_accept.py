@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose.bench.micro import demo_accept as bench
+from bench.micro import demo_accept as bench
 
 SEEDS = 10
 

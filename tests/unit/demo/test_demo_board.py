@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from rose.demo.experiment.watcher import GatewayFigures, Watcher
-from rose.demo.stack import GUEST
-from rose.demo.view import Board, JobView
+from bench.demo.experiment.watcher import GatewayFigures, Watcher
+from bench.demo.stack import GUEST
+from bench.demo.view import Board, JobView
 from rose.rpc import rose_pb2
 
 

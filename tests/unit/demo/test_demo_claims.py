@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
+from bench.demo.cli import CONTROLS
+from bench.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
+from bench.demo.report.records import read_records
 from rose.compare.bootstrap import Estimate
-from rose.demo.cli import CONTROLS
-from rose.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
-from rose.demo.report.records import read_records
 from tests.fakes.demo_run import StandInRun
 
 

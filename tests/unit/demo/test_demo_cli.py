@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo import cli
-from rose.demo.cli import DemoSettings
+from bench.demo import cli
+from bench.demo.cli import DemoSettings
 from rose.errors import RoseError
 
 
@@ -32,14 +32,14 @@ def test_each_job_has_a_name_of_its_own() -> None:
 
 def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
-    fake_run = types.ModuleType("rose.demo.run")
+    fake_run = types.ModuleType("bench.demo.run")
 
     def run_demo(settings: DemoSettings) -> int:
         seen.append(settings)
         return 7
 
     fake_run.run_demo = run_demo  # type: ignore[attr-defined] # a stand-in module
-    monkeypatch.setitem(sys.modules, "rose.demo.run", fake_run)
+    monkeypatch.setitem(sys.modules, "bench.demo.run", fake_run)
     trace = tmp_path / "trace.csv"
     trace.write_text("")
     (tmp_path / "config.json").write_text("{}")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.cli import DemoSettings
-from rose.demo.experiment.plan import plan_of, run_compare
+from bench.demo.cli import DemoSettings
+from bench.demo.experiment.plan import plan_of, run_compare
 
 
 def _settings(out: Path) -> DemoSettings:

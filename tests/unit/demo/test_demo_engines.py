@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rose.demo.cli import DemoSettings, Engine
-from rose.demo.report.records import RunLayout
-from rose.demo.stack import Ports, Stack
+from bench.demo.cli import DemoSettings, Engine
+from bench.demo.report.records import RunLayout
+from bench.demo.stack import Ports, Stack
 from rose.engines import EngineKind
 from rose.errors import RoseError
 from rose.node.config import NodeConfig

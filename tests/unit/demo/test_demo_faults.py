@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose.demo.cli import Control, DemoSettings
-from rose.demo.faulty_node import FaultyNodeConfig
-from rose.demo.faulty_worker import StaleWorker, WrongChunkWorker, permuted
-from rose.demo.report.records import RunLayout
-from rose.demo.stack import Ports, Stack
+from bench.demo.cli import Control, DemoSettings
+from bench.demo.faulty_node import FaultyNodeConfig
+from bench.demo.faulty_worker import StaleWorker, WrongChunkWorker, permuted
+from bench.demo.report.records import RunLayout
+from bench.demo.stack import Ports, Stack
 from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node import NodeConfig

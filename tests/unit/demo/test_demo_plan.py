@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.demo.cli import CONTROLS, Control, DemoSettings
-from rose.demo.experiment.plan import (
+from bench.demo.cli import CONTROLS, Control, DemoSettings
+from bench.demo.experiment.plan import (
     BLOCK_S,
     CEILINGS,
     accept_plan,
@@ -15,7 +15,7 @@ from rose.demo.experiment.plan import (
     quickstart_plan,
     sharing_plan,
 )
-from rose.demo.stack import SHARED_HOLD_S
+from bench.demo.stack import SHARED_HOLD_S
 
 STEPS = 60
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.load.protocol import ClientRequest, HostLatency, join_requests
-from rose.demo.report.records import StepRow, read_records
+from bench.demo.report.records import StepRow, read_records
+from bench.load.protocol import ClientRequest, HostLatency, join_requests
 from rose.errors import RoseError
 from rose.logs.eventlog import read_lines
 from tests.fakes.demo_run import StandInRun

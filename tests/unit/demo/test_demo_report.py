@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose.bench.common.stats import compare
-from rose.demo.report.report import verify, write_report
+from bench.common.stats import compare
+from bench.demo.report.report import verify, write_report
 from rose.errors import RoseError
 from tests.fakes.demo_run import StandInRun
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.experiment.plan import SHARING_S
-from rose.demo.report.claims import Claim, claims_of, exit_code
-from rose.demo.report.records import read_records
-from rose.demo.report.report import told, verify, write_report
-from rose.demo.report.sharing import guest_leases, job_measures, sharing
+from bench.demo.experiment.plan import SHARING_S
+from bench.demo.report.claims import Claim, claims_of, exit_code
+from bench.demo.report.records import read_records
+from bench.demo.report.report import told, verify, write_report
+from bench.demo.report.sharing import guest_leases, job_measures, sharing
 from tests.fakes.demo_run import StandInRun
 
 A, B = "frozen-lake-1", "frozen-lake-2"

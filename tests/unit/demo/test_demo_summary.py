@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.report.report import print_quickstart, told, write_report
+from bench.demo.report.report import print_quickstart, told, write_report
 from tests.fakes.demo_run import StandInRun
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from rose.demo.view import (
+from bench.demo.view import (
     HostFigures,
     JobView,
     LiveView,

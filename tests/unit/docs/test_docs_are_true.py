@@ -13,7 +13,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
-PACKAGES = ("rose", "executor", "slo", "weight_transfer", "elastic_scheduler")
+PACKAGES = ("rose", "executor", "slo", "weight_transfer", "elastic_scheduler", "bench")
 LONGEST_LINE = 140
 
 # Flags of vLLM, slime, Docker and pip, which these pages tell readers to give.
@@ -119,7 +119,7 @@ def sources(*patterns: str) -> str:
 
 def product() -> str:
     everywhere = tuple(f"{package}/**/*.py" for package in PACKAGES)
-    return sources(*everywhere, "bench/*.py", "examples/*", "scripts/*", "pyproject.toml")
+    return sources(*everywhere, "examples/*", "scripts/*", "pyproject.toml")
 
 
 @cache
@@ -262,9 +262,7 @@ def test_modules_named_by_their_file_exist() -> None:
 
 @cache
 def files() -> frozenset[str]:
-    return frozenset(
-        path.name for p in (*PACKAGES, "bench", "tests") for path in (ROOT / p).rglob("*.py")
-    )
+    return frozenset(path.name for p in (*PACKAGES, "tests") for path in (ROOT / p).rglob("*.py"))
 
 
 def test_classes_and_tests_exist() -> None:

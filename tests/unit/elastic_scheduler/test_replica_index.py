@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.micro import routing
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 from elastic_scheduler.routing import router
-from rose.bench.micro import routing
 
 FLEET = 40
 STEP = st.tuples(

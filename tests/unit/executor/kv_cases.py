@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest.scheduler
+from bench.common.tiny_models import TinyModel
 from executor import ControlPage, Grant, GrantMode
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
@@ -38,7 +39,6 @@ from executor.kv.backing import Range, resident_bytes
 from executor.vllm.guest.scheduler import GatedScheduler
 from executor.vllm.host.scheduler import ObservedScheduler
 from executor.vllm.kv_backing import packed
-from rose.bench.common.tiny_models import TinyModel
 from tests.seated_host import SeatedHost
 
 VOCABULARY = 96

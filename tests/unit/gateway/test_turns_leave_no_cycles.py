@@ -16,12 +16,12 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
+from bench.gateway.standin_engine import Pace
+from bench.soak.callers import HUNG_UP, Caller
+from bench.soak.engine import listen
 from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
-from rose.bench.gateway.standin_engine import Pace
-from rose.bench.soak.callers import HUNG_UP, Caller
-from rose.bench.soak.engine import listen
 from rose.gateway import Gateway, ReplicaEntry, server
 from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher

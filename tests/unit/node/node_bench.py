@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.demo.corrupt_publisher import CorruptPublisher, CorruptServer
 from elastic_scheduler import HarvestMode
 from executor import ControlPage
 from rose.addresses import free_port
-from rose.demo.corrupt_publisher import CorruptPublisher, CorruptServer
 from rose.engines import EngineSpec
 from rose.logs.eventlog import EventLog
 from rose.node import NodeConfig

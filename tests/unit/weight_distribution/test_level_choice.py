@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from bench.weights.steps import adam_step, rate_for
 from rose.addresses import free_port
-from rose.bench.weights.steps import adam_step, rate_for
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
 from rose.weight_distribution.level import (

@@ -6,8 +6,8 @@ import aiohttp
 import numpy as np
 import pytest
 
+from bench.demo.corrupt_publisher import CorruptServer
 from rose.addresses import free_port
-from rose.demo.corrupt_publisher import CorruptServer
 from rose.weight_distribution import (
     Caps,
     ChunkFetcher,

@@ -15,7 +15,7 @@ from loader_cases import (
 )
 from loader_cases import proved as prove
 
-from rose.demo.faulty_worker import permuted
+from bench.demo.faulty_worker import permuted
 from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
 from weight_transfer.engine.loader_map import LoaderMap
 from weight_transfer.engine.proof.probe import Audit, judge

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from weight_cases import model, next_model
 
-from rose.bench.weights.ranks import write_safetensors
+from bench.weights.ranks import write_safetensors
 from weight_transfer import (
     ChunkStore,
     DigestMismatchError,

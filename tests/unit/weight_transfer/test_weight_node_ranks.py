@@ -11,7 +11,7 @@ import blake3
 import pytest
 from weight_cases import model, next_model
 
-from rose.bench.weights.ranks import write_safetensors
+from bench.weights.ranks import write_safetensors
 from tests.forked import Forked
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
 

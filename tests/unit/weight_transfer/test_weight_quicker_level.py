@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rose.bench.weights.steps import adam_step, rate_for
+from bench.weights.steps import adam_step, rate_for
 from weight_transfer.files.delta_writer import quicker_level
 from weight_transfer.format.delta_codec import Level
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.demo.frozen_lake import vocab
+from bench.demo.frozen_lake.models import load_policy, new_policy, save_model
+from bench.demo.frozen_lake.task import different_lakes
+from bench.demo.training.forward import Snapshots, load_version_zero, published, rescored, values_of
+from bench.demo.training.rehearsal import LocalPolicy
+from bench.demo.training.rollouts import Trajectory, play, sampling
 from rose.client import Sampling
-from rose.demo.frozen_lake import vocab
-from rose.demo.frozen_lake.models import load_policy, new_policy, save_model
-from rose.demo.frozen_lake.task import different_lakes
-from rose.demo.training.forward import Snapshots, load_version_zero, published, rescored, values_of
-from rose.demo.training.rehearsal import LocalPolicy
-from rose.demo.training.rollouts import Trajectory, play, sampling
 
 
 @pytest.fixture(scope="module")

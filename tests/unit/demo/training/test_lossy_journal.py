@@ -1,7 +1,7 @@
 """The control that drops a token leaves a turn that only its logprobs give away."""
 
+from bench.demo.experiment.conductor import without_the_token_at_the_seam
 from rose.client import Turn
-from rose.demo.experiment.conductor import without_the_token_at_the_seam
 
 MOVED = Turn(
     request_id="r",

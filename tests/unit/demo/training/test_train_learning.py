@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from rose.client import Turn
-from rose.demo.frozen_lake import vocab
-from rose.demo.frozen_lake.models import new_policy
-from rose.demo.training.forward import (
+from bench.demo.frozen_lake import vocab
+from bench.demo.frozen_lake.models import new_policy
+from bench.demo.training.forward import (
     Snapshots,
     published,
     reply_logprobs,
@@ -14,8 +13,9 @@ from rose.demo.training.forward import (
     turn_gap,
     values_of,
 )
-from rose.demo.training.learner import CLIP_HIGH, Learner, advantages, clipped_objective
-from rose.demo.training.rollouts import TakenTurn, Trajectory
+from bench.demo.training.learner import CLIP_HIGH, Learner, advantages, clipped_objective
+from bench.demo.training.rollouts import TakenTurn, Trajectory
+from rose.client import Turn
 
 REPLY = (vocab.cell_id(5, "F"), vocab.THEN_ID, vocab.MOVE_IDS[1], vocab.STOP_ID)
 PROMPT = [vocab.cell_id(at, "F") for at in range(16)] + [vocab.BAR_ID, vocab.ASK_ID]

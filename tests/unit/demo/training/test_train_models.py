@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rose.demo.frozen_lake import models, vocab
-from rose.demo.frozen_lake.data import demonstrate
-from rose.demo.frozen_lake.models import load_policy, new_policy, save_model
-from rose.demo.frozen_lake.task import LONG_REPLY_TOKENS, REPLY_TOKENS, random_lake
-from rose.demo.training.forward import load_version_zero, values_of
+from bench.demo.frozen_lake import models, vocab
+from bench.demo.frozen_lake.data import demonstrate
+from bench.demo.frozen_lake.models import load_policy, new_policy, save_model
+from bench.demo.frozen_lake.task import LONG_REPLY_TOKENS, REPLY_TOKENS, random_lake
+from bench.demo.training.forward import load_version_zero, values_of
 
 LONG_REPLY_AT_LEAST = 32
 

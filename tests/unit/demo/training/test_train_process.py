@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.training import main
+from bench.demo.training import main
 
 
 def _config(folder: Path) -> Path:

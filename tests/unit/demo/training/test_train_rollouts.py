@@ -3,8 +3,8 @@
 import asyncio
 from functools import partial
 
-from rose.demo.frozen_lake.task import training_lake
-from rose.demo.training.rollouts import RolloutPlan, Rollouts, sampling
+from bench.demo.frozen_lake.task import training_lake
+from bench.demo.training.rollouts import RolloutPlan, Rollouts, sampling
 from tests.fakes.policy import StandInSource
 
 

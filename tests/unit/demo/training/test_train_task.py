@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.demo.frozen_lake import task, vocab
-from rose.demo.frozen_lake.task import (
+from bench.demo.frozen_lake import task, vocab
+from bench.demo.frozen_lake.task import (
     GOAL,
     MAX_TURNS,
     Episode,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from bench.demo.frozen_lake import vocab
+from bench.demo.frozen_lake.models import new_policy, save_model
+from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
+from bench.demo.training.main import publish_model
+from bench.demo.training.records import TrainConfig
+from bench.demo.training.trainer import DemoTrainer
 from rose.client import Turn as ClientTurn
-from rose.demo.frozen_lake import vocab
-from rose.demo.frozen_lake.models import new_policy, save_model
-from rose.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
-from rose.demo.training.main import publish_model
-from rose.demo.training.records import TrainConfig
-from rose.demo.training.trainer import DemoTrainer
 from rose.errors import UnavailableError
 from rose.weight_distribution import Receipt
 from tests.fakes.policy import StandInSource

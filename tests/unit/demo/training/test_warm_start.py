@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rose.demo.training.warm_start import (
+from bench.demo.training.warm_start import (
     CHECK_EVERY,
     FIRST_CHECK,
     LEAST_SUCCESS,

@@ -1,0 +1,280 @@
+"""One chaos run: a fleet, its faults, a trainer that looks hard at each answer, what was found."""
+
+import asyncio
+import itertools
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.chaos.fleet import ChaosFleet, ChaosReplica, GatewayProcess
+from bench.common.tiny_models import FLEET_MODEL
+from rose.client import Retry, RolloutClient, RolloutError, Sampling, Turn
+
+WEIGHTS = {"revoke": 6, "freeze": 2, "kill": 1, "kill_gateway": 1}
+
+
+@dataclass
+class Faults:
+    """Goes on until `until_s` (monotonic); afterwards everything is up again, or is being started.
+
+    One replica always stays untouched: with none at all turns wait, which proves nothing.
+    """
+
+    fleet: ChaosFleet
+    seed: int
+    mean_pause_s: float = 0.8
+    counts: Counter[str] = field(default_factory=Counter)
+    _busy: set[str] = field(default_factory=set)
+    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    async def run(self, until_s: float) -> None:
+        """Disturb. Raises what went wrong while something was started anew."""
+        dice = random.Random(self.seed)  # noqa: S311 - a seed makes a failure repeatable
+        while (now_s := time.monotonic()) < until_s:
+            pause_s = min(dice.expovariate(1 / self.mean_pause_s), until_s - now_s)
+            await asyncio.sleep(pause_s)
+            self._begin(dice)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+        for replica in self.fleet.replicas:
+            if replica.up:
+                replica.signal(signal.SIGCONT)
+
+    async def settle(self) -> None:
+        """Wait until all that was killed is up again."""
+        await asyncio.gather(*self._tasks)
+
+    async def cancel(self) -> None:
+        """Leave what is being started as it is."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, dice: random.Random) -> None:
+        kind = dice.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
+        length_s = dice.uniform(0.2, 3.0)
+        if kind == "kill_gateway":
+            gateways = self.fleet.gateways
+            gateway = dice.choice(gateways)
+            if len(gateways) > 1 and not any(g.url in self._busy for g in gateways):
+                self._start(kind, gateway.url, self._restart_gateway(gateway))
+            return
+        free = [r for r in self.fleet.replicas if r.spec.name not in self._busy]
+        if len(free) < 2:
+            return
+        replica = dice.choice(free)
+        work = {"revoke": self._revoke, "freeze": self._freeze, "kill": self._kill}[kind]
+        self._start(kind, replica.spec.name, work(replica, length_s))
+
+    def _start(self, kind: str, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self.counts[kind] += 1
+        self._busy.add(name)
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda done: self._busy.discard(name))
+        self._tasks.append(task)
+
+    async def _revoke(self, replica: ChaosReplica, length_s: float) -> None:
+        await replica.drain()
+        await asyncio.sleep(length_s / 4)
+        await replica.admit()
+
+    async def _freeze(self, replica: ChaosReplica, length_s: float) -> None:
+        replica.signal(signal.SIGSTOP)
+        await asyncio.sleep(length_s)
+        replica.signal(signal.SIGCONT)
+
+    async def _kill(self, replica: ChaosReplica, length_s: float) -> None:
+        del length_s
+        await replica.kill()
+        await replica.start()
+
+    async def _restart_gateway(self, gateway: GatewayProcess) -> None:
+        gateway.kill()
+        await gateway.start(self.fleet.http)
+
+
+PROMPTS = 24
+OUTPUT_TOKENS = 300
+FEWEST_TOKENS = 100
+FAULTS_TOLD = 5
+
+
+def prompts() -> list[list[int]]:
+    """Different ones of different lengths."""
+    return [
+        [(7 * k + 5 * p + 3) % FLEET_MODEL.vocabulary for k in range(40 + p)]
+        for p in range(PROMPTS)
+    ]
+
+
+def greedy(tokens: int) -> Sampling:
+    """So that every turn is known beforehand."""
+    return Sampling(temperature=0.0, max_tokens=tokens)
+
+
+async def undisturbed(client: RolloutClient) -> list[Turn]:
+    """The turns as they have to be: the longest answer to every prompt."""
+    whole = greedy(OUTPUT_TOKENS)
+    turns = [client.generate(p, whole, request_id=f"plain-{k}") for k, p in enumerate(prompts())]
+    return await asyncio.gather(*turns)
+
+
+@dataclass
+class ChaosFindings:
+    """What became of the turns; every count but the first three has to be zero."""
+
+    asked: int = 0
+    delivered: int = 0
+    moved: int = 0
+    lost: int = 0
+    doubled: int = 0
+    wrong_tokens: int = 0
+    unstamped: int = 0
+    gaps: int = 0
+    told: list[str] = field(default_factory=list)
+    _ids: Counter[str] = field(default_factory=Counter)
+
+    def tell(self, what: str) -> None:
+        """Keep the first few in words."""
+        if len(self.told) < FAULTS_TOLD:
+            self.told.append(what)
+
+    def look_at(self, turn: Turn, expected: Turn, tokens: int) -> None:
+        """Count one delivered turn and what is wrong with it."""
+        self.delivered += 1
+        self.moved += len(turn.segments) > 1 or turn.attempts > 1
+        self._ids[turn.request_id] += 1
+        self.doubled += self._ids[turn.request_id] > 1
+        if turn.token_ids != expected.token_ids[:tokens] or len(turn.logprobs) != tokens:
+            self.wrong_tokens += 1
+            at = next(
+                (
+                    i
+                    for i, (a, b) in enumerate(
+                        zip(turn.token_ids, expected.token_ids, strict=False)
+                    )
+                    if a != b
+                ),
+                min(len(turn.token_ids), tokens),
+            )
+            self.tell(
+                f"{turn.request_id}: {len(turn.token_ids)} of {tokens} tokens, the first other one"
+                f" at {at}; {turn.segments}"
+            )
+        self.gaps += not _covers([s[2:] for s in turn.segments], tokens)
+        stamped = [(a, b) for version, a, b in turn.versions if version >= 0]
+        if not _covers(stamped, tokens):
+            self.unstamped += 1
+            self.tell(f"{turn.request_id}: stamps {turn.versions}")
+
+    @property
+    def faults(self) -> int:
+        """All that must not be."""
+        return self.lost + self.doubled + self.wrong_tokens + self.unstamped + self.gaps
+
+
+def _covers(spans: Sequence[tuple[int, int]], tokens: int) -> bool:
+    at = 0
+    for start, end in spans:
+        if start != at or end <= start:
+            return False
+        at = end
+    return at == tokens
+
+
+@dataclass
+class ChaosTrainer:
+    """Half of its turns are streamed, half come whole."""
+
+    client: RolloutClient
+    expected: Sequence[Turn]
+    seed: int
+    findings: ChaosFindings = field(default_factory=ChaosFindings)
+
+    async def run(self, in_flight: int, until_s: float) -> None:
+        """Begin turns until `until_s`, then wait for all of them."""
+        ids = itertools.count()
+        await asyncio.gather(*(self._worker(k, ids, until_s) for k in range(in_flight)))
+
+    async def _worker(self, number: int, ids: "itertools.count[int]", until_s: float) -> None:
+        dice = random.Random(self.seed * 1_000 + number)  # noqa: S311 - repeatable
+        while time.monotonic() < until_s:
+            which, tokens = dice.randrange(PROMPTS), dice.randint(FEWEST_TOKENS, OUTPUT_TOKENS)
+            name = f"chaos-{next(ids)}"
+            self.findings.asked += 1
+            try:
+                turn = await self._turn(name, which, tokens, streamed=dice.random() < 0.5)
+            except RolloutError as error:
+                self.findings.lost += 1
+                self.findings.tell(f"{name}: {type(error).__name__}: {error}")
+                continue
+            self.findings.look_at(turn, self.expected[which], tokens)
+
+    async def _turn(self, name: str, which: int, tokens: int, *, streamed: bool) -> Turn:
+        prompt, sampling = prompts()[which], greedy(tokens)
+        if not streamed:
+            return await self.client.generate(prompt, sampling, request_id=name, session_id=name)
+        got: list[int] = []
+        async with self.client.stream(prompt, sampling, request_id=name, session_id=name) as stream:
+            async for chunk in stream:
+                got += chunk.token_ids
+        if tuple(got) != stream.turn.token_ids:
+            self.findings.doubled += 1
+            self.findings.tell(f"{name}: the chunks are not the turn")
+        return stream.turn
+
+
+# A turn waits out the start of a gateway, and of an engine where it is the last one.
+PATIENT = Retry(tries=60, first_s=0.05, max_s=1.0)
+TURN_S = 240.0
+
+
+async def chaos(fleet: ChaosFleet, seconds: float, in_flight: int, seed: int) -> dict[str, object]:
+    """Disturb a fleet that is up for so long, with so many turns in flight all the time."""
+    async with RolloutClient(fleet.urls, TURN_S, retry=PATIENT) as client:
+        expected = await undisturbed(client)
+        trainer, faults = ChaosTrainer(client, expected, seed), Faults(fleet, seed)
+        until_s = time.monotonic() + seconds
+        said = asyncio.create_task(_tell(trainer, faults))
+        try:
+            await asyncio.gather(faults.run(until_s), trainer.run(in_flight, until_s))
+        finally:
+            said.cancel()
+            await faults.cancel()
+        progress = client.progress()
+    found = asdict(trainer.findings)
+    found.pop("_ids")
+    return {
+        "seconds": seconds,
+        "in_flight": in_flight,
+        "seed": seed,
+        "faults_done": dict(faults.counts),
+        "client_tries_repeated": progress.repeated_tries,
+        "faults_found": trainer.findings.faults,
+        **found,
+    }
+
+
+async def _tell(trainer: ChaosTrainer, faults: Faults) -> None:
+    while True:
+        await asyncio.sleep(10)
+        found = trainer.findings
+        sys.stderr.write(
+            f"chaos: {found.delivered} of {found.asked} turns, {found.moved} moved,"
+            f" {found.faults} faults; {dict(faults.counts)}\n"
+        )
+
+
+async def start_and_run(
+    folder: Path, seconds: float, in_flight: int, seed: int, replicas: int
+) -> dict[str, object]:
+    """With a fleet of its own; `folder` has its model in `model`."""
+    async with ChaosFleet(folder, folder / "model", replicas) as fleet:
+        return await chaos(fleet, seconds, in_flight, seed)

@@ -1,0 +1,1 @@
+"""`python -m bench.coserve`: what a host's users feel of a guest, and what the guest gets."""

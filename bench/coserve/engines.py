@@ -1,0 +1,185 @@
+"""Host, ROSE guest and stock guest: engine cores on one core, everything else on the other."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from bench.common.engines import EngineSet, family, make_background, make_foreground, pin
+from bench.common.tiny_models import TinyModel
+from bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
+from executor.step_log import STEP_LOG
+from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
+from rose.errors import EngineStartError
+from weight_transfer import SigningKey
+
+START_TIMEOUT_S = 300.0
+HOST_SEQUENCES = 64
+NAMES = (HOST, GUEST, NAIVE)
+# By which another interpreter knows ROSE's plugins.
+METADATA = "metadata"
+# The host's step takes long enough that computing outweighs bookkeeping, and short enough that a
+# thousand requests an arm fit into the run; in fp32 a request has the same tokens in any batch.
+HOST_MODEL, GUEST_MODEL = "bench-host", "bench-guest"
+MODELS = {
+    HOST_MODEL: TinyModel(hidden=384, layers=6, heads=6, mlp=1056, vocabulary=320),
+    GUEST_MODEL: TinyModel(
+        hidden=256, layers=4, heads=4, mlp=704, vocabulary=320, dtype="bfloat16"
+    ),
+}
+# Arms replay the same prompts: none may find them cached. And sampling is what was asked for.
+HOST_ARGS: Final = {
+    EngineKind.VLLM: ("--no-enable-prefix-caching", "--generation-config=vllm"),
+    EngineKind.SGLANG: ("--disable-radix-cache", "--sampling-defaults=openai", "--enable-metrics"),
+}
+STOCK_ARGS: Final = {
+    EngineKind.VLLM: ("--generation-config=vllm",),
+    EngineKind.SGLANG: ("--sampling-defaults=openai", "--enable-metrics"),
+}
+# What the process is called that schedules and computes.
+CORES: Final = "EngineCore", "sglang::scheduler"
+# While nobody knows better: the host is started again once its own latencies are measured.
+FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
+
+
+@dataclass(slots=True, kw_only=True)
+class Engines(EngineSet):
+    """The three engines of a run; `start_*` fill it, `stop` ends them."""
+
+    settings: BenchSettings
+    page: Path
+    logs: Path
+    key: SigningKey
+    store: Path
+    ports: Mapping[str, int] = field(init=False)
+    cores: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        available = sorted(os.sched_getaffinity(0))
+        self.cores = (available[0], available[-1])
+        self.ports = {name: self.settings.port_base + at for at, name in enumerate(NAMES)}
+
+    @property
+    def model_root(self) -> Path:
+        """Where the models are kept between runs."""
+        return self.settings.out / "models"
+
+    async def start_all(self) -> None:
+        """Start the three in parallel, on all cores; then pin them."""
+        first = self.settings.ttft_target_s or FIRST_TTFT_S, self.settings.tpot_target_s
+        specs = (self._host(first[0], first[1] or FIRST_TPOT_S), self._guest(), self._naive())
+        await self.start_together(specs, START_TIMEOUT_S, self.logs)
+        for name in self.running:
+            self.place(name)
+        os.sched_setaffinity(0, {self.cores[1]})
+
+    async def restart_host(self, ttft_s: float, tpot_s: float) -> None:
+        """The same host with other targets."""
+        await self.running[HOST].stop()
+        os.sched_setaffinity(0, set(self.cores))
+        self.running[HOST] = await EngineProcess.start(self._host(ttft_s, tpot_s))
+        os.sched_setaffinity(0, {self.cores[1]})
+        await self.running[HOST].wait_healthy(START_TIMEOUT_S)
+        self.place(HOST)
+
+    async def begin_guest(self) -> None:
+        """Start the ROSE guest where a node starts it: on its host's core."""
+        self.running[GUEST] = await EngineProcess.start(self._guest(core=self.cores[0]))
+
+    async def await_guest(self) -> None:
+        """Return once the guest serves."""
+        await self.running[GUEST].wait_healthy(START_TIMEOUT_S)
+        self.place(GUEST)
+
+    async def kill_guest(self) -> None:
+        """SIGKILL to the whole guest; returns when nothing of it is left."""
+        await self.running.pop(GUEST).process.kill()
+
+    def place(self, name: str) -> None:
+        """Engine core to the serving core, API process and what it has besides to the other."""
+        api = psutil.Process(self.running[name].process.pid)
+        children = api.children(recursive=True)
+        cores = [p for p in children if any(core in " ".join(p.cmdline()) for core in CORES)]
+        if not cores:
+            raise EngineStartError(f"engine {name} has no engine core process to pin")
+        for process in (api, *children):
+            pin(process.pid, {self.cores[0 if process in cores else 1]})
+
+    def prioritise_guest(self, *, background: bool) -> None:
+        """Schedule the ROSE guest's engine core behind everybody else's, or as everybody else's."""
+        for pid in family(self.running[GUEST].process.pid):
+            if background:
+                make_background(pid)
+            else:
+                make_foreground(pid)
+
+    def _log(self, name: str) -> Path:
+        return self.logs / f"engine-{name}.log"
+
+    def _host(self, ttft_s: float, tpot_s: float) -> EngineSpec:
+        return EngineSpec(
+            name=HOST,
+            role=EngineRole.HOST,
+            model_dir=self.model_root / HOST_MODEL,
+            port=self.ports[HOST],
+            log=self._log(HOST),
+            dtype=MODELS[HOST_MODEL].dtype,
+            # A few times what it uses alone; beside a naive guest its queue needs ten times that.
+            kv_bytes=64 << 20,
+            max_model_len=256,
+            max_num_seqs=HOST_SEQUENCES,
+            control_page=self.page,
+            ttft_target_s=ttft_s,
+            tpot_target_s=tpot_s,
+            extra_args=HOST_ARGS[self.settings.host],
+            **self._run_by(self.settings.host, {STEP_LOG: str(self.settings.out.resolve())}),
+        )
+
+    def _guest(self, core: int | None = None) -> EngineSpec:
+        return EngineSpec(
+            name=GUEST,
+            role=EngineRole.GUEST,
+            model_dir=self.model_root / GUEST_MODEL,
+            port=self.ports[GUEST],
+            log=self._log(GUEST),
+            core=core,
+            dtype=MODELS[GUEST_MODEL].dtype,
+            # Two to three times what its streams need: a halved cap is felt, a whole one is not.
+            kv_bytes=16 << 20,
+            max_model_len=256,
+            max_num_seqs=self.settings.guest_streams,
+            stream_interval=16,
+            control_page=self.page,
+            verify_key=self.key.verify_key.hex,
+            weights_dir=self.store,
+            **self._run_by(
+                self.settings.guest,
+                {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
+            ),
+        )
+
+    def _naive(self) -> EngineSpec:
+        return EngineSpec(
+            name=NAIVE,
+            role=EngineRole.STOCK,
+            model_dir=self.model_root / GUEST_MODEL,
+            port=self.ports[NAIVE],
+            log=self._log(NAIVE),
+            dtype=MODELS[GUEST_MODEL].dtype,
+            max_model_len=256,
+            max_num_seqs=self.settings.guest_streams,
+            stream_interval=16,
+            extra_args=STOCK_ARGS[self.settings.guest],
+            **self._run_by(self.settings.guest, {}),
+        )
+
+    def _run_by(self, engine: EngineKind, env: dict[str, str]) -> dict[str, Any]:
+        """Which engine a spec is of, its interpreter, and what that finds ROSE by."""
+        if engine is EngineKind.VLLM:
+            return {"extra_env": env}
+        found = module_path(self.settings.out.resolve() / METADATA)
+        python = self.settings.sglang_python.absolute()
+        return {"engine": engine, "python": python, "extra_env": {**env, "PYTHONPATH": found}}

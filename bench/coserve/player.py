@@ -1,0 +1,462 @@
+"""Plays one block: grants, guest load, host load, engines' counters at its edges."""
+
+import asyncio
+import itertools
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
+
+import aiohttp
+import msgspec
+
+from bench.coserve.busy_hold import HostBusyHold, limit_of
+from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
+from bench.coserve.records import CoserveBlockRecord, Counters
+from bench.load.generator import CompletionBody, complete
+from bench.load.protocol import LoadConfig
+from executor import (
+    ControlPage,
+    Grant,
+    GrantController,
+    GuardConfig,
+    PressureLimits,
+    PressurePolicy,
+)
+from rose.errors import RoseError, UnavailableError
+from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.guest.kill_switch import KillSwitch
+from rose.process.child import JsonlProcess, ProcessSpec
+
+_SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
+# Of each engine: a request that has to be computed again, and tokens that were generated. SGLang
+# counts the latter when their request ends.
+PREEMPTIONS = "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
+TOKENS = "vllm:generation_tokens_total", "sglang:generation_tokens_total"
+
+
+def metric(text: str, names: Iterable[str]) -> float:
+    """Sum over samples of counters or gauges in Prometheus' text format; 0 without any."""
+    one_of = "|".join(re.escape(name) for name in names)
+    pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(text))
+
+
+async def scrape(session: aiohttp.ClientSession, url: str) -> str:
+    """The text of an engine's /metrics; UnavailableError when it does not answer."""
+    try:
+        async with session.get(f"{url}/metrics") as response:
+            return await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(f"{url}/metrics does not answer: {error!r}") from error
+
+
+async def read_counters(
+    session: aiohttp.ClientSession, page: ControlPage, host_url: str, naive_url: str
+) -> Counters:
+    """All of them. The page last: it costs nothing, so it is read closest to the moment."""
+    naive = await scrape(session, naive_url)
+    host = await scrape(session, host_url)
+    host_state, guest_state = page.host.peek(), page.guest.peek()
+    return Counters(
+        host_busy_ns=host_state.busy_ns if host_state else 0,
+        host_preemptions=round(metric(host, PREEMPTIONS)),
+        guest_tokens=guest_state.tokens_total if guest_state else 0,
+        naive_tokens=round(metric(naive, TOKENS)),
+    )
+
+
+TOKEN_IDS = (3, 250)
+RETRY_S = 0.2
+
+
+class ClosedLoop:
+    """Streams of greedy completions with lengths taken from `lengths` (prompt, output)."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        model: str,
+        streams: int,
+        lengths: Iterator[tuple[int, int]],
+        seed: str,
+        secret: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.done = 0
+        self.failed = 0
+        self._session = session
+        self._secret = secret
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._streams = streams
+        self._lengths = lengths
+        self._rng = random.Random(f"closed/{seed}")  # noqa: S311 - a load, not a secret
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start all streams."""
+        self._tasks = [asyncio.create_task(self._stream(k)) for k in range(self._streams)]
+
+    async def stop(self) -> None:
+        """Hang up: an engine aborts what nobody waits for."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+
+    async def _stream(self, index: int) -> None:
+        # First answers are cut to different lengths, or all streams would end in the same step.
+        share = (index + 1) / self._streams
+        number = 0
+        while True:
+            prompt_tokens, output_tokens = next(self._lengths)
+            output_tokens = max(2, round(output_tokens * share))
+            share = 1.0
+            prompt = self._rng.choices(range(*TOKEN_IDS), k=prompt_tokens)
+            body = CompletionBody(self._model, prompt, output_tokens)
+            name = f"closed{index}n{number}"
+            result = await complete(
+                self._session, self._url, body, name, time.monotonic(), self._secret
+            )
+            number += 1
+            if result.status == "ok":
+                self.done += 1
+            else:
+                self.failed += 1
+                await asyncio.sleep(RETRY_S)
+
+
+# Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
+# policies differ.
+KV_HIGH, KV_LOW = 0.12, 0.08
+
+
+def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
+    """The arm's limits."""
+    policy = PressurePolicy(arm.policy or PressurePolicy.ADAPTIVE)
+    pressure = PressureLimits(policy, high=KV_HIGH, low=KV_LOW)
+    return GuardConfig(
+        token_budget, max_sequences, slack_share=arm.slack_share or 0.0, pressure=pressure
+    )
+
+
+class Granting:
+    """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
+
+    def __init__(
+        self, page: ControlPage, out: Path, logs: Path, max_host_busy: float = 1.0
+    ) -> None:
+        """`max_host_busy`: as a capacity policy's `maxHostBusy.share`; 1 lends at any load."""
+        self._page = page
+        self._logs = logs
+        # Figures are computed from every record; and nobody's host waits for this disk.
+        self._watch = HostWatch(JsonlLog(out / HOST_LATENCY, KEEP_ALL))
+        self._samples = JsonlLog(out / GUEST_SAMPLES, KEEP_ALL)
+        self._events = EventLog(logs, "guard", KEEP_ALL)
+        self._guard: GuardThread | None = None
+        self._broken = False
+        self._arm = 0
+        self._hold = HostBusyHold(
+            limit_of(max_host_busy), lambda note: self._events.write(note.event, **note.fields)
+        )
+        self._lent = True
+        # Loads begin and end in one thread, the guard asks in its own.
+        self._holding = threading.Lock()
+
+    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> None:
+        """Grant by the arm's rules from now on."""
+        self._end()
+        config = guard_config(arm, token_budget, max_sequences)
+        self._arm += 1
+        self._guard = GuardThread(
+            name=arm.name,
+            page=self._page,
+            core=GrantController(config, self._uncapped()),
+            lease_epoch=lambda: self._lease_epoch(arm),
+            kill_switch=KillSwitch(self._logs / "KILL"),
+            host_pid=host_pid,
+            watch=self._watch,
+            samples=self._samples,
+            events=self._events,
+            on_broken=self._break,
+            on_stall=self._stall,
+        )
+        self._guard.start()
+
+    def loaded(self, load: str | None) -> None:
+        """The host has this load from now on, or none that a guest could be too much beside."""
+        with self._holding:
+            if load is None:
+                self._hold.end()
+            else:
+                self._hold.begin(load)
+
+    def check(self) -> None:
+        """Raise when the guard ended by itself: what was measured since says nothing."""
+        if self._broken:
+            raise RoseError(f"the guard broke; see {self._logs}")
+
+    def drain_latencies(self) -> None:
+        """Write the host's latencies that are still in the ring; call it after `stop`."""
+        self._watch.drain(self._page)
+
+    def stop(self) -> None:
+        """Grant nothing more."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
+
+    def _lease_epoch(self, arm: Arm) -> int | None:
+        """The lease that holds now. What a naive guest does to its host is no load of its own."""
+        if arm.guest != "naive":
+            host = self._page.host.peek()
+            with self._holding:
+                lends = self._hold.lends(host.busy_ns if host else None, time.monotonic())
+            # As from a scheduler: lent again it has another lease.
+            self._arm += lends and not self._lent
+            self._lent = lends
+        return self._arm if self._lent and arm.guest == "rose" else None
+
+    def _uncapped(self) -> Grant | None:
+        """The last grant, whose epoch goes on; no arm begins with what another one took."""
+        last = self._page.grant.peek()
+        return None if last is None else replace(last, kv_granule_cap=0)
+
+    def _stall(self, reason: str) -> None:
+        # A bench that stood still knows no more than a node: the arm goes on under a new lease.
+        self._events.write("stalled", reason=reason)
+        self._arm += 1
+
+    def _break(self) -> None:
+        self._broken = True
+
+
+# Streams fill the guest's batch before the host's load begins.
+FILL_S = 0.7
+POLL_S = 0.02
+HTTP_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0
+EMPTY_PATIENCE_S = 5.0
+NONE, NORMAL, SCHED_IDLE = "none", "normal", "SCHED_IDLE"
+
+Drill = Callable[[int], Awaitable[None]]
+
+
+class Edge(NamedTuple):
+    """A block's begin or end, and the counters read there."""
+
+    at_s: float
+    counters: Counters
+
+
+class PlayedEngines(Protocol):
+    """Host and guests that run already."""
+
+    def url(self, name: str) -> str:
+        """Address of an engine."""
+        ...
+
+    def headers(self, name: str) -> dict[str, str]:
+        """What it asks for of whoever completes there without a lease."""
+        ...
+
+    def pid(self, name: str) -> int | None:
+        """Its API process while it runs."""
+        ...
+
+    def prioritise_guest(self, *, background: bool) -> None:
+        """Schedule the ROSE guest behind everybody else, or as everybody else."""
+        ...
+
+    def check(self) -> None:
+        """Raise when an engine ended by itself."""
+        ...
+
+
+@dataclass(slots=True)
+class Player:
+    """Numbers and records blocks, one after another.
+
+    lent_priority: see `BenchSettings`.
+    insist_empty: a host that works on after its load has ended is an error, since the next block
+    would pay for it. empty_patience_s: how long that may take.
+    """
+
+    seed: int
+    guest: GuestLoad
+    engines: PlayedEngines
+    page: ControlPage
+    granting: Granting
+    load: JsonlProcess
+    session: aiohttp.ClientSession
+    log: JsonlLog
+    records: list[CoserveBlockRecord] = field(default_factory=list)
+    lent_priority: Literal["background", "normal"] = "background"
+    insist_empty: bool = False
+    empty_patience_s: float = EMPTY_PATIENCE_S
+
+    async def play(self, block: PlanBlock, drill: Drill | None = None) -> CoserveBlockRecord:
+        """Play one block; `drill` gets its number and runs beside it."""
+        number = len(self.records)
+        self.rule(block.arm)
+        streams = self._streams(block.arm, number)
+        if streams:
+            streams.start()
+            await asyncio.sleep(FILL_S)
+        counters = await self._counters()
+        start = Edge(time.monotonic(), counters)
+        await self._load_host(block, number)
+        beside = asyncio.ensure_future(drill(number)) if drill else None
+        await asyncio.sleep(block.duration_s)
+        end_s = time.monotonic()
+        end = Edge(end_s, await self._counters())
+        await self.load.say(cmd="off")
+        # What is still out was asked for under this arm's rules, so it is served under them.
+        await self._host_empty(block.arm)
+        self.granting.loaded(None)
+        if streams:
+            await streams.stop()
+        if beside:
+            # A drill that outlasts its window (a guest's start) goes on without host load.
+            await beside
+        await self._guests_empty()
+        self.granting.check()
+        self.engines.check()
+        self.load.check()
+        return self._recorded(block, number, start, end)
+
+    async def _load_host(self, block: PlanBlock, number: int) -> None:
+        if block.cell is None:
+            return
+        self.granting.loaded(f"{block.cell.busy_target} {block.cell.traffic}")
+        await self.load.say(
+            cmd="segment",
+            segment=block.segment,
+            block=number,
+            arm=block.arm.name,
+            rate_per_s=block.cell.rate_per_s,
+            traffic=block.cell.traffic,
+        )
+
+    def _recorded(
+        self, block: PlanBlock, number: int, start: Edge, end: Edge
+    ) -> CoserveBlockRecord:
+        cell = block.cell
+        record = CoserveBlockRecord(
+            block=number,
+            arm=block.arm.name,
+            round=block.round,
+            segment=block.segment,
+            busy_target=cell.busy_target if cell else None,
+            traffic=cell.traffic if cell else None,
+            rate_per_s=cell.rate_per_s if cell else None,
+            policy=block.arm.policy,
+            slack_share=block.arm.slack_share,
+            isolation=self._isolation(block.arm),
+            start_s=start.at_s,
+            end_s=end.at_s,
+            start=start.counters,
+            end=end.counters,
+        )
+        self.records.append(record)
+        self.log.write(msgspec.to_builtins(record))
+        return record
+
+    def rule(self, arm: Arm) -> None:
+        """Schedule and grant by the arm's rules."""
+        if self.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
+            self.engines.prioritise_guest(background=self._isolation(arm) != NORMAL)
+        self.granting.rule(arm, self.engines.pid(HOST), self.guest.token_budget, self.guest.streams)
+
+    def _isolation(self, arm: Arm) -> str:
+        lent = arm.guest == "rose" and bool(arm.slack_share)
+        normal = arm.guest == "naive" or (lent and self.lent_priority == "normal")
+        return NONE if arm.guest == "none" else NORMAL if normal else SCHED_IDLE
+
+    def _streams(self, arm: Arm, number: int) -> ClosedLoop | None:
+        name = {"rose": GUEST, "naive": NAIVE}.get(arm.guest)
+        if name is None or self.engines.pid(name) is None:
+            return None
+        guest = self.guest
+        lengths = itertools.repeat((guest.prompt_tokens, guest.output_tokens))
+        return ClosedLoop(
+            self.session,
+            self.engines.url(name),
+            name,
+            guest.streams,
+            lengths,
+            f"{self.seed}/{number}",
+            self.engines.headers(name),
+        )
+
+    async def _counters(self) -> Counters:
+        return await read_counters(
+            self.session, self.page, self.engines.url(HOST), self.engines.url(NAIVE)
+        )
+
+    async def _host_empty(self, arm: Arm) -> None:
+        def empty() -> bool:
+            host = self.page.host.peek()
+            return host is not None and host.idle
+
+        await self._until(empty)
+        if self.insist_empty and not empty():
+            self.engines.check()
+            raise RoseError(
+                f"the host is still busy {self.empty_patience_s:.0f} s after the load of arm"
+                f" {arm.name} ended: it cannot serve this load beside that guest; lower the load"
+            )
+
+    async def _guests_empty(self) -> None:
+        def empty() -> bool:
+            guest = self.page.guest.peek()
+            return guest is None or not (guest.running or guest.waiting)
+
+        if self.engines.pid(GUEST) is not None:
+            await self._until(empty)
+        deadline_s = time.monotonic() + self.empty_patience_s
+        while time.monotonic() < deadline_s:
+            text = await scrape(self.session, self.engines.url(NAIVE))
+            if not metric(text, "num_requests_running") + metric(text, "num_requests_waiting"):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + self.empty_patience_s
+        while not done() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polls memory
+            await asyncio.sleep(POLL_S)
+
+
+async def start_load(
+    config: LoadConfig, log: Path, scratch: Path, core: int | None = None
+) -> JsonlProcess:
+    """Start the load generator of the host's clients; returns once it is ready."""
+    path = scratch / "load.json"
+    path.write_text(config.model_dump_json())
+    argv = (sys.executable, "-m", "bench.load.generator", "--config", str(path))
+    load = await JsonlProcess.start(
+        ProcessSpec(name="load", argv=argv, log=log, core=core, piped=True)
+    )
+    await load.expect("ready", READY_TIMEOUT_S)
+    return load
+
+
+def engine_http() -> aiohttp.ClientSession:
+    """Open what engines are asked by: any number of requests at once, each with a timeout."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+    )

@@ -1,0 +1,387 @@
+"""The claims of the demo, and the verdict of the records on each.
+
+An exact claim is a count: it is what it is, and one too many is a failure. A measured claim comes
+with the interval in which its true value lies:
+
+    HOLDS          the measured value meets the limit
+    INCONCLUSIVE   it misses, but the interval contains the limit; or there is too little data
+    FAILS          the whole interval misses the limit
+
+so noise alone never makes a claim fail. Where noise must not make it hold either (a gain that may
+be none), the whole interval has to meet the limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.common.checks import Bound, Verdict, meets, verdict_of
+from bench.demo.report.measures import (
+    KINDS,
+    HarvestMeasures,
+    HostImpact,
+    LogprobGap,
+    crossings,
+    faults,
+    fifths,
+    harvest,
+    host_impact,
+    logprob_gap,
+    rewards_by_group,
+    tokens,
+    trajectories,
+    weights,
+)
+from bench.demo.report.records import Records
+from bench.demo.report.sharing import job_measures, sharing
+from rose.compare.bootstrap import Estimate, Interval, mean_difference, paired_difference
+
+MIN_REWARD_RISE = 0.10
+MIN_HELD_OUT_RISE = 0.10
+ENOUGH_MAPS = 512
+MAX_LOGPROB_GAP = 0.01
+MIN_IDLE_EFFICIENCY = 0.7
+MAX_HOST_BUSY = 0.5
+ENOUGH_PAIRS = 3
+MAX_LATENCY_RATIO = 1.10
+ENOUGH_REQUESTS = {50: 50, 95: 200}
+MIN_SPANNING_SHARE = 0.05
+MIN_FORCED_REVOCATIONS = 10
+MAX_STALENESS = 1
+# Of two jobs of equal weight: neither has less, so neither has more than 60%.
+MIN_GUEST_SHARE = 0.4
+MIN_LEASED_SHARE = 0.9
+MIN_CHANGES = 2
+
+SPANNING = "trajectories: spanning two versions"
+_LEARNS = ("learns: sampled reward", "learns: held-out success")
+_BAD_WEIGHTS = ("weights: digest and probe failures", "borrowed tokens: logprob gap of guest")
+# A control is a run that must fail: one of these claims has to, or the measurement sees nothing.
+BROKEN_BY_CONTROL: dict[str, tuple[str, ...]] = {
+    "shuffled-advantage": _LEARNS,
+    "lr0": _LEARNS[1:],
+    "corrupt-chunk": _BAD_WEIGHTS[:1],
+    "wrong-chunk": _BAD_WEIGHTS,
+    "stale-guest": _BAD_WEIGHTS[1:],
+    "drop-token": ("borrowed tokens: logprob gap of continued",),
+    "naive": tuple(
+        f"host does not notice: {metric} p{percent}"
+        for metric in ("TTFT", "TPOT")
+        for percent in (50, 95)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claim: `value` must be `bound` `limit`; `why` says in words what decided.
+
+    `exact`: a count, or too exact for an interval to matter.
+    """
+
+    name: str
+    value: float | None
+    ci95: Interval | None
+    bound: Bound
+    limit: float
+    verdict: Verdict
+    why: str
+    exact: bool
+
+
+def exact(
+    name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
+) -> Claim:
+    """A claim decided by its value alone; `missing` says what a None value lacked."""
+    if value is None:
+        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=True)
+    verdict = verdict_of(value, bound, limit)
+    return Claim(name, value, None, bound, limit, verdict, why, exact=True)
+
+
+def measured(
+    name: str,
+    found: Estimate | None,
+    bound: Bound,
+    limit: float,
+    why: str,
+    missing: str,
+    *,
+    throughout: bool = False,
+) -> Claim:
+    """A claim decided by value and interval; `missing` says what None, or no interval, lacked.
+
+    throughout: it holds only where the whole interval meets the limit.
+    """
+    if found is None or found.ci95 is None:
+        value = found.value if found else None
+        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=False)
+    met = [meets(end, bound, limit) for end in found.ci95]
+    verdict: Verdict = "INCONCLUSIVE"
+    if all(met) if throughout else meets(found.value, bound, limit):
+        verdict = "HOLDS"
+    elif not any(met):
+        verdict = "FAILS"
+        why = f"{why}; the whole interval misses"
+    else:
+        why = f"{why}; the interval contains the limit"
+    return Claim(name, found.value, found.ci95, bound, limit, verdict, why, exact=False)
+
+
+def learning_claims(records: Records, seed: int) -> list[Claim]:
+    """Reward rises over the run, and so does success on maps never trained on."""
+    first, last = (rewards_by_group(records, steps) for steps in fifths(records))
+    sampled = mean_difference(first, last, seed) if first and last else None
+    crossed = crossings(records)
+    enough = len(crossed) >= ENOUGH_MAPS
+    return [
+        measured(
+            "learns: sampled reward",
+            sampled,
+            "at least",
+            MIN_REWARD_RISE,
+            "mean of the last fifth of steps minus the first; interval over maps",
+            "no delivered trajectories in the first or the last fifth of the steps",
+        ),
+        measured(
+            "learns: held-out success",
+            paired_difference([[pair] for pair in crossed], seed) if enough else None,
+            "at least",
+            MIN_HELD_OUT_RISE,
+            f"greedy success on {len(crossed)} held-out maps, final minus warm start, map by map",
+            f"both evaluations must cover {ENOUGH_MAPS} maps",
+        ),
+    ]
+
+
+def token_claims(records: Records) -> list[Claim]:
+    """Borrowed tokens are as good as dedicated ones."""
+    gap: LogprobGap = logprob_gap(records)
+    values = {"guest": gap.guest, "dedicated": gap.dedicated, "continued": gap.continued}
+    why = "mean absolute difference of engine and trainer logprobs, under the stamped version"
+    return [
+        exact(
+            f"borrowed tokens: logprob gap of {kind}",
+            values[kind],
+            "at most",
+            MAX_LOGPROB_GAP,
+            why,
+            f"no {kind} tokens were compared",
+        )
+        for kind in KINDS
+    ]
+
+
+def harvest_claims(records: Records, seed: int) -> list[Claim]:
+    """Lending turns idle host time into rollouts."""
+    found: HarvestMeasures = harvest(records, seed)
+    enough = found.pairs >= ENOUGH_PAIRS
+    pairs = f"needs {ENOUGH_PAIRS} pairs of blocks with tokens, and ceiling blocks"
+    return [
+        measured(
+            "harvest: gain",
+            found.gain if enough else None,
+            "above",
+            1.0,
+            "rollout tokens/s, leased over frozen; interval over pairs of blocks",
+            pairs,
+            throughout=True,
+        ),
+        measured(
+            "harvest: idle efficiency",
+            found.idle_efficiency if enough else None,
+            "at least",
+            MIN_IDLE_EFFICIENCY,
+            "guest tokens/s when leased over (guest tokens/s with the host idle x idle share)",
+            pairs,
+        ),
+        measured(
+            "harvest: host busy",
+            found.busy,
+            "at most",
+            MAX_HOST_BUSY,
+            "share of time the host was inside a step in frozen blocks",
+            "needs two frozen blocks",
+        ),
+    ]
+
+
+def host_claims(records: Records, seed: int) -> list[Claim]:
+    """The host does not notice."""
+    found = host_impact(records, seed)
+    return [
+        _latency_claim(found, metric, percent)
+        for metric in ("ttft", "tpot")
+        for percent in (50, 95)
+    ]
+
+
+def _latency_claim(found: HostImpact, metric: str, percent: int) -> Claim:
+    samples, enough = found.samples.get(metric, 0), ENOUGH_REQUESTS[percent]
+    missing = "too many failed requests, or too short a run, for an interval"
+    if samples < enough:
+        missing = f"{samples} requests compared; {enough} are enough"
+    return measured(
+        f"host does not notice: {metric.upper()} p{percent}",
+        found.ratios.get((metric, percent)) if samples >= enough else None,
+        "at most",
+        MAX_LATENCY_RATIO,
+        f"leased over frozen, {samples} replayed requests in each arm",
+        missing,
+    )
+
+
+def delivery_claims(records: Records) -> list[Claim]:
+    """Every trajectory arrives once, every token says where it is from."""
+    found, sampled = trajectories(records), tokens(records)
+    total = sampled.dedicated + sampled.guest + sampled.continued
+    none = "no trajectories recorded"
+    return [
+        exact(
+            "trajectories: lost or delivered twice",
+            found.lost + found.duplicated if found.started else None,
+            "at most",
+            0,
+            f"{found.started} started, {found.delivered} delivered",
+            none,
+        ),
+        exact(
+            "tokens: without version or logprob",
+            sampled.unstamped if total else None,
+            "at most",
+            0,
+            f"{total} tokens sampled",
+            "no tokens recorded",
+        ),
+        exact(
+            SPANNING,
+            found.spanning_versions / found.delivered if found.delivered else None,
+            "at least",
+            MIN_SPANNING_SHARE,
+            f"{found.spanning_versions} of {found.delivered} delivered",
+            none,
+        ),
+        exact(
+            "trajectories: staleness",
+            found.max_staleness,
+            "at most",
+            MAX_STALENESS,
+            "most versions between the policy trained and the oldest token it trained on",
+            none,
+        ),
+    ]
+
+
+def safety_claims(records: Records, least_revocations: int) -> list[Claim]:
+    """Weights are proven, and the faults were real."""
+    published, storm = weights(records), faults(records)
+    return [
+        exact(
+            "weights: digest and probe failures",
+            published.digest_failures + published.probe_failures if records.activations else None,
+            "at most",
+            0,
+            f"{len(records.activations)} activations of {published.versions} versions",
+            "no replica activated a version",
+        ),
+        exact(
+            "faults: forced revocations mid-turn",
+            storm.mid_turn,
+            "at least",
+            least_revocations,
+            f"{storm.forced_revocations} forced; those that moved a turn elsewhere count",
+        ),
+        exact("faults: guest killed with SIGKILL", storm.guest_kills, "at least", 1, "kill -9"),
+    ]
+
+
+def sharing_claims(records: Records) -> list[Claim]:
+    """Jobs of equal weight get equal time of what is borrowed, and lose none of it to waiting."""
+    found = sharing(records)
+    if found is None:
+        return []
+    return [
+        *(
+            exact(
+                f"sharing: part of the guest's time that {each.job} had",
+                each.share,
+                "at least",
+                MIN_GUEST_SHARE,
+                f"{each.guest_s:.0f} s of its leases, over those of all jobs",
+                "the guest was never leased",
+            )
+            for each in job_measures(records)
+        ),
+        exact(
+            "sharing: time in which a job had the guest",
+            found.leased_share,
+            "at least",
+            MIN_LEASED_SHARE,
+            f"of {found.seconds:.0f} s in which it was lent",
+            "the guest was never leased",
+        ),
+        exact(
+            "sharing: changes from one job to another",
+            found.changes,
+            "at least",
+            MIN_CHANGES,
+            "leases of the guest that followed another job's",
+        ),
+        exact(
+            "sharing: engines started anew for that",
+            found.engine_starts,
+            "at most",
+            0,
+            "a running engine takes the other job's base and deltas",
+        ),
+    ]
+
+
+def _claims_of_jobs(records: Records) -> list[Claim]:
+    """How jobs share, what each gets is its own and all there, and weights are proven."""
+    claims = sharing_claims(records)
+    for job in records.jobs:
+        own = records.of_job(job)
+        # They have no dedicated engine. How many span two versions is a matter of a minute's luck.
+        left_out = (SPANNING, "borrowed tokens: logprob gap of dedicated")
+        claims += [
+            replace(claim, name=f"{job}: {claim.name}")
+            for claim in (*token_claims(own), *delivery_claims(own))
+            if claim.name not in left_out
+        ]
+    return claims + safety_claims(records, least_revocations=0)[:1]
+
+
+def claims_of(records: Records, seed: int) -> list[Claim]:
+    """The claims that the run was for, in the order in which the report tells them.
+
+    The quickstart proves what is exact, but not how many trajectories span two versions: of its few
+    some dozen do, or none. A control proves only what it must break.
+    """
+    quickstart, control = (records.run.settings.get(name) for name in ("quickstart", "control"))
+    if records.jobs:
+        return _claims_of_jobs(records)
+    if quickstart:
+        return [
+            *token_claims(records),
+            *(claim for claim in delivery_claims(records) if claim.name != SPANNING),
+            *safety_claims(records, least_revocations=1),
+        ]
+    claims = [
+        *learning_claims(records, seed),
+        *token_claims(records),
+        *harvest_claims(records, seed),
+        *host_claims(records, seed),
+        *delivery_claims(records),
+        *safety_claims(records, MIN_FORCED_REVOCATIONS),
+    ]
+    if isinstance(control, str):
+        return [claim for claim in claims if claim.name in BROKEN_BY_CONTROL[control]]
+    return claims
+
+
+def exit_code(claims: Sequence[Claim], control: str | None) -> int:
+    """0 when no claim fails; of a control, when one that it must break did fail."""
+    failed = {claim.name for claim in claims if claim.verdict == "FAILS"}
+    if control is None:
+        return int(bool(failed))
+    return int(failed.isdisjoint(BROKEN_BY_CONTROL[control]))

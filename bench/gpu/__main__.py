@@ -1,0 +1,196 @@
+"""`python -m bench.gpu`: what one NVIDIA GPU shows, in pieces of under ten minutes.
+
+Exit code 0 when done, 1 when a piece or a limit failed, 2 when this machine or card cannot be
+measured: then nothing was touched. Settings of the card are read, never written.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.gpu.machine import (
+    REHEARSAL_LOGS,
+    REHEARSAL_OUT,
+    REHEARSAL_PLACE,
+    StandInCard,
+    chosen,
+    insist_alone,
+    remarks,
+    revision_of,
+)
+from bench.gpu.piece_process import ROOT, Measure, measure_apart
+from bench.gpu.pieces import GpuPiece, pieces_of
+from bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
+from bench.gpu.sizes import REHEARSAL, ServingSizes, Sizes
+from rose.errors import ConfigError, RoseError
+from rose.nvml import CardReader, Nvml, insist_usable
+
+DEFAULT_OUT, DEFAULT_LOGS = Path("bench/results"), Path("out/gpu")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    open_reader: Callable[[], CardReader] = Nvml,
+    measure: Measure = measure_apart,
+) -> int:
+    """Run the pieces; tests give a stand-in for the driver, or for the pieces' processes."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.list:
+            return _list(args)
+        if args.draw:
+            return _drawn(args.draw)
+        if args.rehearse:
+            return _rehearse(args)
+        return _run(args, open_reader(), measure)
+    except RoseError as error:
+        sys.stderr.write(f"gpu: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("gpu: interrupted; run it again for what is left\n")
+        return 130
+
+
+def _list(args: argparse.Namespace) -> int:
+    sizes = _sizes(args)
+    for piece in _pieces(args):
+        gib = piece.memory(sizes) / (1 << 30)
+        _say(
+            f"{piece.name:<8} about {piece.takes_s(sizes):3.0f} s, {gib:3.0f} GiB: {piece.what}"
+            + (f" ({missing})" if (missing := piece.missing()) else "")
+        )
+    return 0
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    """The same on CPUs: never among results, and said wherever its figures are."""
+    args.out = REHEARSAL_OUT if args.out == DEFAULT_OUT else args.out
+    args.logs = REHEARSAL_LOGS if args.logs == DEFAULT_LOGS else args.logs
+    if args.out.resolve().is_relative_to(DEFAULT_OUT.resolve()):
+        raise ConfigError(f"a rehearsal is no result; name a folder outside {DEFAULT_OUT}")
+    _say(f"note: {NO_CLAIM}")
+    return _run(args, StandInCard(), partial(measure_apart, place=REHEARSAL_PLACE))
+
+
+def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
+    request = RunRequest(
+        pieces=_pieces(args),
+        sizes=_sizes(args),
+        out=args.out,
+        logs=args.logs,
+        revision=revision_of(ROOT, args.commit),
+        resume=args.resume,
+        budget_s=args.budget_s,
+        named=bool(args.only),
+        rehearsal=args.rehearse,
+    )
+    card = chosen(reader.cards(), args.gpu)
+    insist_usable(card)
+    usage = reader.usage(card)
+    insist_alone(card, usage)
+    runner = Runner(reader, card, request, measure)
+    runner.insist_room(usage)
+    _say(f"{card.name}, driver {card.driver}, commit {request.revision}")
+    for remark in remarks(card, usage):
+        _say(f"note: {remark}")
+    outcomes = runner.run(_say)
+    _draw(folder_of(args.out, card.name))
+    _say(summary(outcomes))
+    return int(not all(outcome.good for outcome in outcomes))
+
+
+def _drawn(folder: Path) -> int:
+    if not _draw(folder):
+        raise ConfigError(f"nothing to draw in {folder}; name a folder that has results of pieces")
+    return 0
+
+
+def _draw(folder: Path) -> Path | None:
+    try:
+        from bench.gpu.plot import draw
+    except ImportError as error:
+        _say(f"note: no picture, {error.name} is not installed; --draw makes it elsewhere")
+        return None
+    if path := draw(folder):
+        _say(f"picture: {path}")
+    return path
+
+
+def _pieces(args: argparse.Namespace) -> tuple[GpuPiece, ...]:
+    """Those asked for; of a rehearsal those that start engines."""
+    pieces = pieces_of(tuple(args.only))
+    return tuple(piece for piece in pieces if piece.group) if args.rehearse else pieces
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    serving = REHEARSAL if args.rehearse else ServingSizes()
+    given: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("arm_s", args.arm_s),
+            ("rounds", args.arm_rounds),
+            ("azure", args.azure and str(args.azure.absolute())),
+            ("kv_backend", args.kv_backend),
+            ("seed", args.seed),
+        )
+        if value is not None
+    }
+    return Sizes(
+        gib=args.gib, density=args.density, rounds=args.rounds, serving=replace(serving, **given)
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    sizes = Sizes()
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="show the pieces, measure nothing")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="the picture of results, no more")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PIECE", help="these alone")
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="skip what this commit measured before (default)",
+    )
+    parser.add_argument("--budget-s", type=float, metavar="S", help="begin nothing that ends later")
+    parser.add_argument("--gpu", type=int, metavar="INDEX", help="needed where there are several")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
+    parser.add_argument("--logs", type=Path, default=DEFAULT_LOGS, metavar="DIR")
+    parser.add_argument("--commit", default="", metavar="HASH", help="for a copy without git")
+    parser.add_argument("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
+    parser.add_argument("--density", type=float, default=sizes.density, help="share of changes")
+    parser.add_argument("--rounds", type=int, default=sizes.rounds)
+    _add_serving(parser)
+    return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rehearse", action="store_true", help="pieces with engines, tiny, on CPUs: no figures"
+    )
+    parser.add_argument("--arm-s", type=float, metavar="S", help="load of an arm in one round")
+    parser.add_argument("--arm-rounds", type=int, metavar="N", help="at most, where time is left")
+    parser.add_argument("--azure", type=Path, metavar="CSV", help="bursts of this trace")
+    parser.add_argument("--kv-backend", metavar="NAME", help="the guest's: auto, cuda or madvise")
+    parser.add_argument("--seed", type=int, metavar="N", help="of arrivals and of orders")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave as after an error: the piece's process is ended on the way out."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(main())

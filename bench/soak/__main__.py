@@ -1,0 +1,98 @@
+"""`python -m bench.soak`: turns that end in every way, then a storm of ones that time out.
+
+Writes soak.json and soak.txt. Exit code 0, 1 when a bound is broken, 2 for bad input.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from bench.soak.callers import LATE, WAYS
+from bench.soak.run import RENEW_S, SoakCheck, SoakSeen, checks, soaking
+from rose.errors import ConfigError, RoseError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        if args.turns < 1 or args.in_flight < 1 or args.storm_s < 0:
+            raise ConfigError("--turns, --in-flight: at least 1, --storm-s: at least 0")
+        folder = args.out / "soak"
+        folder.mkdir(parents=True, exist_ok=True)
+        mixed, storm = uvloop.run(soak(folder, args))
+    except RoseError as error:
+        sys.stderr.write(f"soak: {error}\n")
+        return 2
+    except asyncio.CancelledError:
+        sys.stderr.write("soak: ended by a signal\n")
+        return 128 + signal.SIGTERM
+    found = checks(mixed, storm)
+    text = table(mixed, storm, found)
+    result = msgspec.json.encode({"mixed": mixed, "storm": storm, "checks": found})
+    (args.out / "soak.json").write_bytes(msgspec.json.format(result) + b"\n")
+    (args.out / "soak.txt").write_text(text)
+    sys.stdout.write(text)
+    return int(not all(check.holds for check in found))
+
+
+async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
+    """Both phases, on one gateway. A SIGTERM cancels it, which ends what it started."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with soaking(folder) as running:
+        running.renewing(RENEW_S)
+        saying = asyncio.create_task(_say())
+        mixed = await running.phase(WAYS, args.in_flight, args.turns, args.seconds, args.seed)
+        saying.cancel()
+        running.renewing(0.0)
+        storm = await running.phase([LATE], args.in_flight, sys.maxsize, args.storm_s, args.seed)
+    return mixed, storm
+
+
+def table(mixed: SoakSeen, storm: SoakSeen, found: Sequence[SoakCheck]) -> str:
+    """What each way was answered with, what was seen besides, and all bounds."""
+    lines = [f"{'way':>26}  {'asked':>7}  answers (0: the caller hung up)"]
+    for name, statuses in mixed.statuses.items():
+        said = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+        lines.append(f"{name:>26}  {sum(statuses.values()):>7}  {said}")
+    lines += [f"{'WRONG':>26}  {count:>7}  {said}" for said, count in mixed.wrong.most_common(8)]
+    lines.append("")
+    for name, seen in (("mixed", mixed), ("storm", storm)):
+        if seen.turns:
+            lines.append(
+                f"{name}: {seen.turns} turns in {seen.took_s:.0f} s; as seen from outside, a live"
+                f" stream was silent for {1e3 * seen.silence_s:.0f} ms, /health took"
+                f" {1e3 * seen.health_s:.0f} ms; for {seen.waited:.0%} of the time the gateway"
+                " waited for a processor"
+            )
+    lines.append("")
+    lines += [check.line() for check in found]
+    return "\n".join(lines) + "\n"
+
+
+async def _say() -> None:
+    for minute in range(1, 60):
+        await asyncio.sleep(60)
+        sys.stderr.write(f"soak: {minute} min\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
+    parser.add_argument("--turns", type=int, default=200_000)
+    parser.add_argument("--seconds", type=float, default=540.0, help="at most, for the turns")
+    parser.add_argument("--storm-s", type=float, default=60.0, help="of turns that time out")
+    parser.add_argument("--in-flight", type=int, default=32, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

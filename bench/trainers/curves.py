@@ -1,0 +1,259 @@
+"""`python -m bench.trainers.curves WAY…`: whether the reward rises, by trainer, mode and seed.
+
+    trl-server  trl-async  verl-sync  verl-async
+
+Each way has a fleet of its own for all its seeds; a seed is a run of its own, of the trainer as it
+is released. Writes a record for each way after each seed, `curve-WAY.json`, so that seeds and ways
+may be trained one by one; then the table and the picture of all records that are in the folder,
+those of `trl_measure` included. Without a way it draws what is there. Exit code 0, 1 where a reward
+did not rise or a way has fewer seeds than wanted, 2 for bad input or a training that does not work.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from bench.common.checks import text_table
+from bench.trainers.policy import CHATML, save_policy
+from bench.trainers.stack import ROOT, RUN_S, TrainerStack, run_program
+from bench.trainers.verl_run import VerlRun
+from rose.errors import ConfigError, EngineStartError, RoseError
+
+# As many steps as a policy of random weights needs to learn what is rewarded, and some more.
+STEPS = {"trl-server": 27, "trl-async": 18, "verl-sync": 18, "verl-async": 12}
+REWARDED = {"trl": "share of letters", "verl": "right sums, and digits"}
+COLORS = {
+    "trl-server": "#2a7f9e",
+    "trl-async": "#e0a83a",
+    "verl-sync": "#5a9e4b",
+    "verl-async": "#b0527a",
+}
+# How trainers name what both count: by which sampler and trainer differ, and how old samples are.
+DRIFTS = ("sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean")
+STALENESS = ("staleness/max", "training/off_policy/trajectory_staleness/max")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One training. rewards: of each step; drift: mean difference of sampler and trainer, of
+    logprobs for TRL and of probabilities for verl; staleness: the oldest sample, in versions."""
+
+    seed: int
+    rewards: list[float]
+    drift: float | None = None
+    staleness: float | None = None
+
+    @property
+    def thirds(self) -> tuple[float, float]:
+        """Mean reward of the first third of the steps, and of the last."""
+        third = max(1, len(self.rewards) // 3)
+        return fmean(self.rewards[:third]), fmean(self.rewards[-third:])
+
+    @property
+    def rose(self) -> bool:
+        """Whether the last third is above the first."""
+        first, last = self.thirds
+        return last > first
+
+
+@dataclass(slots=True)
+class Record:
+    """All curves of one way, by seed."""
+
+    way: str
+    curves: dict[int, Curve] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, way: str) -> "Record":
+        """Read it; one without curves where there is none.
+
+        TRL's are read from what `trl_measure` wrote, where they were not trained here.
+        """
+        path, measured = _path(folder, way), folder / "trl.json"
+        trainer, mode = way.split("-")
+        found = list[Curve]()
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))["curves"]
+            found = [Curve(**each) for each in kept]
+        elif trainer == "trl" and measured.exists():
+            runs = json.loads(measured.read_text(encoding="utf-8"))["runs"]
+            mine = (run for run in runs if run["arm"] == mode)
+            found = [Curve(run["seed"], run["rewards"], run["drift"]) for run in mine]
+        return cls(way, {each.seed: each for each in found})
+
+    def save(self, folder: Path) -> None:
+        """Write it with the machine that it was made on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
+        curves = [asdict(self.curves[seed]) for seed in sorted(self.curves)]
+        kept = {"way": self.way, "machine": machine, "curves": curves}
+        _path(folder, self.way).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    def holds(self, seeds: int) -> bool:
+        """Whether so many seeds were trained, and all of them rose."""
+        return len(self.curves) >= seeds and all(each.rose for each in self.curves.values())
+
+
+def _path(folder: Path, way: str) -> Path:
+    return folder / f"curve-{way}.json"
+
+
+def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
+    """One training by the figures that its trainer logged for each step."""
+
+    def found(names: Sequence[str]) -> list[float]:
+        return [step[name] for step in steps for name in names if name in step]
+
+    drifts, ages = found(DRIFTS), found(STALENESS)
+    return Curve(
+        seed,
+        [step[reward] for step in steps if reward in step],
+        fmean(drifts) if drifts else None,
+        max(ages, default=None),
+    )
+
+
+@contextmanager
+def _fleet(way: str, folder: Path) -> Iterator[tuple[TrainerStack, Path]]:
+    """Replicas that are ready for trainers of that way, and the interpreter that such have."""
+    trainer = way.split("-")[0]
+    python = ROOT / f".venv-{trainer}" / "bin" / "python"
+    if not python.exists():
+        raise ConfigError(f"there is no {python}; make it: scripts/trainer-env {trainer}")
+    template = CHATML
+    if trainer == "trl":
+        # TRL works with templates that it knows.
+        packages = python.parents[1].glob("lib/*/site-packages/trl/chat_templates")
+        template = (next(packages) / "qwen2_5.jinja").read_text(encoding="utf-8")
+    with TrainerStack(folder / "fleet", save_policy(folder / "model", template)) as stack:
+        stack.wait_ready()
+        yield stack, python
+
+
+def _trl(
+    mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
+) -> Curve:
+    argv = [str(python), "-m", "bench.trainers.trl_run", mode, f"--model={stack.model}"]
+    argv += [f"--seed={seed}", f"--steps={steps}", f"--folder={folder / 'saved'}"]
+    environ = stack.environ(root=folder / "published", take_over=True)
+    code, said = run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
+    if code:
+        raise EngineStartError(f"TRL ended with {code}: {said[-2_000:]}")
+    rows = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    return curve(seed, [row for row in rows if "step" in row], "reward")
+
+
+def _verl(
+    mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
+) -> Curve:
+    told = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
+    # A run of its own, on replicas that served the one before.
+    told |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
+    with VerlRun(stack, python, folder, **told) as run:
+        figures = run.finished(RUN_S)
+    return curve(seed, [figures[number] for number in sorted(figures)], "critic/score/mean")
+
+
+TRAINS = {"trl": _trl, "verl": _verl}
+
+
+def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
+    """Train a way with each seed, and keep each in its record."""
+    trainer, mode = way.split("-")
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-curves-") as name,
+        _fleet(way, Path(name)) as (stack, python),
+    ):
+        for seed in seeds:
+            folder = Path(name) / f"seed-{seed}"
+            folder.mkdir()
+            made = TRAINS[trainer](mode, seed, steps, folder, stack, python)
+            record = Record.load(out, way)
+            record.curves[seed] = made
+            record.save(out)
+            first, last = made.thirds
+            sys.stderr.write(f"{way}, seed {seed}: {first:.3f} to {last:.3f}\n")
+
+
+def table(records: Sequence[Record]) -> str:
+    """Rewards of first and last thirds, each seed's, and what else has a limit."""
+    rows = []
+    for record in records:
+        for each in record.curves.values():
+            first, last = each.thirds
+            drift = "-" if each.drift is None else f"{each.drift:.2g}"
+            age = "-" if each.staleness is None else f"{each.staleness:g}"
+            counts = str(len(each.rewards)), f"{first:.3f}", f"{last:.3f}"
+            rows.append((f"{record.way}, seed {each.seed}", *counts, drift, age))
+    header = ("training", "steps", "first third", "last third", "drift", "oldest")
+    return text_table("rewards", header, rows)
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Rewards by step, one picture for each way: a line for each seed, and their mean."""
+    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure(figsize=(8, 5.2), layout="constrained")
+        for axes, record in zip(figure.subplots(2, 2).flat, records, strict=False):
+            color, rewards = COLORS[record.way], [c.rewards for c in record.curves.values()]
+            for each in rewards:
+                axes.plot(range(1, len(each) + 1), each, color=color, lw=1, alpha=0.5)
+            if rewards:
+                means = [fmean(step) for step in zip(*rewards, strict=False)]
+                axes.plot(range(1, len(means) + 1), means, color=color, lw=2.2)
+            else:
+                axes.text(0.5, 0.5, "not trained", ha="center", transform=axes.transAxes)
+            trainer, mode = record.way.split("-")
+            name = {"trl": "TRL", "verl": "verl"}[trainer]
+            axes.set(title=f"{name}, {mode}: {len(rewards)} seeds", xlabel="step")
+            axes.set_ylabel(f"reward: {REWARDED[trainer]}")
+            axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, then draw all that is there."""
+    parser = argparse.ArgumentParser(prog="bench.trainers.curves")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(STEPS))
+    parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to this")
+    parser.add_argument("--seed", type=int, help="that one alone")
+    parser.add_argument("--steps", type=int, help="instead of each way's own number")
+    args = parser.parse_args(argv)
+    if unknown := [way for way in args.ways if way not in STEPS]:
+        parser.error(f"no way {unknown[0]!r}; choose from {', '.join(STEPS)}")
+    seeds = range(args.seeds) if args.seed is None else [args.seed]
+    # Whoever ends it ends the fleet and the trainer too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for way in args.ways:
+            train(way, seeds, args.steps or STEPS[way], args.out.absolute())
+    except (RoseError, subprocess.TimeoutExpired) as error:
+        sys.stderr.write(f"curves: {error}\n")
+        return 2
+    records = [Record.load(args.out, way) for way in STEPS]
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
+    draw(records).savefig(args.out / "curves.png", dpi=130)
+    sys.stdout.write(table(records))
+    judged = [each for each in records if each.way in (args.ways or STEPS)]
+    return int(not all(each.holds(len(seeds)) for each in judged))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""`python -m bench.trainers.turns_measure`: a trainer's request of turns, ROSE beside stock.
+
+    request 0:  to the gateway, to one that asks replicas turn by turn, to the stock vLLM
+    request 1:  in another order, …
+
+One `/v1/completions` with a group for each of some prompts, as TRL's server mode sends it, answered
+whole. Both gateways lead to the same replica; the engines have the same settings, and one idles
+while the other one is asked. Beside the time of a request stands the processor time that each
+process spent on it. Writes turns.json and turns.txt. Exit code 0, 1 when the ratio is above its
+limit, 2 for a bench that does not work.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from bench.common.checks import text_table
+from bench.trainers.engines import UNPACKED, PairedEngines
+from bench.trainers.policy import save_policy
+from rose.addresses import free_port
+from rose.client.blocking import LoopThread
+from rose.compare.bootstrap import PairedWindow, ratio_of_percentiles
+from rose.contract.gateway import JOB_HEADER
+from rose.errors import EngineStartError, RoseError
+
+MOST_RATIO = 1.1
+PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 4, 8, 16, 8
+# The first requests warm caches up; so many requests are one unit of chance.
+WARM, WINDOW = 10, 10
+ROSE, SINGLE, STOCK = "ROSE", "turn by turn", "stock vLLM"
+ARMS = (ROSE, SINGLE, STOCK)
+
+
+@dataclass
+class Arm:
+    """One address that requests go to, and the processes behind it."""
+
+    name: str
+    url: str
+    headers: dict[str, str]
+    model: str
+    processes: dict[str, psutil.Process]
+    times_s: list[float] = field(default_factory=list)
+    spent_s: dict[str, float] = field(default_factory=dict)
+
+    def ask(self, body: dict[str, Any]) -> float:
+        """Seconds until the whole answer is there. EngineStartError where it is not what it is."""
+        asked = json.dumps({**body, "model": self.model}).encode()
+        before_s = {name: _cpu_s(process) for name, process in self.processes.items()}
+        began_s = time.perf_counter()
+        self._connection.request("POST", "/v1/completions", asked, self.headers)
+        answer = self._connection.getresponse()
+        said = answer.read()
+        took_s = time.perf_counter() - began_s
+        choices = json.loads(said).get("choices", []) if answer.status == 200 else []
+        if [len(each["token_ids"]) for each in choices] != [body["max_tokens"]] * PROMPTS * GROUP:
+            raise EngineStartError(f"{self.name} answers {answer.status}: {said[:300]!r}")
+        for name, process in self.processes.items():
+            spent_s = _cpu_s(process) - before_s[name]
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + spent_s
+        return took_s
+
+    def open(self) -> None:
+        """Connect; the connection is kept, as trainers keep theirs."""
+        self._connection = HTTPConnection(urlsplit(self.url).netloc, timeout=60.0)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _server_of(port: int) -> psutil.Process:
+    """The process of an engine's server."""
+    for process in psutil.Process().children(recursive=True):
+        line = process.cmdline()
+        if f"--port={port}" in line and any("api_server" in each for each in line):
+            return process
+    raise EngineStartError(f"no engine's server has port {port}")
+
+
+def _with_core(server: psutil.Process) -> dict[str, psutil.Process]:
+    cores = [child for child in server.children(recursive=True) if "EngineCor" in child.name()]
+    return {"server": server, "core": cores[0]} if cores else {"server": server}
+
+
+def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
+    """All three, their processes found."""
+    stack = engines.stack
+    headers = {"Content-Type": "application/json"}
+    job = {**headers, JOB_HEADER: stack.job}
+    replica = _with_core(_server_of(stack.engine_ports[0]))
+    gateways = {
+        ROSE: (stack.gateway, psutil.Process(stack.members["gateway"].pid)),
+        SINGLE: (f"http://127.0.0.1:{single_port}", psutil.Process(stack.members[SINGLE].pid)),
+    }
+    arms = [
+        Arm(name, url, job, str(stack.model), {"gateway": process, **replica})
+        for name, (url, process) in gateways.items()
+    ]
+    stock = _with_core(_server_of(engines.spec.port))
+    arms.append(Arm(STOCK, engines.spec.url, headers, engines.spec.name, stock))
+    for arm in arms:
+        arm.open()
+    return arms
+
+
+def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
+    """Ask all of them, in turn, each request in another order."""
+    for number in range(WARM + requests):
+        prompts = [
+            [2 + (7 * number + 3 * prompt + place) % 200 for place in range(PROMPT_TOKENS)]
+            for prompt in range(PROMPTS)
+        ]
+        body = {
+            "prompt": prompts,
+            "n": GROUP,
+            "max_tokens": tokens,
+            "temperature": 1.0,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        if number == WARM:
+            for arm in arms:
+                arm.spent_s.clear()
+        for at in range(len(arms)):
+            arm = arms[(number + at) % len(arms)]
+            took_s = arm.ask(body)
+            if number >= WARM:
+                arm.times_s.append(took_s)
+
+
+def summary(arms: Sequence[Arm]) -> dict[str, Any]:
+    """Times of a request and what was spent on it, both ways beside the stock engine's."""
+    stock = arms[-1].times_s
+    starts = range(0, len(stock) - WINDOW + 1, WINDOW)
+    found: dict[str, Any] = {"arms": {}, "requests": len(stock)}
+    for arm in arms:
+        windows = [PairedWindow(arm.times_s[k : k + WINDOW], stock[k : k + WINDOW]) for k in starts]
+        ratio = ratio_of_percentiles(windows, 50, seed=0)
+        found["arms"][arm.name] = {
+            "request_s": median(arm.times_s),
+            "ratio": ratio.value,
+            "ratio_interval": ratio.ci95 and list(ratio.ci95),
+            "spent_s": {name: each / len(arm.times_s) for name, each in arm.spent_s.items()},
+        }
+    found["holds"] = found["arms"][ROSE]["ratio"] <= MOST_RATIO
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """The same for people, in milliseconds."""
+    rows = []
+    for name, each in found["arms"].items():
+        interval = each["ratio_interval"]
+        around = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+        spent = [
+            f"{each['spent_s'][part] * 1e3:.1f}" if part in each["spent_s"] else "-"
+            for part in ("gateway", "server", "core")
+        ]
+        ratio = "1" if name == STOCK else f"{each['ratio']:.2f}{around}"
+        rows.append((name, f"{each['request_s'] * 1e3:.1f}", ratio, *spent))
+    head = ("way", "request, ms", "of stock's", "gateway CPU, ms", "server CPU, ms", "core CPU, ms")
+    return text_table(f"{PROMPTS * GROUP} turns a request", head, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, keep it."""
+    parser = argparse.ArgumentParser(prog="bench.trainers.turns_measure")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")
+    parser.add_argument("--unpacked", action="store_true", help=UNPACKED)
+    args = parser.parse_args(argv)
+    loop = LoopThread("rose-bench")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="rose-turns-"))
+        model = save_policy(folder / "model")
+        engines = PairedEngines(folder, model, loop, unpacked=args.unpacked)
+        single_port = free_port()
+        engines.stack.add_gateway(SINGLE, single_port, "--turns-per-request=1")
+        with engines:
+            engines.stack.wait_ready(gateway=f"http://127.0.0.1:{single_port}")
+            arms = arms_of(engines, single_port)
+            measure(arms, args.requests, args.tokens)
+    except (RoseError, OSError) as error:
+        sys.stderr.write(f"turns: {error}\n")
+        return 2
+    finally:
+        loop.stop()
+    found = summary(arms)
+    args.out.mkdir(parents=True, exist_ok=True)
+    machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
+    kept = {
+        "summary": found,
+        "unpacked": args.unpacked,
+        "machine": machine,
+        "times_s": {a.name: a.times_s for a in arms},
+    }
+    (args.out / "turns.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (args.out / "turns.txt").write_text(table(found), encoding="utf-8")
+    sys.stdout.write(table(found))
+    return int(not found["holds"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

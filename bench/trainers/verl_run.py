@@ -1,0 +1,228 @@
+"""verl's own command on this machine's CPUs, as `examples/verl_grpo.sh` gives it, and what it said.
+
+    python -m bench.trainers.verl_run [--mode sync|async] [--steps 12] [--seeds 3]
+
+prints the figures of each run, on a fleet of its own, by the environment that
+`scripts/trainer-env verl` makes. Everything that a run starts, Ray's processes too, inherits RUN,
+so that what it leaves is found.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from bench.trainers.policy import save_policy
+from bench.trainers.stack import ROOT, TrainerStack
+from rose.errors import EngineStartError, UnavailableError
+
+RUN = "ROSE_TEST_RUN"
+SCRIPT = ROOT / "examples" / "verl_grpo.sh"
+LINE = re.compile(r"step:(\d+) - (.*)")
+FIGURE = re.compile(r"([\w/.@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)")
+# Ray takes the machine's own address for 127.0.0.1, unless it is told that here is no cluster.
+RAY_ON_LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+END_S, LOOK_S = 60.0, 0.1
+ON_CPU = (
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "trainer.device=cpu",
+    "+ray_kwargs.ray_init.num_gpus=1",
+    "ray_kwargs.ray_init.num_cpus=16",
+    "+ray_kwargs.ray_init.include_dashboard=False",
+    "+ray_kwargs.ray_init.object_store_memory=200000000",
+)
+
+
+class VerlRun:
+    """One run of verl. Context manager: at its end nothing of it is left."""
+
+    def __init__(
+        self, stack: TrainerStack, python: Path, folder: Path, *more: str, **environ: str
+    ) -> None:
+        self.name = uuid.uuid4().hex
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.log = folder / f"verl-{self.name[:8]}.log"
+        # Ray puts sockets there, whose paths must be short.
+        self._ray = Path(tempfile.mkdtemp(prefix="ray-"))
+        self._argv = [
+            *("bash", str(SCRIPT), str(stack.model), *ON_CPU),
+            f"+ray_kwargs.ray_init._temp_dir={self._ray}",
+            f"trainer.default_local_dir={folder / 'checkpoints'}",
+            *more,
+        ]
+        self._environ = {
+            **stack.environ(),
+            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "DATA": str(folder / "data"),
+            "VERL_USE_EXTERNAL_MODULES": "bench.trainers.verl_cpu",
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
+            "RAY_DEDUP_LOGS": "0",
+            **RAY_ON_LOOPBACK,
+            RUN: self.name,
+            **environ,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(  # noqa: S603 - the example's own command
+                self._argv,
+                cwd=self._folder,
+                env=self._environ,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self._ray, ignore_errors=True)
+
+    def finished(self, timeout_s: float) -> dict[int, dict[str, float]]:
+        """Wait for its end, which must be a good one; figures of each step."""
+        assert self.process is not None
+        code = self.process.wait(timeout_s)
+        if code:
+            raise EngineStartError(f"verl ended with {code}: {self.said[-6_000:]}")
+        return self.steps
+
+    @property
+    def said(self) -> str:
+        """Everything that it printed."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Figures of each step that is over."""
+        found = {}
+        for line in LINE.finditer(self.said):
+            figures = {name: float(value) for name, value in FIGURE.findall(line[2])}
+            found[int(line[1])] = figures
+        return found
+
+    def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
+        """Wait while it runs."""
+        assert self.process is not None
+        deadline_s = time.monotonic() + timeout_s
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                raise UnavailableError(f"no {what}: {self.said[-4_000:]}")
+            time.sleep(LOOK_S)
+
+    def members(self) -> list[psutil.Process]:
+        """All processes that it started, Ray's too."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                lives = process.status() != psutil.STATUS_ZOMBIE
+                if lives and process.environ().get(RUN) == self.name:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self) -> None:
+        """`kill -9` of all of it."""
+        deadline_s = time.monotonic() + END_S
+        while members := self.members():
+            for process in members:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.Error:
+                    continue
+            psutil.wait_procs(members, timeout=5.0)
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(f"{len(members)} processes of verl do not end")
+        if self.process is not None:
+            self.process.wait()
+
+
+SHOWN = {
+    "score": "critic/score/mean",
+    "probs diff mean": "training/rollout_probs_diff_mean",
+    "probs diff max": "training/rollout_probs_diff_max",
+    "staleness max": "training/off_policy/trajectory_staleness/max",
+    "step s": "timing_s/step",
+    "gen s": "timing_s/gen",
+    "actor s": "timing_s/update_actor",
+    "weights s": "timing_s/update_weights",
+}
+
+
+def main() -> int:
+    """Run verl once for each seed, and print a row for each run."""
+    parser = argparse.ArgumentParser(prog="bench.trainers.verl_run")
+    parser.add_argument("--mode", choices=["sync", "async"], default="sync")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
+    args = parser.parse_args()
+    python = ROOT / ".venv-verl" / "bin" / "python"
+    with tempfile.TemporaryDirectory(prefix="rose-verl-") as name:
+        folder = Path(name)
+        model = save_policy(folder / "model")
+        with TrainerStack(folder / "stack", model, replicas=args.replicas) as stack:
+            stack.wait_ready()
+            for seed in range(args.seeds):
+                told = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
+                # A run of its own, on replicas that served the one before.
+                told |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
+                began_s = time.monotonic()
+                with VerlRun(stack, python, folder / f"run-{seed}", **told) as run:
+                    steps = run.finished(3_600)
+                took_s = time.monotonic() - began_s
+                said = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
+                sys.stdout.write("\n".join([said, *summary(steps), ""]))
+                sys.stdout.flush()
+    return 0
+
+
+def summary(steps: dict[int, dict[str, float]]) -> Iterator[str]:
+    """The mean of each figure over the first third of the steps, and over the last."""
+    rows = [steps[number] for number in sorted(steps)]
+    third = max(1, len(rows) // 3)
+    for shown, name in SHOWN.items():
+        parts = [
+            [row[name] for row in part if name in row] for part in (rows[:third], rows[-third:])
+        ]
+        if all(parts):
+            first, last = (fmean(part) for part in parts)
+            yield f"  {shown:16} first third {first:.5g}, last third {last:.5g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""A base across a shaped link, to several receivers on the other side of it.
+
+    origin namespace ──veth, tbf──► cluster namespace (receivers talk to each other over its lo)
+
+Needs root and iproute2. Everything is removed at the end; nothing outside the namespaces changes.
+Each side is a process, `python -m bench.weights.link`:
+
+origin FOLDER URL            serve a store until standard input ends
+receive FOLDER URL ORIGIN MEMBER…   say {"event":"up"}; on a line of input fetch version 1 as a
+                             base and load it, then say {"event":"ready", …}
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+
+from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, VersionServer
+from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from weight_transfer.format.tensors import WIDTHS, unsigned
+
+JOB = "bench"
+
+
+async def _origin(folder: Path, url: str) -> None:
+    address = urlsplit(url)
+    assert address.hostname
+    assert address.port
+    server = VersionServer(ChunkStore(folder), address.port, host=address.hostname, insecure=True)
+    await server.start()
+    _say(event="up")
+    await asyncio.to_thread(sys.stdin.read)
+    await server.close()
+
+
+async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) -> None:
+    store, port = ChunkStore(folder), urlsplit(url).port
+    assert port
+    async with aiohttp.ClientSession() as session:
+        fetcher = ChunkFetcher(session, DownloadLimits(store, Caps()), url, members)
+        fetcher.follow(JOB, origin, None)
+        server = VersionServer(store, port, fetcher=fetcher)
+        await server.start()
+        await asyncio.to_thread(_warm_up)
+        _say(event="up")
+        await asyncio.to_thread(sys.stdin.readline)
+        began_s = time.monotonic()
+        manifest, size = await fetcher.manifest(JOB, 1, origin, None, base=True)
+        received = await asyncio.gather(*(fetcher.obtain(ref) for ref in manifest.chunks))
+        fetched_s = time.monotonic() - began_s
+        await asyncio.to_thread(_load, store, manifest)
+        ready_s = time.monotonic() - began_s
+        _say(event="ready", received=size + sum(received), fetched_s=fetched_s, ready_s=ready_s)
+        await asyncio.to_thread(sys.stdin.read)
+        await fetcher.close()
+        await server.close()
+
+
+def _warm_up() -> None:
+    """Kernels are compiled before: an engine that serves has used them at its start."""
+    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
+        store = ChunkStore(Path(folder))
+        bits = np.arange(1 << 12, dtype="<u2")
+        tensors = {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+        publisher = Publisher(store, JOB, "bench", SigningKey.generate())
+        _load(store, publisher.publish_base(1, tensors))
+
+
+def _load(store: ChunkStore, manifest: Manifest) -> None:
+    """Decode, prove and commit all of it."""
+    blank = {
+        t.name: TensorBits(
+            t.name, t.dtype, t.shape, np.zeros(_size(t.shape), unsigned(WIDTHS[t.dtype]))
+        )
+        for t in manifest.tensors
+    }
+    receiver = Receiver(blank)
+    chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
+    receiver.commit(receiver.decode(manifest, chunks, None, time.time()))
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _say(**fields: object) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def main(words: Sequence[str]) -> None:
+    """Entry point."""
+    role, folder, url, *rest = words
+    if role == "origin":
+        asyncio.run(_origin(Path(folder), url))
+    else:
+        asyncio.run(_receive(Path(folder), url, rest[0], rest[1:]))
+
+
+ORIGIN_ADDRESS, CLUSTER_ADDRESS = "10.231.77.1", "10.231.77.2"
+_BURST_BYTES = 262_144
+_QUEUE_MS = 50
+
+
+class LinkUnavailableError(Exception):
+    """This machine does not let us shape a link; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedLink:
+    """`origin`, `cluster`: namespaces. `delayed`: whether the kernel could delay and lose."""
+
+    origin: str
+    cluster: str
+    delayed: bool
+    interface: str
+
+    def inside(self, namespace: str, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` in a namespace."""
+        return ["ip", "netns", "exec", namespace, *argv]
+
+    def sent_bytes(self) -> int:
+        """Bytes of all packets that left the origin so far."""
+        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        found = _tool(self.inside(self.origin, ["cat", path]))
+        return int(found.stdout)
+
+
+@contextmanager
+def shaped_link(mbit: int, delay_ms: int, loss_percent: float) -> Iterator[ShapedLink]:
+    """A link of this speed; delay (there and back) and loss where the kernel has netem.
+
+    Raises LinkUnavailableError.
+    """
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        raise LinkUnavailableError("a shaped link needs root, ip and tc")
+    number = os.getpid()
+    origin, cluster = f"rose-o-{number}", f"rose-c-{number}"
+    one, other = f"ro{number}", f"rc{number}"
+    made: list[str] = []
+    try:
+        for namespace in (origin, cluster):
+            _must("ip", "netns", "add", namespace)
+            made.append(namespace)
+            _must("ip", "-n", namespace, "link", "set", "lo", "up")
+        _must("ip", "link", "add", one, "netns", origin, "type", "veth", "peer", "name", other,
+              "netns", cluster)  # fmt: skip
+        delayed = True
+        for namespace, interface, address in (
+            (origin, one, ORIGIN_ADDRESS),
+            (cluster, other, CLUSTER_ADDRESS),
+        ):
+            _must("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", interface)
+            _must("ip", "-n", namespace, "link", "set", interface, "up")
+            tc = ["tc", "-n", namespace, "qdisc", "add", "dev", interface]
+            rate = ["tbf", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "latency",
+                    f"{_QUEUE_MS}ms"]  # fmt: skip
+            _must(*tc, "root", "handle", "1:", *rate)
+            netem = ["netem", "delay", f"{delay_ms / 2}ms", "loss", f"{loss_percent}%"]
+            delayed &= _tool([*tc, "parent", "1:1", "handle", "10:", *netem]).returncode == 0
+        yield ShapedLink(origin, cluster, delayed, one)
+    finally:
+        for namespace in made:
+            _tool(["ip", "netns", "delete", namespace])
+
+
+def _must(*argv: str) -> None:
+    done = _tool(argv)
+    if done.returncode:
+        raise LinkUnavailableError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+def _tool(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 -- ip and tc
+
+
+# So slow that the cores of one small machine can play the machines on both sides of it.
+MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
+RECEIVERS = (1, 4, 8)
+TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024
+CHUNK_BYTES = 1 << 20
+PORT = 18_900
+_END_S = 20.0
+
+
+def link_figures(seed: int) -> dict[str, object]:
+    """A row for each number of receivers, or why there is none."""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="rose-link-") as folder,
+            shaped_link(MBIT, DELAY_MS, LOSS_PERCENT) as link,
+        ):
+            manifest = _published(Path(folder) / "origin", seed)
+            rows = [_run(link, Path(folder), manifest, count) for count in RECEIVERS]
+            shape = {"mbit": MBIT, "delay_ms": DELAY_MS, "loss_percent": LOSS_PERCENT}
+            if not link.delayed:
+                shape = {"mbit": MBIT, "delay_ms": 0, "loss_percent": 0}
+            return {"link": shape, "netem": link.delayed, "rows": rows}
+    except LinkUnavailableError as error:
+        return {"skipped": str(error)}
+
+
+def _published(root: Path, seed: int) -> Manifest:
+    """A base of 32 MiB of weights, which hardly compress."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for number in range(TENSORS):
+        name = f"layers.{number}.weight"
+        bits = rng.integers(0, 1 << 16, ROWS * COLUMNS, dtype="<u2")
+        tensors[name] = TensorBits(name, "bfloat16", (ROWS, COLUMNS), bits)
+    publisher = Publisher(
+        ChunkStore(root), JOB, "bench", SigningKey.generate(), chunk_bytes=CHUNK_BYTES
+    )
+    return publisher.publish_base(1, tensors)
+
+
+def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict[str, object]:
+    origin = f"http://{ORIGIN_ADDRESS}:{PORT}"
+    members = [f"http://127.0.0.1:{PORT + 1 + n}" for n in range(count)]
+    with ExitStack() as stack:
+        _start(stack, link.inside(link.origin, _node("origin", folder / "origin", origin)))
+        receivers = [
+            _start(
+                stack,
+                link.inside(
+                    link.cluster,
+                    _node("receive", folder / f"{count}-{n}", member, origin, *members),
+                ),
+            )
+            for n, member in enumerate(members)
+        ]
+        before, began_s = link.sent_bytes(), time.monotonic()
+        for receiver in receivers:
+            receiver.stdin.write("go\n")
+            receiver.stdin.flush()
+        said = [_heard(receiver, "ready") for receiver in receivers]
+        ready_s, sent = time.monotonic() - began_s, link.sent_bytes() - before
+    encoded = manifest.wire_bytes + manifest.size
+    link_s = encoded * 8 / (MBIT * 1e6)
+    fetched_s = max(one["fetched_s"] for one in said)
+    return {
+        "receivers": count,
+        "encoded_bytes": encoded,
+        "link_bytes": sent,
+        "received_bytes": sum(one["received"] for one in said),
+        "link_s": link_s,
+        "fetched_s": fetched_s,
+        "ready_s": ready_s,
+        "link_bytes_over_encoded": sent / encoded,
+        "goodput_of_link": link_s / fetched_s,
+        "ready_over_link": ready_s / link_s,
+    }
+
+
+def _node(*words: object) -> list[str]:
+    return [sys.executable, "-m", "bench.weights.link", *map(str, words)]
+
+
+def _start(stack: ExitStack, argv: Sequence[str]) -> Any:  # noqa: ANN401 -- pipes are never None
+    process = stack.enter_context(
+        subprocess.Popen(  # noqa: S603 -- our own program
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    )
+    stack.callback(_end, process)
+    _heard(process, "up")
+    return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin
+    process.stdin.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _heard(process: Any, event: str) -> dict[str, Any]:  # noqa: ANN401 -- as above
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a node of the link benchmark ended with {process.wait()}")
+    said: dict[str, Any] = json.loads(line)
+    assert said["event"] == event, said
+    return said
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

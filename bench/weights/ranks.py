@@ -1,0 +1,167 @@
+"""Host memory of the checkpoint over all tensor parallel ranks of a node, each a process.
+
+The ranks meet over gloo as an engine's do. Each reads the checkpoint, decodes one update and
+commits it; after each of these all of them wait while their proportional set sizes (PSS: shared
+pages count once, divided among those who have them) are read. What a rank had before it read
+anything is taken off, so a sum over ranks is what the checkpoint takes of the node.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.weights.steps import adam_step, rate_for
+from weight_transfer import ChunkStore, Publisher, Receiver, SigningKey, StagedTensor, TensorBits
+from weight_transfer.files.checkpoint import Checkpoint
+from weight_transfer.node_copy import NodeCopy
+
+SIZES = (1, 2, 4)
+TENSORS, ROWS, COLUMNS = 16, 2048, 4096
+DENSITY = 0.01
+_LIMIT_S = 300
+_FILE = "model.safetensors"
+
+
+def rank_memory(seed: int, sizes: Sequence[int] = SIZES) -> list[dict[str, object]]:
+    """Bytes of all ranks over the checkpoint's, at each tensor parallel size."""
+    with tempfile.TemporaryDirectory(prefix="rose-ranks-") as name:
+        root = Path(name)
+        size = _publish(root, seed)
+        return [_row(root, ranks, size) for ranks in sizes]
+
+
+def _publish(root: Path, seed: int) -> int:
+    """Write a checkpoint and version 1 of it; returns the checkpoint's bytes."""
+    rate = rate_for(DENSITY, seed)
+    steps = [adam_step(ROWS, COLUMNS, rate, seed + k) for k in range(TENSORS)]
+    names = [f"model.layers.{k}.weight" for k in range(TENSORS)]
+    old, new = (
+        {
+            name: TensorBits(name, "bfloat16", (ROWS, COLUMNS), bits)
+            for name, bits in zip(names, side, strict=True)
+        }
+        for side in ([step.old.bits for step in steps], [step.new.bits for step in steps])
+    )
+    (root / "model").mkdir()
+    write_safetensors(root / "model" / _FILE, old)
+    Publisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
+        1, 0, old, new
+    )
+    return sum(tensor.bits.nbytes for tensor in old.values())
+
+
+def write_safetensors(path: Path, tensors: dict[str, TensorBits]) -> None:
+    """Write bf16 tensors as one file."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        end = at + tensor.bits.nbytes
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors.values():
+            file.write(tensor.bits.data)
+
+
+def _row(root: Path, ranks: int, size: int) -> dict[str, object]:
+    command = [sys.executable, "-m", "bench.weights.ranks", str(root), str(ranks)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(  # noqa: S603 -- this very module
+            [*command, str(rank)], env=environment, stdout=subprocess.PIPE
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [json.loads(process.communicate(timeout=_LIMIT_S)[0]) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    ratios = {name: sum(one[name] for one in said) / size for name in ("read", "decoded", "active")}
+    return {"ranks": ranks, "checkpoint_bytes": size, "decodes": _sum(said, "decodes"), **ratios}
+
+
+def _sum(said: Sequence[dict[str, int]], name: str) -> int:
+    return sum(one[name] for one in said)
+
+
+def _rank(root: Path, ranks: int, rank: int) -> None:
+    """Entry point of one rank: say the bytes that it has more after each step."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/meet-{ranks}", rank=rank, world_size=ranks
+    )
+    _warm_up()
+    own = _pss_bytes(root / "model")
+    found = {}
+
+    def measure(name: str) -> None:
+        dist.barrier()
+        found[name] = _pss_bytes(root / "model") - own
+        dist.barrier()
+
+    store = ChunkStore(root / "store")
+    copy = NodeCopy(Checkpoint.open(root / "model"), root / "ranks" / str(ranks))
+    receiver = Receiver.over(copy)
+    measure("read")
+    manifest = store.get_manifest(1)
+    decoded = []
+
+    def decode(name: str) -> StagedTensor:
+        decoded.append(name)
+        chunks = {ref.id: store.get(ref.id) for each in plan.tensors[name] for ref in each.chunks}
+        return receiver.decode_tensor(plan, name, chunks)
+
+    plan = receiver.plan([manifest], None, time.time())
+    staged = copy.decode(plan, decode, "first")
+    measure("decoded")
+    receiver.commit(staged)
+    del staged
+    measure("active")
+    sys.stdout.write(json.dumps(found | {"decodes": len(decoded) // len(plan.tensors)}))
+    dist.destroy_process_group()
+
+
+def _warm_up() -> None:
+    """Kernels are compiled before: their memory is not the checkpoint's."""
+    step = adam_step(64, 64, 1e-4, 0)
+    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
+        store = ChunkStore(Path(folder))
+        publisher = Publisher(store, "bench", "bench", SigningKey.generate())
+        manifest = publisher.publish(1, 0, {"w": step.old}, {"w": step.new})
+        receiver = Receiver({"w": step.old})
+        chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
+        receiver.commit(receiver.decode(manifest, chunks, None, time.time()))
+
+
+def _pss_bytes(model: Path) -> int:
+    """Of what this process made itself and of the checkpoint's files.
+
+    Libraries are left out: what they take of it depends on who else has them just now.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if "-" in words[0]:
+            path = words[5] if len(words) > 5 else ""
+            counted = not path.startswith("/") or path.startswith(("/memfd:", str(model)))
+        elif counted and words[0] == "Pss:":
+            total += int(words[1]) << 10
+    return total
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

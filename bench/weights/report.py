@@ -1,0 +1,240 @@
+"""The figures on paper for larger models, beside their limits, and as text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.common.checks import (
+    HOLDS,
+    checks_table,
+    figure_at_least,
+    figure_at_most,
+    text_table,
+)
+
+MODELS = {"8B": 8e9, "32B": 32e9, "235B": 235e9, "1T": 1e12}
+LINKS_GBIT = (10, 25, 50, 100, 200)
+BF16_BYTES = 2
+BITS = 8
+
+
+def on_paper(
+    density: float, bytes_per_change: Mapping[str, float], encode_gb_s: Mapping[str, float]
+) -> list[dict[str, object]]:
+    """Seconds on the link, and until the last byte is out when encoding goes on meanwhile.
+
+    `encode_gb_s`: of model, all cores together. Computed, not measured: no delay, no loss.
+    """
+    rows: list[dict[str, object]] = []
+    for model, weights in MODELS.items():
+        for link in LINKS_GBIT:
+            for scheme, each in bytes_per_change.items():
+                size = weights * density * each
+                sent_s = size * BITS / (link * 1e9)
+                speed = encode_gb_s.get(scheme)
+                encoded_s = weights * BF16_BYTES / (speed * 1e9) if speed else None
+                rows.append(
+                    {
+                        "model": model,
+                        "link_gbit": link,
+                        "scheme": scheme,
+                        "bytes": size,
+                        "link_s": sent_s,
+                        "encode_s": encoded_s,
+                        "full_load_s": weights * BF16_BYTES * BITS / (link * 1e9),
+                    }
+                )
+    return rows
+
+
+# Bytes for each changed weight at these shares, container and manifest included.
+SIZES = {0.019: (1.25, 0.86), 0.046: (1.10, 0.77), 0.119: (0.94, 0.68)}
+OVER_BEST_PEER = 1.01
+OVER_RAW = 1.001
+# GB/s of model on one core at 1 to 2%.
+SPEEDS = {"encode_fast": 8.0, "decode_fast": 20.0, "encode_compact": 1.0, "decode_compact": 1.5}
+DIFF_OF_READ = 0.7
+MEMORY_CHUNKS = 2.0
+SCATTER = {"plain_m_s": 140.0, "with_digest_m_s": 100.0}
+RANKS_OF_CHECKPOINT = 1.1
+LINK_BYTES, GOODPUT, READY = 1.02, 0.85, 1.3
+# Ethernet, IP and TCP, of which the interface counts every packet: 66 of 1514 bytes.
+PACKET_HEADERS = 66 / 1448
+OURS = ("fast", "compact")
+
+
+def checks(result: Mapping[str, Any]) -> list[dict[str, object]]:
+    """Every figure beside its limit."""
+    found: list[dict[str, object]] = []
+    for row in result["synthetic"]:
+        each, label = row["bytes_per_change"], f"{row['wanted']:.1%}"
+        for name, limit in zip(OURS, SIZES.get(row["wanted"], ()), strict=False):
+            found.append(figure_at_most(f"{name} bytes at {label}", each[name], limit))
+        best = min(size for name, size in each.items() if name not in OURS)
+        ours = min(each[name] for name in OURS)
+        found.append(
+            figure_at_most(f"ours over the best peer at {label}", ours / best, OVER_BEST_PEER)
+        )
+        raw = min(row["bytes"][name] for name in OURS) / row["raw_bytes"]
+        found.append(figure_at_most(f"ours over raw at {label}", raw, OVER_RAW))
+    for row in result["speed"]:
+        if row["density"] > 0.03:
+            continue
+        label = f"{row['density']:.1%}"
+        for name, limit in SPEEDS.items():
+            found.append(_guide(f"{name} GB/s a core at {label}", row[name]["one"], limit))
+        share = row["diff"]["one"] / row["read"]["one"]
+        found.append(figure_at_least(f"diff of read bandwidth at {label}", share, DIFF_OF_READ))
+        for name, limit in SCATTER.items():
+            found.append(_guide(f"scatter {name} at {label}", row["scatter"][name], limit))
+    for row in result["memory"]:
+        label = f"{row['level']} at {row['density']:.0%}"
+        found.append(
+            figure_at_most(f"chunks held to encode, {label}", row["encode_chunks"], MEMORY_CHUNKS)
+        )
+    for row in result["link"].get("rows", ()):
+        label = f"to {row['receivers']} receivers"
+        over = row["link_bytes_over_encoded"]
+        found.append(
+            figure_at_most(f"link bytes over encoded {label}", over, LINK_BYTES + PACKET_HEADERS)
+        )
+        found.append(
+            figure_at_least(f"goodput of the link {label}", row["goodput_of_link"], GOODPUT)
+        )
+        found.append(figure_at_most(f"ready over link time {label}", row["ready_over_link"], READY))
+    return found + rank_checks(result["ranks"])
+
+
+def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """Of the memory of ranks that share a checkpoint; an update on its way is not counted."""
+    found = []
+    for row in rows:
+        label = f"at tensor parallel size {row['ranks']}"
+        for when in ("read", "active"):
+            name = f"ranks' memory over the checkpoint {label}, {when}"
+            found.append(figure_at_most(name, row[when], RANKS_OF_CHECKPOINT))
+        found.append(figure_at_most(f"decodes of an update {label}", row["decodes"], 1))
+    return found
+
+
+def _guide(name: str, value: float, limit: float) -> dict[str, object]:
+    """What depends on the machine more than on us fails nothing."""
+    found = figure_at_least(name, value, limit)
+    return found if found["verdict"] == HOLDS else found | {"verdict": "BELOW"}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """All of it, the figures on paper for one link."""
+    schemes = list(result["synthetic"][0]["bytes_per_change"])
+    blocks = [
+        text_table(
+            "Bytes for each changed weight, synthetic bf16 steps",
+            ["density", *schemes],
+            [
+                [f"{row['density']:.2%}", *(f"{row['bytes_per_change'][s]:.3f}" for s in schemes)]
+                for row in result["synthetic"]
+            ],
+        ),
+        text_table(
+            "The same, consecutive checkpoints of a training",
+            ["rate", "density", *schemes],
+            [
+                [
+                    f"{row['rate']:g}",
+                    f"{row['density']:.2%}",
+                    *(f"{row['bytes_per_change'][s]:.3f}" for s in schemes),
+                ]
+                for row in result["trained"]
+            ],
+        ),
+        text_table(
+            "GB/s of model: one core, all cores",
+            ["density", *_speed_names(result)],
+            [
+                [
+                    f"{row['density']:.1%}",
+                    *(f"{row[n]['one']:.1f} {row[n]['all']:.1f}" for n in _speed_names(result)),
+                ]
+                for row in result["speed"]
+            ],
+        ),
+        text_table(
+            "Peak memory beside the weights, in chunks of 64 MiB",
+            ["density", "level", "encode", "decode", "overwrite"],
+            [
+                [
+                    f"{row['density']:.0%}",
+                    row["level"],
+                    *(f"{row[f'{name}_chunks']:.2f}" for name in ("encode", "decode", "overwrite")),
+                ]
+                for row in result["memory"]
+            ],
+        ),
+        text_table(
+            "Seconds on a link of 10 Gbit/s at 1% changed, on paper",
+            ["model", "full", *schemes],
+            [_paper(result, model, schemes) for model in ("8B", "32B", "235B", "1T")],
+        ),
+        _link(result["link"]),
+        *([_ranks(result["ranks"])] if "ranks" in result else []),
+        checks_table(result["checks"], ".3f"),
+    ]
+    return "\n".join(blocks)
+
+
+def rank_table(result: Mapping[str, Any]) -> str:
+    """The memory of ranks alone."""
+    return "\n".join([_ranks(result["ranks"]), checks_table(result["checks"], ".3f")])
+
+
+def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
+    return text_table(
+        "Host memory of all ranks over the checkpoint: read, an update decoded, it active",
+        ["ranks", "read", "decoded", "active", "decodes"],
+        [
+            [
+                str(row["ranks"]),
+                *(f"{row[when]:.3f}" for when in ("read", "decoded", "active")),
+                str(row["decodes"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _link(found: Mapping[str, Any]) -> str:
+    if "skipped" in found:
+        return f"A base across a shaped link: skipped, {found['skipped']}\n"
+    shape = found["link"]
+    head = ["receivers", "encoded MB", "link MB", "link s", "fetched s", "ready s"]
+    return text_table(
+        f"A base across a link of {shape['mbit']} Mbit/s, {shape['delay_ms']} ms,"
+        f" {shape['loss_percent']}% loss",
+        head,
+        [
+            [
+                str(row["receivers"]),
+                f"{row['encoded_bytes'] / 1e6:.1f}",
+                f"{row['link_bytes'] / 1e6:.1f}",
+                f"{row['link_s']:.2f}",
+                f"{row['fetched_s']:.2f}",
+                f"{row['ready_s']:.2f}",
+            ]
+            for row in found["rows"]
+        ],
+    )
+
+
+def _speed_names(result: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in result["speed"][0].items() if _is_speed(value)]
+
+
+def _is_speed(value: object) -> bool:
+    return isinstance(value, dict) and "one" in value
+
+
+def _paper(result: Mapping[str, Any], model: str, schemes: Sequence[str]) -> list[str]:
+    rows = {
+        r["scheme"]: r for r in result["on_paper"] if (r["model"], r["link_gbit"]) == (model, 10)
+    }
+    full = rows[schemes[0]]["full_load_s"]
+    return [model, f"{full:.1f}", *(f"{rows[scheme]['link_s']:.2f}" for scheme in schemes)]

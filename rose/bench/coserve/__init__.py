@@ -1,1 +1,0 @@
-"""`python -m rose.bench.coserve`: what a host's users feel of a guest, and what the guest gets."""

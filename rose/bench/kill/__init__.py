@@ -1,1 +1,0 @@
-"""Kill trials: `python -m rose.bench.kill` (or `make bench-kill`)."""

@@ -1,5 +1,0 @@
-"""The demo: one command that runs the whole loop on one machine and reports what it proves."""
-
-from rose.demo.cli import DemoSettings
-
-__all__ = ["DemoSettings"]
