@@ -205,9 +205,7 @@ class Background:
 
 
 async def _end_of(work: Work) -> BaseException | None:
-    """Run the work to its end and return its error. Raises CancelledError only if this task is
-    cancelled.
-    """
+    """Run the work to its end; return its error. Raises CancelledError if this task is."""
     try:
         await work()
     except asyncio.CancelledError as error:

@@ -70,9 +70,7 @@ class DevelopmentCa:
 
     @classmethod
     def make(cls, folder: Path, cluster: str, life_s: float = CA_LIFE_S) -> Self:
-        """Make a CA. Raises RefusedError if the folder has one: all its certificates would become
-        void.
-        """
+        """Make a CA. Raises RefusedError if the folder has one: its certificates would be void."""
         Identity(cluster, Role.OPERATOR, "ca")  # the cluster's name is checked there
         if (folder / CA_FILE).exists() or (folder / CA_KEY).exists():
             raise RefusedError(
