@@ -47,7 +47,7 @@ def plan(
     in_force: Mapping[str, CapacityPolicy],
     of_objects: Set[str],
 ) -> Plan:
-    """Decide. in_force: all policies, by name; of_objects: names of those that objects said."""
+    """Return the changes. in_force: all policies by name. of_objects: names of the objects' own."""
     found = {name: each for name, each in read.items() if isinstance(each, CapacityPolicy)}
     return Plan(
         # In this order, so that a node is never without the policy that bounds it.

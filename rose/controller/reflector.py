@@ -317,7 +317,7 @@ class Reflector:
         self._trouble, self._code = "", 0
 
     def _probed(self, event: Probed, now_s: float) -> list[Action]:
-        """A probe counts while a watch is open: what is being listed is not known yet."""
+        """Compare a probe; it counts only during a watch, as a list's objects are unknown yet."""
         if not (self._open and self._synced) or event.asked_s < self._opened_s:
             return []
         try:
@@ -326,7 +326,7 @@ class Reflector:
             return []
         if there == {_version_of(each) for each in self._objects.values()}:
             self._doubts = 0
-            # Compare a probe. It counts only during a watch: during a list the objects are unknown.
+            # The time of the request: later objects may have changed since.
             self._heard_s = max(event.asked_s, self._heard_s or event.asked_s)
             return []
         self._doubts += 1

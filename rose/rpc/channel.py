@@ -106,7 +106,7 @@ def make_blocking_channel(
 def make_server(
     access: AccessInterceptor | None = None, max_connections: int = MAX_CALLS
 ) -> grpc.aio.Server:
-    """A server without services and ports. access: checks each call; its ports must be secure."""
+    """Return a server without services and ports. access: checks each call; it needs TLS."""
     return grpc.aio.server(
         options=server_options(max_connections),
         maximum_concurrent_rpcs=MAX_CALLS,

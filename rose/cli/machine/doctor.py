@@ -57,7 +57,7 @@ from rose.security.certificates import add_certificate_options, taken_certificat
 
 
 class Severity(StrEnum):
-    """NOTE: it works, yet something should be known. WRONG: it does not work like this."""
+    """NOTE: it works, with something that an operator should know. WRONG: it does not work."""
 
     OK = "ok"
     NOTE = "note"
