@@ -32,7 +32,7 @@ SYS_PROCESS_MRELEASE = 448
 ORPHANED = 75
 POLL_S = 0.05
 NICEST = 19
-# For shared GPUs: launches must not wait, so that a step that has begun ends in time.
+# On a shared GPU launches must not wait, so that a step that has begun ends in time.
 ASIDE_NICE = 10
 Share = Literal["background", "aside"]
 _FLOCK = struct.Struct("hhqqi4x")

@@ -107,7 +107,7 @@ class Forwarding:
 
         Raises UnavailableError if the gateway does not answer, ConnectionError if it breaks off.
         """
-        # Of an absolute address only the path counts: the gateway is the configured one.
+        # Only the path of an absolute address counts: the gateway is the configured one.
         path = http.rel_url.raw_path_qs
         if http.method not in METHODS or not path.startswith("/"):
             raise web.HTTPMethodNotAllowed(http.method, METHODS)

@@ -266,7 +266,7 @@ class FrontServer:
 def tell(what: str, **fields: object) -> None:
     """Print one line for the operator."""
     more = "".join(f" {name}={value}" for name, value in fields.items())
-    # It may have no reader, or a full disk: no call depends on it.
+    # Standard error may have no reader, or a full disk: no call depends on it.
     with suppress(OSError):
         sys.stdout.write(clean(f"rose front: {what}{more}\n"))
         sys.stdout.flush()

@@ -159,7 +159,7 @@ class CheckpointUpdates:
         version = self.in_force.version
         if saved != self.in_force.saved:
             version = await asyncio.to_thread(self._publisher.publish, read(), wait=False)
-            # It is announced: this version is in force however the wait ends.
+            # The version is announced: this version is in force however the wait ends.
             self.in_force = InForce(version, label or str(version), saved)
         await asyncio.to_thread(self._publisher.wait_served, version)
         self.in_force = InForce(version, label or str(version), saved)

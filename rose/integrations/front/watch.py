@@ -172,7 +172,7 @@ class CheckpointWatcher:
                     continue
                 checkpoint = self._look(name)
             except (RefusedError, OSError) as error:
-                # Of another kind, half written, or just cleaned up: only whole ones matter.
+                # Another kind, half written, or just cleaned up: only whole checkpoints matter.
                 lacking[name] = str(error)
                 continue
             if self._refused.get(name) == checkpoint.stamp:
