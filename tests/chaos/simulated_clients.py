@@ -29,7 +29,7 @@ RETRY_S = 0.3
 PAUSE_S = 0.5
 # Longer than any message is late: what was asked before is over by then.
 LEAST_REST_S, MOST_REST_S = 2.0, 14.0
-# How often history is gone before a watch has looked.
+# Probability that history is gone before a watch has looked.
 COMPACTED_AT_ONCE = 0.4
 METHOD = "/rose.v1.Scheduler/"
 # Whoever refuses so did not do it, or may be asked again.

@@ -122,11 +122,11 @@ class SimulatedScheduler(LoopProcess):
             self.loop.run(self._leading.cancel)
 
     def _clock_s(self) -> float:
-        """Of a life that is over no lease lives."""
+        """Return the clock; a life that is over has no live lease."""
         return float("inf") if self.loop.closed else self.now_s()
 
     def leads(self) -> bool:
-        """Whether it surely leads now."""
+        """Return True if it surely leads now."""
         return self.up and self.core is not None and self.leadership.leads()
 
     # ---- a term ----

@@ -55,7 +55,7 @@ class Member:
     release: Release = HEAD
     process: "subprocess.Popen[str] | None" = None
     lives: int = 0
-    # What earlier lives wrote down.
+    # Bytes of the log that earlier lives wrote.
     _past_bytes: int = 0
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def said(self) -> str:
-        """What this life wrote down."""
+        """Log of this life."""
         whole = self.events.read_bytes() if self.events.exists() else b""
         return whole[self._past_bytes :].decode()
 
@@ -77,7 +77,7 @@ class Member:
         assert self.process is not None
         self.process.send_signal(number)
         if number is signal.SIGSTOP:
-            # It takes effect later; what is asked meanwhile would be answered.
+            # The stop takes effect later; calls would be answered meanwhile.
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -114,7 +114,7 @@ class LittleHost:
 
     @property
     def harvests(self) -> bool:
-        """Whether a guest may make steps now."""
+        """True if a guest may make steps now."""
         grant = self.grant
         lives = time.monotonic_ns() < grant.expiry_ns
         return lives and grant.mode in (GrantMode.RUN, GrantMode.THROTTLE)
@@ -144,7 +144,7 @@ class LittleCluster:
         metrics: bool = False,
     ) -> None:
         self.folder = folder
-        # Of nothing but this test's weights; a trainer in a process of its own is told it.
+        # Seed of this test's weights alone; a trainer in a process of its own gets it.
         self.seed = secrets.token_hex(32)
         self.key = SigningKey.from_hex(self.seed)
         self.store = store or str(folder / "store.sqlite")
@@ -165,12 +165,12 @@ class LittleCluster:
 
     @property
     def addresses(self) -> str:
-        """Of all schedulers."""
+        """Addresses of all schedulers."""
         return ",".join(f"127.0.0.1:{port}" for port in self._s)
 
     @property
     def urls(self) -> list[str]:
-        """Of all gateways."""
+        """Addresses of all gateways."""
         return [f"http://127.0.0.1:{port}" for port in self._gw]
 
     @property
@@ -199,15 +199,15 @@ class LittleCluster:
     # ---- what is seen of it ----
 
     def calls(self, node: str, *calls: str) -> list[dict[str, Any]]:
-        """What the engine of a node wrote down."""
+        """Return the journal of a node's engine."""
         return _records(self.folder / f"g{node[1:]}.journal", "call", calls)
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
-        """What a member wrote down."""
+        """Return the events in a member's log."""
         return _records(self.members[name].events, "event", (event,))
 
     def leader(self, but: str = "") -> str | None:
-        """Who leads by its own word, of those that run."""
+        """Return the running scheduler that reports that it leads."""
         for member in self.of("s"):
             if member.name == but:
                 continue
@@ -217,7 +217,7 @@ class LittleCluster:
         return None
 
     async def snapshot(self) -> pb.SnapshotReply | None:
-        """What the leader says; None while nobody does."""
+        """Return the leader's snapshot; None while there is no leader."""
         async with LeaderChannel(self.addresses) as channel:
             with contextlib.suppress(UnavailableError, grpc.aio.AioRpcError):
                 return await channel.call(
@@ -279,7 +279,7 @@ class LittleCluster:
                 await asyncio.sleep(0.05)
 
     def last_words(self) -> str:
-        """What a failed test leaves to read."""
+        """Return the logs of a failed test."""
         words = []
         for name, member in self.members.items():
             log = member.log.read_text()[-800:] if member.log.exists() else ""

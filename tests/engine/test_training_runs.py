@@ -83,7 +83,7 @@ async def test_a_killed_trainer_resumes_and_one_that_takes_over_starts_anew(tmp_
             await cluster.served("gw0")
             await serving(cluster, 2)
             engines = starts(cluster)
-        # It was killed, and its root need not wait for anything.
+        # The first was killed, and its root can be taken at once.
         with trainer(cluster, "a", dies_before=4) as second:
             assert await second("begin") == {"resumed": 2, "bit_for_bit": True}
             assert await second("step") == {"version": 3}

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("replica", "control", "cuda", "trainer", "nccl")
-# What no extra-less environment has: importing one of them there ends the process.
+# Modules that an environment without extras lacks: importing one of them there ends the process.
 HEAVY = "{'torch', 'triton', 'vllm', 'transformers', 'fastapi', 'httptools', 'tokenizers'}"
 WITHOUT = f"""
 import sys

@@ -31,7 +31,7 @@ from tests.fakes.memory_store import InMemoryStore
 MAX_FRAMES = 64
 STEP_S = 0.25
 STREAMS = (1, 2)
-# As `rose.scheduler.service` reads them; a node's reports come over one of two streams.
+# Methods of `rose.scheduler.service`; a node's reports come over one of two streams.
 UNARY = (
     (pb.DemandReport, wire.demanded),
     (pb.RegisterJobRequest, wire.job_registered),
