@@ -1,9 +1,9 @@
 """Latency targets, measured latencies, and the slack between them that may be lent.
 
-Targets, per-request latencies, sketches, step-time prediction, error budgets and load
+Targets, per-request latencies, step-time prediction, error budgets and load
 forecasts. All of it pure: clocks are handed in, nothing is read or written. Imports nothing of ROSE
 and nothing but the standard library, so that it may live inside a production engine; parsing a
-scrape alone needs prometheus_client, and imports it when first called.
+scrape needs prometheus_client and fitting a profile needs numpy, each imported when first called.
 """
 
 from slo.engine_metrics import Scrape, parse_scrape
@@ -11,7 +11,6 @@ from slo.error_budget import RULES, BurnAlert, BurnRule, ErrorBudget
 from slo.errors import (
     ProfileError,
     ScrapeError,
-    SketchError,
     SloError,
     TargetError,
     UnknownPresetError,
@@ -19,13 +18,11 @@ from slo.errors import (
 from slo.histogram import Histogram, latency_bounds_s, percentile
 from slo.load_forecast import LoadForecast
 from slo.request_latency import Attainment, Met, RequestLatency, attainment, goodput_rps
-from slo.sketch import RELATIVE_ERROR, Sketch, SlidingSketch
 from slo.step_time import StepModel, StepProfile, StepSample, fit_profile
 from slo.targets import PRESETS, SloSpec, preset
 
 __all__ = [
     "PRESETS",
-    "RELATIVE_ERROR",
     "RULES",
     "Attainment",
     "BurnAlert",
@@ -38,9 +35,6 @@ __all__ = [
     "RequestLatency",
     "Scrape",
     "ScrapeError",
-    "Sketch",
-    "SketchError",
-    "SlidingSketch",
     "SloError",
     "SloSpec",
     "StepModel",

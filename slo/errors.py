@@ -4,7 +4,6 @@ ValueError
 └── SloError
     ├── TargetError          latency targets that cannot be, or contradict each other
     ├── UnknownPresetError   no preset has that name
-    ├── SketchError          bytes that are not a sketch of this layout, a value that is no latency
     ├── ProfileError         step samples or a saved profile that no step model can come from
     └── ScrapeError          text that is not the metrics of one engine this package knows
 """
@@ -20,10 +19,6 @@ class TargetError(SloError):
 
 class UnknownPresetError(SloError):
     """No preset has that name."""
-
-
-class SketchError(SloError):
-    """Not a latency, or not the bytes of a sketch."""
 
 
 class ProfileError(SloError):

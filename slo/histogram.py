@@ -105,7 +105,7 @@ class Histogram:
     def buckets(self) -> list[tuple[str, float]]:
         """`(le, count)` pairs as prometheus_client's HistogramMetricFamily takes them.
 
-        Prometheus wants counts that only rise: export a sketch that is never emptied.
+        Prometheus wants counts that only rise: export one that is never emptied.
         """
         labels = [*map(repr, self.bounds_s), "+Inf"]
         return [(le, float(count)) for le, count in zip(labels, self.counts, strict=True)]

@@ -25,9 +25,9 @@ def test_public_names() -> None:
         "Yield", "decide", "explained",
     }  # fmt: skip
     assert set(slo.__all__) == {
-        "PRESETS", "RELATIVE_ERROR", "RULES", "Attainment", "BurnAlert", "BurnRule", "ErrorBudget",
+        "PRESETS", "RULES", "Attainment", "BurnAlert", "BurnRule", "ErrorBudget",
         "Histogram", "LoadForecast", "Met", "ProfileError", "RequestLatency", "Scrape",
-        "ScrapeError", "Sketch", "SketchError", "SlidingSketch", "SloError", "SloSpec", "StepModel",
+        "ScrapeError", "SloError", "SloSpec", "StepModel",
         "StepProfile", "StepSample", "TargetError", "UnknownPresetError", "attainment",
         "fit_profile", "goodput_rps", "latency_bounds_s", "parse_scrape", "percentile", "preset",
     }  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.cli.main import main
@@ -28,9 +30,10 @@ from rose.simulation.fluid import run_fluid
 from rose.simulation.fluid.host_pool import GuestLoad, HostPoolFluid, UserMix, busy_share
 from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, roll_out
 from rose.simulation.fluid.serving import ServingFluid
+from rose.simulation.fluid.users import Summary
 from rose.simulation.fluid.what_if import WhatIfQuestion, what_if
 from rose.simulation.workloads import AZURE_CODE_2023, FROZEN_LAKE, BurstyTraffic, LogNormal
-from slo import SloSpec, StepProfile
+from slo import SloSpec, StepProfile, percentile
 
 PROFILE = StepProfile(0.005, 2e-5, 0.0, 3e-8)
 ENGINE = EngineSpec("m", 1, ProfiledSteps(PROFILE), 200_000, 100_000, 16_000_000_000)
@@ -225,3 +228,13 @@ def test_even_spread_keeps_as_many_hosts_busy_as_there_are_requests(hosts: int) 
     assert busy_share(5.0, hosts) > 0.99
     if hosts > 100:
         assert busy_share(0.5, hosts) == pytest.approx(0.5, abs=0.001)
+
+
+@given(st.lists(st.floats(2.0**-20, 2.0**14), min_size=1, max_size=200))
+def test_percentiles_of_latencies_are_within_one_percent(values: list[float]) -> None:
+    summary = Summary()
+    for value in values:
+        summary.add(value)
+    estimates = summary.percentiles()
+    for estimate, fraction in ((estimates.p50, 0.5), (estimates.p90, 0.9), (estimates.p99, 0.99)):
+        assert estimate == pytest.approx(percentile(values, fraction), rel=0.00964)
