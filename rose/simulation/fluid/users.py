@@ -65,15 +65,14 @@ class Summary:
         return Percentiles(self._count, self._sum / self._count, p50, p90, p99, self._most)
 
     def _quantile(self, fraction: float) -> float:
-        rank, growth = fraction * self._count - 1e-9, 2.0 ** (1 / _BUCKETS_PER_DOUBLING)
+        rank, growth = fraction * self._count - 1e-9, math.exp2(1 / _BUCKETS_PER_DOUBLING)
         below = 0
         for index in sorted(self._counts):
             below += self._counts[index]
             if below >= rank:
                 break
         # The harmonic mean of both edges is equally far, relatively, from either.
-        lower: float = 2.0 ** (index / _BUCKETS_PER_DOUBLING)
-        return lower * 2 * growth / (1 + growth)
+        return math.exp2(index / _BUCKETS_PER_DOUBLING) * 2 * growth / (1 + growth)
 
 
 class UserLatencies:
