@@ -66,7 +66,7 @@ class DeadlineTracker:
     def stepped(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
-        """A step over `scheduled` (request → tokens) ended; `has_token`: first token delivered?"""
+        """Record a step's end over `scheduled` (request → tokens); `has_token`: not prefilling."""
         prefilled: list[str] = []
         decoded = len(scheduled)
         if self._prefilling:

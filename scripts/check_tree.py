@@ -22,6 +22,7 @@ REFUSED = re.compile(
 PLAIN = (
     "docs/",
     "examples/",
+    "executor/",
     "rose/cli/",
     "rose/client/",
     "rose/command_line/",

@@ -122,7 +122,7 @@ class HostSeat:
         self._replaced = replaced
         self._veto = Veto(path)
         self._thread: Beat | None = None
-        # For the engine core's step, which packs fields itself.
+        # The engine core's step packs the fields itself.
         self.write_packed: Callable[[bytes], None] = host.write_packed
         self.taken_ns = now_ns
         self._who = _own_identity()
