@@ -25,9 +25,9 @@ Its cores decide and act on nothing: clock, page and memory are the caller's. A 
 Their golden traces are in tests/traces/{guard,reclaim}.
 """
 
-from executor.control_page.host_seat import HostSeat, HostView, Veto
+from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing
-from executor.control_page.page import ControlPage
+from executor.control_page.page import ControlPage, HostView
 from executor.control_page.seqlock_records import (
     Grant,
     GrantMode,
@@ -39,7 +39,7 @@ from executor.control_page.seqlock_records import (
 from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import GrantController, GuardConfig
-from executor.kv.capacity_policy import PressureLimits, PressurePolicy
+from executor.kv.pressure import PressureLimits, PressurePolicy
 from executor.step_decision import GateLimits, Run, Yield, decide
 
 __all__ = [

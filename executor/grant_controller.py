@@ -15,20 +15,14 @@ grant says so or because the grant is so old that the node daemon must be gone.
 from dataclasses import dataclass, field
 from typing import Final
 
-from executor.control_page.host_seat import HostView
+from executor.control_page.page import HostView
 from executor.control_page.seqlock_records import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
 from executor.harvest_caps import UNCAPPED, HarvestCaps
-from executor.kv.capacity_policy import (
-    LEAST_CAP,
-    NO_CAP,
-    PressureCore,
-    PressureLimits,
-    guest_granules,
-    lent_bytes,
-    owed_bytes,
-)
+from executor.kv.lending import LEAST_CAP, guest_granules, lent_bytes, owed_bytes
+from executor.kv.pressure import PressureCore, PressureLimits
 from executor.kv.reclaim_ladder import OverdueTimer
+from executor.kv.shrink_plan import NO_CAP
 
 
 class GrantLiveness:

@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from executor.kv.capacity_policy import LEAST_CAP, NO_CAP, PressureLimits
+from executor.kv.lending import LEAST_CAP
+from executor.kv.pressure import PressureLimits
+from executor.kv.shrink_plan import NO_CAP
 
 # In each such window a guest may begin steps for its share of it.
 COMPUTE_WINDOW_NS: Final = 1_000_000_000

@@ -7,7 +7,7 @@ every step (`executor.control_page.host_seat`).
 
 from dataclasses import dataclass
 
-from executor.control_page.host_seat import CLOCK_TOLERANCE_NS, HostView
+from executor.control_page.page import CLOCK_TOLERANCE_NS, HostView
 from executor.control_page.seqlock_records import NO_DEADLINE, Grant, GrantMode, HostState
 from executor.freeze_reason import FreezeReason
 from slo import StepModel

@@ -1,4 +1,4 @@
-"""Host's seat on the control page (exclusive writer, heartbeat, veto), and a guest's view of it.
+"""Host's seat on the control page (exclusive writer, heartbeat, veto).
 
     takes the seat ──► busy on the page ──► publishes, beats ──► stops publishing: busy, vetoes
     cannot publish ──────────────────────────────────────────────────────────────► vetoes
@@ -6,14 +6,6 @@
 The engine core's thread writes the host section, the heartbeat thread the seat section: each has
 one writer. A beat says that the process lives and nothing about its work, so it cannot make a busy
 host look idle, and the host never waits for it.
-
-`HostView` is one look at the page by a guard or guest. The host's state counts when all of this
-holds, and the host counts as busy otherwise:
-
-    the file at the page's path is the one that is mapped
-    a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
-    nobody holds the veto: no engine serves here that cannot publish
-    the host section is whole and was written by the holder of the seat
 """
 
 import logging
@@ -21,13 +13,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from executor.control_page.byte_locks import VETO, HeldLock, inode_of
 from executor.control_page.seqlock_records import HostState, SeatState, Section
-from executor.freeze_reason import FreezeReason
 
 BEAT_S: Final = 0.25
 BUSY: Final = HostState(in_step=True, running=1)
@@ -167,47 +157,3 @@ def _own_identity() -> tuple[int, int, int]:
         return os.getpid(), int(stat[19]), os.stat("/proc/self/ns/pid").st_ino
     except (OSError, ValueError, IndexError):
         return os.getpid(), 0, 0
-
-
-BEAT_STALE_NS: Final = 1_000_000_000
-"""A host beats four times as often, from a thread of its own: an idle engine runs no other code."""
-SETTLE_NS: Final = 1_000_000_000
-"""Time in which any other engine of the path has noticed the new file, and vetoed."""
-CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Two processes read one clock, yet one may stamp a little after the other looked."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostView:
-    """Sections, None for an unreadable one; `seated`, `vetoed`: whether the lock is held.
-
-    The default view is not to be trusted.
-    """
-
-    state: HostState | None = None
-    seat: SeatState | None = None
-    seated: bool = False
-    vetoed: bool = True
-    replaced: bool = True
-
-    def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Return the reason why the state does not count; None if it counts."""
-        state, seat = self.state, self.seat
-        if self.replaced:
-            return FreezeReason.PAGE_REPLACED
-        if not self.seated:
-            return FreezeReason.NO_HOST
-        if self.vetoed:
-            return FreezeReason.HOST_VETO
-        if seat is None or state is None:
-            return FreezeReason.HOST_UNREADABLE
-        if now_ns - seat.taken_ns < SETTLE_NS or state.heartbeat_ns < seat.taken_ns:
-            return FreezeReason.HOST_STARTING
-        # A heartbeat from the future proves nothing about the present.
-        if not -CLOCK_TOLERANCE_NS <= now_ns - seat.beat_ns <= BEAT_STALE_NS:
-            return FreezeReason.HOST_SILENT
-        return None
-
-    def believed(self, now_ns: int) -> HostState | None:
-        """Return the state, None if any evidence is against it."""
-        return None if self.doubt(now_ns) else self.state

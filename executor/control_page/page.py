@@ -22,12 +22,13 @@ import struct
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from executor.control_page.byte_locks import GUARD, SEAT, VETO, HeldLock, inode_of, is_held
 from executor.control_page.byte_locks import LANES as LANE_LOCKS
-from executor.control_page.host_seat import HostSeat, HostView
+from executor.control_page.host_seat import HostSeat
 from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
 from executor.control_page.seqlock_records import (
     Grant,
@@ -38,6 +39,7 @@ from executor.control_page.seqlock_records import (
     section_bytes,
 )
 from executor.errors import PageError
+from executor.freeze_reason import FreezeReason
 
 MAGIC = b"ROSEPAGE"
 LAYOUT_VERSION = 5
@@ -55,6 +57,55 @@ _GUEST_AT = _GRANT_AT + section_bytes(Grant)
 _SEAT_AT = _GUEST_AT + section_bytes(GuestState)
 _LATENCY_AT = _SEAT_AT + section_bytes(SeatState)
 PAGE_BYTES = _LATENCY_AT + RING_BYTES
+
+BEAT_STALE_NS: Final = 1_000_000_000
+"""A host beats four times as often, from a thread of its own: an idle engine runs no other code."""
+SETTLE_NS: Final = 1_000_000_000
+"""Time in which any other engine of the path has noticed the new file, and vetoed."""
+CLOCK_TOLERANCE_NS: Final = 1_000_000
+"""Two processes read one clock, yet one may stamp a little after the other looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """One look at the page by a guard or guest: sections (None if unreadable) and locks.
+
+    The host's state counts when all of this holds, and the host counts as busy otherwise. By the
+    default view it is busy:
+
+        the file at the page's path is the one that is mapped
+        a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
+        nobody holds the veto: no engine serves here that cannot publish
+        the host section is whole and was written by the holder of the seat
+    """
+
+    state: HostState | None = None
+    seat: SeatState | None = None
+    seated: bool = False
+    vetoed: bool = True
+    replaced: bool = True
+
+    def doubt(self, now_ns: int) -> FreezeReason | None:
+        """Return the reason why the state does not count; None if it counts."""
+        state, seat = self.state, self.seat
+        if self.replaced:
+            return FreezeReason.PAGE_REPLACED
+        if not self.seated:
+            return FreezeReason.NO_HOST
+        if self.vetoed:
+            return FreezeReason.HOST_VETO
+        if seat is None or state is None:
+            return FreezeReason.HOST_UNREADABLE
+        if now_ns - seat.taken_ns < SETTLE_NS or state.heartbeat_ns < seat.taken_ns:
+            return FreezeReason.HOST_STARTING
+        # A heartbeat from the future proves nothing about the present.
+        if not -CLOCK_TOLERANCE_NS <= now_ns - seat.beat_ns <= BEAT_STALE_NS:
+            return FreezeReason.HOST_SILENT
+        return None
+
+    def believed(self, now_ns: int) -> HostState | None:
+        """Return the state, None if any evidence is against it."""
+        return None if self.doubt(now_ns) else self.state
 
 
 class ControlPage:

@@ -5,7 +5,6 @@ cannot be used ends the engine's start: with a guess in its place the gate would
 than the operator measured, and nobody would notice.
 """
 
-import logging
 import math
 import os
 import threading
@@ -214,8 +213,3 @@ class GateClient:
             state = replace(state, running=load.running, waiting=load.waiting, kv_used=load.kv_used)
         self._state = state
         self._page.guest.write(state)
-
-
-logger = logging.getLogger("vllm.rose.start")
-
-"""Set to 1 by a node, which grants from the start on; without a node nobody may grant."""

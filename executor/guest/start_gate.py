@@ -5,18 +5,20 @@
 The scheduler that asks the gate is made last, so nothing else holds back the passes of a start.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, Self
 
 from executor.control_page.page import ControlPage
 from executor.engine_settings import GUEST, EngineSettings
-from executor.guest.gate_client import logger
 from executor.step_decision import GateLimits, may_use_idle_host
 
 GATED_START: Final = "ROSE_GATED_START"
 
 PAUSE_S: Final = 0.002
+
+logger = logging.getLogger("vllm.rose.start")
 
 
 class StartGate:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
 from executor.kv.backing import GranulePool, NoPages, PageBackend
-from executor.kv.capacity_policy import KvFree, LendingCore, LendingLimits
+from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
 
 LEAST_GRANULES: Final = 3

@@ -20,7 +20,7 @@ from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
 from executor.errors import ExecutorError, PageError
 from executor.host.kv_lender import HostLender, KvLent
 from executor.host.state_publisher import StatePublisher
-from executor.kv.capacity_policy import LendingLimits
+from executor.kv.lending import LendingLimits
 from executor.step_log import StepLog
 
 SERVES_ON = "the host is no longer published; it serves on without ROSE"

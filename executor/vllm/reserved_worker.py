@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.gpu_worker import Worker
 
-from executor.cuda.bindings import open_driver
-from executor.cuda.reservation import as_tensor, whole
+from executor.cuda.backing import as_tensor, whole
+from executor.cuda.driver import open_driver
 from executor.engine_settings import HOST, EngineSettings
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_version

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from executor import GuestState
-from executor.kv.capacity_policy import LEAST_CAP, NO_CAP
+from executor.kv.lending import LEAST_CAP
 from executor.kv.reclaim_ladder import (
     Answer,
     EngineReport,
@@ -24,6 +24,7 @@ from executor.kv.reclaim_ladder import (
     Settled,
     Unsupported,
 )
+from executor.kv.shrink_plan import NO_CAP
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.telemetry.memory_gauges import Held, Measuring, MemoryGauge

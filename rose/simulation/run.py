@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from elastic_scheduler import ReplicaKind
 from executor.grant_controller import GuardConfig
-from executor.kv.capacity_policy import LendingLimits, PressureLimits
+from executor.kv.lending import LendingLimits
+from executor.kv.pressure import PressureLimits
 from executor.step_decision import GateLimits
 from rose.errors import ConfigError
 from rose.scheduler.core.messages import Event

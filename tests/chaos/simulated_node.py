@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from executor.control_page.host_seat import HostView
+from executor.control_page.page import HostView
 from executor.control_page.seqlock_records import Grant, HostState, SeatState
 from executor.freeze_reason import FreezeReason
 from executor.grant_controller import GrantController, GuardConfig, Seen, VoidLeases, Write

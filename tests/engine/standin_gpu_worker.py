@@ -9,8 +9,8 @@ import ctypes
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from executor.cuda.bindings import open_driver
-from executor.cuda.reservation import Reservation
+from executor.cuda.backing import Reservation
+from executor.cuda.driver import open_driver
 from executor.vllm.reserved_worker import ReservedKvWorker
 
 

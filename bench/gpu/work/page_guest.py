@@ -16,7 +16,7 @@ from typing import cast
 from executor.cuda.driver import Driver, Handle
 
 # `module:function` that opens the driver of the process's first GPU.
-OPENER = "executor.cuda.bindings:open_driver"
+OPENER = "executor.cuda.driver:open_driver"
 
 
 def opened(opener: str) -> Driver:

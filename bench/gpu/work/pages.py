@@ -15,9 +15,8 @@ from bench.gpu.sizes import Sizes
 from bench.gpu.work import page_guest as words
 from bench.gpu.work.page_guest import OPENER, PageRange, opened, received
 from bench.gpu.work.timing import spread
-from executor.cuda.bindings import open_driver
-from executor.cuda.driver import Driver
-from executor.cuda.reservation import Reservation
+from executor.cuda.backing import Reservation
+from executor.cuda.driver import Driver, open_driver
 from executor.errors import DeviceError
 from executor.kv.backing import Extent
 from executor.kv.shrink_plan import Granules

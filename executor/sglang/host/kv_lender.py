@@ -18,8 +18,8 @@ from executor.engine_settings import AUTO
 from executor.errors import LendingError
 from executor.host.kv_lender import HostLender, check_lendable
 from executor.kv.backing import PageBackend
-from executor.kv.capacity_policy import KvFree, LendingLimits
 from executor.kv.held_granules import HeldGranules
+from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
 from executor.sglang.compat import LENDING_NEEDED, check_features
 from executor.sglang.kv_pages import kv_pages

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from executor.kv.backing import PageBackend
-from executor.kv.capacity_policy import KvFree
+from executor.kv.lending import KvFree
 from executor.kv.shrink_plan import Granules, plan_growth
 from executor.vllm.compat import BlockPoolSurface, BlockSurface
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue

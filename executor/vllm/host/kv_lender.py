@@ -13,7 +13,7 @@ from typing import Any, Final
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
 from executor.host.kv_lender import HostLender, check_lendable
-from executor.kv.capacity_policy import LendingLimits
+from executor.kv.lending import LendingLimits
 from executor.vllm.compat import RequestSurface, check_version
 from executor.vllm.host.block_pools import CudaLendingPool, HostMemoryLendingPool
 from executor.vllm.kv_backing import kv_pages

@@ -27,8 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from executor import ControlPage, PageError
-from executor.control_page.host_seat import BEAT_STALE_NS
-from executor.control_page.page import LAYOUT_VERSION, check_folder, on_disk
+from executor.control_page.page import BEAT_STALE_NS, LAYOUT_VERSION, check_folder, on_disk
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback
 from rose.cli.options import DEFAULT_SCHEDULER

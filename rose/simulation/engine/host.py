@@ -11,7 +11,7 @@ from typing import Protocol
 
 from executor.control_page.seqlock_records import HostState
 from executor.deadline_tracker import DeadlineTracker
-from executor.kv.capacity_policy import KvFree, LendingCore, LendingLimits
+from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
 from rose.simulation.clock.event_queue import NS, EventQueue
 from rose.simulation.cluster import EngineSpec

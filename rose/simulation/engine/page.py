@@ -4,7 +4,7 @@ Host and guest write and read the same records as in production, at the same mom
 can be torn or its writer dead is tested elsewhere, and does not happen here.
 """
 
-from executor.control_page.host_seat import SETTLE_NS, HostView
+from executor.control_page.page import SETTLE_NS, HostView
 from executor.control_page.seqlock_records import Grant, HostState, SeatState
 from rose.simulation.clock.event_queue import NS
 

@@ -20,7 +20,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from elastic_scheduler import Policy, make_policy
-from executor.kv.capacity_policy import PressurePolicy
+from executor.kv.pressure import PressurePolicy
 from rose.errors import ConfigError
 from rose.simulation.policies.libra import LibraPolicy, level_of
 from rose.simulation.policies.rlboost import RlboostPolicy

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from executor.cuda.bindings import open_driver
-from executor.cuda.driver import Driver
+from executor.cuda.driver import Driver, open_driver
 from executor.errors import DeviceError
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 

@@ -25,13 +25,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import ControlPage, HostState
+from executor.cuda.backing import Reservation
 from executor.cuda.driver import Handle
 from executor.cuda.page_client import PageClient
 from executor.cuda.page_pool import PagePool
-from executor.cuda.reservation import Reservation
 from executor.engine_settings import EngineSettings
 from executor.errors import DeviceMemoryShort
-from executor.kv.capacity_policy import lent_bytes
+from executor.kv.lending import lent_bytes
 from executor.vllm.host.scheduler import ObservedScheduler
 from executor.vllm.kv_backing import reserve_kv
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver

@@ -11,7 +11,7 @@ import pytest
 from cuda_cases import ZEROS, Gpu, gpu
 
 from executor import cuda
-from executor.cuda import bindings
+from executor.cuda import driver as cuda_driver
 from executor.errors import DeviceError, DeviceMemoryShort
 
 __all__ = ["gpu"]
@@ -109,24 +109,24 @@ class Results:
     CUDA_ERROR_OUT_OF_MEMORY = 2
 
 
-def refusing(code: int) -> bindings.CudaDriver:
-    driver = object.__new__(bindings.CudaDriver)
+def refusing(code: int) -> cuda_driver.CudaDriver:
+    driver = object.__new__(cuda_driver.CudaDriver)
     driver._cuda = SimpleNamespace(CUresult=Results, cuMemRelease=lambda _handle: (code,))
     return driver
 
 
 def test_a_result_of_the_driver_is_one_clear_line() -> None:
-    refusing(0).release(bindings.Handle(1))
+    refusing(0).release(cuda_driver.Handle(1))
     with pytest.raises(DeviceMemoryShort, match=r"^cuMemRelease: the GPU is out of memory"):
-        refusing(2).release(bindings.Handle(1))
+        refusing(2).release(cuda_driver.Handle(1))
     with pytest.raises(DeviceError, match=r"^cuMemRelease failed with 700;"):
-        refusing(700).release(bindings.Handle(1))
+        refusing(700).release(cuda_driver.Handle(1))
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(DeviceError, match=r"install rose-rollout\[cuda\]"):
-        bindings.open_driver()
+        cuda_driver.open_driver()
 
 
 def test_a_machine_without_a_gpu_does_not_notice() -> None:

@@ -12,8 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 
 from executor import ExecutorError, Grant
-from executor.cuda.backing import CudaPages
-from executor.cuda.reservation import Reservation
+from executor.cuda.backing import CudaPages, Reservation
 from executor.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
 from executor.kv.backing import Extent, NoPages
 from executor.vllm.kv_backing import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from cuda_cases import ZEROS, Gpu, gpu
 
-from executor.cuda.reservation import Reservation, layer, reservation_at, whole
+from executor.cuda.backing import Reservation, layer, reservation_at, whole
 from executor.errors import DeviceError, DeviceMemoryShort
 from executor.kv.backing import Extent
 from executor.kv.shrink_plan import Granules

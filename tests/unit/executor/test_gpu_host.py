@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from executor import GuestState
 from executor.errors import DeviceError
 from executor.host.kv_lender import RETIRE_NS
-from executor.kv.capacity_policy import lent_bytes, owed_bytes
+from executor.kv.lending import lent_bytes, owed_bytes
 from executor.kv.reclaim_ladder import OverdueTimer
 from executor.vllm.host.block_pools import MOST_BYTES_A_CALL
 from executor.vllm.host.kv_lender import HOLD_NS

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 import executor.vllm.host.scheduler
 from executor.control_page.page import PAGE_FOLDER
 from executor.errors import DeviceError, DeviceMemoryShort
-from executor.kv.capacity_policy import LendingLimits
+from executor.kv.lending import LendingLimits
 from tests.fakes.driver import PAGE, StandInDevice
 
 KV_PAGES = 32

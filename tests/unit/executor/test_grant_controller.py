@@ -18,7 +18,7 @@ from executor import (
     HostState,
 )
 from executor.grant_controller import Seen, Write
-from executor.kv.capacity_policy import LEAST_CAP
+from executor.kv.lending import LEAST_CAP
 from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)

@@ -9,7 +9,8 @@ from executor import FreezeReason, Grant, GrantController, GrantMode, GuardConfi
 from executor import HostState as Host
 from executor.grant_controller import Seen, Write
 from executor.harvest_caps import HarvestCaps
-from executor.kv.capacity_policy import LEAST_CAP, NO_CAP
+from executor.kv.lending import LEAST_CAP
+from executor.kv.shrink_plan import NO_CAP
 from tests.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, slack_share=0.5)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GuestState, HostState
-from executor.kv.capacity_policy import (
+from executor.kv.lending import (
     KvFree,
     LendingCore,
     LendingLimits,

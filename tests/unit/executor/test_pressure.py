@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import PressureLimits, PressurePolicy
-from executor.kv.capacity_policy import NO_CAP, PressureCore
+from executor.kv.pressure import PressureCore
+from executor.kv.shrink_plan import NO_CAP
 
 MS = 1_000_000
 SECOND = 1_000 * MS

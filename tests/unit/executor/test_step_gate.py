@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import GateLimits, Grant, GrantMode, HostState, Run, SeatState, Yield, decide
-from executor.control_page.host_seat import HostView
+from executor.control_page.page import HostView
 from slo import StepModel, StepProfile
 from tests.seated_host import believed
 

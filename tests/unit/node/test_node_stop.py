@@ -9,7 +9,8 @@ import pytest
 from node_bench import Bench
 
 from executor import FreezeReason, Grant
-from executor.kv.capacity_policy import LEAST_CAP, NO_CAP
+from executor.kv.lending import LEAST_CAP
+from executor.kv.shrink_plan import NO_CAP
 from rose.process.child import group_alive
 from rose.process.procfs import group_bytes
 from rose.rpc import rose_pb2 as pb
