@@ -101,7 +101,7 @@ class HostPlugin(ABC, Generic[Publisher]):
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> Publisher:
-        """Return the publisher of this engine, which has published that it is idle."""
+        """Return the publisher of this engine."""
 
     @abstractmethod
     def _make_lender(self, settings: EngineSettings) -> HostLender:
@@ -115,10 +115,6 @@ class HostPlugin(ABC, Generic[Publisher]):
     def _demand(self) -> tuple[int, int]:
         """Return unfinished requests, and the tokens that the longest waiting one needs."""
 
-    @abstractmethod
-    def _publish_lent(self, observer: Publisher) -> None:
-        """Publish a change of lent memory."""
-
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
         if settings.role != HOST:
@@ -129,7 +125,10 @@ class HostPlugin(ABC, Generic[Publisher]):
         log = StepLog.from_environ(os.environ, HOST)
         if settings.level == LEND:
             self._begin_lending(settings)
-        self._observer = self._publisher(seat, settings, log)
+        observer = self._publisher(seat, settings, log)
+        # The idle host: its guest may run before the first request comes.
+        observer.publish()
+        self._observer = observer
         seat.start()
         if settings.found:
             # Last: a node may start a guest once it has found this.
@@ -166,7 +165,7 @@ class HostPlugin(ABC, Generic[Publisher]):
         if lender.over:
             self._lender = None
         if observer is not None and self._lent() != before:
-            self._quietly(self._publish_lent, observer)
+            self._quietly(observer.publish)
 
     def _lent(self) -> KvLent:
         return self._lender.lent if self._lender is not None else KvLent()

@@ -1,7 +1,9 @@
 """Publisher of a host's state: an engine's work as the control page's host section."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from executor.control_page.host_seat import HostSeat
 from executor.control_page.seqlock_records import HostState
@@ -10,7 +12,7 @@ from executor.host.kv_lender import KvLent
 from executor.step_log import StepLog
 
 
-class StatePublisher:
+class StatePublisher(ABC):
     """Base of the engines' publishers; one writes to the page about once a step.
 
     The changes of an idle host to busy and of a busy one to idle are published at once. Others wait
@@ -22,18 +24,20 @@ class StatePublisher:
     least one step with work is in flight; asynchronous scheduling keeps two of them there.
     """
 
+    tracker: ClassVar[type[DeadlineTracker]] = DeadlineTracker
+
     def __init__(
         self,
         seat: HostSeat,
-        book: DeadlineTracker,
+        ttft_s: float,
+        tpot_s: float,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         step_log: StepLog | None = None,
         lent: Callable[[], KvLent] = KvLent,
     ) -> None:
         """lent: returns the present loan of KV memory."""
         self._write = seat.write_packed
-        # In the order of `_tell`, which packs directly: making a HostState first would cost as much
-        # again.
+        # In the order of `_publish`, which packs directly: a HostState would cost as much again.
         self._pack = HostState.packer(
             "step_seq",
             "in_step",
@@ -52,20 +56,24 @@ class StatePublisher:
         self._step_log = step_log
         self._lent = lent
         self._clock_ns = clock_ns
-        self._deadlines = book
+        self._deadlines = self.tracker(round(ttft_s * 1e9), round(tpot_s * 1e9))
         self._steps_in_flight = 0
         self._step_seq = 0
         self._step_began_ns = 0
         self._busy_until_ns = 0
         self._busy_ns = 0
         self._last_step_ns = 0
-        self._told_idle = True
-        self._untold = False
+        self._published_idle = True
+        self._unpublished = False
 
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens of requests without a first token."""
         return self._deadlines.queued_prefill_tokens
+
+    def publish(self) -> None:
+        """Publish the present state: of a host that starts, or one whose loan changed."""
+        self._publish(self._clock_ns())
 
     def _step_begins(self, began_ns: int) -> None:
         """Record a scheduled step with work; its scheduling began at `began_ns`."""
@@ -85,19 +93,34 @@ class StatePublisher:
             self._step_log.step(self._step_began_ns, now_ns, tokens, sequences)
         self._step_began_ns = self._busy_until_ns = now_ns
 
-    def _tell(self, now_ns: int, running: int, waiting: int, kv_used: int, kv_total: int) -> None:
-        book = self._deadlines
-        self._told_idle = not (self._steps_in_flight or running or waiting)
-        self._untold = False
+    def _arrives(self, now_ns: int, arrived_ns: int, prompt_tokens: int | None) -> None:
+        """Publish at once that an idle host has a request; None for one that was put back."""
+        self._unpublished = True
+        if self._published_idle:
+            self._publish(now_ns)
+            # Its arrival is published; that it runs from now on is not.
+            self._unpublished = True
+        if self._step_log is not None and prompt_tokens is not None:
+            self._step_log.arrival(arrived_ns, now_ns, prompt_tokens)
+
+    @abstractmethod
+    def _figures(self) -> tuple[int, int, int, int]:
+        """Return running and waiting requests, and used and all KV blocks."""
+
+    def _publish(self, now_ns: int) -> None:
+        running, waiting, kv_used, kv_total = self._figures()
+        deadlines = self._deadlines
+        self._published_idle = not (self._steps_in_flight or running or waiting)
+        self._unpublished = False
         self._write(
             self._pack(
                 self._step_seq,
                 self._steps_in_flight > 0,
                 running,
                 waiting,
-                book.queued_prefill_tokens,
-                book.earliest_prefill_ns,
-                book.earliest_decode_ns,
+                deadlines.queued_prefill_tokens,
+                deadlines.earliest_prefill_ns,
+                deadlines.earliest_decode_ns,
                 kv_used,
                 kv_total,
                 self._busy_ns,

@@ -26,8 +26,7 @@ from executor.guest.gate_client import EngineLoad, GateClient, gate_limits, step
 from executor.guest.kv_balloon import GuestKv, too_large
 from executor.guest.orphan_watchdog import Watchdog
 from executor.kv.shrink_plan import Rollout
-from executor.sglang.kv_pages import kv_pages
-from executor.sglang.kv_pool import BalloonedPool
+from executor.sglang.kv_pool import BalloonedPool, kv_pages
 from executor.sglang.version_stamps import stamp
 from executor.step_decision import Run
 

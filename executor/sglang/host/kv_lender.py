@@ -22,8 +22,7 @@ from executor.kv.held_granules import HeldGranules
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
 from executor.sglang.compat import LENDING_NEEDED, check_features
-from executor.sglang.kv_pages import kv_pages
-from executor.sglang.kv_pool import BalloonedPool, Forget
+from executor.sglang.kv_pool import BalloonedPool, Forget, kv_pages
 
 # A search for free granules looks at every free block, so one that found too few is not repeated in
 # every step.

@@ -83,7 +83,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         if self._lender is not None:
             self._lender.step_begun()
         if self._observer is not None:
-            self._quietly(self._observer.began, self._scheduler, batch, self._began_ns)
+            self._quietly(self._observer.began, batch, self._began_ns)
 
     def done(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Publish a processed step."""
@@ -91,17 +91,17 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._lender.step_done()
             self._note_ended(batch)
         if self._observer is not None:
-            self._quietly(self._observer.stepped, self._scheduler, batch)
+            self._quietly(self._observer.stepped, batch)
 
     def aborted(self) -> None:
         """Publish that requests were aborted."""
         if self._observer is not None:
-            self._quietly(self._observer.aborted, self._scheduler)
+            self._quietly(self._observer.aborted)
 
     def idled(self) -> None:
         """Publish a turn of the loop without work, and lend."""
         if self._observer is not None:
-            self._quietly(self._observer.idled, self._scheduler)
+            self._quietly(self._observer.idled)
         if self._lender is not None:
             now_ns = time.monotonic_ns()
             if self._lender.pending or now_ns >= self._look_ns:
@@ -126,7 +126,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
     def _tell_arrival(self, observer: BatchPublisher, request: Any, again: bool) -> None:  # noqa: ANN401
         # With this an answer that is not streamed has the time of its first token, too.
         request.time_stats.has_timing_data = True
-        observer.arrived(self._scheduler, request, again=again)
+        observer.arrived(request, again=again)
 
     def _note_ended(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
         if self.pool is not None:
@@ -144,11 +144,9 @@ class SglangHost(HostPlugin[BatchPublisher]):
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> BatchPublisher:
-        observer = BatchPublisher(
-            seat, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
+        return BatchPublisher(
+            self._scheduler, seat, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
         )
-        observer.started(self._scheduler)
-        return observer
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         lender, self.pool = lender_of(
@@ -169,9 +167,6 @@ class SglangHost(HostPlugin[BatchPublisher]):
         queue = scheduler.waiting_queue
         requests = observer.requests if observer is not None else 0
         return max(requests, len(queue)), queue[0].seqlen if queue else 0
-
-    def _publish_lent(self, observer: BatchPublisher) -> None:
-        observer.lends(self._scheduler)
 
 
 class HostHooks:

@@ -1,14 +1,67 @@
 """Publisher of an SGLang host's state: its scheduler's work as the page's host section."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from executor.control_page.host_seat import HostSeat
+from executor.deadline_tracker import DeadlineTracker
 from executor.host.kv_lender import KvLent
 from executor.host.state_publisher import StatePublisher
-from executor.sglang.host.batch_deadlines import BatchDeadlines
 from executor.step_log import StepLog
+
+
+class BatchDeadlines(DeadlineTracker):
+    """Deadlines of an engine that decodes all of its sequences in a step, or none of them.
+
+    A step of SGLang is a prefill or a decode. While prompts are prefilled all others wait, and the
+    next decode serves every one of them. So only sequences that were put back into the queue need a
+    time of their own; the longest wait among the others is that since the last decode. Call it with
+    each step by its kind, never `begun` or `stepped`.
+    """
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a first token of which no step has begun, and those put back."""
+        return len(self._prefill_left) - len(self._prefilling) + len(self._left_out)
+
+    @property
+    def running(self) -> int:
+        """Requests that are in steps."""
+        return len(self._prefilling) + len(self._decoding) - len(self._left_out)
+
+    def known(self) -> set[str]:
+        """Return the ids of all unfinished requests."""
+        return {*self._prefill_left, *self._decoding}
+
+    def prefill_begun(self, request_ids: list[str]) -> None:
+        """Record that a prefill of these begins."""
+        self._prefilling.update(id_ for id_ in request_ids if id_ in self._prefill_left)
+        for request_id in request_ids:
+            self._left_out.pop(request_id, None)
+
+    def prefilled(
+        self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
+    ) -> None:
+        """Record a prefill's end over `scheduled` (request → tokens); `has_token`: first token."""
+        alone = not self._decoding
+        self._prefilled(
+            [id_ for id_ in scheduled if id_ in self._prefill_left], scheduled, has_token
+        )
+        if alone:
+            self._last_token_ns = now_ns
+
+    def decoded(self, now_ns: int) -> None:
+        """Record the end of a decode, with a token for each running request."""
+        self._last_token_ns = now_ns
+
+    def put_back(self, request_id: str) -> None:
+        """Record that a running request waits again, its tokens so far kept."""
+        if request_id in self._decoding:
+            self._left_out.setdefault(request_id, self._last_token_ns)
+        else:
+            self._prefilling.discard(request_id)
+
 
 RECONCILE_STEPS: Final = 64
 """Most steps in which a request that left the queue in another way is not noticed."""
@@ -23,10 +76,12 @@ class BatchPublisher(StatePublisher):
     it is. It is idle only when SGLang itself says so.
     """
 
+    tracker = BatchDeadlines
     _deadlines: BatchDeadlines
 
     def __init__(
         self,
+        scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
         seat: HostSeat,
         ttft_s: float,
         tpot_s: float,
@@ -34,44 +89,33 @@ class BatchPublisher(StatePublisher):
         step_log: StepLog | None = None,
         lent: Callable[[], KvLent] = KvLent,
     ) -> None:
-        """See StatePublisher."""
-        book = BatchDeadlines(round(ttft_s * 1e9), round(tpot_s * 1e9))
-        super().__init__(seat, book, clock_ns, step_log, lent)
+        """lent: returns the present loan of KV memory."""
+        super().__init__(seat, ttft_s, tpot_s, clock_ns, step_log, lent)
+        self._scheduler = scheduler
 
     @property
     def requests(self) -> int:
         """Unfinished requests by its books."""
         return len(self._deadlines)
 
-    def started(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's scheduler
-        """Publish the idle host: its guest may run before the first request comes."""
-        self._publish(scheduler, self._clock_ns())
-
-    def arrived(self, scheduler: Any, request: Any, *, again: bool) -> None:  # noqa: ANN401
-        """Add a request to the queue; `again`: it ran before and was put back."""
-        now_ns, id_ = self._clock_ns(), request.rid
-        book = self._deadlines
+    def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's request
+        """Record a request in the queue; `again`: it ran before and was put back."""
+        now_ns, prompt_tokens = self._clock_ns(), len(request.origin_input_ids)
         if again:
-            book.put_back(id_)
+            self._deadlines.put_back(request.rid)
         else:
-            book.arrived(id_, now_ns, len(request.origin_input_ids))
-            if self._step_log is not None:
-                self._step_log.arrival(now_ns, now_ns, len(request.origin_input_ids))
-        self._untold = True
-        if self._told_idle:
-            self._publish(scheduler, now_ns)
-            # Its arrival is published; that it runs from now on is not.
-            self._untold = True
+            self._deadlines.arrived(request.rid, now_ns, prompt_tokens)
+        self._arrives(now_ns, now_ns, None if again else prompt_tokens)
 
-    def began(self, scheduler: Any, batch: Any, began_ns: int) -> None:  # noqa: ANN401
+    def began(self, batch: Any, began_ns: int) -> None:  # noqa: ANN401
         """Record that a step over `batch` is about to run; its scheduling began at `began_ns`."""
         self._step_begins(began_ns)
         if not batch.forward_mode.is_decode():
             self._deadlines.prefill_begun([request.rid for request in batch.reqs])
-        if self._untold:
-            self._publish(scheduler, self._clock_ns())
+        if self._unpublished:
+            self.publish()
 
-    def stepped(self, scheduler: Any, batch: Any) -> None:  # noqa: ANN401
+    def stepped(self, batch: Any) -> None:  # noqa: ANN401
         """Record that the oldest step in flight was processed."""
         now_ns, book, requests = self._clock_ns(), self._deadlines, batch.reqs
         if batch.forward_mode.is_decode():
@@ -84,29 +128,25 @@ class BatchPublisher(StatePublisher):
         if ended:
             book.finished(ended)
         if self._step_seq % RECONCILE_STEPS == 0:
-            self._reconcile(scheduler)
+            self._reconcile()
         # The next step follows at once and publishes it, or SGLang says that there is none.
-        self._untold = True
+        self._unpublished = True
 
-    def aborted(self, scheduler: Any) -> None:  # noqa: ANN401
+    def aborted(self) -> None:
         """Compare the books: requests may have ended from outside."""
-        self._reconcile(scheduler)
-        self._publish(scheduler, self._clock_ns())
+        self._reconcile()
+        self.publish()
 
-    def idled(self, scheduler: Any) -> None:  # noqa: ANN401
+    def idled(self) -> None:
         """Publish a turn of the loop without work."""
-        if self._told_idle:
+        if self._published_idle:
             return
-        if scheduler.is_fully_idle():
+        if self._scheduler.is_fully_idle():
             self._steps_in_flight = 0
             self._deadlines.finished(self._deadlines.known())
-            self._publish(scheduler, self._clock_ns())
-        elif self._untold:
-            self._publish(scheduler, self._clock_ns())
-
-    def lends(self, scheduler: Any) -> None:  # noqa: ANN401
-        """Publish a changed loan."""
-        self._publish(scheduler, self._clock_ns())
+            self.publish()
+        elif self._unpublished:
+            self.publish()
 
     def _prefilled(self, batch: Any, now_ns: int) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Return the tokens of the step."""
@@ -124,23 +164,25 @@ class BatchPublisher(StatePublisher):
             self._deadlines.decoded(now_ns)  # Mixed into the same step.
         return sum(scheduled.values())
 
-    def _reconcile(self, scheduler: Any) -> None:  # noqa: ANN401
-        alive = {request.rid for request in scheduler.collect_inflight_reqs()}
-        alive.update(request.rid for request in scheduler.waiting_queue)
-        if scheduler.chunked_req is not None:
-            alive.add(scheduler.chunked_req.rid)
-        alive.update(request.rid for batch, _ in scheduler.result_queue for request in batch.reqs)
+    def _reconcile(self) -> None:
+        alive = {request.rid for request in self._scheduler.collect_inflight_reqs()}
+        alive.update(request.rid for request in self._scheduler.waiting_queue)
+        if self._scheduler.chunked_req is not None:
+            alive.add(self._scheduler.chunked_req.rid)
+        alive.update(
+            request.rid for batch, _ in self._scheduler.result_queue for request in batch.reqs
+        )
         self._deadlines.finished(self._deadlines.known() - alive)
 
-    def _publish(self, scheduler: Any, now_ns: int) -> None:  # noqa: ANN401
+    def _figures(self) -> tuple[int, int, int, int]:
         book = self._deadlines
         running = book.running
-        waiting = book.waiting + len(scheduler.grammar_manager.grammar_queue)
-        if not (running or waiting or self._steps_in_flight or scheduler.is_fully_idle()):
+        waiting = book.waiting + len(self._scheduler.grammar_manager.grammar_queue)
+        if not (running or waiting or self._steps_in_flight or self._scheduler.is_fully_idle()):
             waiting = 1  # Whatever it is, SGLang has something to do.
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator = self._scheduler.token_to_kv_pool_allocator
         page_tokens = allocator.page_size
-        free = allocator.available_size() + scheduler.tree_cache.evictable_size()
+        free = allocator.available_size() + self._scheduler.tree_cache.evictable_size()
         total = allocator.size // page_tokens
         used = max(0, total - free // page_tokens)
-        self._tell(now_ns, running, waiting, used, total)
+        return running, waiting, used, total

@@ -60,7 +60,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         if self._lender is not None and output.total_num_scheduled_tokens:
             self._lender.step_begun()
         if self._observer is not None:
-            self._quietly(self._observer.scheduled, self, output, began_ns)
+            self._quietly(self._observer.scheduled, output, began_ns)
         return output
 
     def update_from_output(
@@ -71,21 +71,21 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         if self._lender is not None and scheduler_output.total_num_scheduled_tokens:
             self._lender.step_done()
         if self._observer is not None:
-            self._quietly(self._observer.stepped, self, scheduler_output)
+            self._quietly(self._observer.stepped, scheduler_output)
         return result
 
     def add_request(self, request: RequestSurface) -> None:
         """Add a request as vLLM does, then publish that the host is no longer idle."""
         super().add_request(request)
         if self._observer is not None:
-            self._quietly(self._observer.arrived, self, request)
+            self._quietly(self._observer.arrived, request)
             self._lend(arrived=True)
 
     def finish_requests(self, *args: object, **kwargs: object) -> object:
         """Abort requests as vLLM does, then publish the remaining ones."""
         result = super().finish_requests(*args, **kwargs)
         if self._observer is not None:
-            self._quietly(self._observer.ended, self)
+            self._quietly(self._observer.ended)
         return result
 
     def has_requests(self) -> bool:
@@ -107,7 +107,8 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> HostStatePublisher:
-        observer = HostStatePublisher(
+        return HostStatePublisher(
+            self,
             seat,
             settings.ttft_s,
             settings.tpot_s,
@@ -115,8 +116,6 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
             lent=self._lent,
             blocks_away=self._blocks_away,
         )
-        observer.started(self)
-        return observer
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         return lender_of(self, lending_limits(settings), settings.kv_backend)
@@ -127,9 +126,6 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def _demand(self) -> tuple[int, int]:
         next_tokens = self.waiting.peek_request().num_tokens if self.waiting else 0
         return sum(self.get_request_counts()), next_tokens
-
-    def _publish_lent(self, observer: HostStatePublisher) -> None:
-        observer.lends(self)
 
     def _held_back(self) -> Collection[str]:
         if self._lender is None:

@@ -23,8 +23,7 @@ from executor.errors import DeviceError
 from executor.host.kv_lender import RETIRE_NS
 from executor.kv.lending import lent_bytes, owed_bytes
 from executor.kv.reclaim_ladder import OverdueTimer
-from executor.vllm.host.block_pools import MOST_BYTES_A_CALL
-from executor.vllm.host.kv_lender import HOLD_NS
+from executor.vllm.host.kv_lender import HOLD_NS, MOST_BYTES_A_CALL
 from tests.fakes.driver import PAGE, StandInDevice, scripted
 
 KV_PAGES = 32

@@ -74,8 +74,10 @@ class Rig:
         self.clock = FakeClock()
         self.scheduler = FakeEngineScheduler()
         self.begun: set[str] = set()
-        self.observer = HostStatePublisher(page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0)
-        self.observer.started(self.scheduler)
+        self.observer = HostStatePublisher(
+            self.scheduler, page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0
+        )
+        self.observer.publish()
 
     def state(self) -> HostState:
         state = self.page.host.read()
@@ -85,7 +87,7 @@ class Rig:
     def add(self, name: str, age_s: float = 0.0) -> FakeRequest:
         request = FakeRequest(name, 100.0 - age_s)
         self.scheduler.requests[name] = request
-        self.observer.arrived(self.scheduler, request)
+        self.observer.arrived(request)
         return request
 
     def begin(self, **tokens: int) -> FakeStep:
@@ -93,7 +95,7 @@ class Rig:
         self.begun.update(tokens)
         step = FakeStep(tokens, new)
         self.scheduler.running = len(self.scheduler.requests)
-        self.observer.scheduled(self.scheduler, step, self.clock.now_ns)
+        self.observer.scheduled(step, self.clock.now_ns)
         return step
 
     def end(self, step: FakeStep, *finished: str) -> None:
@@ -103,7 +105,7 @@ class Rig:
             del self.scheduler.requests[name]
         self.scheduler.finished_req_ids = set(finished)
         self.scheduler.running = len(self.scheduler.requests)
-        self.observer.stepped(self.scheduler, step)
+        self.observer.stepped(step)
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def test_overlapping_steps_count_their_time_once(rig: Rig) -> None:
 
 
 def test_empty_schedules_are_no_steps(rig: Rig) -> None:
-    rig.observer.scheduled(rig.scheduler, FakeStep(), rig.clock.now_ns)
+    rig.observer.scheduled(FakeStep(), rig.clock.now_ns)
     rig.end(FakeStep())
     assert (rig.state().step_seq, rig.state().busy_ns) == (0, 0)
 
@@ -174,7 +176,7 @@ def test_an_aborted_request_leaves_an_idle_host(rig: Rig) -> None:
     rig.add("a")
     del rig.scheduler.requests["a"]
     rig.scheduler.finished_req_ids = {"a"}
-    rig.observer.ended(rig.scheduler)
+    rig.observer.ended()
     assert rig.state().idle
     assert rig.state().earliest_prefill_deadline_ns == 0
 
@@ -210,7 +212,7 @@ def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: Rig) -> No
     rig.add("a")
     rig.end(rig.begin(a=10))
     rig.add("b")
-    rig.observer.scheduled(rig.scheduler, FakeStep(), rig.clock.now_ns)
+    rig.observer.scheduled(FakeStep(), rig.clock.now_ns)
     assert rig.state().queued_prefill_tokens == 10
 
 
@@ -269,9 +271,9 @@ def test_a_step_looks_at_the_requests_that_changed_not_at_all_that_run(
     for new in ([FakeNewRequest("late")], [], [], []):
         tokens = CountingMapping(dict.fromkeys([*names, "late"], 1))
         step = CountedStep(tokens, new, running + 1)
-        rig.observer.scheduled(rig.scheduler, step, rig.clock.now_ns)
+        rig.observer.scheduled(step, rig.clock.now_ns)
         rig.scheduler.requests["late"].num_output_tokens += 1
         rig.scheduler.finished_req_ids = set()
-        rig.observer.stepped(rig.scheduler, step)
+        rig.observer.stepped(step)
         looks.append(tokens.looks)
     assert looks == [1, 0, 0, 0]

@@ -30,8 +30,10 @@ class Rig:
         self.page = page
         self.now_ns = 1_000 * MS
         self.scheduler = FakeScheduler()
-        self.observer = BatchPublisher(page.take_host(), 0.5, 0.15, lambda: self.now_ns)
-        self.observer.started(self.scheduler)
+        self.observer = BatchPublisher(
+            self.scheduler, page.take_host(), 0.5, 0.15, lambda: self.now_ns
+        )
+        self.observer.publish()
 
     @property
     def told(self) -> HostState:
@@ -42,14 +44,14 @@ class Rig:
     @property
     def state(self) -> HostState:
         """As the next step would tell of it."""
-        self.observer.lends(self.scheduler)
+        self.observer.publish()
         return self.told
 
     def add(self, *ids: str) -> list[FakeReq]:
         requests = [FakeReq(id_) for id_ in ids]
         for request in requests:
             self.scheduler.waiting_queue.append(request)
-            self.observer.arrived(self.scheduler, request, again=False)
+            self.observer.arrived(request, again=False)
         return requests
 
     def prefill(self, *requests: FakeReq, tokens: int = 10, last: bool = True) -> None:
@@ -57,22 +59,22 @@ class Rig:
         queue = self.scheduler.waiting_queue
         self.scheduler.waiting_queue = [each for each in queue if each not in requests]
         self.scheduler.chunked_req = None if last else requests[-1]
-        self.observer.began(self.scheduler, batch, self.now_ns)
+        self.observer.began(batch, self.now_ns)
         self.now_ns += 20 * MS
         if last:
             for request in requests:
                 request.output_ids.append(7)
             self.scheduler.running_batch.reqs += requests
-        self.observer.stepped(self.scheduler, batch)
+        self.observer.stepped(batch)
 
     def decode(self, *ending: FakeReq) -> None:
         requests = list(self.scheduler.running_batch.reqs)
         batch = FakeBatch(requests, DECODE)
-        self.observer.began(self.scheduler, batch, self.now_ns)
+        self.observer.began(batch, self.now_ns)
         self.now_ns += 10 * MS
         for request in ending:
             request.finished_reason = "length"
-        self.observer.stepped(self.scheduler, batch)
+        self.observer.stepped(batch)
         self.scheduler.running_batch.reqs = [each for each in requests if each not in ending]
 
 
@@ -97,7 +99,7 @@ def test_a_request_is_told_when_it_comes_when_it_runs_and_when_it_ends(rig: Rig)
     assert rig.told.earliest_decode_deadline_ns == 1_170 * MS
     rig.decode(request)
     assert not rig.told.idle, "SGLang has not said so"
-    rig.observer.idled(rig.scheduler)
+    rig.observer.idled()
     assert rig.told.idle
     assert rig.told.busy_ns == 40 * MS
 
@@ -127,7 +129,7 @@ def test_one_that_is_put_back_waits_from_its_last_token_on(rig: Rig) -> None:
     rig.decode()
     rig.scheduler.running_batch.reqs.remove(second)
     rig.scheduler.waiting_queue.append(second)
-    rig.observer.arrived(rig.scheduler, second, again=True)
+    rig.observer.arrived(second, again=True)
     rig.decode()
     rig.decode()
     assert (rig.state.running, rig.state.waiting) == (1, 1)
@@ -139,10 +141,10 @@ def test_one_that_is_put_back_waits_from_its_last_token_on(rig: Rig) -> None:
 def test_who_is_aborted_in_the_queue_is_waited_for_no_more(rig: Rig) -> None:
     rig.add("a", "b")
     del rig.scheduler.waiting_queue[0]
-    rig.observer.aborted(rig.scheduler)
+    rig.observer.aborted()
     assert rig.state.waiting == 1
     rig.scheduler.waiting_queue.clear()
-    rig.observer.idled(rig.scheduler)
+    rig.observer.idled()
     assert rig.state.idle
 
 
@@ -153,22 +155,22 @@ def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(rig: 
     rig.scheduler.running_batch.reqs.append(request)
     prefill = FakeBatch([request], PREFILL, [10])
     decode, overshoot = FakeBatch([request], DECODE), FakeBatch([request], DECODE)
-    rig.observer.began(rig.scheduler, prefill, rig.now_ns)
-    rig.observer.began(rig.scheduler, decode, rig.now_ns)
+    rig.observer.began(prefill, rig.now_ns)
+    rig.observer.began(decode, rig.now_ns)
     rig.now_ns += 20 * MS
     request.output_ids.append(7)
-    rig.observer.stepped(rig.scheduler, prefill)
+    rig.observer.stepped(prefill)
     assert (rig.state.in_step, rig.state.running, rig.state.queued_prefill_tokens) == (True, 1, 0)
     assert rig.state.earliest_decode_deadline_ns == rig.now_ns + 150 * MS
-    rig.observer.began(rig.scheduler, overshoot, rig.now_ns)
+    rig.observer.began(overshoot, rig.now_ns)
     rig.now_ns += 10 * MS
     request.finished_reason = "length"
-    rig.observer.stepped(rig.scheduler, decode)
+    rig.observer.stepped(decode)
     assert (rig.state.in_step, rig.state.running) == (True, 0)
     rig.scheduler.running_batch.reqs.clear()
     rig.now_ns += 10 * MS
-    rig.observer.stepped(rig.scheduler, overshoot)
-    rig.observer.idled(rig.scheduler)
+    rig.observer.stepped(overshoot)
+    rig.observer.idled()
     assert (rig.told.idle, rig.told.busy_ns) == (True, 40 * MS)
 
 
@@ -177,10 +179,10 @@ def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: Rig) -> None:
     rig.prefill(request)
     rig.scheduler.stalled = True
     rig.decode(request)
-    rig.observer.idled(rig.scheduler)
+    rig.observer.idled()
     assert not rig.state.idle
     rig.scheduler.stalled = False
-    rig.observer.idled(rig.scheduler)
+    rig.observer.idled()
     assert rig.state.idle
 
 
@@ -188,7 +190,7 @@ def test_kv_that_only_prefixes_hold_is_not_in_use(rig: Rig) -> None:
     allocator = rig.scheduler.token_to_kv_pool_allocator
     rig.scheduler.tree_cache.cached.append(allocator.alloc(30))
     allocator.alloc(20)
-    rig.observer.started(rig.scheduler)
+    rig.observer.publish()
     assert (rig.state.kv_used, rig.state.kv_total) == (20, 100)
 
 

@@ -13,8 +13,7 @@ import torch
 from executor.errors import ExecutorError
 from executor.kv.backing import HostPages, NoPages
 from executor.kv.shrink_plan import Granules, GranuleUse
-from executor.sglang.kv_pages import kv_pages
-from executor.sglang.kv_pool import BalloonedPool
+from executor.sglang.kv_pool import BalloonedPool, kv_pages
 from tests.fakes.sglang_scheduler import StandInAllocator, StandInPool, StandInTree
 
 SLOTS, GRANULE = 63, 8
