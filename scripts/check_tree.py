@@ -30,6 +30,7 @@ PLAIN = (
     "rose/contract/",
     "rose/controller/",
     "rose/engines/",
+    "rose/gateway/",
     "rose/integrations/front/",
     "rose/integrations/ray",
     "rose/integrations/sharded",
