@@ -42,6 +42,7 @@ PLAIN = (
     "rose/process/",
     "rose/profile/",
     "rose/proxy/",
+    "rose/replica/",
     "rose/rpc/",
     "rose/security/",
     "rose/store/",
