@@ -260,7 +260,7 @@ class SchedulerService(SchedulerServicer):
 
     def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
         now = self._core.capacity.stop.mode
-        # What was there at the start was read then, with what 0.2.0 may have said meanwhile.
+        # What was there at the start was read then; a request may have come meanwhile.
         if mode is now or (first and stricter(mode, now) is now):
             return
         self._closings += mode is not HarvestMode.ACTIVE

@@ -243,7 +243,7 @@ class JobDropped:
 class HarvestSet:
     """An operator set the mode of a replica, or of all (None). Answered with leases released.
 
-    opens: where no policy is in force, a mode above OFF lets all be lent, as in 0.2.0.
+    opens: where no policy is in force, a mode above OFF lets all be lent.
     """
 
     mode: HarvestMode

@@ -1,7 +1,5 @@
 """Several jobs on one scheduler: their versions, health and names are never taken for another's."""
 
-import json
-
 import pytest
 from core_cases import JOB, CoreBench, offer
 
@@ -18,9 +16,7 @@ from rose.scheduler.core.messages import (
     ReplicaDrained,
     VersionAnnounced,
 )
-from rose.scheduler.persistence import load
 from rose.scheduler.wire import attached, event_of, job_registered, jobless
-from tests.fakes.memory_store import InMemoryStore
 
 
 def two_jobs() -> CoreBench:
@@ -131,29 +127,6 @@ def test_a_job_with_versions_keeps_its_model() -> None:
     bench.step(VersionAnnounced("j", 1, 0, "http://t"))
     with pytest.raises(RefusedError, match="name of its own"):
         bench.step(JobRegistered("j", 0, "m"))
-
-
-def test_a_store_of_0_2_0_is_read_as_its_only_job() -> None:
-    store = InMemoryStore()
-    store.write("job", json.dumps({"job": JOB, "max_staleness": 3}).encode())
-    for version in (1, 2):
-        value = {"version": version, "parent": version - 1, "url": "http://t"}
-        store.write(f"versions/{version:020d}", json.dumps(value).encode())
-    store.write("epochs/g0", b"7")
-    bench = CoreBench(store=store)
-    [job] = bench.core.status(0.0).jobs
-    assert (job.job, job.max_staleness, job.latest_version) == (JOB, 3, 2)
-    assert load(store.entries).epoch_jobs == {"g0": JOB}
-    # What is written now wins.
-    bench.with_job(1)
-    bench.attach()
-    bench.offered(offer(policy_version=2))
-    assert bench.lease().epoch == 8
-    bench.step(JobEnded(JOB))
-    saved = load(store.entries)
-    assert saved.epochs == {"g0": 8}
-    assert [job.ended for job in saved.jobs] == [True]
-    assert CoreBench(store=store).with_job().answer() == 2
 
 
 def test_a_node_of_0_2_0_works_while_there_is_one_job() -> None:
