@@ -443,7 +443,7 @@ class CapacityGate:
     def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
         whys = beyond
         if self._effective[node.name].has_caps and not node.takes_caps:
-            whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            whys += ("its node keeps within no caps; upgrade it",)
             settled = True
         verdict = self._verdict(node.name, whys, self._held.get(node.name))
         if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:

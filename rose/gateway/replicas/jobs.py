@@ -1,7 +1,7 @@
 """Routers of a gateway, one for each job: turns, prefixes and forecasts of one job meet no other's.
 
 A gateway that watches a scheduler knows its jobs. Where nobody says which jobs there are (replicas
-of the command line, a scheduler of 0.2.0 or without a job) one router has all replicas, and a
+of the command line, a scheduler without a job) one router has all replicas, and a
 turn's job is a label.
 """
 
