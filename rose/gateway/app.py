@@ -222,7 +222,7 @@ class Gateway:
         # New for each process: reports of an earlier process must not count as this one's.
         own = f"{name}/{secrets.token_hex(4)}"
         meter = DemandMeter(self._dispatcher, own, clock())
-        reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
+        reporter = DemandReporter(meter, self._dispatcher.work_began, clock)
         target, ttl_s = settings.scheduler, settings.table_ttl_s
         certificates = settings.certificates
         return WatchedTable(

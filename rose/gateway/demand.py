@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
+from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.rpc import rose_pb2, rose_pb2_grpc
 
 # Longer than a weight update or a host's burst, which pause a flow without ending it.
@@ -103,15 +103,13 @@ class DemandReporter:
         meter: DemandMeter,
         work_began: asyncio.Event,
         clock: Callable[[], float],
-        on_event: EventSink,
     ) -> None:
         self._meter = meter
         self._work_began = work_began
         self._clock = clock
-        self._on_event = on_event
 
     async def run(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> None:
-        """Report until cancelled, or until this scheduler clearly takes no reports."""
+        """Report each period until cancelled, and soon when the first turn comes."""
         while True:
             # Before the figures are read: a turn that comes while they are sent counts as new.
             self._work_began.clear()
@@ -120,10 +118,7 @@ class DemandReporter:
             try:
                 await stub.ReportDemand(report, timeout=CALL_TIMEOUT_S)
                 self._meter.told(report)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._on_event("demand_not_taken", reason="the scheduler is an older one")
-                    return
+            except grpc.aio.AioRpcError:
                 idle = False
             await self._pause(idle)
 

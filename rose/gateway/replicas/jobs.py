@@ -1,8 +1,7 @@
 """Routers of a gateway, one for each job, so that jobs share no turns, prefixes and forecasts.
 
 A gateway that watches a scheduler knows its jobs. If the jobs are unknown (replicas of the command
-line, a scheduler of 0.2.0 or without a job) one router has all replicas, and a turn's job is a
-label.
+line, a scheduler without a job) one router has all replicas, and a turn's job is a label.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -101,7 +101,7 @@ class WatchedTable:
         except UnavailableError as error:
             self._lost(str(error))
             return error
-        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name, jobs=True))
+        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
         async with self._reporting(stub):
             try:
                 while True:

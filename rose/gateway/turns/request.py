@@ -19,7 +19,6 @@ from rose.contract.gateway import (
     MAX_GROUP_SIZE,
     MAX_NAME_CHARS,
     MAX_REQUEST_ID_CHARS,
-    OLD_JOB_HEADER,
     SESSION_ALIASES,
     SESSION_HEADER,
     TurnFields,
@@ -173,7 +172,7 @@ def session_of(headers: Mapping[str, str], given: str | None) -> str:
 
 def job_of(headers: Mapping[str, str], given: str | None) -> str:
     """Return a request's job, "" for none. Raises BadRequest for an invalid name."""
-    return _name(headers.get(JOB_HEADER) or headers.get(OLD_JOB_HEADER) or given, "job")
+    return _name(headers.get(JOB_HEADER) or given, "job")
 
 
 def _name(given: str | None, field: str) -> str:
