@@ -13,11 +13,10 @@ OFFER_TTL_S = 3.0
 def hello(number: int, *, takes_renewals: bool = True) -> pb.Hello:
     """What node `number` says first."""
     return pb.Hello(
-        protocol=1,
+        protocol=2,
         cluster=f"c{number // OF_CLUSTER}",
         relay_url=f"http://{_host(number)}:7500",
         takes_caps=True,
-        jobs=True,
         takes_renewals=takes_renewals,
     )
 

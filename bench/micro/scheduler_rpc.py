@@ -206,7 +206,7 @@ class Load:
 
     async def _watch(self, name: str) -> None:
         stub = SchedulerStub(channel_to(self._address))
-        ask = pb.WatchReplicasRequest(gateway=name, jobs=True)
+        ask = pb.WatchReplicasRequest(gateway=name)
         while True:
             with suppress(grpc.aio.AioRpcError):
                 async for table in stub.WatchReplicas(ask):
@@ -242,7 +242,7 @@ class Load:
         while True:
             began_s = time.monotonic()
             channel = channel_to(self._address)
-            ask = pb.WatchReplicasRequest(gateway="newcomer", jobs=True)
+            ask = pb.WatchReplicasRequest(gateway="newcomer")
             call = SchedulerStub(channel).WatchReplicas(ask)
             with suppress(grpc.aio.AioRpcError):
                 await call.read()

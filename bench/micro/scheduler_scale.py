@@ -70,7 +70,7 @@ class ScaledFleet:
         *,
         takes_renewals: bool = True,
     ) -> None:
-        """`takes_renewals`: False for nodes of 0.2.0."""
+        """`takes_renewals`: False for nodes that are told each renewal by itself."""
         self._takes_renewals = takes_renewals
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret
         self._core = SchedulerCore(load({}), HarvestMode.ACTIVE)

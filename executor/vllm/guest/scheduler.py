@@ -176,7 +176,7 @@ class GatedScheduler(ConfiguredScheduler):
         for request in reversed([r for r in self.running if r.request_id in chosen]):
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
-            # It left, though it may come back in this very step: the workers must start it anew.
+            # The request may come back in this very step: the workers must start it anew.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _schedule_within(
