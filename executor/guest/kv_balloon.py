@@ -8,10 +8,9 @@ from typing import Final, Protocol
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
 from executor.guest.gate_client import KvMapped
-from executor.kv.backing import GranulePool
+from executor.kv.held_granules import HeldGranules
 from executor.kv.shrink_plan import (
     NO_CAP,
-    GranuleUse,
     Rollout,
     cap_in_force,
     granules_over,
@@ -24,35 +23,6 @@ from executor.step_decision import GateLimits
 MOST_BYTES_A_CALL: Final = 512 << 20
 # Pause of a guest on a GPU before it asks again for memory that others still have.
 GROWTH_RETRY_NS: Final = 100_000_000
-
-
-class BalloonedPool(GranulePool, Protocol):
-    """An engine's KV block pool that granules can leave."""
-
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks that requests can have at most now."""
-        ...
-
-    @property
-    def owed(self) -> int:
-        """Borrowed granules that must still be taken."""
-        ...
-
-    def uses(self) -> Iterable[GranuleUse]:
-        """Return the use of each mapped granule."""
-        ...
-
-    def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that can be emptied without preempting; return their number.
-
-        Their pages stay until `unmap` is told that step `fence` is done.
-        """
-        ...
-
-    def give_back(self, granules: Collection[int]) -> None:
-        """Map held granules again: first their pages, then their blocks."""
-        ...
 
 
 class SizedRequest(Protocol):
@@ -92,7 +62,7 @@ class GuestKv:
 
     def __init__(
         self,
-        pool: BalloonedPool,
+        pool: HeldGranules,
         rollouts: Callable[[], Sequence[Rollout]],
         preempt: Callable[[Collection[str]], None],
         limits: GateLimits | None = None,

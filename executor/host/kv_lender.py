@@ -11,13 +11,15 @@ The pool and the policy of skipped requests are the engine's; this module knows 
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
-from executor.kv.backing import GranulePool, NoPages, PageBackend
+from executor.kv.backing import NoPages, PageBackend
+from executor.kv.held_granules import HeldGranules
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
-from executor.kv.shrink_plan import Granules
+from executor.kv.shrink_plan import Granules, plan_growth
 
 LEAST_GRANULES: Final = 3
 
@@ -45,42 +47,75 @@ class KvLent(NamedTuple):
     reserve_missing: int = 0
 
 
-class LendablePool(GranulePool, Protocol):
+class LendablePool(HeldGranules):
     """An engine's pool of KV blocks, granules of which can be lent."""
 
     @property
+    @abstractmethod
     def free(self) -> KvFree:
         """Blocks that no request uses."""
-        ...
 
     @property
     def blocks_away(self) -> int:
         """Lent blocks that the engine does not count."""
-        ...
+        return 0
 
+    @abstractmethod
     def lendable(self, count: int) -> list[int]:
-        """Return up to `count` granules to lend."""
-        ...
+        """Return up to `count` granules to lend: the highest, so that they stay together."""
 
-    def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free; return their number."""
-        ...
-
+    @abstractmethod
     def take_back(self, count: int) -> int:
         """Take back up to `count` lent granules; return how many came at once."""
-        ...
 
+    @abstractmethod
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Drop the prefixes in up to `most` cold granules; return the number of granules."""
-        ...
+        """Drop prefixes of up to `most` granules without a hit in the last `cold_ns`.
+
+        Returns the number of granules; call it in every step, since it also tells the time.
+        """
+
+    @abstractmethod
+    def dissolve(self) -> None:
+        """Restore the stock pool, whole, from any state of this one."""
 
     def check(self) -> None:
         """Raise an error recorded earlier in a place that could not report it."""
-        ...
 
-    def dissolve(self) -> None:
-        """Restore the stock pool, whole, from any state of this one."""
-        ...
+
+class HostMemoryPool(LendablePool):
+    """A pool on host memory: lent granules come back at once, even inside an allocation."""
+
+    # Error in an allocation, which must not raise: the blocks came back, but the memory under them
+    # may be counted wrong.
+    _failure: Exception | None = None
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def take_back(self, count: int) -> int:
+        """Take back the lowest `count` lent granules: all of them come."""
+        granules = plan_growth(count, self.held)
+        self.give_back(granules)
+        return len(granules)
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Take granules back: first their blocks, which a host must never lack."""
+        if not granules:
+            return
+        self._put_in(granules)
+        self.held.difference_update(granules)
+        for granule in granules:
+            self._touchable.pop(granule, None)
+        self.pages.restore(granules)
+
+    def _take_back_blocks(self, blocks: int) -> None:
+        """Take back enough granules for an allocation that lacks this many blocks."""
+        try:
+            self.take_back(-(-blocks // self.granules.granule_blocks))
+        except Exception as error:  # noqa: BLE001 -- the engine's allocation must not see it
+            self._failure = error
 
 
 class Holder(Protocol):

@@ -87,28 +87,6 @@ class PageBackend(Protocol):
         ...
 
 
-class GranulePool(Protocol):
-    """An engine's KV blocks, whole granules of which can be held; `fence` counts engine steps."""
-
-    granules: Granules
-    pages: PageBackend
-    held: set[int]
-
-    @property
-    def granule_bytes(self) -> int:
-        """KV bytes of a whole granule."""
-        ...
-
-    @property
-    def unmapped(self) -> bool:
-        """True if the pages of all held granules were returned."""
-        ...
-
-    def unmap(self, steps_done: int) -> None:
-        """Return the pages that no step after the first `steps_done` can touch any more."""
-        ...
-
-
 class OwnPages:
     """The sharing part of a PageBackend, for memory that is shared with no other process."""
 

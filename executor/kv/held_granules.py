@@ -7,10 +7,10 @@ An engine's own pool knows the free blocks of a granule, and removes blocks from
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from executor.kv.backing import PageBackend
-from executor.kv.shrink_plan import Granules
+from executor.kv.shrink_plan import Granules, GranuleUse
 
 
 class HeldGranules(ABC):
@@ -68,6 +68,15 @@ class HeldGranules(ABC):
         for granule in granules:
             self.held.remove(granule)
             self._touchable.pop(granule, None)
+
+    @property
+    @abstractmethod
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+
+    @abstractmethod
+    def uses(self) -> Iterable[GranuleUse]:
+        """Return the use of each mapped granule."""
 
     @abstractmethod
     def _wholly_free(self, granules: Collection[int]) -> list[int]:

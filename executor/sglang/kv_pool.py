@@ -73,11 +73,6 @@ class BalloonedPool(HeldGranules):
         """Blocks that the pool has less than at its start."""
         return sum(len(self.granules.blocks_of(granule)) for granule in self.held)
 
-    @property
-    def used_blocks(self) -> int:
-        """Blocks that are not free, cached ones included."""
-        return self.capacity_blocks - int(self._free().numel())
-
     def uses(self) -> Iterator[GranuleUse]:
         """Return the use of each mapped granule."""
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
-from executor.host.kv_lender import HostLender, check_lendable
+from executor.host.kv_lender import HostLender, HostMemoryPool, check_lendable
 from executor.kv.backing import PageBackend
 from executor.kv.held_granules import HeldGranules
 from executor.kv.lending import KvFree, LendingLimits
-from executor.kv.shrink_plan import Granules, plan_growth
+from executor.kv.shrink_plan import Granules
 from executor.sglang.compat import LENDING_NEEDED, check_features
 from executor.sglang.kv_pool import BalloonedPool, Forget, kv_pages
 
@@ -50,7 +50,7 @@ class WarmTokens:
         return self._sum
 
 
-class LendingPool(BalloonedPool):
+class LendingPool(BalloonedPool, HostMemoryPool):
     """A ballooned pool whose held granules are lent, and count as free."""
 
     def __init__(
@@ -67,7 +67,6 @@ class LendingPool(BalloonedPool):
         self._page_tokens = int(allocator.page_size)
         self._sorted_before = bool(allocator.need_sort)
         self._out: set[int] = set()
-        self._failure: Exception | None = None
         self._now_ns = self._search_ns = 0
         self.warm = WarmTokens()
         super().__init__(allocator, granules, pages, lambda: allocator.free_pages[:0], forget)
@@ -81,19 +80,9 @@ class LendingPool(BalloonedPool):
         plain += len(allocator.release_pages) if staged is None else staged
         return KvFree(plain, self._evictable_tokens() // self._page_tokens, len(self.held))
 
-    @property
-    def blocks_away(self) -> int:
-        """Always 0: SGLang counts them."""
-        return 0
-
     def owns(self, allocator: Any) -> bool:  # noqa: ANN401 -- SGLang's
         """Return True if this allocator lends."""
         return allocator is self._allocator
-
-    def check(self) -> None:
-        """Raise an error recorded in an allocation."""
-        if self._failure is not None:
-            raise self._failure
 
     def lendable(self, count: int) -> list[int]:
         """Return up to `count` granules to lend: the highest, so that they stay together."""
@@ -108,31 +97,12 @@ class LendingPool(BalloonedPool):
         """Hold those that are wholly free; no prefix is dropped for it."""
         return HeldGranules.take(self, granules, fence)
 
-    def take_back(self, count: int) -> int:
-        """Take back the lowest `count` lent granules: all of them come."""
-        granules = plan_growth(count, self.held)
-        self.give_back(granules)
-        return len(granules)
-
-    def give_back(self, granules: Collection[int]) -> None:
-        """Take granules back: first their blocks, which a host must never lack."""
-        if not granules:
-            return
-        self._put_in(granules)
-        self.held.difference_update(granules)
-        for granule in granules:
-            self._touchable.pop(granule, None)
-        self.pages.restore(granules)
-
     def short_of(self, tokens: int) -> bool:
         """Take back granules for an allocation; return True if it is worth another try."""
         if not self._out:
             return False
         blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
-        try:
-            self.take_back(-(-blocks // self.granules.granule_blocks))
-        except Exception as error:  # noqa: BLE001 -- SGLang's allocation must not see it
-            self._failure = error
+        self._take_back_blocks(blocks)
         return True
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:

@@ -14,13 +14,12 @@ its pages when it is needed. So it is not in the queue, and vLLM counts it neith
 used. Free blocks have their pages.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
-from executor.host.kv_lender import HostLender, check_lendable
+from executor.host.kv_lender import HostLender, HostMemoryPool, LendablePool, check_lendable
 from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
@@ -36,29 +35,12 @@ IN_REACH: Final = (
 )
 
 
-class LendingPool(BalloonedPool):
+class LendingPool(BalloonedPool, LendablePool):
     """A ballooned pool whose held granules are lent."""
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
         super().__init__(pool, granules, pages)
-
-    @property
-    @abstractmethod
-    def free(self) -> KvFree:
-        """Blocks that no request uses."""
-
-    @property
-    def blocks_away(self) -> int:
-        """Lent blocks that the pool does not count."""
-        return 0
-
-    @abstractmethod
-    def take_back(self, count: int) -> int:
-        """Take back up to `count` lent granules; return how many came at once."""
-
-    def check(self) -> None:
-        """Raise an error recorded earlier in a place that could not report it."""
 
     def lendable(self, count: int) -> list[int]:
         """Return up to `count` granules to lend: the highest, so that they stay together."""
@@ -114,17 +96,10 @@ class LendingQueue(GranuleQueue[Block]):
         self.prepend_n(blocks)
 
 
-class HostMemoryLendingPool(LendingPool):
+class HostMemoryLendingPool(LendingPool, HostMemoryPool):
     """A lending pool on host memory; to vLLM it stays as large as it was."""
 
     _queue: LendingQueue[BlockSurface]
-
-    def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
-        # Error in an allocation, which must not raise: the blocks came back, the memory under them
-        # may be
-        # counted wrong.
-        self._failure: Exception | None = None
-        super().__init__(pool, granules, pages)
 
     @property
     def free(self) -> KvFree:
@@ -133,35 +108,10 @@ class HostMemoryLendingPool(LendingPool):
         cached = queue.num_free_blocks - queue.lent_blocks - queue.num_plain_blocks
         return KvFree(queue.num_plain_blocks, cached, len(self.held))
 
-    def take_back(self, count: int) -> int:
-        """Take back the lowest `count` lent granules: all of them come."""
-        granules = plan_growth(count, self.held)
-        self.give_back(granules)
-        return len(granules)
-
-    def check(self) -> None:
-        """Raise an error recorded in an allocation."""
-        if self._failure is not None:
-            raise self._failure
-
-    def give_back(self, granules: Collection[int]) -> None:
-        """Take granules back: first their blocks, which a host must never lack."""
-        for granule in granules:
-            self._insert(granule)
-            self.held.remove(granule)
-            self._touchable.pop(granule, None)
-        self.pages.restore(granules)
-
-    def _short_of(self, blocks: int) -> None:
-        try:
-            self.take_back(-(-blocks // self.granules.granule_blocks))
-        except Exception as error:  # noqa: BLE001 -- vLLM's allocation must not see it
-            self._failure = error
-
     def _queue_of(
         self, granules: Granules, blocks: list[BlockSurface]
     ) -> LendingQueue[BlockSurface]:
-        return LendingQueue(granules, blocks, self._short_of)
+        return LendingQueue(granules, blocks, self._take_back_blocks)
 
     def _remove(self, granule: int) -> None:
         self._queue.lend(granule)

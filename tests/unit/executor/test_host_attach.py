@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from kv_cases import HostRig, host_rig
 
-import executor.control_page.host_seat
 import executor.control_page.page
 import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
@@ -27,7 +26,7 @@ SECOND = 10**9
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
     """A life that served a request and is idle; it need not have been there for long."""
-    monkeypatch.setattr(executor.control_page.host_seat, "SETTLE_NS", 0)
+    monkeypatch.setattr(executor.control_page.page, "SETTLE_NS", 0)
     rig = host_rig(tmp_path, monkeypatch, level="observe")
     rig.add("a", [1, 2, 3], 4)
     rig.run_until_idle()
