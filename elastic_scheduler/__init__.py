@@ -36,20 +36,21 @@ from elastic_scheduler.rollouts.admission import (
     TurnTicket,
 )
 from elastic_scheduler.rollouts.batching import PromptQueue, Round, RoundDone, TailBatcher, TailPlan
-from elastic_scheduler.rollouts.buffer import CancelRun, RolloutBuffer, StartRun
-from elastic_scheduler.rollouts.types import (
+from elastic_scheduler.rollouts.buffer import (
+    CancelRun,
     DroppedGroup,
+    RolloutBuffer,
     RolloutProgress,
     SampleRun,
+    StartRun,
     StepPlan,
     TrainingGroup,
     TrainingStep,
 )
 from elastic_scheduler.routing.cost import Candidate, Quote, ReplicaView, TurnNeed, TurnPlacement
 from elastic_scheduler.routing.decision_log import Reason, ReasonLog, RoutingDecision
-from elastic_scheduler.routing.predictors import RateMeter
+from elastic_scheduler.routing.predictors import RateMeter, prefix_keys
 from elastic_scheduler.routing.router import Router
-from elastic_scheduler.routing.shared_prefix import prefix_keys
 from elastic_scheduler.turn_journal import (
     Attempt,
     Continue,

@@ -1,7 +1,7 @@
 """Capacity policies: what may be lent, where, under which conditions, and who decided it."""
 
 from elastic_scheduler.capacity.advice import Advice, AdviceBook, Lendable
-from elastic_scheduler.capacity.crd import PolicyStatus, crd
+from elastic_scheduler.capacity.crd import PolicyStatus, crd, crd_schema, docs_table
 from elastic_scheduler.capacity.effective import EffectivePolicy, effective, in_canary
 from elastic_scheduler.capacity.gate import (
     CLI,
@@ -20,7 +20,6 @@ from elastic_scheduler.capacity.policy import (
     policy_of,
     read_policies,
 )
-from elastic_scheduler.capacity.schema import crd_schema, docs_table
 
 __all__ = [
     "CLI",

@@ -1,25 +1,246 @@
 """CustomResourceDefinition of RoseCapacityPolicy, made from the model that checks policies.
 
+A CRD takes structural schemas only: no `$ref`, no type inside `anyOf`, no `null` type. A field may
+be null only where that says something else than leaving it out. Defaults are those of the enums
+alone: the API server writes defaults into each object, which would keep those of the release that
+stored it. The others are said in the description, and in the table of the docs.
+
 What a schema of fields cannot say is said by CEL rules, so that the API server refuses an object
 that a scheduler would refuse. The scheduler's own check stays the last word: it knows time zones.
 """
 
 from collections.abc import Iterator
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
 
+from elastic_scheduler.capacity.blackout import BlackoutWindow
 from elastic_scheduler.capacity.gate import CLI
-from elastic_scheduler.capacity.schema import crd_schema, structural
+from elastic_scheduler.capacity.policy import (
+    Canary,
+    CapacityPolicy,
+    MaxHarvest,
+    MaxHostBusy,
+    NodeSelector,
+    Reserve,
+    SloBudget,
+    TenantLimit,
+    Watermarks,
+)
+from elastic_scheduler.capacity.values import duration_text
 
+_DROPPED: Final = frozenset({"title", "additionalProperties"})
+_NESTED: Final[dict[str, type[BaseModel]]] = {
+    "nodeSelector": NodeSelector,
+    "maxHarvest": MaxHarvest,
+    "reserve": Reserve,
+    "watermarks": Watermarks,
+    "blackoutWindows[]": BlackoutWindow,
+    "tenants[]": TenantLimit,
+    "canary": Canary,
+    "maxHostBusy": MaxHostBusy,
+    "sloBudget": SloBudget,
+}
 GROUP: Final = "rose.dev"
 VERSION: Final = "v1alpha1"
 KIND: Final = "RoseCapacityPolicy"
 PLURAL: Final = "rosecapacitypolicies"
 _MAX_CONDITIONS: Final = 16
 _MAX_LIMITS: Final = 32
+# Where in the schema of the spec, the rule, and what to do when it does not hold.
+_RULES: Final = (
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.compute)"
+        " || self.maxHarvest.compute > 0.0",
+        "maxHarvest.compute 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.deploymentShare)"
+        " || self.maxHarvest.deploymentShare > 0.0",
+        "maxHarvest.deploymentShare 0 lends nothing, though mode is Active; raise it, or write"
+        " mode Off",
+    ),
+    (
+        "",
+        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.nodes)"
+        " || (type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
+        " : self.maxHarvest.nodes != 0)",
+        "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "!has(self.staleAfter) || (duration(self.staleAfter) >= duration('2s')"
+        " && duration(self.staleAfter) <= duration('5s'))",
+        "staleAfter: write 2s to 5s, since leases are renewed each second and live no longer",
+    ),
+    (
+        "",
+        "!has(self.reclaimDeadline) || (duration(self.reclaimDeadline) >= duration('1s')"
+        " && duration(self.reclaimDeadline) <= duration('10m'))",
+        "reclaimDeadline: write 1s to 10m",
+    ),
+    (
+        "",
+        "!has(self.cooldown) || duration(self.cooldown) <= duration('24h')",
+        "cooldown: more than a day; write a blackout window, or mode Off",
+    ),
+    (
+        "maxHarvest.memory",
+        "type(self) == string ? !self.matches('^0+(Ki|Mi|Gi|Ti)?$') : self > 0",
+        "maxHarvest.memory: write a positive number of bytes, as 8Gi",
+    ),
+    (
+        "watermarks",
+        "(has(self.low) ? self.low : 0.8) <= (has(self.high) ? self.high : 0.9)",
+        "watermarks.low is above watermarks.high; swap them",
+    ),
+    (
+        "maxHostBusy",
+        "(has(self.resume) ? self.resume : 0.7) < (has(self.share) ? self.share : 0.85)",
+        "maxHostBusy.resume is not below maxHostBusy.share; lower it, so that a host does not"
+        " change each second",
+    ),
+    (
+        "maxHostBusy",
+        "!has(self.over) || (duration(self.over) >= duration('1s')"
+        " && duration(self.over) <= duration('10m'))",
+        "maxHostBusy.over: write 1s to 10m",
+    ),
+    (
+        "blackoutWindows[]",
+        "self.from != self.to && self.from != '24:00'",
+        "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
+    ),
+)
+# What the API server keeps apart by key or by value; all other lists are replaced whole.
+_LISTS: Final[dict[str, dict[str, Any]]] = {
+    "tenants": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["job"]},
+    "blackoutWindows": {"x-kubernetes-list-type": "atomic"},
+    "blackoutWindows[].days": {"x-kubernetes-list-type": "set", "minItems": 1, "maxItems": 7},
+    "nodeSelector.names": {"x-kubernetes-list-type": "set", "maxItems": 1_024},
+    "nodeSelector.matchLabels": {"maxProperties": 64},
+}
+_BOUNDS: Final[dict[str, dict[str, Any]]] = {
+    "blackoutWindows[].timeZone": {
+        "maxLength": 64,
+        "pattern": "^[A-Za-z_]+(/[A-Za-z0-9_+-]+)*$",
+    },
+    "nodeSelector.names[]": {"maxLength": 253},
+}
+_COLUMNS: Final = (
+    ("Mode", "string", ".spec.mode", "what it allows", 0),
+    ("Stop", "string", ".spec.stopPolicy", "the stop in it", 0),
+    ("Nodes", "string", ".status.summary.nodes", "lending of selected", 0),
+    ("Limited-By", "string", ".status.limitedBy[0].limit", "what holds most nodes back", 0),
+    ("Ready", "string", ".status.conditions[?(@.type=='Ready')].status", "", 0),
+    ("Enforced", "string", ".status.conditions[?(@.type=='Enforced')].status", "", 0),
+    ("Fresh", "string", ".status.conditions[?(@.type=='TelemetryFresh')].status", "", 1),
+    ("Conflicted", "string", ".status.conditions[?(@.type=='Conflicted')].status", "", 1),
+    ("Would-Lend", "integer", ".status.summary.wouldLendBytes", "bytes of KV memory", 1),
+    ("Age", "date", ".metadata.creationTimestamp", "", 0),
+)
+
+
+def crd_schema() -> dict[str, Any]:
+    """Return the structural schema (OpenAPI v3) of a policy's spec: all but its name."""
+    spec = structural(CapacityPolicy)
+    del spec["properties"]["name"]
+    spec["required"] = [name for name in spec.get("required", []) if name != "name"]
+    if not spec["required"]:
+        del spec["required"]
+    return spec
+
+
+def structural(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the structural schema of any model."""
+    schema = model.model_json_schema(by_alias=True)
+    made: dict[str, Any] = _structural(schema, schema.get("$defs", {}))
+    return made
+
+
+def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSON schema
+    if isinstance(part, list):
+        return [_structural(each, defs) for each in part]
+    if not isinstance(part, dict):
+        return part
+    said = {k: v for k, v in part.items() if k not in _DROPPED and k not in ("$defs", "$ref")}
+    if "$ref" in part:
+        said = {**_structural(defs[part["$ref"].rsplit("/", 1)[-1]], defs), **said}
+    if "anyOf" in said:
+        kinds = [each for each in said.pop("anyOf") if each.get("type") != "null"]
+        absent = {} if said.get("default", 0) is None else {"nullable": True}
+        said = {**_structural(kinds[0], defs), **said, **absent}
+    _say_default(said)
+    if "uniqueItems" in said:
+        said["x-kubernetes-list-type"] = "set" if said.pop("uniqueItems") else "atomic"
+    for bound in ("Minimum", "Maximum"):
+        value = said.get(f"exclusive{bound}")
+        # In OpenAPI v3.0 it is a word about `minimum`; what a reference named has it already.
+        if value is not None and value is not True:
+            said |= {bound.lower(): value, f"exclusive{bound}": True}
+    # A map of labels is the one object whose keys are anybody's.
+    if said.get("type") == "object" and "properties" not in said:
+        said["additionalProperties"] = {"type": "string"}
+    return {
+        key: {name: _structural(each, defs) for name, each in value.items()}
+        if key == "properties"
+        else _structural(value, defs)
+        for key, value in said.items()
+    }
+
+
+def _say_default(said: dict[str, Any]) -> None:
+    if "default" not in said or ("enum" in said and said["default"] is not None):
+        return
+    default = said.pop("default")
+    if default in (None, "") or isinstance(default, list | dict):
+        return
+    if said.get("type") == "string" and isinstance(default, float):
+        default = duration_text(default)
+    said["description"] = f"{said.get('description', '')} (default {default})".strip()
+
+
+def docs_table() -> str:
+    """Return a Markdown table of all fields, as docs/capacity-policy.md has it."""
+    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    rows += [f"| `{path}` | {default} | {meaning} |" for path, default, meaning in _rows()]
+    return "\n".join(rows)
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    for path, field in _fields(CapacityPolicy):
+        nested = next((m for p, m in _NESTED.items() if p.removesuffix("[]") == path), None)
+        if nested is None:
+            yield path, _default(CapacityPolicy, path, field), field.description or ""
+            continue
+        whole = path + ("[]" if f"{path}[]" in _NESTED else "")
+        absent = " (only where the object is there)" if field.default is None else ""
+        for name, inner in _fields(nested):
+            meaning = (inner.description or "") + absent
+            yield f"{whole}.{name}", _default(nested, name, inner), meaning
+
+
+def _fields(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return [(field.alias or name, field) for name, field in model.model_fields.items()]
+
+
+def _default(model: type[BaseModel], alias: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    name = next(n for n, f in model.model_fields.items() if (f.alias or n) == alias)
+    value = field.default
+    if value is None or value in ((), {}):
+        return "–"
+    if name.endswith("_s"):
+        return f"`{duration_text(value)}`"
+    if isinstance(value, tuple):
+        return "all"
+    return f"`{value.value if isinstance(value, Enum) else value}`"
 
 
 class ConditionType(StrEnum):
@@ -100,103 +321,6 @@ class PolicyStatus(_Status):
     conditions: tuple[Condition, ...] = Field(
         default=(), max_length=_MAX_CONDITIONS, description=", ".join(ConditionType)
     )
-
-
-# Where in the schema of the spec, the rule, and what to do when it does not hold.
-_RULES: Final = (
-    (
-        "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.compute)"
-        " || self.maxHarvest.compute > 0.0",
-        "maxHarvest.compute 0 lends nothing, though mode is Active; raise it, or write mode Off",
-    ),
-    (
-        "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.deploymentShare)"
-        " || self.maxHarvest.deploymentShare > 0.0",
-        "maxHarvest.deploymentShare 0 lends nothing, though mode is Active; raise it, or write"
-        " mode Off",
-    ),
-    (
-        "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.nodes)"
-        " || (type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
-        " : self.maxHarvest.nodes != 0)",
-        "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write mode Off",
-    ),
-    (
-        "",
-        "!has(self.staleAfter) || (duration(self.staleAfter) >= duration('2s')"
-        " && duration(self.staleAfter) <= duration('5s'))",
-        "staleAfter: write 2s to 5s, since leases are renewed each second and live no longer",
-    ),
-    (
-        "",
-        "!has(self.reclaimDeadline) || (duration(self.reclaimDeadline) >= duration('1s')"
-        " && duration(self.reclaimDeadline) <= duration('10m'))",
-        "reclaimDeadline: write 1s to 10m",
-    ),
-    (
-        "",
-        "!has(self.cooldown) || duration(self.cooldown) <= duration('24h')",
-        "cooldown: more than a day; write a blackout window, or mode Off",
-    ),
-    (
-        "maxHarvest.memory",
-        "type(self) == string ? !self.matches('^0+(Ki|Mi|Gi|Ti)?$') : self > 0",
-        "maxHarvest.memory: write a positive number of bytes, as 8Gi",
-    ),
-    (
-        "watermarks",
-        "(has(self.low) ? self.low : 0.8) <= (has(self.high) ? self.high : 0.9)",
-        "watermarks.low is above watermarks.high; swap them",
-    ),
-    (
-        "maxHostBusy",
-        "(has(self.resume) ? self.resume : 0.7) < (has(self.share) ? self.share : 0.85)",
-        "maxHostBusy.resume is not below maxHostBusy.share; lower it, so that a host does not"
-        " change each second",
-    ),
-    (
-        "maxHostBusy",
-        "!has(self.over) || (duration(self.over) >= duration('1s')"
-        " && duration(self.over) <= duration('10m'))",
-        "maxHostBusy.over: write 1s to 10m",
-    ),
-    (
-        "blackoutWindows[]",
-        "self.from != self.to && self.from != '24:00'",
-        "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
-    ),
-)
-
-# What the API server keeps apart by key or by value; all other lists are replaced whole.
-_LISTS: Final[dict[str, dict[str, Any]]] = {
-    "tenants": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["job"]},
-    "blackoutWindows": {"x-kubernetes-list-type": "atomic"},
-    "blackoutWindows[].days": {"x-kubernetes-list-type": "set", "minItems": 1, "maxItems": 7},
-    "nodeSelector.names": {"x-kubernetes-list-type": "set", "maxItems": 1_024},
-    "nodeSelector.matchLabels": {"maxProperties": 64},
-}
-_BOUNDS: Final[dict[str, dict[str, Any]]] = {
-    "blackoutWindows[].timeZone": {
-        "maxLength": 64,
-        "pattern": "^[A-Za-z_]+(/[A-Za-z0-9_+-]+)*$",
-    },
-    "nodeSelector.names[]": {"maxLength": 253},
-}
-_COLUMNS: Final = (
-    ("Mode", "string", ".spec.mode", "what it allows", 0),
-    ("Stop", "string", ".spec.stopPolicy", "the stop in it", 0),
-    ("Nodes", "string", ".status.summary.nodes", "lending of selected", 0),
-    ("Limited-By", "string", ".status.limitedBy[0].limit", "what holds most nodes back", 0),
-    ("Ready", "string", ".status.conditions[?(@.type=='Ready')].status", "", 0),
-    ("Enforced", "string", ".status.conditions[?(@.type=='Enforced')].status", "", 0),
-    ("Fresh", "string", ".status.conditions[?(@.type=='TelemetryFresh')].status", "", 1),
-    ("Conflicted", "string", ".status.conditions[?(@.type=='Conflicted')].status", "", 1),
-    ("Would-Lend", "integer", ".status.summary.wouldLendBytes", "bytes of KV memory", 1),
-    ("Age", "date", ".metadata.creationTimestamp", "", 0),
-)
 
 
 def crd() -> dict[str, Any]:

@@ -150,21 +150,7 @@ def supply_of(offers: Iterable[Offer]) -> Supply:
     return supply
 
 
-def rate_tok_s(offers: Iterable[Offer], turns: float) -> float:
-    """Tokens per second that `turns` turns get out of these replicas."""
-    return supply_of(offers).rate_tok_s(turns)
-
-
-def saved_s(
-    demand: JobDemand, have: Iterable[Offer], offer: Offer, tenure_s: float = math.inf
-) -> float:
-    """Return what `saved_beside_s` does, of replicas that are not summed up yet."""
-    return saved_beside_s(demand, supply_of(have), offer, tenure_s)
-
-
-def saved_beside_s(
-    demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf
-) -> float:
+def saved_s(demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf) -> float:
     """Seconds that the job would be done sooner with `offer` beside those that it has.
 
     Infinite for a job that has none, or whose demand nobody knows; 0 for one without work, or with

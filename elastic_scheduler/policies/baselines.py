@@ -34,7 +34,17 @@ def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Mov
     return tuple(moves)
 
 
-class FixedPolicy:
+class _WithoutLearning:
+    """Base of a policy that learns neither from revocations nor from what a switch costs."""
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Change nothing: a replica that is offered again is taken again."""
+
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
+        """Change nothing: costs do not count."""
+
+
+class FixedPolicy(_WithoutLearning):
     """A fixed pool: every dedicated replica is leased and kept, no guest ever is.
 
     Source: the usual set-up of RL frameworks (verl, OpenRLHF, slime), whose rollout engines are
@@ -48,14 +58,8 @@ class FixedPolicy:
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         return Decision(spread(own, situation, "dedicated replicas are always leased"))
 
-    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Changes nothing: what is offered again is taken again."""
 
-    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Costs do not count."""
-
-
-class SpotPolicy:
+class SpotPolicy(_WithoutLearning):
     """Leases whatever is offered the moment it is, and keeps it until it is taken.
 
     Source: RLBoost (arXiv 2510.19225), which adds preemptible instances as they appear, pulls
@@ -69,14 +73,8 @@ class SpotPolicy:
         """Take all."""
         return Decision(spread(situation.free, situation, "it is offered"))
 
-    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Changes nothing: what is offered again is taken again."""
 
-    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Costs do not count."""
-
-
-class PaperPolicy:
+class PaperPolicy(_WithoutLearning):
     """Opportunistic guests on top of dedicated replicas, grown only between RL steps.
 
     Source: the ROSE paper (arXiv 2605.06534) as far as this project's design restates it: rollouts
@@ -112,15 +110,12 @@ class PaperPolicy:
         """Freeze the job's growth until its next step."""
         self._frozen_step[holding.job] = self._step.get(holding.job, 0)
 
-    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Costs do not count."""
-
 
 TARGET_SHARE = 0.7
 WINDOW_S = 60.0
 
 
-class ServerlessPolicy:
+class ServerlessPolicy(_WithoutLearning):
     """Autoscaling: guests for the turns in flight at 70% of their places; none when idle.
 
     Source: Knative's pod autoscaler (target utilisation 70%, stable window 60 s), which serverless
@@ -153,12 +148,6 @@ class ServerlessPolicy:
         back = newest_first[: int(surplus)] if surplus >= 1 else []
         why = f"fewer were needed for {self._window_s:g} s"
         return Decision(take, tuple(Move(each.job, each.offer.replica, why) for each in back))
-
-    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Changes nothing: another is taken when turns need it."""
-
-    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Costs do not count."""
 
     @staticmethod
     def _guests_needed(situation: Situation, taking: list[Offer]) -> float:

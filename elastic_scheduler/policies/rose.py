@@ -8,7 +8,7 @@ from elastic_scheduler.leases.cost_model import (
     AimdLimit,
     Supply,
     SwitchCosts,
-    saved_beside_s,
+    saved_s,
 )
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
@@ -139,7 +139,7 @@ class RosePolicy:
                 continue
             past = self._past(offer.replica)
             cost_s = self._cost_s(offer, job)
-            gain_s = saved_beside_s(job, mine.supply, offer, self._tenure_s(offer))
+            gain_s = saved_s(job, mine.supply, offer, self._tenure_s(offer))
             figures = {"saved_s": gain_s, "cost_s": cost_s}
             if offer.kind is ReplicaKind.DEDICATED:
                 return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
@@ -167,7 +167,7 @@ class RosePolicy:
                 continue
             past, job = self._past(each.offer.replica), demand.get(each.job)
             others, tenure_s = owned[each.job].supply.minus(each.offer), self._tenure_s(each.offer)
-            gain_s = saved_beside_s(job, others, each.offer, tenure_s) if job else 0.0
+            gain_s = saved_s(job, others, each.offer, tenure_s) if job else 0.0
             cost_s = self._costs.expected_s(each.offer)
             if gain_s >= KEEP_ABOVE * cost_s:
                 past.useless_since_s = None

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from elastic_scheduler.names import kept_name
 from elastic_scheduler.routing.cost import TurnNeed
+from elastic_scheduler.routing.predictors import kept_name
 
 D = TypeVar("D")
 

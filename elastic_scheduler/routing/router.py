@@ -30,9 +30,9 @@ from elastic_scheduler.routing.predictors import (
     LengthPredictor,
     Prefix,
     PrefixAffinity,
+    SharedPrefixes,
 )
 from elastic_scheduler.routing.replica_index import ReplicaIndex
-from elastic_scheduler.routing.shared_prefix import SharedPrefixes
 
 STICKY_MARGIN = 0.25
 PATIENCE = 8.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import Offer, ReplicaKind
-from elastic_scheduler.leases.cost_model import rate_tok_s
+from elastic_scheduler.leases.cost_model import supply_of
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_TOK_S
 
 FIELDS: dict[str, object] = {
@@ -75,4 +75,4 @@ def test_rates_of_accepted_offers_add_up_to_a_rate(
             taken.append(offer(decode_tok_s=rate, max_sequences=places))
         except ValueError:
             continue
-    assert 0 <= rate_tok_s(taken, turns) <= len(taken) * MAX_TOK_S
+    assert 0 <= supply_of(taken).rate_tok_s(turns) <= len(taken) * MAX_TOK_S

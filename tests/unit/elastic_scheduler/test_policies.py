@@ -16,7 +16,7 @@ from elastic_scheduler import (
     make_policy,
     policy_names,
 )
-from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s
+from elastic_scheduler.leases.cost_model import AimdLimit, SwitchCosts, saved_s, supply_of
 
 BURSTY = Trace(
     steps=6, turns=256, mean_tokens=1500, train_s=30.0, guests=6, switch_s=8.0, offered=bursty
@@ -148,17 +148,17 @@ def test_a_replica_is_taken_when_it_saves_more_than_its_switch_costs() -> None:
         jobs = (JobDemand("job", 16.0, 1_000.0),)
         decision = policy.decide(Situation(0.0, (guest(),), held, jobs))
         assert bool(decision.take) is is_taken
-    assert saved_s(JobDemand("j", 16.0, 1_000.0), [guest("a")], guest("b")) == 5.0
+    assert saved_s(JobDemand("j", 16.0, 1_000.0), supply_of([guest("a")]), guest("b")) == 5.0
     # Fewer turns than places: each is faster where fewer share a step, but not twice as fast.
-    assert 0.0 < saved_s(JobDemand("j", 4.0, 1_000.0), [guest("a")], guest("b")) < 5.0
+    assert 0.0 < saved_s(JobDemand("j", 4.0, 1_000.0), supply_of([guest("a")]), guest("b")) < 5.0
     # The long tail: no more turns than replicas, so another one helps none of them.
-    assert saved_s(JobDemand("j", 1.0, 1_000.0), [guest("a")], guest("b")) == 0.0
+    assert saved_s(JobDemand("j", 1.0, 1_000.0), supply_of([guest("a")]), guest("b")) == 0.0
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True))
 def test_no_figure_of_a_meter_breaks_the_measure(turns: float, owed_tokens: float) -> None:
     demand = JobDemand("j", turns, owed_tokens).cleaned()
-    assert saved_s(demand, [guest("a")], guest("b"), tenure_s=60.0) >= 0.0
+    assert saved_s(demand, supply_of([guest("a")]), guest("b"), tenure_s=60.0) >= 0.0
     costs = SwitchCosts()
     costs.observe(guest(), owed_tokens)
     assert costs.expected_s(guest()) >= 0.0

@@ -1,7 +1,7 @@
 """Turns without a trajectory's name go where their beginning is cached, and nowhere for less."""
 
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, prefix_keys
-from elastic_scheduler.routing.shared_prefix import BLOCK_TOKENS, SharedPrefixes
+from elastic_scheduler.routing.predictors import BLOCK_TOKENS, SharedPrefixes
 
 LONG = list(range(20 * BLOCK_TOKENS))
 OTHER = [token + 1 for token in LONG]
