@@ -150,7 +150,7 @@ class TurnNeed:
 
     `made_tokens` of a turn that continues are in its prompt already. `request_id` is the name under
     which the choice can be asked about later. `prefix_keys` name the prompt's beginning where no
-    trajectory is known (shared_prefix.py).
+    trajectory is known (`SharedPrefixes`).
     """
 
     session: str

@@ -49,8 +49,7 @@ class LatencyLane:
         self._offset = offset
         self._lock = lock
         # The previous writer may have died between a slot and the counter: trust the slots. A count
-        # that no
-        # slot can have is ignored.
+        # that no slot can have is ignored.
         newest = max(words[_slot(offset, n) // WORD] // 2 for n in range(CAPACITY))
         total = words[offset // WORD]
         self._next = max((n for n in (newest, total) if n < 1 << 60), default=0)

@@ -145,8 +145,7 @@ class ControlPage:
             raise PageError(f"cannot create control page {target}: {error.strerror}") from error
         try:
             # Allocate blocks now: a mapped file that grows on a full disk kills the process that
-            # writes to it,
-            # and the host is one of them.
+            # writes to it, and the host is one of them.
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             header = _HEADER.pack(
                 MAGIC, LAYOUT_VERSION, os.getpid(), time.monotonic_ns(), PAGE_BYTES, _boot_id()

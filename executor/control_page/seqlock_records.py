@@ -33,6 +33,12 @@ MOST_INT = 1 << 62
 """Bound of every number on the page: sums of a few of them still fit the page."""
 NO_DEADLINE = 0
 """Value of a deadline when no request waits for that kind of token."""
+WORD = 8
+HEADER_BYTES = 2 * WORD
+SPINS = 8
+NAPS = 4
+NAP_S = 50e-6
+_SEED = 0xFFFFFFFF
 
 
 class GrantMode(IntEnum):
@@ -264,14 +270,6 @@ class LatencyRecord(Record):
     prompt_tokens: int
     output_tokens: int
     request_id: str
-
-
-WORD = 8
-HEADER_BYTES = 2 * WORD
-SPINS = 8
-NAPS = 4
-NAP_S = 50e-6
-_SEED = 0xFFFFFFFF
 
 
 def section_bytes(record: type[Record]) -> int:

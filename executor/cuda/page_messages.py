@@ -32,6 +32,8 @@ _UUID: Final = struct.Struct("<QQ")
 _MAGIC: Final = b"RKV1"
 MOST_BYTES: Final = _HEADER.size + MOST_PAGES * _NUMBER.size
 _HELLO, _LEND, _REVOKE, _RETURN, _ASK = range(1, 6)
+_CREDENTIALS: Final = array.array("i", [0, 0, 0])
+_INT_BYTES: Final = array.array("i").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,6 @@ def decode(data: bytes) -> Frame:
     if kind == _HELLO and count == 1 + _UUID.size // _NUMBER.size:
         return Hello(_UUID.pack(*numbers[:-1]), numbers[-1])
     raise LoanError(f"a message of kind {kind} with {count} numbers is not known")
-
-
-_CREDENTIALS: Final = array.array("i", [0, 0, 0])
-_INT_BYTES: Final = array.array("i").itemsize
 
 
 class HungUp(Exception):  # noqa: N818 -- a state of the other side

@@ -15,6 +15,8 @@ from executor.errors import DeviceMemoryShort
 from executor.kv.backing import Extent, coalesce
 from executor.kv.shrink_plan import Granules
 
+Numbers = npt.NDArray[np.int64]
+
 
 class PageSource(Protocol):
     """Source of physical pages; a page taken belongs to its taker alone until it is given back."""
@@ -145,9 +147,6 @@ class PagePool:
                 self._driver.release(handle)
             raise
         return created
-
-
-Numbers = npt.NDArray[np.int64]
 
 
 class PageRefcounts:

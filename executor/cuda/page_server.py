@@ -45,6 +45,13 @@ from executor.cuda.page_pool import PagePool
 from executor.errors import DeviceMemoryShort, LoanError
 
 _NOBODY: Final = -1
+logger = logging.getLogger("vllm.rose.kv")
+MOST_BORROWERS: Final = 4
+# Frames of one borrower in one step.
+MOST_FRAMES: Final = 8
+# Bounds the wait of an owner's request that arrives meanwhile: each page is unmapped and mapped
+# twice to be zeroed, and exported.
+MOST_LENT_A_STEP: Final = 16
 
 
 class LoanLedger:
@@ -118,17 +125,6 @@ class LoanLedger:
             del self._stranded[number]
         self._stock += back
         return len(back)
-
-
-logger = logging.getLogger("vllm.rose.kv")
-
-MOST_BORROWERS: Final = 4
-# Frames of one borrower in one step.
-MOST_FRAMES: Final = 8
-# Bounds the wait of an owner's request that arrives meanwhile: each page is unmapped and mapped
-# twice
-# to be zeroed, and exported.
-MOST_LENT_A_STEP: Final = 16
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ from slo import ProfileError, StepModel, StepProfile
 FIRST_MODEL: Final = StepModel(
     StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
 )
+YIELD_SLEEP_S = 0.0005
+BEAT_NS = 50_000_000
 
 
 def step_model(settings: EngineSettings) -> StepModel:
@@ -53,10 +55,6 @@ def _read(variable: str, path: str) -> StepProfile:
         raise ExecutorError(f"{variable} {path} cannot be read: {error.strerror}") from None
     except (ProfileError, UnicodeDecodeError) as error:
         raise ExecutorError(f"{variable} {path}: {error}") from None
-
-
-YIELD_SLEEP_S = 0.0005
-BEAT_NS = 50_000_000
 
 
 class EngineLoad(NamedTuple):

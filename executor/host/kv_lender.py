@@ -27,14 +27,13 @@ LEAST_GRANULES: Final = 3
 MOST_BYTES_A_CALL: Final = 32 << 20
 MOST_FORGOTTEN_A_CALL: Final = 4
 # Time for which an idle host takes empty steps while no requested page comes back, and no lendable
-# page
-# is taken.
+# page is taken.
 AWAKE_NS: Final = 250_000_000
 # Pause of a host that lends no more after the driver refused a call.
 RETRY_NS: Final = 100_000_000
 # Time for which an idle host that lends no more takes empty steps for pages that are still out: a
-# guest
-# that keeps them is ended by its node's ladder before that. Later the next request takes them back.
+# guest that keeps them is ended by its node's ladder before that. Later the next request takes them
+# back.
 RETIRE_NS: Final = 15_000_000_000
 
 

@@ -18,6 +18,12 @@ from typing import Final, Protocol
 from executor.errors import PageReleaseError
 from executor.kv.shrink_plan import Granules
 
+_libc = ctypes.CDLL(None, use_errno=True)
+# Linux 5.14; the standard library has no name for it.
+_MADV_POPULATE_WRITE = 23
+# The two ends of a run that share a page with a neighbour then cost less than 2%.
+GRANULE_RUN_BYTES: Final = 256 << 10
+
 
 class PageBackend(Protocol):
     """Physical pages under the KV blocks of one engine.
@@ -125,12 +131,9 @@ class NoPages(OwnPages):
         """Do nothing: the pages never went away."""
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
 for _function, _last in ((_libc.madvise, ctypes.c_int), (_libc.mincore, ctypes.c_void_p)):
     _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, _last)
     _function.restype = ctypes.c_int
-# Linux 5.14; the standard library has no name for it.
-_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -306,10 +309,6 @@ def runs(numbers: Iterable[int]) -> list[range]:
         else:
             found.append(range(number, number + 1))
     return found
-
-
-# The two ends of a run that share a page with a neighbour then cost less than 2%.
-GRANULE_RUN_BYTES: Final = 256 << 10
 
 
 def granule_blocks(extents: Sequence[Extent]) -> int:

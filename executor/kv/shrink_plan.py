@@ -20,6 +20,8 @@ from typing import Final
 from executor.control_page.seqlock_records import Grant
 from executor.step_decision import GateLimits, lapsed
 
+NO_CAP: Final = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Granules:
@@ -110,9 +112,6 @@ def _rollouts_of(
         for granule, members in members_of.items()
         if len(owned[granule]) == used[granule]
     }
-
-
-NO_CAP: Final = 0
 
 
 @dataclass(frozen=True, slots=True)

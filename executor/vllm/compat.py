@@ -12,6 +12,11 @@ from typing import Any, Final, Protocol
 
 from executor.errors import ExecutorError
 
+TESTED: Final = ("0.25.0", "0.32.0")
+# cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
+_COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
+_CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
+
 
 class RequestSurface(Protocol):
     """vllm.v1.request.Request; `arrival_time` is wall-clock seconds."""
@@ -168,9 +173,6 @@ class IterationSurface(Protocol):
         ...
 
 
-TESTED: Final = ("0.25.0", "0.32.0")
-
-
 def check_version(version: str | None = None) -> None:
     """Raise ExecutorError unless ROSE is tested with this vLLM (None: the one installed here)."""
     if version is None:
@@ -239,11 +241,6 @@ def ended_requests(ended: Iterable[Any]) -> list[tuple[int, str]]:
         (item[1], item[0]) if isinstance(item, tuple) else (item.client_index, item.request_id)
         for item in ended
     ]
-
-
-# cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
-_COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
-_CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 def client_request_id(engine_request_id: str) -> str:

@@ -44,6 +44,13 @@ from executor.kv.backing import (
 )
 from executor.kv.shrink_plan import Granules
 
+logger = logging.getLogger("vllm.rose.kv")
+FALLBACK_GRANULE_BLOCKS: Final = 16
+# Pages of a GPU in a granule's run of memory if blocks do not fill whole ones.
+GRANULE_RUN_PAGES: Final = 4
+# A guest that grows leaves this to the engine's own kernels and to the host's.
+HEADROOM_BYTES: Final = 256 << 20
+
 
 class Storage(NamedTuple):
     """One allocation of `size` bytes, on a kind of device."""
@@ -209,13 +216,6 @@ def check_views(caches: Iterable[Any]) -> None:
         raise ExecutorError("the KV cache has heads before tokens; set VLLM_KV_CACHE_LAYOUT=NHD")
 
 
-logger = logging.getLogger("vllm.rose.kv")
-
-FALLBACK_GRANULE_BLOCKS: Final = 16
-# Pages of a GPU in a granule's run of memory if blocks do not fill whole ones.
-GRANULE_RUN_PAGES: Final = 4
-
-
 def kv_pages(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
@@ -278,10 +278,6 @@ def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
     aligned = all(run.start % page_bytes == 0 for run in runs)
     whole = page_bytes // math.gcd(page_bytes, shortest // 2)
     return min(whole, several) if aligned else several
-
-
-# A guest that grows leaves this to the engine's own kernels and to the host's.
-HEADROOM_BYTES: Final = 256 << 20
 
 
 def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservation:

@@ -41,8 +41,7 @@ class GranuleQueue(Generic[Block]):
         # Granules that have plain blocks, by their number of free blocks of both kinds.
         self._by_free: list[dict[int, None]] = [{} for _ in range(granules.granule_blocks + 1)]
         # Granules that have cached blocks, ordered by the last return of one, with the time of that
-        # return by
-        # the clock in `now_ns`.
+        # return by the clock in `now_ns`.
         self._recency: OrderedDict[int, int] = OrderedDict()
         self.now_ns = 0
         self.num_free_blocks = 0

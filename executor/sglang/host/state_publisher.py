@@ -10,6 +10,9 @@ from executor.host.kv_lender import KvLent
 from executor.host.state_publisher import StatePublisher
 from executor.step_log import StepLog
 
+RECONCILE_STEPS: Final = 64
+"""Most steps in which a request that left the queue in another way is not noticed."""
+
 
 class BatchDeadlines(DeadlineTracker):
     """Deadlines of an engine that decodes all of its sequences in a step, or none of them.
@@ -61,10 +64,6 @@ class BatchDeadlines(DeadlineTracker):
             self._left_out.setdefault(request_id, self._last_token_ns)
         else:
             self._prefilling.discard(request_id)
-
-
-RECONCILE_STEPS: Final = 64
-"""Most steps in which a request that left the queue in another way is not noticed."""
 
 
 class BatchPublisher(StatePublisher):

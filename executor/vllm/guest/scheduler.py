@@ -42,6 +42,8 @@ from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.scheduler_base import ConfiguredScheduler
 
+logger = logging.getLogger("vllm.rose.guest")
+
 
 class AbortQueue:
     """Queue of aborted requests, reported to their clients with the engine core's next outputs."""
@@ -59,9 +61,6 @@ class AbortQueue:
             last = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
         self._ended.clear()
-
-
-logger = logging.getLogger("vllm.rose.guest")
 
 
 class GatedScheduler(ConfiguredScheduler):
