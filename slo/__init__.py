@@ -15,11 +15,19 @@ from slo.errors import (
     TargetError,
     UnknownPresetError,
 )
-from slo.histogram import Histogram, latency_bounds_s, percentile
+from slo.histogram import Histogram, percentile
 from slo.load_forecast import LoadForecast
-from slo.request_latency import Attainment, Met, RequestLatency, attainment, goodput_rps
 from slo.step_time import StepModel, StepProfile, StepSample, fit_profile
-from slo.targets import PRESETS, SloSpec, preset
+from slo.targets import (
+    PRESETS,
+    Attainment,
+    Met,
+    RequestLatency,
+    SloSpec,
+    attainment,
+    goodput_rps,
+    preset,
+)
 
 __all__ = [
     "PRESETS",
@@ -45,7 +53,6 @@ __all__ = [
     "attainment",
     "fit_profile",
     "goodput_rps",
-    "latency_bounds_s",
     "parse_scrape",
     "percentile",
     "preset",

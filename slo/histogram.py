@@ -33,14 +33,6 @@ def percentile(values: Iterable[float], fraction: float) -> float:
     return ordered[rank - 1]
 
 
-_LADDER_S = tuple(round(digit * 10.0**power, 3) for power in range(-3, 3) for digit in (1, 2, 5))
-
-
-def latency_bounds_s(*targets_s: float) -> tuple[float, ...]:
-    """Bucket bounds from 1 ms to 500 s, three a decade, with every target among them."""
-    return tuple(sorted({*_LADDER_S, *targets_s}))
-
-
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """Cumulative `counts` of values not above each of `bounds_s`, then of all (+Inf).

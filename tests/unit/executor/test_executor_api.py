@@ -29,7 +29,7 @@ def test_public_names() -> None:
         "Histogram", "LoadForecast", "Met", "ProfileError", "RequestLatency", "Scrape",
         "ScrapeError", "SloError", "SloSpec", "StepModel",
         "StepProfile", "StepSample", "TargetError", "UnknownPresetError", "attainment",
-        "fit_profile", "goodput_rps", "latency_bounds_s", "parse_scrape", "percentile", "preset",
+        "fit_profile", "goodput_rps", "parse_scrape", "percentile", "preset",
     }  # fmt: skip
 
 
