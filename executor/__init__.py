@@ -7,7 +7,7 @@ Its cores decide and act on nothing: clock, page and memory are the caller's. A 
 
     controller = GrantController(config, previous=page.grant.peek())
     while True:  # 50 times a second
-        seen = Seen(page.host_view(), page.guest.peek(), lease_epoch=held())
+        seen = Observation(page.host_view(), page.guest.peek(), lease_epoch=held())
         for action in controller.step(seen, monotonic_ns()):
             match action:
                 case Write(grant):          page.grant.write(grant)

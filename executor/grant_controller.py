@@ -1,9 +1,10 @@
 """Grant controller: how much compute and KV memory a guest may use for the next half second.
 
-    Seen, 50 times a second ──► Write      the grant, in every step
-                                VoidLeases the process was paused: its leases are out of date
-                                Boost      the guest owes memory and needs a core to return it on
-                                Reclaim    it still owes it: `executor.kv.reclaim_ladder` begins
+    Observation, 50 times a second
+      ──► Write       the grant, in every step
+      ──► VoidLeases  the process was paused: its leases are out of date
+      ──► Boost       the guest owes memory and needs a core to return it on
+      ──► Reclaim     it still owes it: `executor.kv.reclaim_ladder` begins
 
 Everything that the controller does not know counts against the guest. A daemon that stops calling
 revokes by silence: the last grant expires.
@@ -83,7 +84,7 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """Facts at one moment.
 
     `host_doubt`: evidence against the host beside its page, HOST_DEAD, HOST_FOREIGN or None.
@@ -169,7 +170,7 @@ class GrantController:
             config.pressure, NO_CAP if left == config.kv_granule_cap else left
         )
 
-    def step(self, event: Seen, now_ns: int) -> list[Action]:
+    def step(self, event: Observation, now_ns: int) -> list[Action]:
         """Return the actions of this moment; the first one is the grant."""
         stalled = self._was_stalled(now_ns)
         self._newest_lease = max(self._newest_lease, event.lease_epoch or 0)
@@ -207,7 +208,7 @@ class GrantController:
         )
 
     def _judge(
-        self, event: Seen, doubt: FreezeReason | None, *, stalled: bool, leased: bool
+        self, event: Observation, doubt: FreezeReason | None, *, stalled: bool, leased: bool
     ) -> tuple[GrantMode, FreezeReason]:
         """Return the first reason of the ladder that applies."""
         guest = event.guest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from executor.control_page.byte_locks import VETO, HeldLock, inode_of
-from executor.control_page.seqlock_records import HostState, SeatState, Section
+from executor.control_page.seqlock_records import HostState, PageSection, SeatState
 
 BEAT_S: Final = 0.25
 BUSY: Final = HostState(in_step=True, running=1)
@@ -100,8 +100,8 @@ class HostSeat:
         self,
         path: Path,
         lock: HeldLock,
-        host: Section[HostState],
-        seat: Section[SeatState],
+        host: PageSection[HostState],
+        seat: PageSection[SeatState],
         replaced: Callable[[], bool],
         now_ns: int,
     ) -> None:

@@ -34,8 +34,8 @@ from executor.control_page.seqlock_records import (
     Grant,
     GuestState,
     HostState,
+    PageSection,
     SeatState,
-    Section,
     section_bytes,
 )
 from executor.errors import PageError
@@ -122,10 +122,10 @@ class ControlPage:
         self.inode = inode_of(os.fstat(descriptor))
         self._view = memoryview(mapping)
         _, _, self.owner_pid, self.created_ns, _, _ = _HEADER.unpack_from(mapping)
-        self.host: Section[HostState] = Section(self._view, _HOST_AT, HostState)
-        self.grant: Section[Grant] = Section(self._view, _GRANT_AT, Grant)
-        self.guest: Section[GuestState] = Section(self._view, _GUEST_AT, GuestState)
-        self.seat: Section[SeatState] = Section(self._view, _SEAT_AT, SeatState)
+        self.host: PageSection[HostState] = PageSection(self._view, _HOST_AT, HostState)
+        self.grant: PageSection[Grant] = PageSection(self._view, _GRANT_AT, Grant)
+        self.guest: PageSection[GuestState] = PageSection(self._view, _GUEST_AT, GuestState)
+        self.seat: PageSection[SeatState] = PageSection(self._view, _SEAT_AT, SeatState)
         self.latency = LatencyRing(self._view, _LATENCY_AT)
 
     @classmethod

@@ -68,7 +68,7 @@ class _Table:
     readers: tuple[tuple[int, Callable[[Any], object]], ...]
 
 
-class Record:
+class PageRecord:
     """Base of the page's records: `pack` and `unpack` by the table that `record` made."""
 
     __slots__ = ()
@@ -113,7 +113,7 @@ class Record:
         return lambda *values: cls.LAYOUT.pack(*[values[at] for at in order])
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=PageRecord)
 
 
 @dataclass_transform(frozen_default=True)
@@ -171,7 +171,7 @@ def _decode_text(raw: bytes) -> str:
 
 
 @record()
-class HostState(Record):
+class HostState(PageRecord):
     """The host's queue and deadlines, NO_DEADLINE for one that no request waits for.
 
     A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
@@ -202,7 +202,7 @@ class HostState(Record):
 
 
 @record()
-class SeatState(Record):
+class SeatState(PageRecord):
     """Holder of the host's seat since `taken_ns`, and its last heartbeat.
 
     `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
@@ -217,7 +217,7 @@ class SeatState(Record):
 
 
 @record(text_bytes=REASON_BYTES)
-class Grant(Record):
+class Grant(PageRecord):
     """Resources of the guest until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
 
     `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
@@ -235,7 +235,7 @@ class Grant(Record):
 
 
 @record(text_bytes=REASON_BYTES)
-class GuestState(Record):
+class GuestState(PageRecord):
     """Work and memory of the guest; `heartbeat_ns` shows that its process lives.
 
     `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total` KV
@@ -260,7 +260,7 @@ class GuestState(Record):
 
 
 @record(text_bytes=REQUEST_ID_BYTES)
-class LatencyRecord(Record):
+class LatencyRecord(PageRecord):
     """Latencies of one finished host request; `tpot_ns` is 0 with fewer than two output tokens."""
 
     finished_ns: int
@@ -272,12 +272,12 @@ class LatencyRecord(Record):
     request_id: str
 
 
-def section_bytes(record: type[Record]) -> int:
+def section_bytes(record: type[PageRecord]) -> int:
     """Return the bytes that a section of `record` takes, rounded up to a cache line."""
     return -(-(HEADER_BYTES + record.LAYOUT.size) // 64) * 64
 
 
-class Section(Generic[R]):
+class PageSection(Generic[R]):
     """Typed access to the section that starts at byte `offset` (a multiple of 8) of `view`."""
 
     __slots__ = ("_bytes", "_end", "_record", "_word", "_words", "start")

@@ -23,7 +23,7 @@ Hook = Callable[..., Any]
 logger = logging.getLogger("rose.sglang")
 
 
-class Part(StrEnum):
+class EnginePart(StrEnum):
     """Part of an engine that a process is. Each loads all plugins."""
 
     SERVER = "serves HTTP"
@@ -31,13 +31,13 @@ class Part(StrEnum):
     OTHER = "turns tokens into text"
 
 
-def part_of_engine() -> Part:
+def part_of_engine() -> EnginePart:
     """Return this process's part: hooks of another part would only load that part's modules."""
     if multiprocessing.parent_process() is None:
-        return Part.SERVER
+        return EnginePart.SERVER
     target = getattr(multiprocessing.current_process(), "_target", None)
     name = getattr(target, "__name__", "")
-    return Part.OTHER if name == "run_detokenizer_process" else Part.SCHEDULER
+    return EnginePart.OTHER if name == "run_detokenizer_process" else EnginePart.SCHEDULER
 
 
 def check_version(version: str | None = None) -> None:

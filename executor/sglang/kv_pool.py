@@ -44,7 +44,7 @@ Forget = Callable[[int], int]
 """Has the prefix cache drop about this many unused tokens; returns the blocks that came free."""
 
 
-class BalloonedPool(HeldGranules):
+class BalloonedAllocator(HeldGranules):
     """Balloon over an SGLang allocator; `fence` counts engine steps."""
 
     def __init__(

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from executor.control_page.page import HostView
 from executor.control_page.seqlock_records import Grant, HostState, SeatState
 from executor.freeze_reason import FreezeReason
-from executor.grant_controller import GrantController, GuardConfig, Seen, VoidLeases, Write
+from executor.grant_controller import GrantController, GuardConfig, Observation, VoidLeases, Write
 from executor.step_decision import GateLimits, Run, decide
 from rose.contract.replica import ReplicaState
 from rose.errors import RefusedError, UnavailableError
@@ -548,7 +548,7 @@ class SimulatedNode(LoopProcess):
         now_ns = int(self.now_s() * _NS)
         if "a pause counts for nothing" in self._bugs:
             self._guard._last_step_ns = None
-        seen = Seen(
+        seen = Observation(
             host_view(now_ns),
             lease_epoch=agent.lease_epoch(),
             caps=self._caps.harvest,

@@ -20,8 +20,8 @@ from executor.control_page.page import PAGE_FOLDER
 from executor.control_page.seqlock_records import (
     HEADER_BYTES,
     LatencyRecord,
-    Record,
-    Section,
+    PageRecord,
+    PageSection,
     section_bytes,
 )
 from executor.cuda.page_messages import (
@@ -40,10 +40,10 @@ from executor.errors import LoanError, PageError, PageUnreadable
 from rose.node.guest.guest_record import running_guests
 
 _SEED: Final = 0xFFFFFFFF
-_RECORDS: Final[list[type[Record]]] = [
+_RECORDS: Final[list[type[PageRecord]]] = [
     kind
     for kind in vars(sections).values()
-    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
+    if isinstance(kind, type) and issubclass(kind, PageRecord) and kind is not PageRecord
 ]
 _WORDS: Final = struct.Struct("=QQ")
 
@@ -171,8 +171,8 @@ def _run_dir() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def _read(kind: type[Record], view: bytearray) -> Any:
-    section: Section[Any] = Section(memoryview(view), 0, kind)
+def _read(kind: type[PageRecord], view: bytearray) -> Any:
+    section: PageSection[Any] = PageSection(memoryview(view), 0, kind)
     try:
         return section.read()
     except PageUnreadable:

@@ -22,8 +22,8 @@ from executor.sglang.compat import (
     GUEST_NEEDED,
     NEEDED,
     SCHEDULER,
+    EnginePart,
     Hook,
-    Part,
     check_features,
     check_version,
     give_up,
@@ -149,7 +149,7 @@ class GuestHooks:
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`."""
-    if os.environ.get("ROSE_ROLE") != GUEST or part_of_engine() is not Part.SCHEDULER:
+    if os.environ.get("ROSE_ROLE") != GUEST or part_of_engine() is not EnginePart.SCHEDULER:
         return
     try:
         check_version()

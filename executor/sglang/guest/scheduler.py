@@ -26,7 +26,7 @@ from executor.guest.gate_client import EngineLoad, GateClient, gate_limits, step
 from executor.guest.kv_balloon import GuestKv, too_large
 from executor.guest.orphan_watchdog import Watchdog
 from executor.kv.shrink_plan import Rollout
-from executor.sglang.kv_pool import BalloonedPool, kv_pages
+from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
 from executor.sglang.version_stamps import stamp
 from executor.step_decision import Run
 
@@ -63,7 +63,7 @@ class GuestScheduler:
         model, limits = step_model(settings), gate_limits(settings)
         page = ControlPage.open(settings.page_path, settings.page_group)
         pages, granules = kv_pages(self._allocator, settings.kv_backend)
-        self._pool = BalloonedPool(self._allocator, granules, pages, self._owned, self._forget)
+        self._pool = BalloonedAllocator(self._allocator, granules, pages, self._owned, self._forget)
         self._kv = GuestKv(self._pool, self._rollouts, self.retract)
         self._gate = GateClient(page, self._kv.mapped, limits, model, self._page_tokens)
         self.tokens = 0

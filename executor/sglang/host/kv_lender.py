@@ -22,7 +22,7 @@ from executor.kv.held_granules import HeldGranules
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules
 from executor.sglang.compat import LENDING_NEEDED, check_features
-from executor.sglang.kv_pool import BalloonedPool, Forget, kv_pages
+from executor.sglang.kv_pool import BalloonedAllocator, Forget, kv_pages
 
 # A search for free granules looks at every free block, so one that found too few is not repeated in
 # every step.
@@ -50,7 +50,7 @@ class WarmTokens:
         return self._sum
 
 
-class LendingPool(BalloonedPool, HostMemoryPool):
+class LendingAllocator(BalloonedAllocator, HostMemoryPool):
     """A ballooned pool whose held granules are lent, and count as free."""
 
     def __init__(
@@ -147,7 +147,7 @@ def lender_of(
     scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
     limits: LendingLimits,
     kv_backend: str = AUTO,
-) -> tuple[HostLender, LendingPool]:
+) -> tuple[HostLender, LendingAllocator]:
     """Take over the allocator of an engine without requests.
 
     Raises ExecutorError if its memory cannot be lent.
@@ -170,5 +170,5 @@ def lender_of(
         tree.evict(EvictParams(num_tokens=tokens))
         return pool.free.plain - before
 
-    pool = LendingPool(allocator, granules, pages, tree.evictable_size, forget)
+    pool = LendingAllocator(allocator, granules, pages, tree.evictable_size, forget)
     return HostLender(pool, limits, int(allocator.page_size)), pool

@@ -31,15 +31,15 @@ from executor.host.plugin import SERVES_ON, HostPlugin, lending_limits
 from executor.sglang.compat import (
     HOST_NEEDED,
     SCHEDULER,
+    EnginePart,
     Hook,
-    Part,
     check_features,
     check_version,
     own_devices,
     part_of_engine,
     stand_around,
 )
-from executor.sglang.host.kv_lender import LendingPool, lender_of
+from executor.sglang.host.kv_lender import LendingAllocator, lender_of
 from executor.sglang.host.latency_hook import HANDLE_OUTPUT, TOKENIZER, LatencyHook
 from executor.sglang.host.state_publisher import BatchPublisher
 from executor.step_log import StepLog
@@ -61,7 +61,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         """refused: the reason why this SGLang cannot be a host, if it is known already."""
         self._scheduler = scheduler
         self._refused = refused
-        self.pool: LendingPool | None = None
+        self.pool: LendingAllocator | None = None
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
@@ -323,7 +323,7 @@ class HostHooks:
                 found = try_it()
         return found
 
-    def _pool_of(self, allocator: Any) -> LendingPool | None:  # noqa: ANN401 -- SGLang's
+    def _pool_of(self, allocator: Any) -> LendingAllocator | None:  # noqa: ANN401 -- SGLang's
         pool = self._host.pool if self._host is not None else None
         return pool if pool is not None and pool.owns(allocator) else None
 
@@ -345,13 +345,13 @@ def register() -> None:
     part = part_of_engine()
     try:
         check_version()
-        if part is Part.SCHEDULER:
+        if part is EnginePart.SCHEDULER:
             stand_around(hosts.hooks)
         # Further processes of the API are children, like schedulers.
-        if part is Part.SERVER or TOKENIZER in sys.modules:
+        if part is EnginePart.SERVER or TOKENIZER in sys.modules:
             stand_around({HANDLE_OUTPUT: LatencyHook()})
     except ExecutorError as error:
         hosts.refused = error
         made = f"{SCHEDULER}.__init__"
-        if part is Part.SCHEDULER:
+        if part is EnginePart.SCHEDULER:
             stand_around({made: hosts.hooks[made]})

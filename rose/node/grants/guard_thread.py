@@ -18,7 +18,7 @@ import msgspec
 
 from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
-from executor.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
+from executor.grant_controller import Boost, Observation, Reclaim, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.caps import ToldCaps
 from rose.node.grants.host_watch import HostProcess, HostWatch
@@ -225,7 +225,7 @@ class GuardThread:
         self.host_idle = believed is not None and believed.idle
         # A guest that lost its core in the middle of a write is as it was before.
         self.guest = self._page.guest.peek() or self.guest
-        seen = Seen(
+        seen = Observation(
             view,
             self.guest,
             lease_epoch=self._lease_epoch(),

@@ -14,8 +14,8 @@ from executor.sglang.compat import (
     GUEST_NEEDED,
     NEEDED,
     SCHEDULER,
+    EnginePart,
     Hook,
-    Part,
     check_features,
     check_version,
     give_up,
@@ -107,9 +107,9 @@ def register() -> None:
     except ExecutorError as error:
         give_up(error)
     match part_of_engine():
-        case Part.SERVER:
+        case EnginePart.SERVER:
             install({_HTTP: serve, _ARGUMENTS: checked})
-        case Part.SCHEDULER:
+        case EnginePart.SCHEDULER:
             install(_scheduler_hooks())
 
 

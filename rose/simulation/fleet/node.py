@@ -10,7 +10,7 @@ guest that has nothing to do ticks less often, as nothing depends on it.
 from collections.abc import Callable, Sequence
 
 from elastic_scheduler import ReplicaKind
-from executor.grant_controller import GrantController, GuardConfig, Reclaim, Seen, Write
+from executor.grant_controller import GrantController, GuardConfig, Observation, Reclaim, Write
 from executor.kv.reclaim_ladder import (
     EngineReport,
     Escalate,
@@ -64,7 +64,7 @@ class ModelledGuard:
         self._ticked_ns = now_ns
         self.ticks += 1
         page = guest.page
-        seen = Seen(
+        seen = Observation(
             page.view(now_ns), guest.state(), lease_epoch=lease, reclaim_cap=self._reclaim_cap
         )
         for action in self._core.step(seen, now_ns):

@@ -23,7 +23,7 @@ from executor import (
     HostState,
     LatencyRecord,
 )
-from executor.grant_controller import Seen, Write
+from executor.grant_controller import Observation, Write
 from rose.addresses import free_port
 from rose.engines import EngineRole
 from tests.awaited import until
@@ -95,7 +95,7 @@ def hosts(
 def granted(page: ControlPage) -> GrantMode:
     """Return the grant that a node's guard would write now."""
     now_ns = time.monotonic_ns()
-    seen = Seen(page.host_view(), lease_epoch=1)
+    seen = Observation(page.host_view(), lease_epoch=1)
     first, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)
     assert isinstance(first, Write)
     return first.grant.mode

@@ -17,7 +17,7 @@ from executor import (
     GuestState,
     HostState,
 )
-from executor.grant_controller import Seen, Write
+from executor.grant_controller import Observation, Write
 from executor.kv.lending import LEAST_CAP
 from tests.seated_host import believed
 
@@ -28,7 +28,7 @@ SECOND = 10**9
 
 def granted(core: GrantController, now_ns: int = SECOND, **change: Any) -> Grant:
     inputs: dict[str, Any] = {"host": HOST, "lease_epoch": 1} | change
-    first, *_ = core.step(Seen(believed(inputs.pop("host"), now_ns), **inputs), now_ns)
+    first, *_ = core.step(Observation(believed(inputs.pop("host"), now_ns), **inputs), now_ns)
     assert isinstance(first, Write)
     return first.grant
 

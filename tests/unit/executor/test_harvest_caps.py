@@ -7,7 +7,7 @@ import pytest
 
 from executor import FreezeReason, Grant, GrantController, GrantMode, GuardConfig, GuestState
 from executor import HostState as Host
-from executor.grant_controller import Seen, Write
+from executor.grant_controller import Observation, Write
 from executor.harvest_caps import HarvestCaps
 from executor.kv.lending import LEAST_CAP
 from executor.kv.shrink_plan import NO_CAP
@@ -21,7 +21,9 @@ SECOND = 10**9
 
 def granted(core: GrantController, caps: HarvestCaps, now_ns: int = SECOND, **change: Any) -> Grant:
     inputs: dict[str, Any] = {"host": HOST, "lease_epoch": 1, "guest": GUEST} | change
-    first, *_ = core.step(Seen(believed(inputs.pop("host"), now_ns), caps=caps, **inputs), now_ns)
+    first, *_ = core.step(
+        Observation(believed(inputs.pop("host"), now_ns), caps=caps, **inputs), now_ns
+    )
     assert isinstance(first, Write)
     return first.grant
 

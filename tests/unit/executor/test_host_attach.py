@@ -14,7 +14,7 @@ import executor.control_page.page
 import executor.vllm.host.scheduler
 from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig, Yield, decide
 from executor.errors import ExecutorError
-from executor.grant_controller import Seen, Write
+from executor.grant_controller import Observation, Write
 from executor.guest.gate_client import FIRST_MODEL
 from executor.host.plugin import HostPlugin
 from executor.step_decision import GateLimits, Run
@@ -37,7 +37,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 def verdict(page: ControlPage) -> Run | Yield:
     """What guard and gate make of the page."""
     view, now_ns = page.host_view(), time.monotonic_ns()
-    seen = Seen(view, lease_epoch=1)
+    seen = Observation(view, lease_epoch=1)
     granted, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)
     assert isinstance(granted, Write)
     grant = granted.grant

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from executor import Grant, GrantMode, GuestState, HostState, LatencyRecord, SeatState
 from executor.control_page.page import LAYOUT_VERSION
-from executor.control_page.seqlock_records import MOST_INT, Record, record
+from executor.control_page.seqlock_records import MOST_INT, PageRecord, record
 
 number = st.integers(0, MOST_INT - 1)
 word = st.text("abcdefghijklmnopqrstuvwxyz_", max_size=32)
@@ -32,7 +32,7 @@ def test_every_record_comes_back_as_it_was(record: Any) -> None:
     assert type(record).unpack(raw) == record
 
 
-GOLDEN: dict[Record, str] = {
+GOLDEN: dict[PageRecord, str] = {
     HostState(1, True, *range(3, 17)): (
         "0100000000000000 0103000000000000 0004000000000000 0005000000000000 "
         "0006000000000000 0007000000000000 0008000000000000 0009000000000000 "
@@ -64,7 +64,9 @@ GOLDEN: dict[Record, str] = {
 
 
 @pytest.mark.parametrize(("written", "golden"), GOLDEN.items(), ids=lambda x: type(x).__name__)
-def test_the_bytes_on_the_page_change_only_with_its_version(written: Record, golden: str) -> None:
+def test_the_bytes_on_the_page_change_only_with_its_version(
+    written: PageRecord, golden: str
+) -> None:
     assert LAYOUT_VERSION == 5
     assert written.pack() == bytes.fromhex(golden)
 
@@ -84,20 +86,20 @@ def test_a_field_without_a_binary_form_is_refused_where_the_record_is_made() -> 
     with pytest.raises(TypeError, match=r"TextFirst\.name has no binary form; text stands last"):
 
         @record(text_bytes=4)
-        class TextFirst(Record):
+        class TextFirst(PageRecord):
             name: str
             reason: str
 
     with pytest.raises(TypeError, match=r"NoText\.pid is no text; text stands last"):
 
         @record(text_bytes=4)
-        class NoText(Record):
+        class NoText(PageRecord):
             pid: int
 
     with pytest.raises(TypeError, match=r"Fraction\.share has no binary form"):
 
         @record()
-        class Fraction(Record):
+        class Fraction(PageRecord):
             share: complex
 
 

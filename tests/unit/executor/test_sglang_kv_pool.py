@@ -13,7 +13,7 @@ import torch
 from executor.errors import ExecutorError
 from executor.kv.backing import HostPages, NoPages
 from executor.kv.shrink_plan import Granules, GranuleUse
-from executor.sglang.kv_pool import BalloonedPool, kv_pages
+from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
 from tests.fakes.sglang_scheduler import StandInAllocator, StandInPool, StandInTree
 
 SLOTS, GRANULE = 63, 8
@@ -27,7 +27,7 @@ class Rig:
         self.tree = StandInTree(self.allocator)
         self.owned: dict[int, Any] = {}
         granules = Granules(SLOTS + 1, GRANULE)
-        self.pool = BalloonedPool(
+        self.pool = BalloonedAllocator(
             self.allocator, granules, NoPages(4096), self._owned, self._forget
         )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from executor import ControlPage, GrantController, GrantMode, GuardConfig, GuestState, HostState
 from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
 from executor.control_page.page import PAGE_BYTES
-from executor.control_page.seqlock_records import HEADER_BYTES, SeatState, Section
+from executor.control_page.seqlock_records import HEADER_BYTES, PageSection, SeatState
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
 from rose.node.grants.host_watch import HostWatch
@@ -76,7 +76,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made.close()
 
 
-def sections(page: ControlPage) -> dict[str, Section]:  # type: ignore[type-arg]
+def sections(page: ControlPage) -> dict[str, PageSection]:  # type: ignore[type-arg]
     return {"host": page.host, "guest": page.guest, "grant": page.grant, "seat": page.seat}
 
 
@@ -113,7 +113,7 @@ def test_random_bytes_in_the_ring_are_counted_as_lost(rig: Rig) -> None:
         assert rig.watch.lost > lost
 
 
-def forged(section: Section, payload: bytes) -> None:  # type: ignore[type-arg]
+def forged(section: PageSection, payload: bytes) -> None:  # type: ignore[type-arg]
     """Bytes that pass for a whole record."""
     section.write_packed(payload)
 

@@ -16,7 +16,7 @@ from executor import (
     HostState,
     HostView,
 )
-from executor.grant_controller import Boost, Seen, Write
+from executor.grant_controller import Boost, Observation, Write
 from tests.seated_host import believed
 
 
@@ -48,7 +48,7 @@ class Guard:
             return
         now_ns = nanoseconds(verb)
         doubt = FreezeReason(values["doubt"]) if "doubt" in values else None
-        seen = Seen(
+        seen = Observation(
             _sight(values, now_ns),
             _guest(values),
             lease_epoch=int(values["lease"]) if "lease" in values else None,
