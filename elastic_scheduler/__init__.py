@@ -28,7 +28,7 @@ from elastic_scheduler.leases.lease_table import (
 )
 from elastic_scheduler.policies import Policy, make_policy, policy_names
 from elastic_scheduler.policies.drf import FairShares
-from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
     StalenessBound,
@@ -47,7 +47,13 @@ from elastic_scheduler.rollouts.buffer import (
     TrainingGroup,
     TrainingStep,
 )
-from elastic_scheduler.routing.cost import Candidate, Quote, ReplicaView, TurnNeed, TurnPlacement
+from elastic_scheduler.routing.cost import (
+    Quote,
+    ReplicaCandidate,
+    ReplicaView,
+    TurnNeed,
+    TurnPlacement,
+)
 from elastic_scheduler.routing.decision_log import Reason, ReasonLog, RoutingDecision
 from elastic_scheduler.routing.predictors import RateMeter, prefix_keys
 from elastic_scheduler.routing.router import Router
@@ -66,10 +72,8 @@ from elastic_scheduler.turn_journal import (
 __all__ = [
     "Attempt",
     "CancelRun",
-    "Candidate",
     "Conflict",
     "Continue",
-    "Decision",
     "Deliver",
     "DroppedGroup",
     "End",
@@ -87,6 +91,7 @@ __all__ = [
     "JobDemand",
     "JournalError",
     "Lease",
+    "LeaseDecision",
     "LeaseError",
     "LeaseHeld",
     "LeaseState",
@@ -101,6 +106,7 @@ __all__ = [
     "RateMeter",
     "Reason",
     "ReasonLog",
+    "ReplicaCandidate",
     "ReplicaHealth",
     "ReplicaKind",
     "ReplicaView",

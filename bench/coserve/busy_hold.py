@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_scheduler import HarvestMode, HarvestModes
-from elastic_scheduler.capacity import CapacityGate, NodeFacts, Note, policy_of
+from elastic_scheduler.capacity import CapacityGate, CapacityNote, NodeFacts, policy_of
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.node.grants.host_load import HostLoad
 
@@ -65,7 +65,7 @@ class HostBusyHold:
     """
 
     def __init__(
-        self, limit: MaxHostBusy | None, say: Callable[[Note], None] = lambda note: None
+        self, limit: MaxHostBusy | None, say: Callable[[CapacityNote], None] = lambda note: None
     ) -> None:
         self._limit = limit
         self._say = say
@@ -100,6 +100,6 @@ class HostBusyHold:
             share = load.meter.busy_share(busy_ns)
             load.gate.heard(NODE, share, 0, 0, load.now_s, lends=True)
         for act in load.gate.judge(lambda: [NodeFacts(NODE)], load.now_s):
-            if isinstance(act, Note):
+            if isinstance(act, CapacityNote):
                 self._say(act)
         return load.gate.verdict(NODE).mode is HarvestMode.ACTIVE

@@ -53,7 +53,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class JudgeBudgets:
     """Time to decide. limits: what holds for each node. deployments: of each node."""
 
     limits: Mapping[str, SloBudget | None]
@@ -68,7 +68,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HoldBegun:
     """A hold begins; `why` says its numbers. `deployment`: of all its nodes, None of `node`."""
 
     node: str
@@ -77,7 +77,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class HoldEnded:
     """A hold ends."""
 
     node: str
@@ -113,8 +113,10 @@ class BudgetHold:
         self._deployments: dict[str, str] = {}
         self._of: dict[str, str] = {}
 
-    def step(self, event: Served | Judge | Gone, now_s: float) -> list[Held | Freed]:
-        """What follows; only `Judge` decides."""
+    def step(
+        self, event: Served | JudgeBudgets | Gone, now_s: float
+    ) -> list[HoldBegun | HoldEnded]:
+        """What follows; only `JudgeBudgets` decides."""
         match event:
             case Served():
                 self._serve(event, now_s)
@@ -124,7 +126,7 @@ class BudgetHold:
                 if host is not None and host.held is None:
                     del self._hosts[event.node]
                 return []
-            case Judge():
+            case JudgeBudgets():
                 return self._judge(event, now_s)
 
     def status(self) -> dict[str, str]:
@@ -165,15 +167,15 @@ class BudgetHold:
         if event.lends:
             host.lent_s = now_s
 
-    def _judge(self, event: Judge, now_s: float) -> list[Held | Freed]:
-        acts: list[Held | Freed] = []
+    def _judge(self, event: JudgeBudgets, now_s: float) -> list[HoldBegun | HoldEnded]:
+        acts: list[HoldBegun | HoldEnded] = []
         self._of = dict(event.deployments)
         for node, host in self._hosts.items():
             limit = event.limits.get(node)
             if limit is None:
                 if node in event.limits and host.held is not None:
                     host.held = host.calm_since_s = None
-                    acts.append(Freed(node, "no policy bounds its SLO budget any more"))
+                    acts.append(HoldEnded(node, "no policy bounds its SLO budget any more"))
                 continue
             for budget in (host.budget, *(each.budget for each in host.hosts.values())):
                 budget.objective = limit.objective
@@ -181,11 +183,11 @@ class BudgetHold:
                 why = self._burns(host, limit, now_s)
                 if why is not None:
                     host.held, host.calm_since_s = why, None
-                    acts.append(Held(node, why))
+                    acts.append(HoldBegun(node, why))
             elif self._calm(host, limit, now_s):
                 host.held = host.calm_since_s = None
                 acts.append(
-                    Freed(
+                    HoldEnded(
                         node,
                         f"its burn rate was at most {CALM_BURN:g} for {limit.release_after_s:g} s",
                     )
@@ -211,11 +213,11 @@ class BudgetHold:
             host.calm_since_s = now_s
         return now_s >= host.calm_since_s + limit.release_after_s
 
-    def _judge_deployments(self, deployments: Mapping[str, str]) -> list[Held | Freed]:
+    def _judge_deployments(self, deployments: Mapping[str, str]) -> list[HoldBegun | HoldEnded]:
         members: dict[str, list[str]] = {}
         for node, name in deployments.items():
             members.setdefault(name, []).append(node)
-        acts: list[Held | Freed] = []
+        acts: list[HoldBegun | HoldEnded] = []
         for name, nodes in members.items():
             burning = [n for n in nodes if n in self._hosts and self._hosts[n].held is not None]
             most = max(LEAST_OF_DEPLOYMENT, math.ceil(SHARE_OF_DEPLOYMENT * len(nodes)))
@@ -225,10 +227,10 @@ class BudgetHold:
                     f" {name or '(none)'} burn theirs, {most} hold all"
                 )
                 self._deployments[name] = why
-                acts.append(Held("", why, name))
+                acts.append(HoldBegun("", why, name))
             elif name in self._deployments and not burning:
                 del self._deployments[name]
-                acts.append(Freed("", "no host of it burns its budget any more", name))
+                acts.append(HoldEnded("", "no host of it burns its budget any more", name))
         for name in [n for n in self._deployments if n not in members]:
             del self._deployments[name]
         return acts
@@ -299,7 +301,7 @@ class BusyHold:
     def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
 
-    def step(self, event: BusySeen | JudgeBusy | Gone, now_s: float) -> list[Held | Freed]:
+    def step(self, event: BusySeen | JudgeBusy | Gone, now_s: float) -> list[HoldBegun | HoldEnded]:
         """What follows; only `JudgeBusy` decides."""
         match event:
             case BusySeen():
@@ -324,14 +326,16 @@ class BusyHold:
         load = self._loads.get(node)
         return load.samples[-1][1] if load is not None and load.samples else None
 
-    def _judge(self, event: JudgeBusy, now_s: float) -> list[Held | Freed]:
-        acts: list[Held | Freed] = []
+    def _judge(self, event: JudgeBusy, now_s: float) -> list[HoldBegun | HoldEnded]:
+        acts: list[HoldBegun | HoldEnded] = []
         for node, load in self._loads.items():
             limit = event.limits.get(node)
             if limit is None:
                 if load.held is not None and node in event.limits:
                     load.held = None
-                    acts.append(Freed(node, "no policy bounds how busy its host may be any more"))
+                    acts.append(
+                        HoldEnded(node, "no policy bounds how busy its host may be any more")
+                    )
                 continue
             mean = self._mean(load, limit.over_s, now_s)
             if mean is None:
@@ -341,14 +345,14 @@ class BusyHold:
                     f"busy: its host worked {mean:.0%} of the last {limit.over_s:g} s, at most"
                     f" {limit.share:.0%} while it lends"
                 )
-                acts.append(Held(node, load.held))
+                acts.append(HoldBegun(node, load.held))
             elif load.held is not None and mean < limit.resume:
                 load.held = None
                 why = (
                     f"its host worked {mean:.0%} of the last {limit.over_s:g} s, below"
                     f" {limit.resume:.0%}"
                 )
-                acts.append(Freed(node, why))
+                acts.append(HoldEnded(node, why))
         return acts
 
     def _mean(self, load: _Load, over_s: float, now_s: float) -> float | None:

@@ -22,10 +22,10 @@ from elastic_scheduler.capacity.gate import CLI
 from elastic_scheduler.capacity.policy import (
     Canary,
     CapacityPolicy,
+    HostReserve,
     MaxHarvest,
     MaxHostBusy,
     NodeSelector,
-    Reserve,
     SloBudget,
     TenantLimit,
     Watermarks,
@@ -36,7 +36,7 @@ _DROPPED: Final = frozenset({"title", "additionalProperties"})
 _NESTED: Final[dict[str, type[BaseModel]]] = {
     "nodeSelector": NodeSelector,
     "maxHarvest": MaxHarvest,
-    "reserve": Reserve,
+    "reserve": HostReserve,
     "watermarks": Watermarks,
     "blackoutWindows[]": BlackoutWindow,
     "tenants[]": TenantLimit,

@@ -28,10 +28,10 @@ from elastic_scheduler.capacity.budget_hold import (
     BudgetHold,
     BusyHold,
     BusySeen,
-    Freed,
     Gone,
-    Held,
-    Judge,
+    HoldBegun,
+    HoldEnded,
+    JudgeBudgets,
     JudgeBusy,
     Served,
 )
@@ -94,7 +94,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class NodeVerdict:
     """What holds for one node now, before the operator's stop state.
 
     mode: as its node is told. would: what an Active policy would say; the same where one is.
@@ -117,7 +117,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class CapacityNote:
     """A change of a verdict, a hold or a canary, for logs."""
 
     event: str
@@ -132,7 +132,7 @@ class Halt:
     why: str
 
 
-NOTHING: Final = Verdict(
+NOTHING: Final = NodeVerdict(
     "", HarvestMode.OFF, HarvestMode.OFF, EffectivePolicy(decided_by={"mode": NO_POLICY})
 )
 
@@ -158,7 +158,7 @@ class CapacityGate:
         self._counted: dict[str, dict[str, tuple[int, int]]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, NodeVerdict] = {}
         self._admitted: dict[str, set[str]] = {}
         self._judged_s = self._budgeted_s = -math.inf
         self._began_s: float | None = None
@@ -259,7 +259,7 @@ class CapacityGate:
         nodes: Callable[[], Iterable[NodeFacts]],
         now_s: float,
         wall_s: float | None = None,
-    ) -> list[Note | Halt]:
+    ) -> list[CapacityNote | Halt]:
         """Judge all nodes when it is time, or at once after a change.
 
         `wall_s`: Unix seconds, for blackout windows; None while nobody knows: every window counts.
@@ -281,7 +281,7 @@ class CapacityGate:
         acts = self._judge_holds(facts, now_s)
         return acts + self._judge_nodes(facts, now_s)
 
-    def greet(self, node: NodeFacts, now_s: float) -> list[Note | Halt]:
+    def greet(self, node: NodeFacts, now_s: float) -> list[CapacityNote | Halt]:
         """Judge a node that attached, by itself: thousands may come at once.
 
         Where a cap counts nodes it waits for the next judgement, which sees them all.
@@ -301,11 +301,11 @@ class CapacityGate:
         """Something that verdicts hang on is new: judge at the next occasion."""
         self._changed = True
 
-    def verdict(self, node: str) -> Verdict:
+    def verdict(self, node: str) -> NodeVerdict:
         """The node's newest verdict; nothing is lent by one that was not judged yet."""
         return self._verdicts.get(node, NOTHING)
 
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def verdicts(self) -> tuple[NodeVerdict, ...]:
         """Verdicts of all nodes, by name."""
         return tuple(self._verdicts[name] for name in sorted(self._verdicts))
 
@@ -392,7 +392,7 @@ class CapacityGate:
 
     # ---- how verdicts come about ----
 
-    def _judge_holds(self, facts: list[NodeFacts], now_s: float) -> list[Note | Halt]:
+    def _judge_holds(self, facts: list[NodeFacts], now_s: float) -> list[CapacityNote | Halt]:
         busy_limits = {each.name: self._effective[each.name].max_host_busy for each in facts}
         changes = self._busy.step(JudgeBusy(busy_limits), now_s)
         if now_s >= self._budgeted_s + JUDGE_BUDGETS_S:
@@ -403,22 +403,25 @@ class CapacityGate:
                 for each in facts
                 if each.labels.get(DEPLOYMENT_LABEL)
             }
-            burns = self._budgets.step(Judge(budgets, deployments), now_s)
+            burns = self._budgets.step(JudgeBudgets(budgets, deployments), now_s)
             acts = [act for each in burns for act in self._halts(each)]
             return [*map(_noted, [*changes, *burns]), *acts]
         return [*map(_noted, changes)]
 
-    def _halts(self, change: Held | Freed) -> list[Note | Halt]:
+    def _halts(self, change: HoldBegun | HoldEnded) -> list[CapacityNote | Halt]:
         """Halt every partial canary that a burning host was part of."""
-        if not isinstance(change, Held) or change.deployment is not None:
+        if not isinstance(change, HoldBegun) or change.deployment is not None:
             return []
-        acts: list[Note | Halt] = []
+        acts: list[CapacityNote | Halt] = []
         for name in self._effective[change.node].policies:
             percent = self._policies[name].canary.percent
             if percent < 100 and name not in self._halted and in_canary(change.node, percent):
                 self._halted[name] = why = f"{change.node}: {change.why}"
                 self._changed = True
-                acts += [Halt(name, why), Note("canary_halted", {"policy": name, "why": why})]
+                acts += [
+                    Halt(name, why),
+                    CapacityNote("canary_halted", {"policy": name, "why": why}),
+                ]
         return acts
 
     def _begin(self, now_s: float) -> None:
@@ -440,7 +443,7 @@ class CapacityGate:
         policy = self._effective[node]
         return policy.deployment_share is not None or bool(policy.node_caps)
 
-    def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
+    def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> NodeVerdict:
         whys = beyond
         if self._effective[node.name].has_caps and not node.takes_caps:
             whys += ("its node keeps within no caps; upgrade it",)
@@ -450,11 +453,11 @@ class CapacityGate:
             return verdict
         return replace(verdict, mode=HarvestMode.HOLD, would=HarvestMode.HOLD, settled=False)
 
-    def _judge_nodes(self, facts: list[NodeFacts], now_s: float) -> list[Note | Halt]:
+    def _judge_nodes(self, facts: list[NodeFacts], now_s: float) -> list[CapacityNote | Halt]:
         beyond = self._admit(facts)
         self._held = self._busy.status() | self._budgets.status()
         settled = self._began_s is not None and now_s >= self._began_s + SETTLE_S
-        acts: list[Note | Halt] = []
+        acts: list[CapacityNote | Halt] = []
         verdicts = {}
         for each in facts:
             whys = beyond.get(each.name, ())
@@ -466,27 +469,27 @@ class CapacityGate:
         self._verdicts = verdicts
         return acts
 
-    def _said(self, verdict: Verdict) -> list[Note | Halt]:
+    def _said(self, verdict: NodeVerdict) -> list[CapacityNote | Halt]:
         # Where no operator applied a policy there is nothing to explain.
         if set(self._policies) <= {CLI}:
             return []
         why = "; ".join(verdict.limits)
         fields = {"node": verdict.node, "mode": verdict.mode.value, "why": why}
         if verdict.advises:
-            return [Note("capacity_advice", {**fields, "would": verdict.would.value})]
-        return [Note("capacity", fields)]
+            return [CapacityNote("capacity_advice", {**fields, "would": verdict.would.value})]
+        return [CapacityNote("capacity", fields)]
 
-    def _verdict(self, node: str, beyond: tuple[str, ...], held: str | None) -> Verdict:
+    def _verdict(self, node: str, beyond: tuple[str, ...], held: str | None) -> NodeVerdict:
         policy = self._effective[node]
         if policy.mode is PolicyMode.OFF:
             whose = policy.decided_by["mode"]
             why = whose if whose == NO_POLICY else f"mode Off ({whose})"
-            return Verdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (why,))
+            return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (why,))
         would, limits = self._would(policy, beyond, held)
         advises = self._only_advises(node, policy)
         if advises:
-            return Verdict(node, HarvestMode.OFF, would, policy, (advises, *limits))
-        return Verdict(node, would, would, policy, limits)
+            return NodeVerdict(node, HarvestMode.OFF, would, policy, (advises, *limits))
+        return NodeVerdict(node, would, would, policy, limits)
 
     def _only_advises(self, node: str, policy: EffectivePolicy) -> str | None:
         if policy.mode is PolicyMode.ADVISORY:
@@ -576,12 +579,14 @@ class CapacityGate:
         return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
 
 
-def _noted(change: Held | Freed) -> Note:
-    begins = isinstance(change, Held)
+def _noted(change: HoldBegun | HoldEnded) -> CapacityNote:
+    begins = isinstance(change, HoldBegun)
     whose = (
         {"node": change.node} if change.deployment is None else {"deployment": change.deployment}
     )
-    return Note("capacity_held" if begins else "capacity_freed", {**whose, "why": change.why})
+    return CapacityNote(
+        "capacity_held" if begins else "capacity_freed", {**whose, "why": change.why}
+    )
 
 
 def _since(before: tuple[int, int] | None, now: tuple[int, int]) -> tuple[int, int]:

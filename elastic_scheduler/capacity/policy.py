@@ -111,7 +111,7 @@ class MaxHarvest(_Part):
     )
 
 
-class Reserve(_Part):
+class HostReserve(_Part):
     """Memory of the host that stays free."""
 
     kv_headroom: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
@@ -223,7 +223,7 @@ class CapacityPolicy(_Part):
         description="Hold grants no new leases; HoldAndDrain also gives back those that live",
     )
     max_harvest: MaxHarvest = Field(default=MaxHarvest(), description="caps of what is lent")
-    reserve: Reserve = Field(default=Reserve(), description="what stays free")
+    reserve: HostReserve = Field(default=HostReserve(), description="what stays free")
     slack_share: Share | None = Field(
         default=None,
         description="most of a busy host's slack that a guest may use; 0: idle time alone. A"
@@ -374,7 +374,7 @@ PARTS: Final[tuple[type[BaseModel], ...]] = (
     CapacityPolicy,
     NodeSelector,
     MaxHarvest,
-    Reserve,
+    HostReserve,
     Watermarks,
     BlackoutWindow,
     TenantLimit,

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
-from elastic_scheduler.policies.types import Decision, Holding, Move, Situation
+from elastic_scheduler.policies.types import Holding, LeaseDecision, Move, Situation
 
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
@@ -53,10 +53,10 @@ class FixedPolicy(_WithoutLearning):
 
     name = "fixed"
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take what is dedicated."""
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
-        return Decision(spread(own, situation, "dedicated replicas are always leased"))
+        return LeaseDecision(spread(own, situation, "dedicated replicas are always leased"))
 
 
 class SpotPolicy(_WithoutLearning):
@@ -69,9 +69,9 @@ class SpotPolicy(_WithoutLearning):
 
     name = "spot"
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take all."""
-        return Decision(spread(situation.free, situation, "it is offered"))
+        return LeaseDecision(spread(situation.free, situation, "it is offered"))
 
 
 class PaperPolicy(_WithoutLearning):
@@ -90,7 +90,7 @@ class PaperPolicy(_WithoutLearning):
         self._frozen_step: dict[str, int] = {}
         self._step: dict[str, int] = {}
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take all for jobs that no host pushed back in this step."""
         self._step = {job.job: job.step for job in situation.jobs}
         growing = tuple(
@@ -99,7 +99,7 @@ class PaperPolicy(_WithoutLearning):
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         guests = [offer for offer in situation.free if offer.kind is ReplicaKind.GUEST]
         open_to = Situation(situation.now_s, (), situation.held, growing)
-        return Decision(
+        return LeaseDecision(
             (
                 *spread(own, situation, "dedicated replicas are always leased"),
                 *spread(guests, open_to, "it is offered, and nothing froze growth in this step"),
@@ -129,7 +129,7 @@ class ServerlessPolicy(_WithoutLearning):
         self._window_s = window_s
         self._needed: deque[tuple[float, float]] = deque()
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take or give back guests until their number is the needed one."""
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         take = spread(own, situation, "dedicated replicas are always leased")
@@ -142,12 +142,12 @@ class ServerlessPolicy(_WithoutLearning):
         if now_needed > len(held):
             count = len(free) if math.isinf(now_needed) else math.ceil(now_needed) - len(held)
             taken = spread(free[:count], situation, "turns need more places")
-            return Decision((*take, *taken))
+            return LeaseDecision((*take, *taken))
         surplus = len(held) - max(needed for _, needed in self._needed)
         newest_first = sorted(held, key=lambda each: -each.since_s)
         back = newest_first[: int(surplus)] if surplus >= 1 else []
         why = f"fewer were needed for {self._window_s:g} s"
-        return Decision(take, tuple(Move(each.job, each.offer.replica, why) for each in back))
+        return LeaseDecision(take, tuple(Move(each.job, each.offer.replica, why) for each in back))
 
     @staticmethod
     def _guests_needed(situation: Situation, taking: list[Offer]) -> float:

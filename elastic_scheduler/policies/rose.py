@@ -12,7 +12,7 @@ from elastic_scheduler.leases.cost_model import (
 )
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
-from elastic_scheduler.policies.types import Decision, Holding, JobDemand, Move, Situation
+from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
 
 # Taken when it saves more than a switch costs, given back when it saves less than a quarter.
 TAKE_ABOVE = 1.0
@@ -65,7 +65,7 @@ class RosePolicy:
         self._allowances: dict[str, AimdLimit] = {}
         self._pasts: dict[str, _Past] = {}
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take, in the order of fair shares; give back what saves too little; move for fairness."""
         now_s = situation.now_s
         jobs = [job.cleaned() for job in situation.jobs]
@@ -74,7 +74,7 @@ class RosePolicy:
         back = self._give_back(jobs, situation.held, now_s)
         if not take and not back:
             back = self._share(jobs, situation.held, now_s)
-        return Decision(tuple(take), back)
+        return LeaseDecision(tuple(take), back)
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Halve what the job may grow to, and remember how long the replica stayed."""

@@ -1,8 +1,8 @@
 """Input, output and interface of a leasing policy, and the policies by name.
 
 A policy sees one `Situation` (offers that may be leased, leases that may be kept, jobs and their
-demand) and returns one `Decision`. Operator's modes, lease epochs and expiry are not its business:
-the scheduler filters the offers before and carries out the moves afterwards.
+demand) and returns one `LeaseDecision`. It knows neither operator's modes nor lease epochs and
+expiry: the scheduler filters the offers before and carries out the moves afterwards.
 """
 
 import importlib
@@ -72,7 +72,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LeaseDecision:
     """Output of a policy: the changes to make now, usually none."""
 
     take: tuple[Move, ...] = ()
@@ -84,7 +84,7 @@ class Policy(Protocol):
 
     name: str
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """What to take and give back now; asked again after every change and each second."""
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:

@@ -175,7 +175,7 @@ LONG_ON_GUEST = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReplicaCandidate:
     """One replica weighed for a turn; `refusal` is empty when it may take the turn now."""
 
     replica: str
@@ -232,13 +232,13 @@ def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
     return ""
 
 
-def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> Candidate:
+def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> ReplicaCandidate:
     """One replica with its cost for a turn, or why it is out."""
     uncached = ask.need.prompt_tokens
     if load is ask.holder:
         uncached = max(0, uncached - ask.cached_tokens)
     total_s = cost_s(load, ask, now_s)
-    return Candidate(
+    return ReplicaCandidate(
         load.view.id,
         total_s,
         load.owed,

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter, itemgetter
 
 from elastic_scheduler.routing.cost import (
-    Candidate,
     CostQuery,
     Quote,
+    ReplicaCandidate,
     ReplicaLoad,
     ReplicaView,
     TurnNeed,
@@ -211,7 +211,7 @@ class Router:
         self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
         return self.begin(quote.replica, quote.ask.need, now_s)
 
-    def explain(self, need: TurnNeed, now_s: float) -> list[Candidate]:
+    def explain(self, need: TurnNeed, now_s: float) -> list[ReplicaCandidate]:
         """Every replica of the table with its cost for this turn, or why it is out."""
         ask = self._ask(need)
         return [weigh(load, ask, now_s) for load in self._order]

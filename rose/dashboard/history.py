@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_scheduler.capacity import Verdict
+from elastic_scheduler.capacity import NodeVerdict
 from rose.scheduler.core.observed import NodeSeen, Observed
 from slo.error_budget import burnt
 
@@ -260,7 +260,7 @@ class History:
             good, bad = host.slo_good, host.slo_bad
         ledger.add(self.minute, good, bad, lends=lends)
 
-    def _ledger(self, labels: Mapping[str, str], verdict: Verdict) -> Ledger | None:
+    def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> Ledger | None:
         name = labels.get(DEPLOYMENT_LABEL, "")
         ledger = self.ledgers.setdefault(name, Ledger())
         budget = verdict.policy.slo_budget

@@ -21,12 +21,12 @@ from elastic_scheduler.capacity import (
     Advice,
     AdviceBook,
     CapacityGate,
+    CapacityNote,
     EffectivePolicy,
     Halt,
     NodeFacts,
-    Note,
+    NodeVerdict,
     PolicyMode,
-    Verdict,
     cli_policy,
     parse_policy,
 )
@@ -263,7 +263,7 @@ class Capacity:
         self._advice.forget(view.node)
         self._kv_share.pop(view.node, None)
 
-    def _recorded(self, acts: Iterable[Note | Halt]) -> list[Action]:
+    def _recorded(self, acts: Iterable[CapacityNote | Halt]) -> list[Action]:
         return [
             Save(
                 save_policy(
@@ -277,7 +277,7 @@ class Capacity:
             for act in acts
         ]
 
-    def _figures(self, note: Note) -> dict[str, object]:
+    def _figures(self, note: CapacityNote) -> dict[str, object]:
         """What advice comes to, as far as the node has said it."""
         if note.event != "capacity_advice":
             return {}
@@ -306,7 +306,7 @@ class Capacity:
                 actions += [Command(view.stream, each) for each in self._commands(view, verdict)]
         return actions
 
-    def _commands(self, view: NodeView, verdict: Verdict) -> list[pb.NodeCommand]:
+    def _commands(self, view: NodeView, verdict: NodeVerdict) -> list[pb.NodeCommand]:
         """Caps, the node's mode, then what holds for replicas with a mode of their own.
 
         In this order, so that what is lent is never lent without its caps.
@@ -357,7 +357,7 @@ class Capacity:
             rows.append(row)
         return rows
 
-    def _row(self, verdict: Verdict) -> pb.NodeCapacity:
+    def _row(self, verdict: NodeVerdict) -> pb.NodeCapacity:
         limits = [cut_text(why) for why in verdict.limits]
         if self.stop.mode is not HarvestMode.ACTIVE:
             limits.insert(0, f"the operator's stop: {self.stop.mode.value}")

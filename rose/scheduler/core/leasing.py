@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from elastic_scheduler import (
-    Decision,
     HarvestPlan,
     Holding,
     JobDemand,
     Lease,
+    LeaseDecision,
     LeaseError,
     LeaseState,
     LeaseTable,
@@ -497,7 +497,7 @@ class Leasing:
 
     def _decide(
         self, plan: HarvestPlan, offers: Mapping[str, Offer], now_s: float
-    ) -> tuple[Decision, list[Action]]:
+    ) -> tuple[LeaseDecision, list[Action]]:
         """Ask the policy. One that breaks is asked again later, and until then nothing changes."""
         held = self._held_now(plan.renew, offers, now_s)
         promised = tuple(
@@ -511,7 +511,7 @@ class Leasing:
             if now_s >= self._not_before_s.get(offer.replica, now_s)
             and offer.replica not in self._promises
         )
-        nothing = Decision((), ())
+        nothing = LeaseDecision((), ())
         if now_s < self._policy_rests_until_s:
             return nothing, []
         try:

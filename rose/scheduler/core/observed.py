@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode, Lease, Offer
-from elastic_scheduler.capacity import CapacityPolicy, Lendable, Verdict
+from elastic_scheduler.capacity import CapacityPolicy, Lendable, NodeVerdict
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.capacity import Capacity
@@ -33,7 +33,7 @@ class NodeSeen:
     labels: Mapping[str, str]
     telemetry: pb.Telemetry
     offers: tuple[Offer, ...]
-    verdict: Verdict
+    verdict: NodeVerdict
     mode: HarvestMode
     lendable: Lendable = field(default_factory=Lendable)
     advised_s: float = 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, Verdict, effective
+from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, NodeVerdict, effective
 from elastic_scheduler.capacity.effective import PATHS
 from elastic_scheduler.capacity.policy import NodeSelector
 from elastic_scheduler.leases.harvest_mode import stricter
@@ -116,7 +116,7 @@ def _leased(node: NodeView, leasing: Leasing, now_s: float) -> set[str]:
     }
 
 
-def _behind(node: NodeView, verdict: Verdict, mode: HarvestMode, leased: set[str]) -> str:
+def _behind(node: NodeView, verdict: NodeVerdict, mode: HarvestMode, leased: set[str]) -> str:
     """Why a node does not do yet what holds for it; "" where it does."""
     if not verdict.settled:
         return "other nodes are not counted yet"

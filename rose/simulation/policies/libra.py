@@ -15,7 +15,15 @@ parallel sizes are not modelled: engines here are all equal, and what is left of
 of the queue.
 """
 
-from elastic_scheduler import Decision, Holding, Move, Offer, ReplicaKind, Situation, SwitchKind
+from elastic_scheduler import (
+    Holding,
+    LeaseDecision,
+    Move,
+    Offer,
+    ReplicaKind,
+    Situation,
+    SwitchKind,
+)
 from elastic_scheduler.leases.cost_model import Supply, supply_of
 from elastic_scheduler.policies.baselines import spread
 
@@ -48,7 +56,7 @@ class LibraPolicy:
 
     name = "libra"
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         """Take while turns need places, give back what the others have room for."""
         turns = sum(job.cleaned().turns for job in situation.jobs)
         dedicated = [o for o in situation.free if o.kind is ReplicaKind.DEDICATED]
@@ -65,12 +73,12 @@ class LibraPolicy:
             supply = supply.plus(offer)
         take += spread(more, situation, "the plan gives its cards to rollouts")
         if more or not held:
-            return Decision(tuple(take))
+            return LeaseDecision(tuple(take))
         last = max(held, key=lambda each: (each.since_s, each.offer.replica))
         if _worth(supply.minus(last.offer), supply, turns, KEEP_GAIN):
-            return Decision(tuple(take))
+            return LeaseDecision(tuple(take))
         why = "rollouts are hardly slower without it"
-        return Decision(tuple(take), (Move(last.job, last.offer.replica, why),))
+        return LeaseDecision(tuple(take), (Move(last.job, last.offer.replica, why),))
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Training needs the cards: nothing changes by that."""

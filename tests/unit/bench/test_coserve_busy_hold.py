@@ -10,7 +10,7 @@ from bench.coserve.plan import quick_settings
 from bench.coserve.records import read_run
 from bench.coserve.result import build_result, render
 from bench.coserve.rows import arm_of
-from elastic_scheduler.capacity import Note
+from elastic_scheduler.capacity import CapacityNote
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
 from tests.fakes.coserve_run import StandInBench
@@ -22,7 +22,7 @@ class Hosts:
     """One host that is loaded for a while, and the guard that asks 50 times a second."""
 
     def __init__(self, share: float = 0.85) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[CapacityNote] = []
         self.hold = HostBusyHold(limit_of(share), self.notes.append)
         self.now_s = 100.0
         self.busy_s = 0.0

@@ -5,7 +5,14 @@ from collections.abc import Iterable
 import pytest
 
 from elastic_scheduler import HarvestMode, HarvestModes, LeaseTable, Offer, ReplicaKind
-from elastic_scheduler.capacity import CapacityGate, Halt, NodeFacts, Note, cli_policy, policy_of
+from elastic_scheduler.capacity import (
+    CapacityGate,
+    CapacityNote,
+    Halt,
+    NodeFacts,
+    cli_policy,
+    policy_of,
+)
 from elastic_scheduler.capacity.effective import in_canary
 from elastic_scheduler.capacity.gate import SETTLE_S
 
@@ -23,7 +30,7 @@ def gate(*said: dict[str, object], stop: HarvestMode = ACTIVE) -> CapacityGate:
 
 def judge(
     core: CapacityGate, *nodes: str | NodeFacts, now_s: float = 0.0, wall_s: float | None = NOON_S
-) -> list[Note | Halt]:
+) -> list[CapacityNote | Halt]:
     facts = [NodeFacts(each) if isinstance(each, str) else each for each in nodes]
     core.changed()
     return core.judge(lambda: facts, now_s, wall_s)
@@ -86,7 +93,7 @@ def test_advisory_says_what_it_would_do_and_does_nothing() -> None:
     [note] = judge(core, "n")
     verdict = core.verdict("n")
     assert (verdict.mode, verdict.would) == (OFF, ACTIVE)
-    assert isinstance(note, Note)
+    assert isinstance(note, CapacityNote)
     assert (note.event, note.fields["would"]) == ("capacity_advice", "active")
     assert core.plan([offer("n")], []).lease == ()
 
@@ -187,7 +194,7 @@ def test_a_host_that_burns_its_budget_gives_back_what_it_lends() -> None:
     now_s = burn(core, "n")
     acts = judge(core, "n", "m", now_s=now_s)
     assert modes(core) == {"m": ACTIVE, "n": DRAIN}
-    assert "capacity_held" in [act.event for act in acts if isinstance(act, Note)]
+    assert "capacity_held" in [act.event for act in acts if isinstance(act, CapacityNote)]
 
 
 def test_counters_of_a_new_daemon_begin_anew() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from message_cases import messages
 from service_cases import Bench, FakeNode, running
 
-from elastic_scheduler import Decision, HarvestMode, Move, ReplicaKind, Situation, make_policy
+from elastic_scheduler import HarvestMode, LeaseDecision, Move, ReplicaKind, Situation, make_policy
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
@@ -263,9 +263,9 @@ class Dreamer:
 
     name = "dreamer"
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         take = [Move(JOB, each.replica, "offered") for each in situation.free]
-        return Decision((Move(JOB, "dreamt of", "why not"), *take), ())
+        return LeaseDecision((Move(JOB, "dreamt of", "why not"), *take), ())
 
 
 class Broken(Dreamer):
@@ -273,11 +273,11 @@ class Broken(Dreamer):
 
     left = 1
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         if self.left and situation.free:
             self.left -= 1
             raise ZeroDivisionError
-        return Decision(tuple(Move(JOB, each.replica, "it") for each in situation.free), ())
+        return LeaseDecision(tuple(Move(JOB, each.replica, "it") for each in situation.free), ())
 
 
 def test_what_breaks_for_one_replica_keeps_no_lease_from_another() -> None:

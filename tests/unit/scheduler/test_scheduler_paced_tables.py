@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from elastic_scheduler import Decision, HarvestMode, Offer, Situation
+from elastic_scheduler import HarvestMode, LeaseDecision, Offer, Situation
 from elastic_scheduler.policies.baselines import SpotPolicy
 from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes
 from rose.scheduler.core.messages import Detached, Offered, PublishTable, RevokeAsked
@@ -22,7 +22,7 @@ class CountingPolicy(SpotPolicy):
     def __init__(self) -> None:
         self.asked = 0
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> LeaseDecision:
         self.asked += 1
         return super().decide(situation)
 
