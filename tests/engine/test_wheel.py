@@ -52,10 +52,12 @@ def run(wheel: Path, code: str) -> subprocess.CompletedProcess[str]:
     folder = wheel.parent / "unpacked"
     if not folder.exists():
         zipfile.ZipFile(wheel).extractall(folder)
-    own = (
-        f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
-        f"sys.path[:] = [each for each in sys.path if each != {str(ROOT)!r}]"
+    own = "\n".join(
+        (
+            "import sys",
+            f"sys.path[:] = [{str(folder)!r}, *(p for p in sys.path if p != {str(ROOT)!r})]",
+            "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]",
+        )
     )
     command = [sys.executable, "-P", "-c", f"{own}\n{code}"]
     return subprocess.run(command, cwd=wheel.parent, capture_output=True, text=True)
