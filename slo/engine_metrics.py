@@ -4,7 +4,7 @@ This is the fallback for hosts without the plugin. Two histograms cannot say whi
 targets, and their buckets miss usual targets; where the host plugin runs, its per-request records
 are used instead. Fetching the text is the caller's.
 
-`EngineNames` lists each quantity's names, newest first. vLLM: `vllm/v1/metrics/loggers.py`. Until
+`ENGINES` lists each quantity's names, newest first. vLLM: `vllm/v1/metrics/loggers.py`. Until
 0.10 its `time_per_output_token_seconds` held the gaps between tokens, not each request's mean; 0.11
 renamed it to `inter_token_latency_seconds`, and the per-request mean came as
 `request_time_per_output_token_seconds`. SGLang: `sglang/srt/observability/metrics_collector.py`,
@@ -22,64 +22,37 @@ from typing import Final
 from slo.errors import ScrapeError
 from slo.histogram import Histogram
 
-
-@dataclass(frozen=True, slots=True)
-class EngineNames:
-    """Names under which one engine's versions export each quantity."""
-
-    engine: str
-    ttft: tuple[str, ...]
-    tpot: tuple[str, ...]
-    itl: tuple[str, ...]
-    e2e: tuple[str, ...]
-    running: tuple[str, ...]
-    waiting: tuple[str, ...]
-    kv_usage: tuple[str, ...]
-
-    def of(self, quantity: str) -> tuple[str, ...]:
-        """Names of `quantity`, newest first."""
-        names: tuple[str, ...] = getattr(self, quantity)
-        return names
-
-
 HISTOGRAMS: Final = ("ttft", "tpot", "itl", "e2e")
-GAUGES: Final = ("running", "waiting", "kv_usage")
 STARTED: Final = "process_start_time_seconds"
 
-ENGINES: Final = (
-    EngineNames(
-        engine="vllm",
-        ttft=("vllm:time_to_first_token_seconds",),
-        tpot=("vllm:request_time_per_output_token_seconds",),
-        itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-        e2e=("vllm:e2e_request_latency_seconds",),
-        running=("vllm:num_requests_running",),
-        waiting=("vllm:num_requests_waiting",),
-        kv_usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    ),
-    EngineNames(
-        engine="sglang",
-        ttft=("sglang:time_to_first_token_seconds",),
-        tpot=("sglang:request_time_per_output_token_seconds",),
-        itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
-        e2e=("sglang:e2e_request_latency_seconds",),
-        running=("sglang:num_running_reqs",),
-        waiting=("sglang:num_queue_reqs",),
-        kv_usage=("sglang:token_usage",),
-    ),
-)
+ENGINES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "vllm": {
+        "ttft": ("vllm:time_to_first_token_seconds",),
+        "tpot": ("vllm:request_time_per_output_token_seconds",),
+        "itl": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        "e2e": ("vllm:e2e_request_latency_seconds",),
+        "running": ("vllm:num_requests_running",),
+        "waiting": ("vllm:num_requests_waiting",),
+        "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    },
+    "sglang": {
+        "ttft": ("sglang:time_to_first_token_seconds",),
+        "tpot": ("sglang:request_time_per_output_token_seconds",),
+        "itl": ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+        "e2e": ("sglang:e2e_request_latency_seconds",),
+        "running": ("sglang:num_running_reqs",),
+        "waiting": ("sglang:num_queue_reqs",),
+        "kv_usage": ("sglang:token_usage",),
+    },
+}
+"""Names of each quantity in each engine's versions, newest first."""
 
-
-def _quantities() -> dict[str, tuple[str, str]]:
-    return {
-        name: (names.engine, quantity)
-        for names in ENGINES
-        for quantity in (*HISTOGRAMS, *GAUGES)
-        for name in names.of(quantity)
-    }
-
-
-QUANTITIES: Final[Mapping[str, tuple[str, str]]] = _quantities()
+QUANTITIES: Final[Mapping[str, tuple[str, str]]] = {
+    name: (engine, quantity)
+    for engine, quantities in ENGINES.items()
+    for quantity, names in quantities.items()
+    for name in names
+}
 """Engine and quantity of every known name."""
 
 
@@ -250,14 +223,14 @@ def parse_scrape(text: str, model: str | None = None) -> Scrape:
             f"metrics of {both}; give the /metrics of one vLLM, or of one SGLang started with "
             "--enable-metrics"
         )
-    (engine,) = (names for names in ENGINES if names.engine in engines)
+    (engine,) = engines
     names = {
-        quantity: next((name for name in engine.of(quantity) if name in found), None)
-        for quantity in (*HISTOGRAMS, *GAUGES)
+        quantity: next((name for name in known if name in found), None)
+        for quantity, known in ENGINES[engine].items()
     }
     held = {quantity: found[name] for quantity, name in names.items() if name is not None}
     return Scrape(
-        engine.engine,
+        engine,
         ttft=_histogram("ttft", held),
         tpot=_histogram("tpot", held),
         itl=_histogram("itl", held),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scrape_cases import gauge, histogram, old_vllm, page, sglang, vllm
 
 from slo import Histogram, ScrapeError, parse_scrape
-from slo.engine_metrics import ENGINES, GAUGES, HISTOGRAMS
+from slo.engine_metrics import ENGINES
 
 
 def test_todays_vllm_is_read() -> None:
@@ -55,7 +55,7 @@ def test_the_installed_vllm_exports_the_newest_names() -> None:
     assert spec.origin is not None
     source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text(encoding="utf-8")
     exported = set(re.findall(r'name="(vllm:\w+)"', source))
-    newest = {ENGINES[0].of(quantity)[0] for quantity in (*HISTOGRAMS, *GAUGES)}
+    newest = {names[0] for names in ENGINES["vllm"].values()}
     assert newest <= exported
 
 
