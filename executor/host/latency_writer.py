@@ -19,14 +19,12 @@ class LatencyWriter:
     Each API process of a host has one, and with it a lane of its own.
     """
 
-    def __init__(self, log: logging.Logger, check: Callable[[], None] = lambda: None) -> None:
-        """check: raises ExecutorError if the engine's latencies cannot be read."""
+    def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._lane: LatencyLane | None = None
         try:
             settings = EngineSettings.from_environ(os.environ)
             if settings.role == HOST:
-                check()
                 page = ControlPage.ensure(settings.page_path, settings.page_group)
                 self._lane = page.take_lane()
         except ExecutorError as error:
