@@ -334,3 +334,11 @@ def test_a_page_that_was_deleted_and_made_anew_is_another_page(page: ControlPage
     with ControlPage.ensure(page.path) as fresh:
         page.host.write(HostState(step_seq=5))
         assert fresh.host.read() is None
+
+
+def test_a_page_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ControlPage.create(tmp_path / "page").close()
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(PageError, match=f"belongs to uid {own}"):
+        ControlPage.open(tmp_path / "page")

@@ -16,7 +16,9 @@ from executor import (
     GuardConfig,
     GuestState,
     HostState,
+    explained,
 )
+from executor.control_page.seqlock_records import REASON_BYTES
 from executor.grant_controller import Observation, Write
 from executor.kv.lending import LEAST_CAP
 from tests.seated_host import believed
@@ -58,3 +60,20 @@ def test_a_node_that_hears_no_scheduler_freezes_its_guest_and_takes_its_memory_b
 def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|give"):
         GuardConfig(**({"token_budget": 1, "max_sequences": 1} | bad))  # type: ignore[arg-type] # wrong on purpose
+
+
+@pytest.mark.parametrize("reason", FreezeReason)
+def test_every_reason_fits_the_page_and_has_a_sentence(reason: FreezeReason) -> None:
+    assert len(reason.encode()) <= REASON_BYTES
+    assert Grant.unpack(Grant(reason=reason).pack()).reason == reason
+    assert GuestState.unpack(GuestState(gate_reason=reason).pack()).gate_reason == reason
+    assert reason.sentence
+    assert "\n" not in reason.sentence
+
+
+def test_a_word_is_explained_and_one_of_another_build_stands_alone() -> None:
+    assert explained("host_dead") == "host_dead (the host's process is gone)"
+    assert explained("no_slack") == (
+        "no_slack (the host has a deadline that the next step could make it miss)"
+    )
+    assert explained("moon_phase") == "moon_phase"

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from executor.errors import ExecutorError
-from executor.vllm.compat import TESTED, capped, check_version, ended_requests, waiting_requests
+from executor.vllm.compat import (
+    TESTED,
+    capped,
+    check_version,
+    client_request_id,
+    ended_requests,
+    waiting_requests,
+)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.25.1", "0.33.0", "0.32.0rc1", "1.0"])
@@ -58,3 +65,21 @@ def test_nobody_who_waits_or_was_ended_is_overlooked() -> None:
     assert waiting_requests(older) == waiting_requests(newer) == ["b", "a"]
     request = SimpleNamespace(client_index=3, request_id="r")
     assert ended_requests([request]) == ended_requests([("r", 3)]) == [(3, "r")]
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "client_id"),
+    [
+        ("cmpl-load-17-0", "load-17"),
+        ("cmpl-load-17-0-1a2b3c4d", "load-17"),
+        ("cmpl-load-17-0-12345678", "load-17"),
+        ("cmpl-load-12345678-0", "load-12345678"),
+        ("cmpl-a-0-0", "a-0"),
+        ("cmpl-a-2", "a-2"),
+        ("chatcmpl-5d0f1c9e-0a52-4f6e-9d6a-0123456789ab", "5d0f1c9e-0a52-4f6e-9d6a-0123456789ab"),
+        ("something-else", "something-else"),
+        ("", ""),
+    ],
+)
+def test_the_engines_wrapping_is_taken_off(engine_id: str, client_id: str) -> None:
+    assert client_request_id(engine_id) == client_id
