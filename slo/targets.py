@@ -60,11 +60,6 @@ class SloSpec:
         """TPOT target in nanoseconds."""
         return round(self.tpot_s * 1e9)
 
-    @property
-    def error_budget(self) -> float:
-        """Share of the requests that may miss: 1 − percentile."""
-        return 1.0 - self.percentile
-
 
 # MLPerf Inference (server, interactive), all at p99, and the two models of the ROSE paper.
 PRESETS: dict[str, SloSpec] = {

@@ -68,7 +68,3 @@ def test_targets_that_contradict_each_other_are_refused(
     with pytest.raises(TargetError, match=message) as caught:
         SloSpec("m", 2.0, 0.1, **targets)
     assert "\n" not in str(caught.value)
-
-
-def test_the_error_budget_is_what_the_percentile_leaves() -> None:
-    assert SloSpec("m", 1.0, 0.1, percentile=0.9).error_budget == pytest.approx(0.1)
