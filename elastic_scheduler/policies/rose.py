@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from elastic_scheduler.leases.cost_model import (
+from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
+from elastic_scheduler.policies.cost_model import (
     FIRST_SWITCHES_S,
     AimdLimit,
     Supply,
     SwitchCosts,
     saved_s,
 )
-from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
 from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
 

@@ -101,7 +101,7 @@ CONSTANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "long_on_guest": ("elastic_scheduler.routing.cost", "LONG_ON_GUEST"),
         "long_quantile": ("elastic_scheduler.routing.predictors", "LONG_QUANTILE"),
         "prior_revoke_s": ("elastic_scheduler.routing.cost", "PRIOR_REVOKE_S"),
-        "saturation": ("elastic_scheduler.leases.cost_model", "SATURATION"),
+        "saturation": ("elastic_scheduler.policies.cost_model", "SATURATION"),
         "take_above": ("elastic_scheduler.policies.rose", "TAKE_ABOVE"),
         "keep_above": ("elastic_scheduler.policies.rose", "KEEP_ABOVE"),
         "linger_s": ("elastic_scheduler.policies.rose", "LINGER_S"),

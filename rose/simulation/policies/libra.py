@@ -24,8 +24,8 @@ from elastic_scheduler import (
     Situation,
     SwitchKind,
 )
-from elastic_scheduler.leases.cost_model import Supply, supply_of
 from elastic_scheduler.policies.baselines import spread
+from elastic_scheduler.policies.cost_model import Supply, supply_of
 
 HYBRID = "hybrid"
 # To load the rollout engine's weights from the trainer's own cards, and its graphs.

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_scheduler import Offer, ReplicaKind
-from elastic_scheduler.leases.cost_model import supply_of
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_TOK_S
+from elastic_scheduler.policies.cost_model import supply_of
 
 FIELDS: dict[str, object] = {
     "replica": "g0",
