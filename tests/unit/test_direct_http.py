@@ -23,6 +23,6 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_else_calls_urlopen() -> None:
-    """It would ask a proxy."""
+    """Another call of it would ask a proxy."""
     callers = [path for path in ROSE.rglob("*.py") if "urlopen(" in path.read_text()]
     assert callers == []

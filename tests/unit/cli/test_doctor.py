@@ -35,7 +35,7 @@ from tests.unit.node.node_bench import Bench
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr("rose.cli.machine.doctor.SCHEDULER_TIMEOUT_S", 0.3)
     monkeypatch.setattr("rose.cli.machine.doctor.check_memory", lambda *_: None)
-    # To import the real ones takes seconds each time.
+    # The real ones take seconds to import each time.
     monkeypatch.setattr("rose.cli.machine.doctor.broken_plugins", lambda *_: [])
     bench = Bench(tmp_path, "guest")
     for name in ("run", "logs"):

@@ -117,7 +117,7 @@ def test_another_process_on_the_card_is_named_and_the_host_is_none(tmp_path: Pat
 
 
 def test_a_driver_that_hides_processes_says_what_that_costs(tmp_path: Path) -> None:
-    """As in a container."""
+    """A container hides them."""
     finding = found(node(tmp_path), lambda: reader(used_bytes=60 * GIB))["gpu 0 load"]
     assert "none of its processes is seen from here" in finding.what
     assert "process namespace" in finding.do

@@ -1,4 +1,4 @@
-"""What tests without an event loop of their own share."""
+"""Fixtures of tests without an event loop of their own."""
 
 import asyncio
 import threading

@@ -40,8 +40,11 @@ PLANS = st.builds(
 
 @dataclass(frozen=True)
 class World:
-    """How a run goes. `skips`: versions that come out beyond the one of each step; `hasty`: how
-    often one comes out while the trainer waits for a step."""
+    """Course of a run.
+
+    skips: versions published beyond the one of each step. hasty: how often one is published while
+    the trainer waits for a step.
+    """
 
     seed: int
     prompts: int
@@ -74,7 +77,7 @@ WORLDS = st.builds(
 
 @dataclass(frozen=True)
 class Played:
-    """What an episode made: the stamps that the episode itself saw."""
+    """Result of an episode: the stamps that the episode itself saw."""
 
     prompt: int
     sample: int

@@ -1,4 +1,4 @@
-"""What a pipeline's turns ask for, and which answers it does not believe."""
+"""Requests of a pipeline's turns, and the answers that it refuses."""
 
 import asyncio
 from typing import Any
@@ -108,7 +108,7 @@ async def test_a_version_that_is_too_old_to_train_on_is_not_even_asked_for() -> 
 
 
 async def test_an_episode_that_will_not_end_can_start_no_turn_and_delivers_nothing() -> None:
-    """It swallows its cancellation and the errors, and returns something in the end."""
+    """The episode swallows its cancellation and the errors, and returns a result in the end."""
     stubborn: list[BaseException] = []
 
     async def episode(session: Session, prompt: int, sample: int) -> str:

@@ -1,4 +1,4 @@
-"""What an object says of itself: conditions, limits, figures, and the events of their changes."""
+"""Status of an object: conditions, limits, figures, and the events of their changes."""
 
 from collections import Counter
 from typing import Any

@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Configuration:
-    """As the client's, of a token."""
+    """The client's configuration, with a token."""
 
     def __init__(self, host: str) -> None:
         self.host = host

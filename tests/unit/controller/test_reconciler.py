@@ -1,4 +1,4 @@
-"""What objects say against what is in force."""
+"""Objects compared with the policies in force."""
 
 from typing import Any
 

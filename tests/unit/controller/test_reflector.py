@@ -293,7 +293,7 @@ def test_a_probe_that_only_overtook_the_event_is_forgotten() -> None:
 
 
 class Server:
-    """What an API server has, and what its watch would say."""
+    """Objects of an API server, and the lines of its watch."""
 
     def __init__(self) -> None:
         self.version, self.oldest = 1, 1

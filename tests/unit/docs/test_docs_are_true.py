@@ -20,7 +20,7 @@ LONGEST_LINE = 140
 OTHERS_FLAGS = {
     "--hf-checkpoint",
     "--update-weight-transfer-mode",
-    # Of helm, kubectl and systemd-tmpfiles.
+    # Options of helm, kubectl and systemd-tmpfiles.
     "--api-versions",
     "--create",
     "--create-namespace",
@@ -31,7 +31,7 @@ OTHERS_FLAGS = {
     "--set",
     "--timeout",
     "--values",
-    # Of engines and pip.
+    # Options of engines and pip.
     "--dtype",
     "--enforce-eager",
     "--gpu-memory-utilization",
@@ -47,7 +47,7 @@ OTHERS_FLAGS = {
     "--weight-transfer-config",
 }
 
-# Of vLLM, slime and AReaL, which these pages cite.
+# Files of vLLM, slime and AReaL, which these pages cite.
 OTHERS_FILES = {
     "disk_delta.py",
     "update_weight_from_disk_delta.py",
@@ -88,7 +88,7 @@ OTHERS_NAMES = {
 
 
 class Code(NamedTuple):
-    """What stands between backticks, or in a block, of a page."""
+    """Code of a page: between backticks, or in a block."""
 
     page: Path
     text: str

@@ -226,7 +226,7 @@ async def test_an_environment_of_verifiers_answers_guesses_until_the_game_is_ove
 
 
 class StandInTasks:
-    """As many sums as are asked for."""
+    """Yields the requested number of sums."""
 
     def __getitem__(self, number: int) -> dict[str, str]:
         return {"question": f"{number} + 1 = ?"}

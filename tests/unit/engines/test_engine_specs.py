@@ -1,4 +1,4 @@
-"""What an engine is told: another interpreter, a GPU, a model without weights."""
+"""Command lines of engines: another interpreter, a GPU, a model without weights."""
 
 import importlib.metadata
 import sys

@@ -70,7 +70,7 @@ class StandInPublisher:
 
 
 class Gateway(Protocol):
-    """What is behind a front."""
+    """Gateway behind a front."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse: ...
 

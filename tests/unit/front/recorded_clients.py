@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(slots=True)
 class Names:
-    """What differs from run to run, and what it is called in a record."""
+    """Values that differ from run to run, and their names in a record."""
 
     places: dict[str, str] = field(default_factory=dict)
 

@@ -160,7 +160,7 @@ async def test_a_failed_update_leaves_the_version_before_and_says_why_in_one_lin
         missing = await call(url, *ask, {"model_path": str(tmp_path / "saved/none")})
         version = await call(url, "GET", "/get_weight_version")
         again = await call(url, *ask, two)
-    # What a client may ask again is 5xx; what asking again does not mend is 4xx.
+    # A client may repeat a 5xx; repeating does not mend a 4xx.
     assert (unfit[0], away[0], missing[0], again[0]) == (400, 503, 400, 200)
     assert unfit[1]["message"] == unfit[1]["error"]["message"]
     assert "\n" not in unfit[1]["message"]

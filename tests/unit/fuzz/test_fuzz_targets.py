@@ -1,4 +1,4 @@
-"""What the fuzzer drives stays alive: every target takes its seeds, and a little noise."""
+"""The fuzzed functions stay alive: every target takes its seeds, and a little noise."""
 
 import random
 import sys

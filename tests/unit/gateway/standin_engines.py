@@ -11,7 +11,7 @@ from aiohttp import web
 
 
 class StandInEngine:
-    """What both have in common; `path` and `_event` are each one's own."""
+    """Parts that both have in common; `path` and `_event` are each one's own."""
 
     path = ""
 

@@ -109,7 +109,7 @@ async def test_a_batch_waits_for_its_places_as_long_as_tokens_come() -> None:
     queue = Queue()
     await queue.begin()
     await queue.pass_by(62, tokens=True)
-    # Of its own a turn waits no longer than ever.
+    # A turn of its own waits no longer than ever.
     assert isinstance(queue.alone.exception(), NoReplica)
     await queue.pass_by(600, tokens=True)
     assert not queue.batch.done()

@@ -1,4 +1,4 @@
-"""What one caller asked for is its own: another caller's words do not reach it.
+"""Turns of one caller are out of another caller's reach.
 
 The owner and the stranger bear tokens of the gateway's operator, for jobs of their own, or for one
 job under two names.

@@ -17,7 +17,7 @@ FOR_S = 1.2
 
 
 async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> None:
-    """It looks idle, fast and healthy until the scheduler notices."""
+    """A dead engine looks idle, fast and healthy until the scheduler notices."""
     async with StandInReplica() as dead, StandInReplica(delay_s=0.001) as living:
         rows = entry(dead, "own-dead", decode_tok_s=9e5), entry(living, "own-live")
         async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as http:

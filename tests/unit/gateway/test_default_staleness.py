@@ -56,7 +56,7 @@ async def test_a_turn_that_says_nothing_waits_for_a_replica_within_the_bound() -
             gw.set_table(rows)
             waiting = asyncio.create_task(ask(session, VLLM, vllm_body(2, request_id="turn")))
             await until(lambda: gw.status().waiting == 1)
-            # What a caller says counts, be it older.
+            # The caller's own version counts, even an older one.
             explicit, answer, _ = await ask(session, VLLM, vllm_body(2, min_version=3))
             gw.set_table((entry(old, "own-0"), entry(new, "own-1")))
             status, later, _ = await waiting

@@ -133,7 +133,7 @@ async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
             _, whole = await _connect(gw)
             whole.write(head.encode() + body)
             await until(lambda: replica.live == 1)
-            # As vLLM's server does, a client that has closed its side is taken for gone.
+            # A client that has closed its side counts as gone, as for vLLM's server.
             whole.write_eof()
             await until(lambda: replica.cancelled == 1)
             _, half = await _connect(gw)

@@ -85,7 +85,7 @@ async def test_a_new_gateway_reports_under_a_name_of_its_own(
                 aiohttp.ClientSession(base_url(gateway)) as session,
             ):
                 turn = asyncio.create_task(ask(session, VLLM, vllm_body(60)))
-                # What the first one said last lives on for a few seconds beside the second.
+                # The first one's last report lives on for a few seconds beside the second.
                 await scheduler.until_job(turns=1)
                 assert (await turn)[0] == 200
                 await scheduler.until_job(turns=0)

@@ -1,4 +1,4 @@
-"""How long a turn stands still: deaths of replicas and revoked leases, measured at its reader."""
+"""Pauses of a turn at its reader: deaths of replicas and revoked leases."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rose.rpc.leader_channel import LeaderChannel
 from tests.fakes.replica import StandInReplica
 
 TURNS, TOKENS = 30, 20
-# Of 1 ms each.
+# Ticks of 1 ms.
 FAILOVER_P99_TICKS = 250
 ADMISSION_STOP_TICKS = 50
 
@@ -61,7 +61,7 @@ async def test_a_death_costs_one_attempt_and_a_quarter_of_a_second_at_most() -> 
         answers = await asyncio.gather(*turns)
         stats = gw.stats
         assert victims > 10
-        # Those that were there move once; nobody else does, and nobody twice.
+        # The victims' turns move once; no other turn moves, and none twice.
         assert stats.continuations == stats.attempts - TURNS <= victims
     pauses = []
     for turn, (tokens, times, attempts) in enumerate(answers):

@@ -1,4 +1,4 @@
-"""What counts as the time that a leased replica takes to its first token, and what does not."""
+"""The counted time from a lease to a replica's first token, and the time that does not count."""
 
 import json
 from dataclasses import replace

@@ -130,7 +130,7 @@ async def test_when_both_fail_for_good_the_turn_fails_once() -> None:
         case.table()
         case.table(slow=None)
         status, answer, _ = await first
-        # What was the member's place is free: it may be asked for again, without another copy.
+        # The member's place is free: it may be requested again, without another copy.
         case.slow.draining, case.fast.break_after = False, None
         case.slow.delay_s = 0.001
         case.table(slow=None)

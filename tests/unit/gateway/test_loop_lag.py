@@ -1,4 +1,4 @@
-"""What holds the gateway's event loop up is seen: how long, and whether it was the loop itself."""
+"""Lag of the gateway's event loop: how long, and whether the loop itself caused it."""
 
 import asyncio
 import io
@@ -79,7 +79,7 @@ async def watched(hold_up: float) -> LoopLag:
 
 def test_a_step_that_holds_the_loop_up_is_measured() -> None:
     lag = asyncio.run(watched(HELD_S))
-    # It slept: whatever else there was, for most of that time it had no processor.
+    # The loop slept: for most of that time it had no processor.
     assert lag.max_s >= HELD_S - 0.011
     assert lag.busy_max_s <= lag.max_s
 

@@ -117,7 +117,7 @@ async def test_a_stop_string_ends_the_turn_upstream_too(texty: Any) -> None:
         _, included, _ = await ask(session, COMPLETIONS, body)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("BC", "stop", "DE")
-    # As in vLLM: the ids keep what the text leaves out.
+    # The ids keep what the text leaves out, as in vLLM.
     assert choice["token_ids"] == letters("BCDE")
     assert "".join(c["choices"][0]["text"] for c in payloads(events)) == "BC"
     assert included["choices"][0]["text"] == "BCDE"

@@ -72,7 +72,7 @@ async def test_every_token_is_in_time_while_versions_move_in_mid_turn() -> None:
     ):
         trained: list[int] = []
         version = spanning = 0
-        # Whether a version comes in the middle of a turn is a matter of luck: some step has one.
+        # A version comes in the middle of a turn in some step, by chance.
         while version < STEPS or (not spanning and version < MOST_STEPS):
             version += 1
             step = await pipeline.take()

@@ -66,7 +66,7 @@ async def test_turns_of_a_revoked_replica_do_not_pass_one_of_higher_priority() -
             answers = await asyncio.gather(*turns)
     assert [status for status, _, _ in answers] == [200] * 5
     order = order_of(kept)
-    # Of equal priority those that had begun before go first, as ever.
+    # Among turns of equal priority those that had begun before go first.
     assert (order[0], order[-1]) == ("high", "new")
     assert sorted(order[1:4]) == ["low-0", "low-1", "low-2"]
 

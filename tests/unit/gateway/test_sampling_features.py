@@ -41,7 +41,7 @@ def body_of(path: str, **sampling: Any) -> dict[str, Any]:
 
 
 async def asked_of_a_replica(path: str, body: Any) -> tuple[dict[str, Any], str]:
-    """What a replica is asked for and where, of a request that is answered."""
+    """Send a request that is answered; return the replica's request and its path."""
     async with (
         StandInReplica() as replica,
         gateway_with(entry(replica, "own-0")) as gw,
@@ -200,7 +200,7 @@ async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> N
     assert answer["prompt_logprobs"] == expected
     assert openai["choices"][0]["prompt_logprobs"] == expected
     assert answer["choices"][0]["token_ids"] == [101, 102, 103, 104]
-    # What came before the first token is not computed again behind it.
+    # Logprobs that came before the first token are not computed again behind it.
     assert own.requests[0]["sampling"]["prompt_logprobs"] == (None if breaks else 0)
 
 

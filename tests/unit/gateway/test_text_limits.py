@@ -29,7 +29,7 @@ GREEDY = (
 )
 
 
-# What takes time is given little of it; all else has plenty, whatever else the machine does.
+# Slow work has little time; everything else has plenty, on a busy machine too.
 HURRIED_S, PATIENT_S = 0.3, 30.0
 
 
@@ -109,7 +109,7 @@ async def test_a_conversation_that_costs_too_much_is_refused_alone(
                 await asyncio.sleep(0.02)
         status, answer, _ = await costly
         assert (status, says in answer["error"]["message"]) == (400, True), answer
-        # What rendered it is there again, or its neighbour is.
+        # Its worker is there again, or the neighbour is.
         assert (await ask(session, CHAT, chat()))[0] == 200
     assert pause[0] < 1.0
 

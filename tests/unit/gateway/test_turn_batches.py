@@ -34,7 +34,7 @@ def body(prompts: int, samples: int = 1, tokens: int = 3, **fields: Any) -> dict
 
 
 def right(prompts: int, samples: int = 1, tokens: int = 3) -> list[list[int]]:
-    """What the stand-in counts, each turn unbroken."""
+    """Return the stand-in's count, each turn unbroken."""
     counted = [[101 + 50 * k + i for i in range(tokens)] for k in range(prompts)]
     return [each for each in counted for _ in range(samples)]
 
@@ -133,7 +133,7 @@ async def test_each_turn_of_a_batch_that_breaks_off_goes_on_elsewhere_without_lo
         gw.set_table((entry(broken, "own-0"), entry(whole, "own-1")))
         status, answer, _ = await going
     assert (status, outputs(answer)) == (200, right(4, 2, tokens=6))
-    # What was journaled is part of the prompt there: nothing is sampled twice.
+    # Journaled tokens are part of the prompt there: nothing is sampled twice.
     rests = [each["sampling"]["max_tokens"] for each in whole.requests]
     assert len(rests) == 8
     assert set(rests) <= left

@@ -20,7 +20,7 @@ HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Rose-Job": "j"}
 
 
 def needs(gateway: Any) -> list[Any]:
-    """What the router was told of each turn that begins from now on."""
+    """Record the router's need of each turn that begins from now on."""
     seen: list[Any] = []
     router = gateway.dispatcher._routers.of("")
     begin = router.begin

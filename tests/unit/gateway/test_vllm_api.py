@@ -22,7 +22,7 @@ WHOLE_KEYS = """
 
 
 def logprobs(*tokens: int) -> dict[str, Any]:
-    """Of a whole answer: with the name that tokens had before vLLM 0.32 too."""
+    """Return a whole answer's logprobs, with the name that tokens had before vLLM 0.32 too."""
 
     def one(token: int) -> dict[str, Any]:
         return {"token_id": token, "logprob": -token / 1000, "rank": None}

@@ -82,7 +82,7 @@ def _rendered(values: str) -> dict[str, str]:
 
 
 def texts(*values: Object) -> dict[str, str]:
-    """What each template says, of the least values and these over them."""
+    """Return each template's text, for the least values and these over them."""
     found = _rendered(json.dumps(joined(LEAST, *values), sort_keys=True))
     return {name.removeprefix("rose/templates/"): text for name, text in found.items()}
 

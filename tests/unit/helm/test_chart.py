@@ -295,7 +295,7 @@ def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Ob
         assert context.get("runAsUser", pod["securityContext"]["runAsUser"]) > 10_000
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    # What asks the API server has a token; test_chart_controller.py has which that is.
+    # A pod that asks the API server has a token; test_chart_controller.py has which that is.
     asks = pod["serviceAccountName"] == "r-scheduler"
     assert pod["automountServiceAccountToken"] is asks
     assert "@sha256:" in container["image"]
@@ -512,7 +512,7 @@ def test_monitoring_has_a_switch_each(switch: str) -> None:
 
 
 def test_rules_and_dashboards_are_what_lies_in_their_folders(tmp_path: Path) -> None:
-    """As they are: what looks like a template in them is Prometheus' and Grafana's."""
+    """Text in them that looks like a template is Prometheus' and Grafana's."""
     copy = tmp_path / "rose"
     shutil.copytree(CHART, copy)
     for folder in ("rules", "dashboards"):

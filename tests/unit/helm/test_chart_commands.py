@@ -73,7 +73,7 @@ def test_the_schedulers_command_is_one(certificates: dict[Role, Path]) -> None:
     assert settings.store.is_etcd
     assert settings.metrics_port == 9400
     assert not settings.insecure
-    # Where a port-forward reaches it, and the network does not.
+    # A port-forward reaches it, and the network does not.
     assert settings.dashboard is not None
     assert (settings.dashboard.host, settings.dashboard.port) == ("127.0.0.1", 7480)
 

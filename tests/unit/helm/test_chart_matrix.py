@@ -20,7 +20,7 @@ from tests.unit.helm.rendering import (
 )
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
-# Of other projects, whose schemas Kubernetes has not.
+# Resources of other projects, whose schemas Kubernetes does not have.
 OTHERS = ("cert-manager.io/", "monitoring.coreos.com/")
 DRA_SINCE = "1.34"
 

@@ -33,8 +33,7 @@ from tests.unit.helm.rendering import (
 
 pytestmark = MARKS
 RELEASE = "r"
-# How a server says that it does not know a field of a newer release, and the oldest that is
-# supported.
+# A server's words for a field of a newer release, and the oldest supported one.
 TOO_NEW = "field not declared in schema"
 OLDEST_MINOR = 30
 ADMIN_ACCESS = "resource.kubernetes.io/admin-access"
@@ -56,7 +55,7 @@ class StandIn:
 
     def _run(self) -> None:
         while not self._over.wait(POLL_S):
-            # What is deleted meanwhile needs nobody.
+            # An object that was deleted meanwhile needs no deletion.
             with contextlib.suppress(urllib.error.HTTPError):
                 self._end("/apis/batch/v1", "jobs", self._job)
                 self._end("/api/v1", "pods", self._pod)
@@ -92,7 +91,7 @@ def server() -> ApiServer:
     if not found.has(f"/api/v1/namespaces/{NAMESPACE}"):
         namespace: Object = {"metadata": {"name": NAMESPACE}}
         found.call("/api/v1/namespaces", "POST", namespace)
-    # What NOTES.txt tells an operator to do before a node may look at all GPUs.
+    # NOTES.txt tells an operator to do this before a node may look at all GPUs.
     label: Object = {"metadata": {"labels": {ADMIN_ACCESS: "true"}}}
     found.call(f"/api/v1/namespaces/{NAMESPACE}", "PATCH", label, kind=MERGE)
     return found
@@ -185,7 +184,7 @@ def test_what_is_rendered_is_applied_by_the_server(server: ApiServer, values: Ob
         path = f"{group}{each['apiVersion']}/{where}{known['name']}/{each['metadata']['name']}"
         query = "?fieldManager=rose&force=true"
         if each["kind"] == "Pod":
-            # What `helm test` left of another release: a pod is not changed.
+            # A pod of another release's `helm test` may be left: a pod is not changed.
             with contextlib.suppress(urllib.error.HTTPError):
                 server.call(f"{path}?gracePeriodSeconds=0", "DELETE")
         if each["kind"] == "ServiceAccount":

@@ -51,7 +51,7 @@ exec setpriv $user --no-new-privs --bounding-set -all -- "$@"
 
 @dataclass(frozen=True)
 class Image:
-    """What pods are started from: the words of `rose`, and the variables of its image."""
+    """Start of pods: the words of `rose`, and the variables of its image."""
 
     rose: tuple[str, ...]
     env: Mapping[str, str]
@@ -63,7 +63,7 @@ def of_sources() -> Image:
 
 
 def of_containerfile(folder: Path) -> Image:
-    """What `make images` puts into the control plane's image, where no builder is."""
+    """Unpack the files that `make images` puts into the control plane's image."""
     said = (ROOT / "helm" / "images" / "rose.Containerfile").read_text()
     (extras,) = re.findall(r"\$\{wheel\}\[([\w,]+)\]", said)
     # The line of the last stage.
@@ -123,7 +123,7 @@ class Machine:
         return ended.returncode
 
     def answers(self, key: str, probe: str = "readinessProbe") -> bool:
-        """Whether a pod's probe succeeds now."""
+        """Return True if a pod's probe succeeds now."""
         assert self._running[key].poll() is None, self.said(key)
         container = containers(pods(self.values)[key])[-1]
         asked = container[probe]
@@ -144,7 +144,7 @@ class Machine:
         return True
 
     def said(self, key: str) -> str:
-        """What a pod's last container wrote."""
+        """Return the output of a pod's last container."""
         name = containers(pods(self.values)[key])[-1]["name"]
         return (self.folder / f"{name}.log").read_text()
 
@@ -191,7 +191,7 @@ class Machine:
             "$(POD_NAME)": "r-etcd-0",
             "$(POD_IP)": "127.0.0.1",
             "$(NODE_NAME)": "n0",
-            # Of a group that this machine has; the page is its owner's then.
+            # Use a group that this machine has; the page is its owner's then.
             '"page_group":"10777"': '"page_group":""',
             **{f":{said}": f":{meant}" for said, meant in self._ports.items()},
         }.items():

@@ -197,7 +197,7 @@ def test_a_trial_may_take_a_tag_that_it_names() -> None:
 
 
 def test_null_takes_a_default_away() -> None:
-    """As Helm has it: a node that looks for no hosts."""
+    """By Helm's rule a null removes a default: a node that looks for no hosts."""
     values = joined(LEAST, {"node": {"config": {"discover": None, "verify_key": KEY}}})
     text = chart().render(values=values)["rose/templates/node.yaml"]
     assert '\\"discover\\"' not in text

@@ -155,7 +155,7 @@ def test_an_upgrade_of_the_definition_keeps_its_objects_and_serves_what_is_new(
         until(lambda: not _knows(server, slackShare=0.5), 30, "the older one is served")
         made = server.call(PATH, "POST", policy(mode="Off", cooldown="1m"))
     finally:
-        # As Helm and `kubectl apply --server-side` write it.
+        # Helm and `kubectl apply --server-side` write it in this way.
         holder.call(f"{path}?fieldManager=helm&force=true", "PATCH", now, kind=APPLY)
     until(lambda: _knows(server, slackShare=0.5), 30, "the newer one is served")
     kept = server.call(f"{PATH}/{NAME}")
@@ -166,7 +166,7 @@ def test_an_upgrade_of_the_definition_keeps_its_objects_and_serves_what_is_new(
 
 
 def _knows(server: ApiServer, **spec: Any) -> bool:
-    """Whether a policy with these fields is taken."""
+    """Return True if a policy with these fields is accepted."""
     try:
         server.call(TRIED, "POST", policy("rose-test-known", **spec))
     except urllib.error.HTTPError as error:

@@ -26,7 +26,7 @@ class Begun:
 
 @dataclass
 class StandInPublisher:
-    """What `WeightPublisher` is asked for; answers are those of the class."""
+    """Stand-in for `WeightPublisher`; answers are those of the class."""
 
     begun: ClassVar[Begun] = Begun()
     held: ClassVar[Mapping[str, TensorBits]] = {}
@@ -214,7 +214,7 @@ def test_a_version_that_nobody_serves_is_waited_for_so_long_and_said(
         with pytest.raises(UnavailableError, match=r"0 of 1 do \(1 replicas known\)") as told:
             policy.publish(weights().items())
         assert "\n" not in str(told.value)
-        # It is published: the next one follows it.
+        # The version is published: the next one follows it.
         monkeypatch.setattr(StandInClient, "rows", [[Row(9)]])
         assert policy.publish(weights(seed=1).items()) == 2
 

@@ -1,4 +1,4 @@
-"""What a node of a pool on Ray is told: its own names, folders, certificates and proxy."""
+"""Files of the nodes of a pool on Ray: their names, folders, certificates and proxy."""
 
 from pathlib import Path
 from typing import Any

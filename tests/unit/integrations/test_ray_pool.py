@@ -19,7 +19,7 @@ POOL = "rose.integrations.ray"
 
 
 class ActorDiedError(Exception):
-    """As Ray's, of an actor that is restarted no more."""
+    """Error of Ray's, for an actor that is restarted no more."""
 
 
 class StandInActor:
@@ -107,7 +107,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
     standin = StandInRay(room=4)
     for module in standin.modules():
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # What was imported with the stand-in must not outlive it.
+    # Modules imported with the stand-in must not outlive it.
     monkeypatch.delitem(sys.modules, POOL, raising=False)
     yield standin
     sys.modules.pop(POOL, None)

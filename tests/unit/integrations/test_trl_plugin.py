@@ -1,4 +1,4 @@
-"""What TRL asks of a vLLM server, asked of a gateway: bounded, named, by fresh policies.
+"""TRL's calls of a vLLM server, made to a gateway: bounded, named, by fresh policies.
 
 TRL itself is a stand-in here; `tests/trainers` has the real one.
 """

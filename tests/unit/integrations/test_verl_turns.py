@@ -7,7 +7,7 @@ from rose.errors import RefusedError
 from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, sampling_of
 
 LENGTHS = Lengths(prompt=100, response=32, model=None)
-# What verl's agent loop sends with every turn.
+# Parameters that verl's agent loop sends with every turn.
 USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 

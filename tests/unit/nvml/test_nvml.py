@@ -1,4 +1,4 @@
-"""What the driver's library says becomes a card, a look at it, and its clients."""
+"""Answers of the driver's library become a card, its usage, and its clients."""
 
 import re
 import sys

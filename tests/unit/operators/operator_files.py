@@ -1,4 +1,4 @@
-"""What operators are given: metrics reference, rules, dashboards and runbooks of this tree."""
+"""Operators' files of this tree: metrics reference, rules, dashboards and runbooks."""
 
 import importlib.util
 import sys

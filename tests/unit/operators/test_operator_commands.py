@@ -12,7 +12,7 @@ from operator_files import ROOT
 
 from rose.cli.main import main
 
-# What is generated is checked where it is made; runbooks' commands have a test of their own.
+# Generated pages are checked where they are made; runbooks' commands have a test of their own.
 PAGES = [p for p in sorted((ROOT / "docs" / "operators").glob("*.md")) if p.name != "cli.md"]
 # Words that stand for an operator's own.
 FIGURE = re.compile(r"\b(FIGURES|TODO|TBD|XXX)\b")
@@ -27,7 +27,7 @@ class Parsed(BaseException):
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Of blocks and of the text; what follows a pipe or a `#` is somebody else's."""
+    """Return commands of blocks and of the text; words after a pipe or a `#` are left out."""
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^ *```bash\n(.*?)```", text, re.S | re.M):
         for line in block.replace("\\\n", " ").splitlines():

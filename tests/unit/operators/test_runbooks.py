@@ -14,7 +14,7 @@ from rose.cli.main import main
 
 PAGES = sorted(RUNBOOKS.glob("*.md"))
 HEADINGS = ["Impact", "Diagnosis", "Steps"]
-# What a diagnosis may do: look.
+# Commands of a diagnosis: they only read.
 READS = {
     "status", "nodes", "replicas", "top", "explain", "audit", "doctor", "jobs", "policy", "certs",
 }  # fmt: skip
@@ -26,7 +26,7 @@ class Parsed(BaseException):
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Of blocks and of the text, without what is said of them."""
+    """Return commands of blocks and of the text, without the prose about them."""
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"```bash\n(.*?)```", text, re.S):
         yield from (line.partition("#")[0].strip() for line in block.splitlines())

@@ -1,4 +1,4 @@
-"""Whether other machines reach a port is read from the kernel's own tables."""
+"""Ports that other machines reach, by the kernel's own tables."""
 
 import socket
 from ipaddress import ip_address

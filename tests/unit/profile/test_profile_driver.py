@@ -1,4 +1,4 @@
-"""What the driver says when an engine fails under measurement."""
+"""Errors of the driver if an engine fails under measurement."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Which steps are run to profile a replica, and what their records say."""
+"""Steps of a profile run, and the reading of their records."""
 
 import pytest
 

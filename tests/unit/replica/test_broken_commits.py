@@ -19,7 +19,7 @@ from tests.seated_host import SeatedHost, granted
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 80}}
 APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}
-# Where it breaks off, how, and whether the replica may serve on.
+# Place and kind of each failure, and whether the replica may serve on.
 SERVES_ON = [
     ("", ""),
     ("decode", "raises"),

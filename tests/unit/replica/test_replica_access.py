@@ -1,4 +1,4 @@
-"""Which routes of an engine's whole server can be reached, and by whom."""
+"""Routes of an engine's whole server, and the callers that reach each."""
 
 from argparse import Namespace
 from typing import Any

@@ -9,7 +9,7 @@ from executor import ControlPage, Grant, GuestState, HostState
 from rose.replica.control import GuestControl, HostBusyError, owes_memory
 from tests.patience import PATIENCE_S
 
-# What wakes a core catches what its import raises: it must not begin with the first wake.
+# The wake of a core catches errors of this module: its import must not come with the first wake.
 pytest.importorskip("vllm.v1.engine.exceptions")
 
 

@@ -29,7 +29,7 @@ def request_with(*outputs: Any) -> EngineRequest:
 
 
 async def test_an_end_without_a_token_repeats_no_logprobs() -> None:
-    """As vLLM 0.25 merges it with tokens that nobody has read yet: its own are all of them."""
+    """vLLM 0.25 merges it with tokens that were not read yet: its own are all of them."""
     request = request_with(
         output([1, 2], [-0.1, -0.2]),
         output([3, 4], [-0.3, -0.4, -0.1, -0.2, -0.3, -0.4], "abort"),

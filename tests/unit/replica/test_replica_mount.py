@@ -20,7 +20,7 @@ from tests.fakes.async_llm import FakeAsyncLLM
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    """As vLLM 0.25 leaves it before it serves."""
+    """Return the app that vLLM 0.25 has before it serves."""
     monkeypatch.setenv("ROSE_ROLE", "dedicated")
     app = FastAPI()
     app.state.engine_client = FakeAsyncLLM()
@@ -31,7 +31,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
 
 
 async def start(app: FastAPI) -> list[Message]:
-    """What the server is answered at its start, and at its end."""
+    """Return the answers to the server at its start, and at its end."""
     said: list[Message] = []
     asked: Iterator[Message] = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
 

@@ -1,4 +1,4 @@
-"""What a turn asks for besides tokens, as a replica asks its engine for it."""
+"""Sampling options of a turn, as a replica passes them to its engine."""
 
 import json
 from pathlib import Path

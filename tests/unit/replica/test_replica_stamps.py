@@ -1,4 +1,4 @@
-"""Which version a token is of, where the engine does not say: counted where outputs come in."""
+"""Versions of tokens of an engine that does not report them, counted where outputs come in."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from rose.replica.vllm.stamps import CountedStamps, stamps_of
 
 
 class Collector:
-    """What a request's outputs are handed on to, in the end."""
+    """Receiver of a request's outputs."""
 
 
 class Engine:
@@ -30,7 +30,7 @@ class Engine:
         return collector
 
     def step(self, **tokens: int) -> None:
-        """What comes from the core in one message, put as vLLM's client puts it."""
+        """Put a message of the core as vLLM's client puts it."""
         outputs = [
             SimpleNamespace(request_id=name, new_token_ids=[0] * count)
             for name, count in tokens.items()

@@ -218,7 +218,7 @@ async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool)
 
 
 def of_job(engine: FakeWeightEngine, job: str) -> None:
-    """What is loaded next is a version of that job."""
+    """Make the next loaded version one of that job."""
     engine.answers["load"] = [{"done": True, "wire_bytes": 5, "stage_s": 0.1, **REPORT, "job": job}]
 
 

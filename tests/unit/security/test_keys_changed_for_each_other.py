@@ -180,7 +180,7 @@ def test_no_key_is_sent_as_a_token(keys: Keys, name: str) -> None:
         one_line(refused, keys.private, keys.key)
 
 
-# What stands for ca, certificate and key, and the line.
+# Values of ca, certificate and key, and the line.
 NO_CERTIFICATES = [
     (("certificate", "certificate", "key"), "which is no CA's"),
     (("ca_key", "certificate", "key"), "ca.key .* holds PEM of EC PRIVATE KEY|PEM of PRIVATE KEY"),

@@ -15,7 +15,7 @@ from tests.certificates import Certificates
 
 
 class Context:
-    """What a gRPC server tells a handler of its caller."""
+    """Context of a handler's caller, in a gRPC server's form."""
 
     def __init__(self, certificate: Path) -> None:
         self._certificate = certificate.read_bytes()

@@ -85,7 +85,7 @@ def test_another_keys_token_is_none(verifier: TokenVerifier) -> None:
 
 
 def test_a_signature_of_something_else_is_none(verifier: TokenVerifier) -> None:
-    """Of the same key, over the same bytes, without the domain of tokens."""
+    """The same key signed the same bytes, without the domain of tokens."""
     payload = base64.urlsafe_b64decode(made().split(".")[1] + "==")
     signature = base64.urlsafe_b64encode(KEY.sign(payload)).rstrip(b"=").decode()
     assert "no key" in refused(verifier, f"rose1.{made().split('.')[1]}.{signature}")

@@ -36,7 +36,7 @@ class Runner(Protocol):
         ...
 
     def status(self) -> str:
-        """Where the core stands."""
+        """Return the core's state."""
         ...
 
 
