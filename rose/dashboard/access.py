@@ -49,7 +49,7 @@ class TokenFile:
         self._read()
 
     def has(self, shown: str) -> bool:
-        """Whether it is this one; never while the file is gone or empty."""
+        """Return True if `shown` is the token; False while the file is missing or empty."""
         try:
             return hmac.compare_digest(self._read(), shown.encode("utf-8", "replace"))
         except ConfigError:

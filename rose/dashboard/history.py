@@ -26,7 +26,7 @@ CHANGES_KEPT: Final = 40
 MINUTE_S: Final = 60.0
 MINUTES: Final = 361
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
-# Where no policy says one.
+# Objective without a policy's own.
 OBJECTIVE: Final = 0.99
 FROZEN: Final = frozenset({"freeze", "drain", "kill"})
 
@@ -66,7 +66,7 @@ class Change:
 
     @property
     def is_stop(self) -> bool:
-        """Whether the guest may not run from then on."""
+        """True if the guest may not run from then on."""
         return self.after in FROZEN and self.before not in FROZEN
 
 
@@ -114,7 +114,7 @@ class Ledger:
         self._minutes[-1][at + 1] += bad
 
     def spent(self, minute: int, minutes: int) -> tuple[Spent, Spent]:
-        """Of the newest so many minutes: with a guest, and without."""
+        """Return the counts of the newest minutes with a guest and without one."""
         lent, alone = Spent(), Spent()
         for at, *counts in self._minutes:
             if at > minute - minutes:
@@ -297,12 +297,12 @@ class History:
         return (self._at(order)[0], *values)
 
 
-# Of fewer requests a percentile says nothing.
+# Least number of requests for a meaningful percentile.
 FEWEST_REQUESTS: Final = 20
 
 
 def is_late(node: NodeSeen) -> bool:
-    """Whether the node's host misses a target of its latency now."""
+    """Return True if the node's host misses a target of its latency now."""
     if not node.telemetry.HasField("host"):
         return False
     host = node.telemetry.host

@@ -12,7 +12,7 @@ from typing import Final
 
 KEPT: Final = 500
 MOST_CHARS: Final = 400
-# Of each minute the ends and grants of leases, for rates.
+# Grants and ends of leases are counted by minute.
 MINUTE_S: Final = 60.0
 MINUTES: Final = 10
 
@@ -25,7 +25,7 @@ LEASE_EVENTS: Final = {
     "lease_refused": "refused",
     "revoked": "revoked",
 }
-# What operators asked for, as the audit log names it: the request's own name.
+# Operators' requests as the audit log names them.
 ASKED: Final = {
     "SetHarvestRequest": "harvest set",
     "ApplyPolicyRequest": "policy applied",
@@ -52,12 +52,12 @@ class Decision:
 
     @property
     def is_of_lease(self) -> bool:
-        """Whether it began or ended a lease."""
+        """True if the event began or ended a lease."""
         return self.event in LEASE_EVENTS
 
     @property
     def is_act(self) -> bool:
-        """Whether it changed what may be lent."""
+        """True if the event changed the capacity that may be lent."""
         return self.event in ACTS
 
     @property
@@ -68,7 +68,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Journalled:
-    """What the journal holds at one moment; newest first. minutes: lease events of the newest."""
+    """Content of the journal at one moment, newest first; minutes: lease events by minute."""
 
     decisions: tuple[Decision, ...] = ()
     leases: tuple[Decision, ...] = ()
@@ -102,7 +102,6 @@ class Journal:
         return decision.is_act
 
     def read(self, now_s: float) -> Journalled:
-        """What there is now."""
         first = int(now_s // MINUTE_S) - MINUTES
         with self._lock:
             return Journalled(

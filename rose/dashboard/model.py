@@ -30,14 +30,14 @@ STATES: Final[Mapping[str, Tone]] = {
     "advisory": "quiet",
     "off": "quiet",
 }
-# What holds a node back for a while, where all other limits are an operator's own words.
+# Temporary limits; all others are set by an operator.
 _HOLDS: Final = frozenset({"slo_budget", "busy", "canary_halted", "scraped", "old_node"})
 BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one moment was made of. observed: None on a standby. leader: its address, if any.
+    """Inputs of one moment. observed: None on a standby. leader: its address, if any.
 
     me: this process's address. at_s: Unix seconds; since_s: when this process began.
     """
@@ -66,19 +66,18 @@ class NodeRow:
 
     @property
     def tone(self) -> Tone:
-        """How its state is coloured."""
         return STATES[self.state]
 
     @property
     def host(self) -> pb.HostTelemetry | None:
-        """What its host said, None for a node without one."""
+        """Telemetry of the host, None for a node without a host."""
         if self.seen is None or not self.seen.telemetry.HasField("host"):
             return None
         return self.seen.telemetry.host
 
     @property
     def guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """What its guests said, leased or not; not its dedicated replicas."""
+        """Telemetry of the guests, leased or not, without dedicated replicas."""
         if self.seen is None:
             return ()
         kinds = {offer.replica: offer.kind for offer in self.seen.offers}
@@ -90,7 +89,7 @@ class NodeRow:
 
     @property
     def leased_guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """Those of them that a job has."""
+        """Telemetry of the leased guests."""
         leased = {each.lease.replica for each in self.leases}
         return tuple(each for each in self.guests if each.replica in leased)
 
@@ -107,7 +106,7 @@ class NodeRow:
 
     @property
     def why(self) -> str:
-        """What holds it back, or what holds back its guests, in words; "" for nothing."""
+        """Limits of the node, or the freeze reasons of its guests; "" for none."""
         if self.seen is None:
             return "not attached: its host took everything back when it was cut off"
         if self.seen.verdict.limits:
@@ -215,7 +214,6 @@ class Model:
 
     @property
     def acts(self) -> bool:
-        """Whether any policy lets anything be lent."""
         return any(policy.mode is PolicyMode.ACTIVE for policy in self.seen.policies)
 
 

@@ -23,7 +23,7 @@ Sent = tuple[str, str, str, str, float | None]
 
 @cache
 def assets() -> Mapping[str, tuple[bytes, str]]:
-    """What pages load: bytes and type of each file, by name."""
+    """Return the static files: bytes and content type by name."""
     folder = resources.files(__package__) / "static"
     return {
         each.name: (each.read_bytes(), TYPES[each.name.rpartition(".")[2]])
@@ -62,7 +62,7 @@ def html_of(page: Page, at_s: float, cluster: str = "") -> str:
 
 
 def sent_of(page: Page) -> dict[str, Sent]:
-    """What a browser that shows the page knows of each cell."""
+    """Return each cell's state in a browser that shows the page."""
     return {name: _sent(cell) for name, cell in page.cells().items()}
 
 

@@ -28,7 +28,7 @@ STOP_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Where the dashboard is served. token_file: of a secret that its readers show."""
+    """Settings of the dashboard's port. token_file: file of the readers' token."""
 
     port: int
     host: str = "127.0.0.1"
@@ -92,7 +92,7 @@ class DashboardServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who may not read is refused; every answer says what browsers may do with it."""
+        """Refuse readers without access; every reply has the security headers."""
         try:
             self._access.check(request)
             response = await handler(request)
@@ -151,7 +151,7 @@ class DashboardServer:
                     async for message in messages:
                         await _written(response, message)
             except TimeoutError:
-                # It is not told that its stream ends, either: it takes nothing.
+                # A reader that accepts no bytes cannot be sent the end of its stream, either.
                 if request.transport is not None:
                     request.transport.abort()
             finally:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who leads. leader: its address, "" while unknown; me: this process's own."""
+    """Addresses of the leader ("" while unknown) and of this process (`me`)."""
 
     leader: str
     me: str

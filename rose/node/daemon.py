@@ -55,7 +55,7 @@ HOST_LEFT = "its host left"
 SHARED_GPU = "another host is on its GPU, and a guest goes by one"
 TRIM_EVERY_S = 60.0
 MEASURE_EVERY_S = 0.25
-# What takes capacity, gives it back, ends a guest or decides which weights it runs.
+# Events that take capacity, give it back, end a guest or decide which weights it runs.
 AUDITED = frozenset(
     {
         "command_refused",
@@ -353,7 +353,7 @@ class NodeDaemon:
         )
 
     async def _trim_engine_logs(self) -> None:
-        """What an engine prints goes to a file of its own, which it never closes."""
+        """Trim the files of engines' output, which the engines never close."""
         while True:
             logs = {name: each.supervisor.spec.log for name, each in self._replicas.items()}
             if self._proxy:
@@ -418,7 +418,7 @@ class NodeDaemon:
         return reports
 
     def _add_held(self, guest: rose_pb2.GuestTelemetry) -> None:
-        """What a guest that must not be there holds all the same: a stop is proved by measuring."""
+        """Add the measured memory of a guest that must not exist: it proves or disproves a stop."""
         amount = self._still_held.get(guest.replica)
         if amount is not None and self._barred(guest.replica):
             guest.held_bytes = amount

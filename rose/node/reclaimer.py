@@ -71,7 +71,7 @@ class Reclaimer:
         return RECLAIM if self._task is not None and not self._task.done() else None
 
     def held(self) -> Held:
-        """What the guest holds now; any thread, takes milliseconds."""
+        """Measure the guest's memory (any thread, takes milliseconds)."""
         return Held.now(self._guest.gauge())
 
     def begin(
@@ -204,7 +204,7 @@ class _Climb:
             self._asleep = False
 
     def answer(self) -> Answer:
-        """What the engine says of the level."""
+        """Return the engine's answer to the current level."""
         if self._level is ReclaimLevel.FREEZE:
             state = self._guest.state()
             return EngineReport(0) if state is None or not state.in_step else None

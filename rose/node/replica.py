@@ -88,7 +88,7 @@ class Replica:
 
     @property
     def offered(self) -> bool:
-        """Whether its capacity may be leased. One that lags behind may: it gets no turns yet."""
+        """True if the replica may be leased. One with old weights may be: it gets no turns yet."""
         healthy = self.supervisor.state is EngineState.HEALTHY
         return self._trusted and healthy and self._reachable()
 
@@ -111,7 +111,7 @@ class Replica:
 
     def start(self, background: Background) -> None:
         """Begin with what runs for as long as it does."""
-        # What it started may still run: a second supervisor would start another one beside it.
+        # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
         background.start(self._task("lease"), self.lease_agent.run)
         # Without these two a replica gets stale, or its load is not known: nothing worse.
@@ -212,13 +212,13 @@ class Replica:
         self._events.write(event, replica=self.config.id, **fields)
 
 
-# Of a model's configuration, what says nothing about the shape or the meaning of its weights.
+# Keys of a model's configuration that do not change the shape or meaning of its weights.
 UNSHAPED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
 
 
 @lru_cache(maxsize=256)
 def same_architecture(one: Path, other: Path) -> bool:
-    """Whether two models differ in their weights alone; unreadable configurations do not agree."""
+    """Return True if two models differ in their weights alone. Unreadable ones never agree."""
     try:
         first, second = (
             {k: v for k, v in said.items() if k not in UNSHAPED}

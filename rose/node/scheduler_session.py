@@ -68,7 +68,7 @@ def build_reports(
 
 
 def view_of(replica: Replica, guard: GuardThread | None, held: Held | None) -> ReplicaFigures:
-    """What `/metrics` shows of a replica."""
+    """Return a replica's figures for `/metrics`."""
     view = ReplicaFigures(
         name=replica.config.id,
         state=replica.supervisor.state.value,

@@ -118,7 +118,6 @@ class WeightSource:
 
     @property
     def receiving(self) -> DownloadLimits:
-        """Where they are stored."""
         return self.fetcher.receiving
 
 
@@ -193,7 +192,7 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
         catalog = await source.reader.catalog(target.url, target.job)
         return catalog.plan(request.held, target.version)
     except (FetchError, IndexFormatError, CatalogError):
-        # What was announced is known without a catalog, one step after the other.
+        # Announced versions are known without a catalog, one step at a time.
         step = source.chain.after(request.held, target.job)
         if step is None:
             raise
@@ -235,7 +234,7 @@ class WeightNetwork:
 
     @property
     def relay_url(self) -> str:
-        """Where neighbours fetch from this node; empty when it relays nothing."""
+        """URL at which neighbours fetch from this node; empty if it relays nothing."""
         relay = self._config.relay
         return f"{self._credentials.scheme}://{host_port(relay.host, relay.port)}" if relay else ""
 
@@ -272,7 +271,7 @@ class WeightNetwork:
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:
-        """Who relays in this cluster now."""
+        """Set the URLs of the cluster's relays."""
         if self._source:
             self._source.fetcher.enrol(members)
 
@@ -360,7 +359,7 @@ class Updates:
         self._wake = asyncio.Event()
 
     def serve(self, job: str, latest: int, *, other_model: bool = False) -> None:
-        """It is leased to a job, whose newest version is `latest`.
+        """Follow the job that leases the replica; `latest` is the job's newest version.
 
         other_model: the engine runs another model of the same architecture.
         """
@@ -382,7 +381,7 @@ class Updates:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """It is gone, and what it had learned with it."""
+        """Forget the state of an engine that has ended."""
         self._life += 1
         self._up = False
         self.version = 0
@@ -409,7 +408,7 @@ class Updates:
 
     @property
     def _foreign(self) -> bool:
-        """Whether it has weights that are no version of the job that it is leased to."""
+        """True if the engine's weights are not a version of the leasing job's."""
         if not self._wanted:
             return False
         # An engine of 0.2.0 that was adopted does not say whose version it has.
@@ -417,7 +416,7 @@ class Updates:
         return self._other_model or unnamed or self.job not in ("", self._wanted)
 
     def _unwanted(self, known: KnownVersion) -> bool:
-        """Whether it was leased to another job while this version was under way."""
+        """Return True if another job has leased the replica since this version was requested."""
         return bool(self._wanted) and known.job != self._wanted
 
     def _due(self) -> KnownVersion | None:

@@ -32,7 +32,7 @@ HOST_BUSY = "its host is busy, and a start runs on the same GPU"
 
 @dataclass(slots=True)
 class Wiring:
-    """What the parts of one room share: a host, and the replicas beside it; or replicas alone.
+    """Shared parts of one room: a host and the replicas beside it, or replicas alone.
 
     config: of the node, as if it had no other host. `guards` and `reclaimers` are the node's, and
     fill as guards are made.
@@ -50,7 +50,7 @@ class Wiring:
     reclaimers: dict[str, Reclaimer]
 
     def supervisor_of(self, config: ReplicaConfig) -> Callable[[Replica], Supervisor]:
-        """How to make the supervisor of a replica, once there is the replica."""
+        """Return the function that makes a replica's supervisor once the replica exists."""
         log = self.config.log_dir / f"engine-{config.id}.log"
         guest = config.kind == "guest"
         cgroup = self._cgroup_of(config) if guest and self.config.cgroup else None
@@ -211,7 +211,7 @@ class Wiring:
         return guard is None or not guard.host_idle
 
     def _must_end(self, guest: Replica) -> str | None:
-        """Whether the guest may not exist now. The kill switch waits for nothing."""
+        """Return why the guest must not exist now, else None. The kill switch waits for nothing."""
         if self.kill_switch.engaged:
             return KILLED
         # Without a right to exist it still may finish handing its turns back, within its deadline.

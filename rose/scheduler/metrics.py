@@ -67,7 +67,7 @@ class SchedulerMetrics(Collector):
         self._budgeted_s: float | None = None
         # Names that are counted apart, and since when each is over.
         self._jobs: dict[str, float | None] = {}
-        # When each series began is another series of each: nobody asks for it.
+        # Skip the series of creation times.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
@@ -293,7 +293,7 @@ class SchedulerMetrics(Collector):
 
 
 def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
-    """What each node lends, or would: now, and the sums of which rates are made."""
+    """Yield the capacity that each node lends or would lend: now, and summed over time."""
     labels = ["node"]
     memory = GaugeMetricFamily(
         "rose_scheduler_node_lendable_bytes",
@@ -326,7 +326,7 @@ def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
 
 
 def _lent(usage: Mapping[Pair, Lent]) -> Iterator[Metric]:
-    """What hosts lent since this scheduler leads."""
+    """Yield the usage since this scheduler leads."""
     labels = ["owner", "job"]
     seconds = CounterMetricFamily(
         "rose_scheduler_lent_lease_seconds", "Time in which guests were leased.", labels=labels

@@ -92,7 +92,6 @@ class VersionRecord:
 
     @property
     def is_base(self) -> bool:
-        """Whether it builds on nothing."""
         return self.parent == self.version
 
 
@@ -149,7 +148,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
             name: HarvestMode(json.loads(entry.value))
             for name, entry in _below(HARVEST + "/", entries)
         },
-        # Of one job and version the newer form wins.
+        # The newer form of a job or version wins.
         jobs=tuple({record.job: record for record in jobs}.values()),
         versions=tuple({(each.job, each.version): each for each in versions}.values()),
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
@@ -162,7 +161,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
 
 
 def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
-    """Where leases were granted, by what the newest epochs say; those of 0.2.0 do not."""
+    """Return the nodes of the newest epochs, with times; epochs of 0.2.0 name no node."""
     said = [json.loads(entry.value) for _, entry in _below(EPOCHS, entries)]
     nodes: dict[str, float] = {}
     for each in said:
@@ -308,7 +307,7 @@ class StoreWriter:
 
     @property
     def stalled_s(self) -> float:
-        """How long the oldest write has waited; 0 while none waits for longer than usual."""
+        """Seconds for which the oldest write has waited; 0 while none waits longer than usual."""
         if self._since_s is None:
             return 0.0
         waited_s = time.monotonic() - self._since_s

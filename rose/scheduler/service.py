@@ -69,7 +69,7 @@ BROKEN_TICK_S = 1.0
 STOP_RETRY_S = 0.5
 HELLO_S = 10.0
 MAX_WATCHERS = 1_024
-# How long a caller waits for the store, and how many may.
+# Bounds on how long a caller waits for the store, and on the callers that wait.
 ANSWER_S = 5.0
 MAX_COMMITS = 64
 
@@ -177,7 +177,7 @@ class SchedulerService(SchedulerServicer):
             await asyncio.sleep(self._tick_s)
 
     def figures(self, *, budgets: bool = True) -> ServiceFigures:
-        """What metrics count, at this moment; SLO budgets only where asked for."""
+        """Return the figures of this moment, with SLO budgets if `budgets`."""
         queues = [queue.waiting for queue in self._queues.values()]
         return ServiceFigures(
             self._core.figures(self._clock(), budgets=budgets),
@@ -194,7 +194,7 @@ class SchedulerService(SchedulerServicer):
         by: in whose name, for the audit log. Raises the core's `RefusedError` and `ConfigError`,
         TimeoutError while the store does not answer, LeadershipLostError.
         """
-        # What follows from it is recorded under that name.
+        # The audit log records all consequences under that name.
         CALLING.set(by)
         value = await asyncio.wait_for(asyncio.shield(self._begin(event)), self._answer_s)
         assert value is not None
@@ -210,15 +210,15 @@ class SchedulerService(SchedulerServicer):
         return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
 
     def policy_views(self) -> dict[str, PolicyView]:
-        """What became of each capacity policy on its nodes."""
+        """Return the status of each capacity policy."""
         return self._core.policy_views(self._clock())
 
     def observed(self, *, budgets: bool = True) -> Observed:
-        """What the dashboard shows, at this moment; SLO budgets only where asked for."""
+        """Return the dashboard's view of this moment, with SLO budgets if `budgets`."""
         return self._core.observed(self._clock(), budgets=budgets)
 
     def troubles(self) -> list[str]:
-        """What the process lacks now, and since when the store answers no write."""
+        """Return the troubles of the process, among them a store that answers no write."""
         stalled_s = self._writer.stalled_s
         stalled = [f"the store has answered no write for {stalled_s:.0f} s"] if stalled_s else []
         return [*stalled, *self._troubles()]
@@ -260,7 +260,7 @@ class SchedulerService(SchedulerServicer):
 
     def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
         now = self._core.capacity.stop.mode
-        # What was there at the start was read then, with what 0.2.0 may have said meanwhile.
+        # The first value was read at the start; 0.2.0 may have set a stricter mode since.
         if mode is now or (first and stricter(mode, now) is now):
             return
         self._closings += mode is not HarvestMode.ACTIVE
@@ -546,7 +546,7 @@ class SchedulerService(SchedulerServicer):
     async def ExplainPolicy(
         self, request: pb.ExplainPolicyRequest, context: "Context[object, object]"
     ) -> pb.ExplainPolicyReply:
-        """Which policy decided what, of one node or of all."""
+        """Explain the policies' decisions for one node or for all."""
         try:
             nodes = self._core.capacity.explained(request.node)
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
@@ -572,7 +572,7 @@ class SchedulerService(SchedulerServicer):
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
-        """What takes away is done at once, what gives when it is durable."""
+        """Begin a request: a stop takes effect at once, a grant when it is durable."""
         closing = isinstance(event, HarvestSet) and event.mode is not HarvestMode.ACTIVE
         self._begun += 1
         released = self._step(event) if closing else None

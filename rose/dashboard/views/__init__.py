@@ -1,1 +1,1 @@
-"""What the dashboard's pages show."""
+"""Contents of the dashboard's pages."""

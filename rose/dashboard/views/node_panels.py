@@ -70,7 +70,7 @@ def latency_chart(model: Model, row: NodeRow) -> Chart:
 
 
 def guest_chart(model: Model, row: NodeRow) -> Chart:
-    """What its guests did meanwhile; ticks where one was stopped."""
+    """Return the chart of the guests' work, with ticks where a guest was stopped."""
     times, lines = model.history.node(row.name)
     newest = model.history.newest_of(row.name)
     rows = tuple(
@@ -103,7 +103,6 @@ def guest_chart(model: Model, row: NodeRow) -> Chart:
 
 
 def guests(model: Model, row: NodeRow) -> Panel:
-    """What is it doing and why not more?"""
     columns = (
         Column("Guest"),
         Column("Job"),
@@ -125,7 +124,6 @@ def guests(model: Model, row: NodeRow) -> Panel:
 
 
 def lent(row: NodeRow) -> Panel:
-    """Who holds what until when?"""
     columns = (
         Column("Replica"),
         Column("Job"),
@@ -140,7 +138,6 @@ def lent(row: NodeRow) -> Panel:
 
 
 def policy(row: NodeRow) -> Panel:
-    """What would it lend, and who decided that?"""
     seen = row.seen
     if seen is None:
         return Panel("policy", "Policy", "Who decided what?", ())

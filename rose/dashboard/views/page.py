@@ -1,4 +1,4 @@
-"""What a page consists of: panels of facts, bars, tables and charts, down to single cells.
+"""Elements of a page: panels of facts, bars, tables and charts, down to single cells.
 
 Every text that may change is a cell with an id, made of its block and its place, never of a name
 from outside. Two renderings of a page with one `structure` differ in texts alone, so a browser that
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
-"""How a cell is coloured. Its text says the same: colour is never alone."""
+"""Colour of a cell, whose text says the same: colour is never alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Pager:
-    """Where the other parts of a long table are."""
+    """Links to the other parts of a long table."""
 
     label: str
     said: str

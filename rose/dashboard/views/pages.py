@@ -14,7 +14,7 @@ from rose.dashboard.urls import url
 from rose.dashboard.views import node_panels, panels
 from rose.dashboard.views.page import Block, Cell, Facts, Note, Page, Pager, Panel, Search
 
-# So that a page with its scripts is below 150 kB.
+# A page with its scripts stays below 150 kB.
 ROWS: Final = 40
 ROWS_OF_FRONT: Final = 12
 DECISIONS_OF_FRONT: Final = 12
@@ -253,7 +253,7 @@ PATHS: Final = tuple(_PAGES)
 
 
 def _part(path: str, query: Query, total: int, what: str) -> tuple[int, int, Pager]:
-    """Which items the page has, and where the others are."""
+    """Return the range of items on the page, and the links to the others."""
     pages = max(1, math.ceil(total / ROWS))
     asked = query.get("page", "1")
     number = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 1

@@ -21,7 +21,7 @@ GIB: Final = 1 << 30
 # Points of a chart that its table shows.
 FIGURES: Final = 15
 MOST_JOBS: Final = 48
-# Of the operator's stop; `rose resume` ends each of them.
+# Texts of the operator's stops; `rose resume` ends each of them.
 STOPS: Final = {
     HarvestMode.HOLD: Cell(
         "Held by the operator: no new leases; `rose resume` ends the hold", "warn"
@@ -37,7 +37,7 @@ UNKNOWN = Cell(NO_DATA, "quiet")
 
 
 def mode_of(model: Model) -> Cell:
-    """What holds for the cluster, in a sentence."""
+    """Return the cluster's mode in a sentence."""
     look = model.look
     if look.observed is None:
         if look.leader and look.leader != look.me:
@@ -120,7 +120,6 @@ def fleet_chart(model: Model) -> Chart:
 
 
 def budget(model: Model) -> Panel:
-    """How long can this go on?"""
     rows = []
     minute = model.history.minute
     for name, ledger in sorted(model.history.ledgers.items()):
@@ -186,7 +185,7 @@ def guests_of(row: NodeRow) -> str:
 
 
 def leases(found: Iterable[tuple[LeaseSeen, str, str]]) -> Table:
-    """Who holds what until when? Each lease with its node and that node's state."""
+    """Return the table of leases, each with its node and that node's state."""
     columns = (
         Column("Replica"),
         Column("Node"),
@@ -268,7 +267,6 @@ def versions(model: Model) -> Panel:
 
 
 def moved(model: Model) -> Panel:
-    """What moved?"""
     pairs = sorted(model.seen.usage.items(), key=lambda item: -item[1].compute_s)
     rows = tuple(
         Row(
@@ -305,7 +303,6 @@ def moved(model: Model) -> Panel:
 
 
 def decisions(found: tuple[Decision, ...], since_s: float, key: str = "decisions") -> Table:
-    """Who said so? Newest first."""
     columns = (Column("Time"), Column("By"), Column("What"), Column("Node"), Column("Inputs"))
     rows = tuple(
         Row(
@@ -326,13 +323,11 @@ def decisions(found: tuple[Decision, ...], since_s: float, key: str = "decisions
 
 
 def by(decision: Decision) -> str:
-    """Whose call it was."""
     asked = decision.event in ASKED
     return decision.by or ("a caller without a certificate" if asked else "the scheduler")
 
 
 def policies(model: Model) -> Table:
-    """Which policies are in force?"""
     rows = tuple(
         Row(
             policy.name,
@@ -362,7 +357,7 @@ def policies(model: Model) -> Table:
 
 
 def holds(model: Model) -> Facts:
-    """What holds nodes back, and how many."""
+    """Return the number of nodes held back, by kind of limit."""
     facts = tuple(
         (kind.replace("_", " "), Cell(f"{number} nodes")) for kind, number in model.holds.items()
     )
@@ -370,7 +365,6 @@ def holds(model: Model) -> Facts:
 
 
 def advised(rows: tuple[NodeRow, ...]) -> Table:
-    """What would it have done?"""
     columns = (
         Column("Node"),
         Column("Would lend now", number=True),

@@ -50,7 +50,7 @@ class KillSwitch:
 
     @property
     def engaged(self) -> bool:
-        """Whether no guest may exist."""
+        """True while no guest may exist."""
         return self._latched or (self._seen if self._watched else self.file.exists())
 
     def checked(self) -> bool:
@@ -102,12 +102,12 @@ class EndedGuest:
 
     @property
     def in_time(self) -> bool:
-        """Whether nothing of it was left by the deadline."""
+        """True if nothing of the guest was left by the deadline."""
         return self.gone and not self.held and self.seconds <= self.deadline_s
 
     @property
     def outcome(self) -> str:
-        """For a person."""
+        """The measured end in one line."""
         measured = f"{_size(self.held_before)} before, {_size(self.held)} now, duty {self.duty:.0%}"
         if self.gone:
             late = "" if self.in_time else f", later than {self.deadline_s:g} s"

@@ -57,7 +57,7 @@ class HangWatch:
         return None
 
     def _core_ended(self, group: int) -> bool:
-        """Whether the core that was seen in the group is gone: the rest takes seconds to notice."""
+        """Return True if the group's engine core has ended; its parent notices seconds later."""
         if group != self._watched:
             self._watched, self._core = group, None
         if self._core is None:
@@ -143,9 +143,9 @@ class Supervisor:
 
     @property
     def warming(self) -> bool:
-        """Whether an engine that this daemon started has not been healthy yet (any thread).
+        """True until an engine that this daemon started is healthy for the first time (any thread).
 
-        Not so an adopted one: it may still hold turns of a lease that nobody knows any more.
+        False for an adopted engine: it may still hold turns of a forgotten lease.
         """
         return self._fresh
 
@@ -156,7 +156,7 @@ class Supervisor:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request for control of the running engine bears; nothing while there is none."""
+        """Headers of control requests to the running engine; empty while none runs."""
         return self._engine.headers if self._engine else {}
 
     async def run(self) -> None:
@@ -305,7 +305,7 @@ class Supervisor:
         finally:
             self._fresh = False
             if self._engine:
-                # What the engine started may outlive it; nothing of it may.
+                # Processes that the engine started may outlive it and must not.
                 await self._engine.process.kill()
                 self._engine = None
             if self._claim:

@@ -49,7 +49,7 @@ class FoundHost:
     alone: bool = True
 
     def config(self, discover: DiscoverConfig) -> HostConfig:
-        """As a node's file would name it; several GPUs are none that a guest could share."""
+        """Return the host's configuration, without a device if the host uses several GPUs."""
         return HostConfig(
             page=self.page,
             name=self.name,
@@ -64,9 +64,9 @@ class FoundHost:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look found: hosts by name, why pages are of no use, and those that nobody uses.
+    """Result of one look: hosts by name, unusable pages with the reason, and dead pages.
 
-    dead: inodes of the latter.
+    dead: inodes of pages that no process uses.
     """
 
     hosts: Mapping[str, FoundHost] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def _host_at(path: Path, group: str) -> FoundHost | None:
 
 
 def _seated(path: Path) -> bool:
-    """Whether a process holds the seat; pages of the dead are looked at no further."""
+    """Return True if a process holds the page's seat; other pages are not read further."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -227,7 +227,7 @@ class HostBook:
         self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
     def step(self, seen: Look) -> list[Came | Left | Refused | Dead]:
-        """What changed: those who left come first, since their slots are free again."""
+        """Return what changed, hosts that left first, since their slots are free again."""
         left = [Left(host.name) for host in self.status() if self._gone(host, seen)]
         for slot, host in enumerate(self._slots):
             if host is not None and Left(host.name) in left:
@@ -262,7 +262,7 @@ class HostBook:
 
     @property
     def refused(self) -> int:
-        """How many pages are of no use now, and hosts that could not be taken in (any thread)."""
+        """Number of unusable pages and of hosts that could not be opened (any thread)."""
         taken = {host.name for host in self.status()}
         lasting = sum(looks >= REFUSED_LOOKS for looks in self._refused.values())
         return lasting + len(set(self._untaken) - taken)

@@ -17,7 +17,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """What a caller breaks off is his."""
+        """Ignore calls that the caller broke off."""
 
 
 class _Server6(_Server):

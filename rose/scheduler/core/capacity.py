@@ -52,9 +52,9 @@ from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_polic
 from rose.scheduler.wire import MODE_TO, harvest_command
 
 MAX_OVERRIDES: Final = 1_024
-# Of all memory of a node: a figure from outside.
+# Bound on the memory that a node may report.
 MOST_BYTES: Final = 1 << 50
-# How a node names a host that it knows through /metrics alone.
+# Source of a host that its node knows through /metrics alone.
 SCRAPE: Final = "scrape"
 
 
@@ -97,7 +97,7 @@ class Capacity:
 
     @property
     def stop(self) -> HarvestModes:
-        """What the operator's hold, drain, resume and stop-all have set."""
+        """Modes set by the operator's hold, drain, resume and stop-all."""
         return self.gate.stop
 
     @property
@@ -109,7 +109,7 @@ class Capacity:
     # ---- requests ----
 
     def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[StoreWrite, ...]:
-        """What has to be durable first. Raises RefusedError for what cannot be."""
+        """Return the writes that must be durable first. Raises RefusedError."""
         match event:
             case HarvestSet():
                 return self._stop_writes(event)
@@ -148,7 +148,7 @@ class Capacity:
                 return [LogRecord("policy_deleted", {"policy": event.name}), Answer(1)]
 
     def would_change(self, event: PolicyApplied) -> bool:
-        """Whether applying a policy changes anything. Raises as `writes` does."""
+        """Return True if applying the policy would change anything. Raises RefusedError."""
         self._check_room(event)
         name = event.policy.name
         return event.policy not in self.gate.policies or self.gate.halted(name) is not None
@@ -162,7 +162,7 @@ class Capacity:
         return (mode, save_stop(event.mode), *cli)
 
     def _opens(self, event: HarvestSet) -> bool:
-        """Whether this is an operator of 0.2.0, who opens the harvest and knows no policies."""
+        """Return True for a mode above OFF from an operator who knows no policies (0.2.0)."""
         above = event.mode is not HarvestMode.OFF and event.replica is None
         return event.opens and above and not self.gate.policies
 
@@ -222,7 +222,7 @@ class Capacity:
     def _withheld(self, now_s: float) -> dict[str, str]:
         """Policies whose objects nobody knows, or can take, as they are now; and why."""
         if self._objects_heard_s is None:
-            # Of an earlier leader: as fresh as this term is.
+            # Objects known to an earlier leader count as heard when this term began.
             self._objects_heard_s = now_s
         found = {}
         for name in self._of_objects:
@@ -289,7 +289,7 @@ class Capacity:
         ]
 
     def _figures(self, note: Note) -> dict[str, object]:
-        """What advice comes to, as far as the node has said it."""
+        """Return the known figures of a capacity advice, none for other notes."""
         if note.event != "capacity_advice":
             return {}
         now = self._advice.of(str(note.fields["node"])).now
@@ -331,7 +331,7 @@ class Capacity:
         return commands
 
     def advice_of(self, node: str) -> Advice:
-        """What the node lends, or would, in figures."""
+        """Return the memory and compute that the node lends or would lend."""
         return self._advice.of(node)
 
     # ---- operators ----
@@ -354,7 +354,7 @@ class Capacity:
         return [self._row(verdict) for verdict in self.gate.verdicts()]
 
     def explained(self, node: str) -> list[pb.NodeCapacity]:
-        """Which policy decided each field, of one node or of all. RefusedError for an unknown."""
+        """Return each field with the policy that decided it. RefusedError for an unknown node."""
         verdicts = [v for v in self.gate.verdicts() if node in ("", v.node)]
         if node and not verdicts:
             raise RefusedError(f"no node {node!r} is attached; `rose status` lists nodes")
@@ -414,7 +414,7 @@ def _fact(view: NodeView) -> NodeFacts:
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:
-    """What a node is to keep within; what no policy bounds is left out."""
+    """Return the caps that a policy sets for a node; fields without a bound are left out."""
     return pb.Caps(
         compute=policy.compute,
         kv_bytes=policy.memory_bytes,

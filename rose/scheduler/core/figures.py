@@ -17,7 +17,7 @@ from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.leasing import Leasing
 from rose.scheduler.core.usage import Lent, Pair, UsageBook
 
-# How a verdict's limit begins, and the name of its kind: what follows is for people.
+# Beginning of a limit's text, and the name of its kind.
 LIMIT_KINDS = (
     ("no policy matches", "no_policy"),
     ("mode Off", "off"),

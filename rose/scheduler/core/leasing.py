@@ -51,7 +51,7 @@ MAX_PROMISES = 4_096
 # After a new leader began, leases of the one before live for less than that without it: it was sure
 # of its own lead until 0.2 s before, and a node's lease lives for 5 s.
 SETTLE_S = 5.0
-# What broke is tried again after this: it must neither end its neighbours' leases nor fill a disk.
+# Pause before a retry, so that a fault neither ends other leases nor fills a disk.
 BROKEN_PAUSE_S = 30.0
 # A fleet of so many replicas is regulated whole, and its table made, at every event.
 SMALL_FLEET = 64
@@ -117,7 +117,7 @@ class Leasing:
         self._helped_s: dict[str, float] = {}
         self._switched: dict[str, int] = {}
         self._switches: dict[str, SwitchKind] = {}
-        # Whose lease each replica had last: what a node of 0.2.0 cannot say.
+        # Job of each replica's last lease, which a node of 0.2.0 does not report.
         self._last_jobs = dict(epoch_jobs)
         self._jobs = JobRegistry((), ())
         self._book = LeaseTable(times.ttl_s, epochs, epoch_floor)
@@ -137,7 +137,7 @@ class Leasing:
         self._settles_s: float | None = None
 
     def believes(self, offer: Offer) -> bool:
-        """Whether the node can have seen the epoch that it says."""
+        """Return True if the node can have seen the epoch in its offer."""
         return self._book.believes(offer.replica, offer.epoch)
 
     def reserved(self, replica: str, epoch: int) -> None:
@@ -146,7 +146,7 @@ class Leasing:
         self._durable.append(replica)
 
     def settling(self, now_s: float) -> bool:
-        """Whether leases of the leader before may live of which nobody has said anything yet."""
+        """Return True while unreported leases of the previous leader may still live."""
         if self._settles_s is None:
             self._settles_s = now_s + SETTLE_S
         return bool(self._unheard) and now_s < self._settles_s
@@ -258,7 +258,7 @@ class Leasing:
         self._kept = tuple(lease.replica for lease in plan.renew)
         actions += self._renew_all(self._kept, offers, fleet, now_s)
         if not self._jobs.live or (len(self._jobs.live) > 1 and self.settling(now_s)):
-            # Whose share is too small is not known before it is known what each job holds.
+            # No job's share is known until the holdings of all jobs are known.
             return actions
         self._forget_past(now_s)
         decision, broken = self._decide(plan, offers, now_s)
@@ -573,7 +573,7 @@ class Leasing:
         return [Reserve(write, EpochReserved(offer.replica, epoch))]
 
     def _has_room(self, job: str, offer: Offer) -> bool:
-        """Whether the quotas that policies give the job leave room for one more guest."""
+        """Return True if the policies' quotas allow the job one more guest."""
         # Looked at where a quota holds: this is asked of every replica that is leased.
         held = ((h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST)
         return self._allowed.admits(job, offer, held)

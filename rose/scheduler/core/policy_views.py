@@ -1,4 +1,4 @@
-"""What became of each capacity policy on its nodes: the read model of a policy's status.
+"""Status of each capacity policy on its nodes: the read model of a policy.
 
     fleet, leases, verdicts, advice ──> one view a policy, made in one walk over all nodes
 
@@ -145,7 +145,7 @@ def _limit(view: PolicyView, limits: Iterable[str]) -> None:
 
 
 def _alone(policy: CapacityPolicy) -> dict[str, object]:
-    """What would hold where this policy alone is, by path; of the fields that it sets."""
+    """Return the values of the fields that this policy sets, as if no other policy existed."""
     everywhere = policy.model_copy(update={"node_selector": NodeSelector()})
     found = effective((everywhere,), "", {})
     said = policy.model_dump(mode="json", by_alias=True, exclude_defaults=True)

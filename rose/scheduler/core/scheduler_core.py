@@ -91,7 +91,7 @@ from rose.scheduler.persistence import (
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
 LEASE_GRANTED = "lease_granted"
-# Of one stream: a node's engines keep their names.
+# Bound on the replicas that one stream may name: a node's engines keep their names.
 MAX_NAMED = 4_096
 
 
@@ -134,14 +134,14 @@ class SchedulerCore:
         self.runs = RunBook(saved.runs, run_ttl_s)
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
-        # What rows were made of last, and when.
+        # Inputs and time of the last rows.
         self._made_of: tuple[object, ...] = ()
         self._made_s = -math.inf
         self._news = False
         self._complaints = Complaints()
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from an event at `now_s`, a monotonic clock's seconds."""
+        """Return the actions for an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
         self.runs.at(now_s, event.wall_s if isinstance(event, Tick) else None)
         if isinstance(event, Tick):
@@ -156,7 +156,7 @@ class SchedulerCore:
             event,
             Tick | Offered | RatesMeasured | Obeyed | EpochReserved | RunRenewed | ObjectsHeard,
         )
-        # Of these the answer says what follows.
+        # The answers to these events count the leases that are released.
         at_once = isinstance(
             event, HarvestSet | JobEnded | JobDropped | PolicyApplied | PolicyDeleted
         )
@@ -176,9 +176,9 @@ class SchedulerCore:
         return actions + regulated + told + unsaid + self._publish(now_s, news=news)
 
     def writes(self, event: StoredEvent) -> tuple[StoreWrite, ...]:
-        """What has to be durable before the event is carried out.
+        """Return the writes that must be durable before the event is carried out.
 
-        Raises `RefusedError` and `ConfigError` for one that cannot be.
+        Raises `RefusedError` and `ConfigError` for an event that cannot be carried out.
         """
         match event:
             case JobRegistered():
@@ -211,7 +211,7 @@ class SchedulerCore:
                 return self.capacity.writes(event)
 
     def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """What to record of a peer's mistake: each once, and so many a minute.
+        """Return the records of a peer's mistake: each mistake once, and a bounded number a minute.
 
         Not an event of `step`, whose own failure is complained of.
         """
@@ -227,7 +227,7 @@ class SchedulerCore:
         return snapshot(*views, self.demand, self.runs, now_s)
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
-        """What became of each capacity policy on its nodes."""
+        """Return the status of each capacity policy."""
         return policy_views(self._fleet, self._leasing, self.capacity, now_s)
 
     def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
@@ -488,7 +488,7 @@ class SchedulerCore:
         return replace(offer, job=self._only_job)
 
     def _one_job_only(self, offer: Offer) -> bool:
-        """Whether a replica of a node of 0.2.0 can hold no other weights than the only job's."""
+        """Return True if a replica of a 0.2.0 node can hold the only job's weights alone."""
         if not self._jobs.live:
             return True
         return bool(self._only_job) and self._leasing.last_job(offer.replica) in (
@@ -506,7 +506,7 @@ class SchedulerCore:
         return [*actions, Answer(lease.epoch)]
 
     def _lends(self, view: NodeView, now_s: float) -> bool:
-        """Whether a guest of the node is leased now."""
+        """Return True if a guest of the node is leased now."""
         return any(
             offer.kind is ReplicaKind.GUEST and self._leasing.active(offer.replica, now_s)
             for offer in view.offers.values()
