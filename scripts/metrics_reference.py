@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import Advice
+from elastic_scheduler.capacity import Advice, LimitKind
 from elastic_scheduler.capacity.advice import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
@@ -30,7 +30,7 @@ from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
 from rose.node.telemetry.memory_gauges import Held
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.scheduler.core.demand import JobFigures
-from rose.scheduler.core.figures import LIMIT_KINDS, SchedulerFigures
+from rose.scheduler.core.figures import SchedulerFigures
 from rose.scheduler.core.usage import Lent
 from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.service import ServiceFigures
@@ -70,7 +70,7 @@ LABELS: Final = {
     " 512 pairs with jobs",
     "page_layout": "version of the control page",
     "reason": "of a grant: the words of `FreezeReason`; of a node: "
-    + ", ".join(f"`{kind}`" for _, kind in LIMIT_KINDS),
+    + ", ".join(f"`{kind}`" for kind in LimitKind),
     "replica": "replicas of the node's file, a guest for each host that is found; a gateway:"
     " replicas that it sent turns to",
     "share": "`SCHED_IDLE`, `nice`, `plain`",
@@ -174,7 +174,7 @@ def scheduler_metrics(
         offers={(kind, state): 1 for kind in kinds for state in ("leased", "free")},
         demand=tuple(JobFigures(job, 1, 1.0, 1.0) for job in job_names),
         modes={mode.value: 1 for mode in HarvestMode},
-        held={kind: 1 for _, kind in LIMIT_KINDS},
+        held={kind.value: 1 for kind in LimitKind},
         advice=dict.fromkeys(node_names, advice),
         budget_left=dict.fromkeys(deployments, 1.0),
         silent_s=dict.fromkeys(node_names, 0.0),

@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import PolicyMode
+from elastic_scheduler.capacity import LimitKind, PolicyMode
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import Journalled
 from rose.dashboard.views.page import Tone
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.figures import kind_of
+from rose.scheduler.core.figures import held_kinds
 from rose.scheduler.core.fleet import LAPSED_S
 from rose.scheduler.core.observed import JobSeen, LeaseSeen, NodeSeen, Observed
 
@@ -31,7 +31,15 @@ STATES: Final[Mapping[str, Tone]] = {
     "off": "quiet",
 }
 # Temporary limits; all others are set by an operator.
-_HOLDS: Final = frozenset({"slo_budget", "busy", "canary_halted", "scraped", "old_node"})
+_HOLDS: Final = frozenset(
+    {
+        LimitKind.SLO_BUDGET,
+        LimitKind.BUSY,
+        LimitKind.CANARY_HALTED,
+        LimitKind.SCRAPED,
+        LimitKind.OLD_NODE,
+    }
+)
 BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 
@@ -110,7 +118,7 @@ class NodeRow:
         if self.seen is None:
             return "not attached: its host took everything back when it was cut off"
         if self.seen.verdict.limits:
-            return "; ".join(self.seen.verdict.limits)
+            return "; ".join(map(str, self.seen.verdict.limits))
         said = [each.reason for each in self.leased_guests if each.mode != "run" and each.reason]
         return said[0] if said else ""
 
@@ -179,11 +187,7 @@ class Model:
     @cached_property
     def holds(self) -> Mapping[str, int]:
         """Nodes by the kind of what holds them back; a node counts once for each."""
-        kinds: Counter[str] = Counter()
-        for row in self.nodes:
-            if row.seen:
-                kinds.update({kind_of(limit) for limit in row.seen.verdict.limits})
-        return dict(kinds.most_common())
+        return dict(held_kinds(row.seen.verdict for row in self.nodes if row.seen).most_common())
 
     @cached_property
     def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
@@ -219,7 +223,7 @@ class Model:
 
 def _row(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> NodeRow:
     state, late = _state(node, leases), is_late(node)
-    kinds = {kind_of(limit) for limit in node.verdict.limits}
+    kinds = {limit.kind for limit in node.verdict.limits}
     broken = any(each.state in BROKEN_STATES for each in node.telemetry.guests)
     if late and leases:
         rank = 0

@@ -23,6 +23,8 @@ from elastic_scheduler.capacity import (
     CapacityGate,
     EffectivePolicy,
     Halt,
+    Limit,
+    LimitKind,
     NodeFacts,
     Note,
     PolicyMode,
@@ -219,7 +221,7 @@ class Capacity:
         self._objects_heard_s = max(event.heard_s, before_s if before_s is not None else -math.inf)
         self._objects_refused = event.refused
 
-    def _withheld(self, now_s: float) -> dict[str, str]:
+    def _withheld(self, now_s: float) -> dict[str, Limit]:
         """Policies whose objects nobody knows, or can take, as they are now; and why."""
         if self._objects_heard_s is None:
             # Objects known to an earlier leader count as heard when this term began.
@@ -228,14 +230,17 @@ class Capacity:
         for name in self._of_objects:
             old_s = now_s - self._objects_heard_s
             if not self._asks_objects:
-                found[name] = (
+                found[name] = Limit(
+                    LimitKind.API_SERVER,
                     f"the API server is not asked for object {name}: start the scheduler with"
-                    f" --kubernetes, or `rose policy delete {name}`"
+                    f" --kubernetes, or `rose policy delete {name}`",
                 )
             elif old_s > self.gate.policy(name).stale_after_s:
-                found[name] = f"the API server is not heard ({name})"
+                why = f"the API server is not heard ({name})"
+                found[name] = Limit(LimitKind.API_SERVER, why)
             elif name in self._objects_refused:
-                found[name] = f"the object cannot be taken as it is now ({name})"
+                why = f"the object cannot be taken as it is now ({name})"
+                found[name] = Limit(LimitKind.OBJECT, why)
         return found
 
     # ---- nodes ----
@@ -369,7 +374,7 @@ class Capacity:
         return rows
 
     def _row(self, verdict: Verdict) -> pb.NodeCapacity:
-        limits = [cut_text(why) for why in verdict.limits]
+        limits = [cut_text(limit.text) for limit in verdict.limits]
         if self.stop.mode is not HarvestMode.ACTIVE:
             limits.insert(0, f"the operator's stop: {self.stop.mode.value}")
         row = pb.NodeCapacity(

@@ -9,38 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import Advice
+from elastic_scheduler.capacity import Advice, Verdict
 from rose.scheduler.core.capacity import Capacity
 from rose.scheduler.core.demand import DemandBook, JobFigures
 from rose.scheduler.core.fleet import Fleet
 from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.leasing import Leasing
 from rose.scheduler.core.usage import Lent, Pair, UsageBook
-
-# Beginning of a limit's text, and the name of its kind.
-LIMIT_KINDS = (
-    ("no policy matches", "no_policy"),
-    ("mode Off", "off"),
-    ("mode Advisory", "advisory"),
-    ("its host is watched through", "scraped"),
-    ("canary halted", "canary_halted"),
-    ("outside the canary", "canary"),
-    ("maxHarvest.", "cap"),
-    ("blackout", "blackout"),
-    ("SLO budget", "slo_budget"),
-    ("busy", "busy"),
-    ("stopPolicy", "stop_policy"),
-    ("the API server", "api_server"),
-    ("the object cannot", "object"),
-    ("its node is of 0.2.0", "old_node"),
-    ("other nodes are not counted", "settling"),
-)
-OTHER_KIND = "other"
-
-
-def kind_of(limit: str) -> str:
-    """The kind of a limit: one of a few, where its words are as many as there are nodes."""
-    return next((kind for begins, kind in LIMIT_KINDS if limit.startswith(begins)), OTHER_KIND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +80,7 @@ def figures_of(
         offers=offers,
         demand=tuple(each for each in asked if each is not None),
         modes=Counter(each.mode.value for each in verdicts),
-        held=_kinds(each.limits for each in verdicts),
+        held=held_kinds(verdicts),
         advice={each.node: capacity.advice_of(each.node) for each in verdicts},
         budget_left=capacity.gate.budget_left(now_s) if budgets else {},
         silent_s={view.node: max(0.0, now_s - view.heard_s) for view in views},
@@ -115,6 +90,7 @@ def figures_of(
     )
 
 
-def _kinds(limits: Iterable[Iterable[str]]) -> Counter[str]:
-    """Each node once for each kind that holds it back."""
-    return Counter(kind for each in limits for kind in {kind_of(limit) for limit in each})
+def held_kinds(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """Count each node once for each kind of limit that holds it back."""
+    kinds = ({limit.kind.value for limit in each.limits} for each in verdicts)
+    return Counter(kind for each in kinds for kind in each)

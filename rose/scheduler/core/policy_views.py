@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, Verdict, effective
+from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, Limit, Verdict, effective
 from elastic_scheduler.capacity.effective import PATHS
 from elastic_scheduler.capacity.policy import NodeSelector
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.capacity import MOST_BYTES, Capacity
-from rose.scheduler.core.figures import kind_of
 from rose.scheduler.core.fleet import Fleet, NodeView
 from rose.scheduler.core.leasing import Leasing
 
@@ -134,9 +133,9 @@ def _is_there(guest: pb.GuestTelemetry) -> bool:
     return bool(guest.held_bytes or guest.duty > 0 or guest.state in ("healthy", "starting"))
 
 
-def _limit(view: PolicyView, limits: Iterable[str]) -> None:
+def _limit(view: PolicyView, limits: Iterable[Limit]) -> None:
     """Count a node once for each kind of reason; one of the words is kept."""
-    said = {kind_of(limit): limit for limit in limits}
+    said = {limit.kind.value: limit.text for limit in limits}
     if view.stop is not HarvestMode.ACTIVE:
         said["operator"] = f"the operator's stop: {view.stop.value}"
     for kind, limit in said.items():

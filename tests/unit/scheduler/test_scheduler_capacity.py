@@ -208,7 +208,7 @@ def test_policies_and_a_halted_canary_survive_a_restart() -> None:
     assert saved.policies == bench.core.capacity.gate.policies
     again = CoreBench(HarvestMode.OFF, bench.store)
     attach(again)
-    assert "canary halted" in again.core.capacity.gate.verdict("n0").limits[0]
+    assert "canary halted" in again.core.capacity.gate.verdict("n0").limits[0].text
     assert {v.mode for v in bench.core.capacity.gate.verdicts()} == {HarvestMode.OFF}
 
 
