@@ -269,7 +269,7 @@ class History:
 
     def _forget(self, seen: Observed) -> None:
         there = {node.node for node in seen.nodes}
-        away = {node for node, _ in seen.away}
+        away = {each.node for each in seen.away}
         for name in [n for n in self._nodes if n not in there]:
             if name in away:
                 self._nodes[name].tok_s = None

@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import LimitKind, PolicyMode
+from elastic_scheduler.capacity import LimitKind
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import Journalled
 from rose.dashboard.views.page import Tone
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.figures import held_kinds
 from rose.scheduler.core.fleet import LAPSED_S
 from rose.scheduler.core.observed import JobSeen, LeaseSeen, NodeSeen, Observed
 
@@ -139,7 +138,7 @@ class Model:
         for lease in self.seen.leases:
             leases.setdefault(by_replica.get(lease.lease.replica, ""), []).append(lease)
         rows = [_row(node, tuple(leases.get(node.node, ()))) for node in self.seen.nodes]
-        rows += [NodeRow(name, "away", 2, away_s=away_s) for name, away_s in self.seen.away]
+        rows += [NodeRow(each.node, "away", 2, away_s=each.away_s) for each in self.seen.away]
         return tuple(sorted(rows, key=lambda row: (row.rank, row.name)))
 
     def node(self, name: str) -> NodeRow | None:
@@ -165,12 +164,12 @@ class Model:
     @cached_property
     def lendable_bytes(self) -> float | None:
         """KV memory that policies let be lent now, or would; None where no node says."""
-        return known_sum(row.seen.lendable.memory_bytes for row in self.nodes if row.seen)
+        return known_sum(row.seen.advice.now.memory_bytes for row in self.nodes if row.seen)
 
     @cached_property
     def lendable_gpus(self) -> float | None:
         """Compute of the same, in whole hosts."""
-        return known_sum(row.seen.lendable.compute for row in self.nodes if row.seen)
+        return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
 
     @cached_property
     def working_guests(self) -> float | None:
@@ -187,7 +186,7 @@ class Model:
     @cached_property
     def holds(self) -> Mapping[str, int]:
         """Nodes by the kind of what holds them back; a node counts once for each."""
-        return dict(held_kinds(row.seen.verdict for row in self.nodes if row.seen).most_common())
+        return dict(self.seen.held.most_common())
 
     @cached_property
     def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
@@ -215,10 +214,6 @@ class Model:
             if job is not None and offer is not None:
                 found[lease.lease.job][_behind(job, offer.job, offer.policy_version)] += 1
         return found
-
-    @property
-    def acts(self) -> bool:
-        return any(policy.mode is PolicyMode.ACTIVE for policy in self.seen.policies)
 
 
 def _row(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> NodeRow:
@@ -264,7 +259,7 @@ def _behind(job: JobSeen, held_job: str, version: int) -> int:
 
 
 def _advised_bytes(row: NodeRow) -> float:
-    return row.seen.advised_byte_s if row.seen else 0.0
+    return row.seen.advice.byte_s if row.seen else 0.0
 
 
 def known_sum(values: Iterable[float | None]) -> float | None:

@@ -34,7 +34,6 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
 from rose.scheduler.core.capacity import policy_applied, policy_deleted
-from rose.scheduler.core.figures import SchedulerFigures
 from rose.scheduler.core.messages import (
     Action,
     Answer,
@@ -91,13 +90,13 @@ BROKEN = "the scheduler could not handle this; see its events"
 
 @dataclass(frozen=True, slots=True)
 class ServiceFigures:
-    """Figures of the core and of what waits around it.
+    """The fleet as the core sees it, and the queues around the core.
 
     commands: that nodes have not taken yet, in all and in the longest queue. commits: requests that
     wait for the store, which has not answered for stalled_s.
     """
 
-    core: SchedulerFigures
+    core: Observed
     watchers: int = 0
     commands: int = 0
     longest: int = 0
@@ -180,7 +179,7 @@ class SchedulerService(SchedulerServicer):
         """Return the figures of this moment, with SLO budgets if `budgets`."""
         queues = [queue.waiting for queue in self._queues.values()]
         return ServiceFigures(
-            self._core.figures(self._clock(), budgets=budgets),
+            self.observed(budgets=budgets),
             watchers=len(self._watchers),
             commands=sum(queues),
             longest=max(queues, default=0),
@@ -214,7 +213,7 @@ class SchedulerService(SchedulerServicer):
         return self._core.policy_views(self._clock())
 
     def observed(self, *, budgets: bool = True) -> Observed:
-        """Return the dashboard's view of this moment, with SLO budgets if `budgets`."""
+        """Return the fleet at this moment, with SLO budgets if `budgets`."""
         return self._core.observed(self._clock(), budgets=budgets)
 
     def troubles(self) -> list[str]:
@@ -548,7 +547,7 @@ class SchedulerService(SchedulerServicer):
     ) -> pb.ExplainPolicyReply:
         """Explain the policies' decisions for one node or for all."""
         try:
-            nodes = self._core.capacity.explained(request.node)
+            nodes = self._core.explained(request.node, self._clock())
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, "ExplainPolicy", context)
         return pb.ExplainPolicyReply(nodes=nodes)

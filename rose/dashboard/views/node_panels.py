@@ -141,16 +141,16 @@ def policy(row: NodeRow) -> Panel:
     seen = row.seen
     if seen is None:
         return Panel("policy", "Policy", "Who decided what?", ())
-    byte_h, compute_h = seen.advised_byte_s / GIB / 3600, seen.advised_compute_s / 3600
+    byte_h, compute_h = seen.advice.byte_s / GIB / 3600, seen.advice.compute_s / 3600
     facts = (
         ("Mode that holds", Cell(seen.mode.value.replace("_", " "))),
         ("What Active would say", Cell(seen.verdict.would.value.replace("_", " "))),
         ("Why not more", Cell(row.why or "nothing holds it back")),
-        ("Lends, or would", Cell(size(seen.lendable.memory_bytes))),
-        ("Compute that it lends, or would", Cell(share(seen.lendable.compute))),
+        ("Lends, or would", Cell(size(seen.advice.now.memory_bytes))),
+        ("Compute that it lends, or would", Cell(share(seen.advice.now.compute))),
         (
             "Sum of both",
-            Cell(f"over {span(seen.advised_s)}: {byte_h:.2f} GiB h, {compute_h:.2f} h"),
+            Cell(f"over {span(seen.advice.over_s)}: {byte_h:.2f} GiB h, {compute_h:.2f} h"),
         ),
     )
     columns = (Column("Field"), Column("Value"), Column("Decided by"))

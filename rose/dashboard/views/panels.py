@@ -45,7 +45,7 @@ def mode_of(model: Model) -> Cell:
         return Cell("Standby: no scheduler is known to lead; nothing new is lent", "bad")
     if model.seen.stop in STOPS:
         return STOPS[model.seen.stop]
-    if model.acts:
+    if model.seen.acts:
         return Cell("Active: what policies allow is lent", "good")
     if model.seen.policies:
         return Cell("Advisory: nothing is lent; what would be lent is shown", "quiet")
@@ -379,11 +379,11 @@ def advised(rows: tuple[NodeRow, ...]) -> Table:
             row.name,
             (
                 Cell(row.name, href=url("/node", name=row.name)),
-                Cell(size(row.seen.lendable.memory_bytes)),
-                Cell(share(row.seen.lendable.compute)),
-                Cell(span(row.seen.advised_s)),
-                Cell(f"{row.seen.advised_byte_s / GIB / 3600:.2f} GiB h"),
-                Cell(f"{row.seen.advised_compute_s / 3600:.2f} h"),
+                Cell(size(row.seen.advice.now.memory_bytes)),
+                Cell(share(row.seen.advice.now.compute)),
+                Cell(span(row.seen.advice.over_s)),
+                Cell(f"{row.seen.advice.byte_s / GIB / 3600:.2f} GiB h"),
+                Cell(f"{row.seen.advice.compute_s / 3600:.2f} h"),
                 Cell(row.why),
             ),
         )
@@ -433,7 +433,7 @@ def _node(row: NodeRow) -> Row:
             Cell(guests_of(row)),
             Cell(share(row.duty)) if row.duty is not None else Cell("–", "quiet", hint="no lease"),
             Cell(size(row.lent_bytes)),
-            Cell(size(seen.lendable.memory_bytes) if seen else NO_DATA),
+            Cell(size(seen.advice.now.memory_bytes) if seen else NO_DATA),
             Cell(row.why),
         ),
     )

@@ -27,7 +27,6 @@ from elastic_scheduler.capacity import (
     LimitKind,
     NodeFacts,
     Note,
-    PolicyMode,
     Verdict,
     cli_policy,
     parse_policy,
@@ -51,7 +50,7 @@ from rose.scheduler.core.messages import (
     StoreWrite,
 )
 from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_policy, save_stop
-from rose.scheduler.wire import MODE_TO, harvest_command
+from rose.scheduler.wire import harvest_command
 
 MAX_OVERRIDES: Final = 1_024
 # Bound on the memory that a node may report.
@@ -101,12 +100,6 @@ class Capacity:
     def stop(self) -> HarvestModes:
         """Modes set by the operator's hold, drain, resume and stop-all."""
         return self.gate.stop
-
-    @property
-    def shown_mode(self) -> HarvestMode:
-        """Mode of the cluster as 0.2.0 shows it: OFF where no policy lets anything be lent."""
-        acts = any(policy.mode is PolicyMode.ACTIVE for policy in self.gate.policies)
-        return self.stop.mode if acts else HarvestMode.OFF
 
     # ---- requests ----
 
@@ -339,6 +332,10 @@ class Capacity:
         """Return the memory and compute that the node lends or would lend."""
         return self._advice.of(node)
 
+    def kv_share(self, node: str) -> float | None:
+        """Return the share of the host's KV cache that is in use, None while unknown."""
+        return self._kv_share.get(node)
+
     # ---- operators ----
 
     def listed(self) -> list[pb.PolicyView]:
@@ -351,63 +348,6 @@ class Capacity:
             )
             for each in self.gate.policies
         ]
-
-    def rows(self) -> list[pb.NodeCapacity]:
-        """A line for each node; none where no operator applied a policy."""
-        if {policy.name for policy in self.gate.policies} <= {CLI}:
-            return []
-        return [self._row(verdict) for verdict in self.gate.verdicts()]
-
-    def explained(self, node: str) -> list[pb.NodeCapacity]:
-        """Return each field with the policy that decided it. RefusedError for an unknown node."""
-        verdicts = [v for v in self.gate.verdicts() if node in ("", v.node)]
-        if node and not verdicts:
-            raise RefusedError(f"no node {node!r} is attached; `rose status` lists nodes")
-        rows = []
-        for verdict in verdicts:
-            row = self._row(verdict)
-            row.fields.extend(
-                pb.PolicyField(path=path, value=value, policy=policy)
-                for path, value, policy in verdict.policy.fields()
-            )
-            rows.append(row)
-        return rows
-
-    def _row(self, verdict: Verdict) -> pb.NodeCapacity:
-        limits = [cut_text(limit.text) for limit in verdict.limits]
-        if self.stop.mode is not HarvestMode.ACTIVE:
-            limits.insert(0, f"the operator's stop: {self.stop.mode.value}")
-        row = pb.NodeCapacity(
-            node=verdict.node,
-            mode=MODE_TO[stricter(self.stop.mode, verdict.mode)],
-            would=MODE_TO[verdict.would],
-            limits=limits,
-            policies=verdict.policy.policies,
-            policy_mode=verdict.policy.mode.value,
-        )
-        advice = self._advice.of(verdict.node)
-        if advice.now.memory_bytes is not None:
-            row.lend_bytes = advice.now.memory_bytes
-        if advice.now.compute is not None:
-            row.lend_compute = advice.now.compute
-        row.advised_s, row.advised_byte_s = advice.over_s, advice.byte_s
-        row.advised_compute_s = advice.compute_s
-        share = self.gate.busy_share(verdict.node)
-        if share is not None:
-            row.busy_share = share
-        kv_share = self._kv_share.get(verdict.node)
-        if kv_share is not None:
-            row.kv_share = kv_share
-            row.limits.extend(_pressed(verdict.policy, kv_share))
-        return row
-
-
-def _pressed(policy: EffectivePolicy, kv_share: float) -> Iterable[str]:
-    """Why guests' KV memory shrinks, where their host uses more of its cache than is allowed."""
-    if policy.watermarks is not None and kv_share > policy.watermarks.high:
-        whose = policy.decided_by.get("watermarks", "")
-        of = f" ({whose})" if whose else ""
-        yield f"watermarks.high (kv {kv_share:.0%} > {policy.watermarks.high:.0%}){of}"
 
 
 def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:

@@ -28,17 +28,9 @@ from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.capacity import Capacity
 from rose.scheduler.core.demand import DemandBook
-from rose.scheduler.core.figures import SchedulerFigures, figures_of
 from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.core.job_registry import JobRegistry, version_command
-from rose.scheduler.core.leasing import (
-    PACE_S,
-    SMALL_FLEET,
-    LeaseTimes,
-    Leasing,
-    replica_rows,
-    snapshot,
-)
+from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes, Leasing
 from rose.scheduler.core.limits import Complaints
 from rose.scheduler.core.messages import (
     Action,
@@ -73,8 +65,9 @@ from rose.scheduler.core.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.core.observed import Observed, observed
+from rose.scheduler.core.observed import Books, Observed, observe, replicas_seen
 from rose.scheduler.core.policy_views import PolicyView, policy_views
+from rose.scheduler.core.replies import explained, replica_rows, snapshot
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import (
@@ -132,6 +125,16 @@ class SchedulerCore:
         )
         self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
         self.runs = RunBook(saved.runs, run_ttl_s)
+        self._books = Books(
+            self._fleet,
+            self._leasing,
+            self._healths,
+            self._jobs,
+            self.capacity,
+            self.demand,
+            self.runs,
+            self.usage,
+        )
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
         # Inputs and time of the last rows.
@@ -222,23 +225,20 @@ class SchedulerCore:
         return self._jobs.newest(job)
 
     def status(self, now_s: float) -> pb.SnapshotReply:
-        """Everything an operator may ask about."""
-        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
-        return snapshot(*views, self.demand, self.runs, now_s)
+        """Return the reply to an operator's question about the whole fleet."""
+        return snapshot(self.observed(now_s, budgets=False))
+
+    def explained(self, node: str, now_s: float) -> list[pb.NodeCapacity]:
+        """Return the policy behind each field, for one node or all (""). Raises RefusedError."""
+        return explained(self.observed(now_s, budgets=False), node)
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
         """Return the status of each capacity policy."""
-        return policy_views(self._fleet, self._leasing, self.capacity, now_s)
-
-    def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
-        """Everything that metrics count."""
-        views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand, self.usage)
-        return figures_of(*views, now_s, budgets=budgets)
+        return policy_views(self.observed(now_s, budgets=False))
 
     def observed(self, now_s: float, *, budgets: bool = True) -> Observed:
-        """Everything that the dashboard shows."""
-        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
-        return observed(*views, self.demand, self.runs, self.usage, now_s, budgets=budgets)
+        """Return the fleet at this moment, with SLO budgets if `budgets`."""
+        return observe(self._books, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -526,7 +526,7 @@ class SchedulerCore:
         self._made_s, self._news = now_s, False
         table = pb.ReplicaTable(
             revision=self._table.revision,
-            replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
+            replicas=replica_rows(replicas_seen(self._books, now_s)),
             latest_version=self._jobs.latest(self._only_job),
             jobs=[
                 pb.JobRow(
