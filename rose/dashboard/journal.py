@@ -65,6 +65,12 @@ class Decision:
         """The event in words."""
         return ASKED.get(self.event) or self.event.replace("_", " ")
 
+    @property
+    def caller(self) -> str:
+        """The caller, in words; the scheduler for its own decisions."""
+        asked = self.event in ASKED
+        return self.by or ("a caller without a certificate" if asked else "the scheduler")
+
 
 @dataclass(frozen=True, slots=True)
 class Journalled:
@@ -78,6 +84,10 @@ class Journalled:
     def last_act(self) -> Decision | None:
         """The newest change of what may be lent."""
         return next((each for each in self.decisions if each.is_act), None)
+
+    def sum_of(self, how: str) -> int:
+        """Return the number of leases granted, released and so on in all minutes."""
+        return sum(minute.get(how, 0) for minute in self.minutes)
 
 
 class Journal:

@@ -13,7 +13,7 @@ from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import LimitKind
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import Journalled
-from rose.dashboard.views.page import Tone
+from rose.dashboard.page import Tone
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.fleet import LAPSED_S
 from rose.scheduler.core.observed import JobSeen, LeaseSeen, NodeSeen, Observed
@@ -101,6 +101,21 @@ class NodeRow:
         return tuple(each for each in self.guests if each.replica in leased)
 
     @property
+    def guest_states(self) -> str:
+        """Number of guests in each state: `2 run, 1 freeze`."""
+        words = (
+            each.state if each.state not in ("", "healthy") else each.mode or "idle"
+            for each in self.guests
+        )
+        counted = sorted(Counter(words).items())
+        return ", ".join(f"{number} {word}" for word, number in counted) or "none"
+
+    def job_of(self, guest: str) -> str:
+        """Return the job that leases a guest, "" without one."""
+        jobs = (each.lease.job for each in self.leases if each.lease.replica == guest)
+        return next(jobs, "")
+
+    @property
     def duty(self) -> float | None:
         """Mean duty of its leased guests."""
         guests = self.leased_guests
@@ -172,7 +187,7 @@ class Model:
         return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
 
     @cached_property
-    def working_guests(self) -> float | None:
+    def working(self) -> float | None:
         """Compute that guests used lately, in whole guests."""
         guests = [each for row in self.nodes for each in row.leased_guests]
         return sum(each.duty for each in guests) if guests else None
@@ -214,6 +229,11 @@ class Model:
             if job is not None and offer is not None:
                 found[lease.lease.job][_behind(job, offer.job, offer.policy_version)] += 1
         return found
+
+    def beyond_bound(self, job: JobSeen) -> int:
+        """Return the number of leased replicas beyond the job's bound or with other weights."""
+        behind, bound = self.versions[job.record.job], job.record.max_staleness
+        return sum(number for lag, number in behind.items() if lag > bound or lag < 0)
 
 
 def _row(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> NodeRow:

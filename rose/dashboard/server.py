@@ -1,5 +1,6 @@
 """HTTP server of the dashboard: pages, `/series`, `/events`, `/static`; nothing that changes."""
 
+import argparse
 import asyncio
 import contextlib
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from aiohttp.typedefs import Handler
 
 from rose.addresses import PATIENCE_S, check_exposure
 from rose.dashboard.access import HEADERS, Access, TokenFile
-from rose.dashboard.rendering import assets
-from rose.dashboard.views.pages import PATHS
+from rose.dashboard.page import assets
+from rose.dashboard.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
@@ -41,6 +42,39 @@ class DashboardSettings:
         if certificates is None:
             what = "read what runs where, and who decided it"
             check_exposure(self.host, insecure, what)
+
+
+def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
+    """Options for whether and where it is served; read them with `taken_dashboard`."""
+    group = parser.add_argument_group("dashboard", "pages for a browser; they change nothing")
+    group.add_argument(
+        "--dashboard-port",
+        type=int,
+        metavar="N",
+        help="serve them there (default: nowhere; 7480 is as good as any)",
+    )
+    group.add_argument(
+        "--dashboard-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of the pages (default: loopback; others over TLS to operators, or with"
+        " --insecure)",
+    )
+    group.add_argument(
+        "--dashboard-token-file",
+        type=Path,
+        metavar="FILE",
+        help="readers show the secret in this file, as the password of any user",
+    )
+
+
+def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
+    """The settings, None where no port is given. Raises ConfigError."""
+    if args.dashboard_port is None:
+        if args.dashboard_token_file is not None:
+            raise ConfigError("--dashboard-token-file is of a dashboard; give --dashboard-port")
+        return None
+    return DashboardSettings(args.dashboard_port, args.dashboard_host, args.dashboard_token_file)
 
 
 class DashboardServer:

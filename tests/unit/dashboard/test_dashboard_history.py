@@ -4,7 +4,7 @@ from elastic_scheduler import HarvestMode
 from rose.dashboard.history import FLEET_LINES, NODE_LINES, SAMPLES, History, Ledger
 from rose.dashboard.journal import KEPT, Journal
 from rose.dashboard.model import Look, Model
-from rose.dashboard.views.pages import series_at
+from rose.dashboard.pages import series_at
 from tests.dashboard_fleet import WALL_S, DashboardFleet
 
 

@@ -1,1 +1,0 @@
-"""Contents of the dashboard's pages."""
