@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
@@ -307,15 +308,27 @@ FIRST_PAUSE_S = 0.3
 MAX_PAUSE_S = 5.0
 
 
-def _nobody(why: str) -> None:
-    """Nobody is told."""
+class UpdateOwner(Protocol):
+    """Owner of an engine whose weights are updated."""
+
+    def activated(self, job: str, version: int) -> None:
+        """Take the version that the engine now runs."""
+        ...
+
+    def unproven(self, version: int, why: str) -> None:
+        """End the engine: nobody knows which weights it runs."""
+        ...
+
+    def start_anew(self, why: str) -> None:
+        """Start the engine anew for the job that leases it."""
+        ...
 
 
 class Updates:
     """The version of one engine, and the job that it is of.
 
-    It follows the job that it was leased to last, before any lease that whose weights it has.
-    Another job's weights are replaced through a base; where there is none, `on_foreign` is told.
+    It follows the job of the last lease; before the first lease, the job of the engine's weights.
+    Another job's weights are replaced through a base; without one the engine starts anew.
 
     A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
     often. An engine that holds other weights than its version says is given a base. One that cannot
@@ -330,14 +343,8 @@ class Updates:
         source: WeightSource,
         activations: JsonlLog,
         events: EventLog,
-        on_active: Callable[[str, int], None],
-        on_unproven: Callable[[int, str], None],
-        on_foreign: Callable[[str], None] = _nobody,
+        owner: UpdateOwner,
     ) -> None:
-        """`on_active(job, version)`; `on_unproven(version, why)`.
-
-        `on_foreign(why)`: its engine has to start anew for the job that it is leased to.
-        """
         self.version = 0
         self.job = ""
         self._replica = replica
@@ -346,9 +353,7 @@ class Updates:
         self._source = source
         self._activations = activations
         self._events = events
-        self._on_active = on_active
-        self._on_unproven = on_unproven
-        self._on_foreign = on_foreign
+        self._owner = owner
         self._wanted = ""
         self._latest = 0
         self._other_model = False
@@ -425,7 +430,7 @@ class Updates:
         newest = chain.newest_of(self._wanted or self.job or chain.only_job)
         if self._foreign:
             if newest is None and not self._latest:
-                self._on_foreign(f"job {self._wanted} is at version 0")
+                self._owner.start_anew(f"job {self._wanted} is at version 0")
             return newest
         return newest if newest is not None and newest.version > self.version else None
 
@@ -487,7 +492,7 @@ class Updates:
     def _restart_for(self, known: KnownVersion, why: str, life: int) -> None:
         """Its engine cannot be updated to another job's weights."""
         if life == self._life and self._foreign and known.job == self._wanted:
-            self._on_foreign(why)
+            self._owner.start_anew(why)
 
     async def _not_taken(
         self, known: KnownVersion, version: int, error: RefusedError | UnavailableError, life: int
@@ -523,7 +528,7 @@ class Updates:
         if job == self._wanted:
             self._other_model = False
         self.job, self.version = job, version
-        self._on_active(job, version)
+        self._owner.activated(job, version)
 
     def _settle(self, job: str, version: int, applied: UpdateApplied) -> None:
         if applied.ok and applied.version == version:
@@ -550,7 +555,7 @@ class Updates:
     def _unproven(self, version: int, why: str) -> None:
         self._log("quarantined", version=version, message=why)
         self.engine_down()
-        self._on_unproven(version, why)
+        self._owner.unproven(version, why)
 
     def _record(self, job: str, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
         self._activations.write(

@@ -31,7 +31,8 @@ from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease_agent import LeaseAgent
 from rose.node.replica import Replica
-from rose.node.scheduler_session import SchedulerSession, build_reports
+from rose.node.reports import build_reports
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.telemetry.node_metrics import Reading
 from rose.node.weight_updates import AnnouncedVersions
 from rose.rpc import rose_pb2 as pb
@@ -360,10 +361,9 @@ class SimulatedReplica(Replica):
             start_timeout_s=60.0,
         )
         self.url = "http://127.0.0.1:8000"
-        self._reachable = lambda: True
+        self._proxy = None
         self._events = node.events  # type: ignore[assignment]
-        self._report = node.session.say
-        self._changed = node.session.changed
+        self._session = node.session
         self._client = EngineCalls(engine)  # type: ignore[assignment]
         self.lease_agent = LeaseAgent(
             engine.replica,
@@ -446,7 +446,7 @@ class SimulatedNode(LoopProcess):
         self._network = SimpleNamespace(follow=lambda known: None, enrol=lambda urls: None)
         self.session = SchedulerSession(
             self._addresses,
-            self.name,
+            NodeIdentity(self.name),
             self._reports,
             self._obey,
             self.events,  # type: ignore[arg-type]
@@ -499,7 +499,7 @@ class SimulatedNode(LoopProcess):
     def activated(self, job: str, version: int) -> None:
         """The engine has proven a version."""
         self._invariants.activated(self._engine.replica, job, version)
-        self._replica._activated(job, version)
+        self._replica.activated(job, version)
 
     # ---- clocks ----
 
@@ -516,7 +516,7 @@ class SimulatedNode(LoopProcess):
     # ---- scheduler ----
 
     def _reports(self) -> list[pb.NodeReport]:
-        offers, telemetry = build_reports(self.name, self._replicas, {})  # type: ignore[arg-type]
+        offers, telemetry = build_reports(self.name, list(self._replicas.values()))
         self._reported += 1
         # The host is idle and says so now and then.
         return [offers] if self._reported % TELEMETRY_EACH else [offers, telemetry]
