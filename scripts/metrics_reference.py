@@ -28,7 +28,7 @@ from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
 from rose.node.guest.supervisor import EngineState
 from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
-from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.memory_gauges import HeldMemory
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
@@ -124,7 +124,7 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     views = [
         ReplicaFigures(
             name, "healthy", 0, 1, grant=Grant(GrantMode.FREEZE, 1, reason="host_dead"),
-            guest=GuestState(), held=Held(1, "kernel"), reclaim_s=5.0, host=f"host-{at}",
+            guest=GuestState(), held=HeldMemory(1, "kernel"), reclaim_s=5.0, host=f"host-{at}",
         )
         for at, name in enumerate(names)
     ]  # fmt: skip

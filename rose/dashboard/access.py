@@ -40,7 +40,7 @@ MAX_TOKEN_BYTES: Final = 4_096
 REALM: Final = 'Basic realm="ROSE dashboard", charset="UTF-8"'
 
 
-class TokenFile:
+class DashboardToken:
     """A secret in a file, which is read again at each call: it may be replaced."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class Access:
         self,
         host: str,
         certificates: CertificateFiles | None,
-        token: TokenFile | None,
+        token: DashboardToken | None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._local = is_loopback(host)

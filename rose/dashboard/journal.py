@@ -41,7 +41,7 @@ ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolic
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class JournalEntry:
     """One record. at_s: Unix seconds; by: whose call, "" for the process's own decision."""
 
     at_s: float
@@ -76,12 +76,12 @@ class Decision:
 class Journalled:
     """Content of the journal at one moment, newest first; minutes: lease events by minute."""
 
-    decisions: tuple[Decision, ...] = ()
-    leases: tuple[Decision, ...] = ()
+    decisions: tuple[JournalEntry, ...] = ()
+    leases: tuple[JournalEntry, ...] = ()
     minutes: tuple[Mapping[str, int], ...] = ()
 
     @property
-    def last_act(self) -> Decision | None:
+    def last_act(self) -> JournalEntry | None:
         """The newest change of what may be lent."""
         return next((each for each in self.decisions if each.is_act), None)
 
@@ -95,14 +95,14 @@ class Journal:
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = threading.Lock()
-        self._decisions: deque[Decision] = deque(maxlen=kept)
-        self._leases: deque[Decision] = deque(maxlen=kept)
+        self._decisions: deque[JournalEntry] = deque(maxlen=kept)
+        self._leases: deque[JournalEntry] = deque(maxlen=kept)
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES + 1)
 
     def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
         """Keep a record; whether pages should show it at once."""
         node = str(fields.get("node", ""))[:MOST_CHARS]
-        decision = Decision(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
+        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
         with self._lock:
             if decision.is_of_lease:
                 self._leases.appendleft(decision)

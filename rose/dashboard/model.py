@@ -43,7 +43,7 @@ BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Moment:
     """Inputs of one moment. observed: None on a standby. leader: its address, if any.
 
     me: this process's address. at_s: Unix seconds; since_s: when this process began.
@@ -140,7 +140,7 @@ class NodeRow:
 class Model:
     """All that panels ask for. `history` is read while pages are made, in the same thread."""
 
-    def __init__(self, look: Look, history: History) -> None:
+    def __init__(self, look: Moment, history: History) -> None:
         self.look = look
         self.history = history
         self.seen = look.observed or Observed()

@@ -50,7 +50,7 @@ class Cell:
         return Markup(f'{begin} id="{name}"{tone}{hint}>{escape(self.text)}</{end}>')  # noqa: S704
 
 
-class Row:
+class RowBuilder:
     """A row of a table, or a list of labels, that its template fills cell by cell."""
 
     def __init__(self, page: "Page | None", key: str, columns: tuple[str, ...] = ()) -> None:
@@ -130,9 +130,9 @@ class Page:
         self.cells[name] = cell
         return cell.html(name)
 
-    def row(self, key: str, columns: tuple[str, ...] = (), *, changes: bool = True) -> Row:
+    def row(self, key: str, columns: tuple[str, ...] = (), *, changes: bool = True) -> RowBuilder:
         """Begin a row of a table or a list of labels."""
-        return Row(self if changes else None, key, columns)
+        return RowBuilder(self if changes else None, key, columns)
 
     def chart(self, key: str, newest: tuple[float | None, ...]) -> str:
         """Add a chart with its newest point."""

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Final
 
 from elastic_scheduler import HarvestMode
-from rose.dashboard.history import FEWEST_REQUESTS, Spent
-from rose.dashboard.journal import Decision
+from rose.dashboard.history import FEWEST_REQUESTS, RequestCounts
+from rose.dashboard.journal import JournalEntry
 from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
 from rose.dashboard.page import Cell, Page, url
 from rose.dashboard.text import NO_DATA, count, day, latency, span
@@ -47,7 +47,7 @@ Content = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ListPart:
     """A part of a long list, and the addresses of the parts beside it ("" for none)."""
 
     items: Sequence[Any]
@@ -203,7 +203,7 @@ _PAGES: Final[Mapping[str, Callable[[Model, Query], Content]]] = {
 PATHS: Final = tuple(_PAGES)
 
 
-def _part(path: str, query: Query, items: Sequence[Any], label: str) -> Part:
+def _part(path: str, query: Query, items: Sequence[Any], label: str) -> ListPart:
     """Return the part of a list that the query's page number names."""
     total = len(items)
     pages = max(1, math.ceil(total / ROWS))
@@ -213,7 +213,7 @@ def _part(path: str, query: Query, items: Sequence[Any], label: str) -> Part:
     begin, end = (number - 1) * ROWS, min(total, number * ROWS)
     others: dict[str, str | int] = {name: value for name, value in query.items() if name != "page"}
     beside = partial(url, path, **others)
-    return Part(
+    return ListPart(
         items[begin:end],
         label,
         f"{begin + 1 if total else 0} to {end} of {count(total)} {label}",
@@ -274,7 +274,7 @@ def empty_in(left: float | None, rate: float | None) -> str:
     return span(left / rate * 30 * 86_400) if rate > 0 else "never"
 
 
-def missed(spent: Spent) -> str:
+def missed(spent: RequestCounts) -> str:
     """Return the share of requests that missed a target."""
     if spent.missed is None:
         return "no requests"
@@ -300,7 +300,7 @@ def sparse(times: Sequence[float | None]) -> list[int]:
     return list(range(len(times) - 1, -1, -max(1, -(-len(times) // FIGURES))))
 
 
-def _act(act: Decision | None, since_s: float) -> Cell:
+def _act(act: JournalEntry | None, since_s: float) -> Cell:
     if act is None:
         return Cell(f"none since {day(since_s)}", "quiet", "/decisions")
     return Cell(f"{act.what} ({act.said}) by {act.caller}, {day(act.at_s)}", "", "/decisions")

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rose.addresses import PATIENCE_S, check_exposure
-from rose.dashboard.access import HEADERS, Access, TokenFile
+from rose.dashboard.access import HEADERS, Access, DashboardToken
 from rose.dashboard.page import assets
 from rose.dashboard.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
@@ -90,7 +90,7 @@ class DashboardServer:
         self._watch = watch
         self._settings = settings
         self._certificates = certificates
-        token = TokenFile(settings.token_file) if settings.token_file else None
+        token = DashboardToken(settings.token_file) if settings.token_file else None
         self._access = Access(settings.host, certificates, token)
         self._listening: HttpPort | None = None
         self._streams: set[asyncio.Task[None]] = set()

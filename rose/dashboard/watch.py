@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from rose.dashboard.history import SAMPLE_S, History
 from rose.dashboard.journal import Journal
-from rose.dashboard.model import Look, Model
+from rose.dashboard.model import Model, Moment
 from rose.dashboard.page import Cell, Page, message_of
 from rose.dashboard.pages import page_at, series_at
 from rose.scheduler.service import AuditSink, SchedulerService
@@ -168,14 +168,14 @@ class Watch:
 
     # ---- inside ----
 
-    def _taken(self, now_s: float) -> Look:
+    def _taken(self, now_s: float) -> Moment:
         service, standing = self._service(), self._standing()
         at_s = self._wall_s()
         due = self._budgeted_s is None or now_s >= self._budgeted_s + BUDGETS_EVERY_S
         seen = None if service is None else service.observed(budgets=due and self._viewers > 0)
         if seen is not None and seen.budget_left is not None:
             self._budget_left, self._budgeted_s = seen.budget_left, now_s
-        return Look(
+        return Moment(
             observed=seen,
             journal=self._journal.read(at_s),
             at_s=at_s,

@@ -23,12 +23,12 @@ from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
 from rose.node.hosts.discovery import (
     LOOK_S,
-    Came,
-    Dead,
     FoundHost,
     HostBook,
-    Left,
-    Refused,
+    HostFound,
+    HostLost,
+    PageDead,
+    PageRefused,
     look,
     sweep,
 )
@@ -229,27 +229,27 @@ class NodeDaemon:
         """In a thread: a folder that hangs must not hold up leases."""
         seen = await asyncio.to_thread(look, discover.folder, discover.page_group)
         acts = self._book.step(seen)
-        await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, Left)))
+        await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, HostLost)))
         for act in acts:
             match act:
-                case Refused():
+                case PageRefused():
                     self._refused(act)
-                case Dead():
+                case PageDead():
                     await self._sweep(act)
-                case Came():
+                case HostFound():
                     await self._take_in(act, discover)
 
-    async def _sweep(self, dead: Dead) -> None:
+    async def _sweep(self, dead: PageDead) -> None:
         try:
             swept = await asyncio.to_thread(sweep, dead.page, dead.inode)
         except OSError as error:
             why = f"{dead.page} of a dead host cannot be removed: {error.strerror}"
-            self._refused(Refused(dead.page, why))
+            self._refused(PageRefused(dead.page, why))
         else:
             if swept:
                 self._events.write("page_swept", page=str(dead.page))
 
-    async def _take_in(self, came: Came, discover: DiscoverConfig) -> None:
+    async def _take_in(self, came: HostFound, discover: DiscoverConfig) -> None:
         """A host that cannot be taken in is tried again; what broke is the task's to tell."""
         try:
             await self._open(came.host, came.slot, discover)
@@ -260,7 +260,7 @@ class NodeDaemon:
             self._book.untaken(came.host, repr(error))
             raise
 
-    def _refused(self, refused: Refused) -> None:
+    def _refused(self, refused: PageRefused) -> None:
         self._events.write("host_refused", page=str(refused.page), message=refused.reason)
 
     async def _open(self, found: FoundHost, slot: int, discover: DiscoverConfig) -> None:

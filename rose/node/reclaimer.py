@@ -26,7 +26,7 @@ from executor.kv.reclaim_ladder import (
 )
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.telemetry.memory_gauges import Held, Measuring, MemoryGauge
+from rose.node.telemetry.memory_gauges import HeldMemory, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"
@@ -70,9 +70,9 @@ class Reclaimer:
         """Why the guest must not be started just now."""
         return RECLAIM if self._task is not None and not self._task.done() else None
 
-    def held(self) -> Held:
+    def held(self) -> HeldMemory:
         """Measure the guest's memory (any thread, takes milliseconds)."""
-        return Held.now(self._guest.gauge())
+        return HeldMemory.now(self._guest.gauge())
 
     def begin(
         self,

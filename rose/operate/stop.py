@@ -21,7 +21,7 @@ MEASURED_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
+class UnheardNode:
     """A node of which no confirmation is known. state: attached, silent or away."""
 
     node: str
@@ -50,7 +50,7 @@ class Unheard:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RemainingGuest:
     """A guest that is there still, as its node measured it."""
 
     replica: str
@@ -75,10 +75,10 @@ class Proof:
     nodes: int
     held: int
     slowest_s: float | None
-    unheard: tuple[Unheard, ...]
+    unheard: tuple[UnheardNode, ...]
     older: tuple[str, ...]
     guests: int
-    left: tuple[Left, ...]
+    left: tuple[RemainingGuest, ...]
     unmeasured: tuple[str, ...]
 
     def settled(self, waited_s: float) -> bool:
@@ -129,7 +129,7 @@ def proof_of(fleet: Fleet) -> Proof:
         held=len(times_s),
         slowest_s=max(times_s, default=None),
         unheard=tuple(
-            Unheard(n.name, n.state, n.heard_s, tuple(each.name for each in guests[n.name]))
+            UnheardNode(n.name, n.state, n.heard_s, tuple(each.name for each in guests[n.name]))
             for n in unheard
         ),
         older=tuple(
@@ -158,11 +158,13 @@ def _unheard(node: Node, guests: list[Replica]) -> bool:
     return not held or any(left_of(guest) is not None for guest in guests)
 
 
-def left_of(replica: Replica) -> Left | None:
+def left_of(replica: Replica) -> RemainingGuest | None:
     """Return the rest of a guest that still exists, None for a guest that is gone."""
     engine = replica.engine
     if engine is None:
         return None
     if engine.held_bytes or engine.duty > 0 or engine.state in ("healthy", "starting"):
-        return Left(replica.name, replica.node, engine.state, engine.held_bytes, engine.duty)
+        return RemainingGuest(
+            replica.name, replica.node, engine.state, engine.held_bytes, engine.duty
+        )
     return None

@@ -24,8 +24,8 @@ import grpc
 import grpc.aio
 from typing_extensions import override
 
+import rose.store.etcd_pb2 as pb
 from rose.errors import UnavailableError
-from rose.store import etcd_pb2 as pb
 from rose.store.etcd_link import (
     MOST_S,
     TIMEOUT_S,

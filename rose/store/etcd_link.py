@@ -14,9 +14,9 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+import rose.store.etcd_pb2 as pb
 from rose.errors import ConfigError, RoseError, UnavailableError
 from rose.security.certificates import authorities_in, pair_in
-from rose.store import etcd_pb2 as pb
 from rose.store.etcd_pb2_grpc import AuthStub
 
 R = TypeVar("R")

@@ -73,7 +73,7 @@ class Measuring:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """One measurement: bytes, None when unknown, and by whom."""
 
     amount: int | None

@@ -31,7 +31,7 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are no news."""
 
 
-class MetricsServer:
+class ThreadedMetricsServer:
     """Answers with all of a registry, to everybody who reaches the address."""
 
     def __init__(

@@ -30,8 +30,8 @@ from rose.errors import ConfigError, UnavailableError
 from rose.metrics_server import certificate_families, damaged_files_family
 from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.host_metrics import HostFigures, host_families
-from rose.node.telemetry.memory_gauges import Held
-from rose.node.telemetry.metrics_server import MetricsServer
+from rose.node.telemetry.memory_gauges import HeldMemory
+from rose.node.telemetry.metrics_server import ThreadedMetricsServer
 from rose.release import release
 
 INTERVAL_S = 1.0
@@ -93,7 +93,7 @@ class ReplicaFigures:
     grant: Grant | None = None
     guest: GuestState | None = None
     owed_bytes: int = 0
-    held: Held | None = None
+    held: HeldMemory | None = None
     reclaim_s: float | None = None
     host: str = ""
 
@@ -457,7 +457,7 @@ class NodeMetrics:
             ("version", "page_layout"),
         )
         build.labels(release(), str(LAYOUT_VERSION)).set(1)
-        self._server: MetricsServer | None = None
+        self._server: ThreadedMetricsServer | None = None
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
         """Take one event of the log (any thread)."""
@@ -515,7 +515,7 @@ class NodeMetrics:
         """Answer there; ConfigError when the port stays taken."""
 
         async def bind() -> None:
-            self._server = MetricsServer(self.registry, host, port, tls)
+            self._server = ThreadedMetricsServer(self.registry, host, port, tls)
 
         try:
             await bound(bind)
