@@ -16,12 +16,14 @@ What etcd's API leaves to its clients:
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from typing_extensions import override
 
 import rose.store.etcd_pb2 as pb
@@ -52,6 +54,7 @@ from rose.store.protocol import (
     note,
 )
 
+R = TypeVar("R")
 # A lease is kept well within its life, or another endpoint is asked.
 KEEP_ATTEMPT_S = 0.5
 KEEP_S = 1.5
@@ -101,14 +104,8 @@ class EtcdStore(TxnStore):
             ],
             success=[self._operation(each) for each in writes],
         )
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.TxnResponse:
-            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
-
         try:
-            return await self._done_once(ask, expect, writes)
+            return await self._done_once(_txn(request), expect, writes)
         except NoLeaseError as error:
             raise LeaseGoneError("the lease is over; take another one") from error
 
@@ -146,13 +143,7 @@ class EtcdStore(TxnStore):
                 pb.RequestOp(request_range=pb.RangeRequest(key=self._key(key))) for key in keys
             ]
         )
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.TxnResponse:
-            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
-
-        reply = await self._link.call(ask)
+        reply = await self._link.call(_txn(request))
         found = {
             key: each.response_range.kvs[0] if each.response_range.kvs else None
             for key, each in zip(keys, reply.responses, strict=True)
@@ -237,12 +228,7 @@ class EtcdStore(TxnStore):
     async def compact(self, revision: int) -> None:
         """Forget the history up to a revision, of all keys of the cluster."""
         request = pb.CompactionRequest(revision=revision, physical=True)
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.CompactionResponse:
-            return await KVStub(channel).Compact(request, timeout=timeout_s, metadata=metadata)
-
+        ask: Ask[pb.CompactionResponse] = _unary(lambda channel: KVStub(channel).Compact, request)
         await self._link.attempt(ask)
 
     # ---- leases ----
@@ -250,14 +236,9 @@ class EtcdStore(TxnStore):
     async def grant_lease(self, ttl_s: float) -> int:
         """Make one; etcd counts whole seconds, and a cluster has a least number of them."""
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.LeaseGrantResponse:
-            return await LeaseStub(channel).LeaseGrant(
-                request, timeout=timeout_s, metadata=metadata
-            )
-
+        ask: Ask[pb.LeaseGrantResponse] = _unary(
+            lambda channel: LeaseStub(channel).LeaseGrant, request
+        )
         return (await self._link.call(ask)).ID
 
     async def keep_lease(self, lease: int) -> float:
@@ -277,14 +258,9 @@ class EtcdStore(TxnStore):
 
     async def revoke_lease(self, lease: int) -> None:
         request = pb.LeaseRevokeRequest(ID=lease)
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.LeaseRevokeResponse:
-            return await LeaseStub(channel).LeaseRevoke(
-                request, timeout=timeout_s, metadata=metadata
-            )
-
+        ask: Ask[pb.LeaseRevokeResponse] = _unary(
+            lambda channel: LeaseStub(channel).LeaseRevoke, request
+        )
         with suppress(NoLeaseError):
             await self._link.call(ask)
 
@@ -315,13 +291,22 @@ class EtcdStore(TxnStore):
 
     def _range(self, begin: bytes, end: bytes = b"") -> Ask[pb.RangeResponse]:
         request = pb.RangeRequest(key=begin, range_end=end)
+        return _unary(lambda channel: KVStub(channel).Range, request)
 
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.RangeResponse:
-            return await KVStub(channel).Range(request, timeout=timeout_s, metadata=metadata)
 
-        return ask
+def _txn(request: pb.TxnRequest) -> Ask[pb.TxnResponse]:
+    return _unary(lambda channel: KVStub(channel).Txn, request)
+
+
+def _unary(
+    method: Callable[[grpc.aio.Channel], Callable[..., Awaitable[R]]], request: Message
+) -> Ask[R]:
+    """Return the attempt that sends a request by a method of one of etcd's services."""
+
+    async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> R:
+        return await method(channel)(request, timeout=timeout_s, metadata=metadata)
+
+    return ask
 
 
 def end_of(prefix: bytes) -> bytes:
