@@ -16,18 +16,16 @@ What etcd's API leaves to its clients:
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 from typing_extensions import override
 
-import rose.store.etcd_pb2 as pb
 from rose.errors import UnavailableError
+from rose.store import etcd_pb2 as pb
 from rose.store.etcd_link import (
     MOST_S,
     TIMEOUT_S,
@@ -38,8 +36,9 @@ from rose.store.etcd_link import (
     NoLeaseError,
     StaleTokenError,
     UnansweredError,
+    stream,
+    unary,
 )
-from rose.store.etcd_pb2_grpc import KVStub, LeaseStub, WatchStub
 from rose.store.protocol import (
     ABSENT,
     Change,
@@ -54,7 +53,6 @@ from rose.store.protocol import (
     note,
 )
 
-R = TypeVar("R")
 # A lease is kept well within its life, or another endpoint is asked.
 KEEP_ATTEMPT_S = 0.5
 KEEP_S = 1.5
@@ -105,7 +103,7 @@ class EtcdStore(TxnStore):
             success=[self._operation(each) for each in writes],
         )
         try:
-            return await self._done_once(_txn(request), expect, writes)
+            return await self._done_once(unary("KV/Txn", request, pb.TxnResponse), expect, writes)
         except NoLeaseError as error:
             raise LeaseGoneError("the lease is over; take another one") from error
 
@@ -143,7 +141,7 @@ class EtcdStore(TxnStore):
                 pb.RequestOp(request_range=pb.RangeRequest(key=self._key(key))) for key in keys
             ]
         )
-        reply = await self._link.call(_txn(request))
+        reply = await self._link.call(unary("KV/Txn", request, pb.TxnResponse))
         found = {
             key: each.response_range.kvs[0] if each.response_range.kvs else None
             for key, each in zip(keys, reply.responses, strict=True)
@@ -210,7 +208,8 @@ class EtcdStore(TxnStore):
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 metadata = await self._link.metadata(channel)
-                call = WatchStub(channel).Watch(metadata=metadata)  # type: ignore[call-arg]
+                watch = stream(channel, "Watch/Watch", pb.WatchRequest, pb.WatchResponse)
+                call = watch(None, metadata=metadata)
                 await call.write(pb.WatchRequest(create_request=create))
                 answer = await call.read()
             while isinstance(answer, pb.WatchResponse):
@@ -228,23 +227,25 @@ class EtcdStore(TxnStore):
     async def compact(self, revision: int) -> None:
         """Forget the history up to a revision, of all keys of the cluster."""
         request = pb.CompactionRequest(revision=revision, physical=True)
-        ask: Ask[pb.CompactionResponse] = _unary(lambda channel: KVStub(channel).Compact, request)
-        await self._link.attempt(ask)
+        await self._link.attempt(unary("KV/Compact", request, pb.CompactionResponse))
 
     # ---- leases ----
 
     async def grant_lease(self, ttl_s: float) -> int:
         """Make one; etcd counts whole seconds, and a cluster has a least number of them."""
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        ask: Ask[pb.LeaseGrantResponse] = _unary(
-            lambda channel: LeaseStub(channel).LeaseGrant, request
-        )
+        ask = unary("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         return (await self._link.call(ask)).ID
 
     async def keep_lease(self, lease: int) -> float:
         async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> float:
-            keep = LeaseStub(channel).LeaseKeepAlive
-            call = keep(timeout=timeout_s, metadata=metadata)  # type: ignore[call-arg]
+            keep = stream(
+                channel,
+                "Lease/LeaseKeepAlive",
+                pb.LeaseKeepAliveRequest,
+                pb.LeaseKeepAliveResponse,
+            )
+            call = keep(None, timeout=timeout_s, metadata=metadata)
             try:
                 await call.write(pb.LeaseKeepAliveRequest(ID=lease))
                 answer = await call.read()
@@ -258,9 +259,7 @@ class EtcdStore(TxnStore):
 
     async def revoke_lease(self, lease: int) -> None:
         request = pb.LeaseRevokeRequest(ID=lease)
-        ask: Ask[pb.LeaseRevokeResponse] = _unary(
-            lambda channel: LeaseStub(channel).LeaseRevoke, request
-        )
+        ask = unary("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
         with suppress(NoLeaseError):
             await self._link.call(ask)
 
@@ -291,22 +290,7 @@ class EtcdStore(TxnStore):
 
     def _range(self, begin: bytes, end: bytes = b"") -> Ask[pb.RangeResponse]:
         request = pb.RangeRequest(key=begin, range_end=end)
-        return _unary(lambda channel: KVStub(channel).Range, request)
-
-
-def _txn(request: pb.TxnRequest) -> Ask[pb.TxnResponse]:
-    return _unary(lambda channel: KVStub(channel).Txn, request)
-
-
-def _unary(
-    method: Callable[[grpc.aio.Channel], Callable[..., Awaitable[R]]], request: Message
-) -> Ask[R]:
-    """Return the attempt that sends a request by a method of one of etcd's services."""
-
-    async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> R:
-        return await method(channel)(request, timeout=timeout_s, metadata=metadata)
-
-    return ask
+        return unary("KV/Range", request, pb.RangeResponse)
 
 
 def end_of(prefix: bytes) -> bytes:
