@@ -104,6 +104,19 @@ class ServiceFigures:
     stalled_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    """Clocks of a service, the time of an answer, and the period of its ticks.
+
+    clock, wall_clock: the core's times, and those of blackout windows.
+    """
+
+    answer_s: float = ANSWER_S
+    tick_s: float = TICK_S
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+
+
 class SchedulerService(SchedulerServicer):
     """Feeds the core and carries out its actions, all on one event loop.
 
@@ -117,29 +130,26 @@ class SchedulerService(SchedulerServicer):
         store: Store,
         events: EventLog,
         troubles: Callable[[], Iterable[str]] = tuple,
-        answer_s: float = ANSWER_S,
         leads: Callable[[], bool] = lambda: True,
         audit: AuditSink = lambda event, fields, by: None,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        tick_s: float = TICK_S,
+        times: ServiceTimes | None = None,
     ) -> None:
         """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions.
 
         leads: whether this process surely leads; the core takes no step when it does not.
-        clock, wall_clock: the core's times, and those of blackout windows.
         """
         self._leads = leads
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._tick_s = tick_s
+        times = times or ServiceTimes()
+        self._clock = times.clock
+        self._wall_clock = times.wall_clock
+        self._tick_s = times.tick_s
         self._audit = audit
         self._troubles = troubles
         self._core = core
         self._store = store
         self._writer = StoreWriter(store, events.write)
         self._events = events
-        self._answer_s = answer_s
+        self._answer_s = times.answer_s
         self._streams = itertools.count(1)
         self._queues: dict[int, CommandQueue] = {}
         # Streams whose nodes know what an empty command means; one of 0.2.0 records it as a fault.
