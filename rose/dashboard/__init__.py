@@ -16,12 +16,12 @@ from rose.dashboard.server import (
     add_dashboard_options,
     taken_dashboard,
 )
-from rose.dashboard.watch import Standing, Watch
+from rose.dashboard.watch import LeaderInfo, Watch
 
 __all__ = [
     "DashboardServer",
     "DashboardSettings",
-    "Standing",
+    "LeaderInfo",
     "Watch",
     "add_dashboard_options",
     "taken_dashboard",

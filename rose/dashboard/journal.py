@@ -73,7 +73,7 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Journalled:
+class JournalContent:
     """Content of the journal at one moment, newest first; minutes: lease events by minute."""
 
     decisions: tuple[JournalEntry, ...] = ()
@@ -111,10 +111,10 @@ class Journal:
                 self._decisions.appendleft(decision)
         return decision.is_act
 
-    def read(self, now_s: float) -> Journalled:
+    def read(self, now_s: float) -> JournalContent:
         first = int(now_s // MINUTE_S) - MINUTES
         with self._lock:
-            return Journalled(
+            return JournalContent(
                 tuple(self._decisions),
                 tuple(self._leases),
                 tuple(dict(counts) for minute, counts in self._minutes if minute > first),

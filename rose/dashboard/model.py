@@ -12,7 +12,7 @@ from typing import Final
 from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import LimitKind
 from rose.dashboard.history import History, is_late
-from rose.dashboard.journal import Journalled
+from rose.dashboard.journal import JournalContent
 from rose.dashboard.page import Tone
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.fleet import LAPSED_S
@@ -50,7 +50,7 @@ class Moment:
     """
 
     observed: Observed | None
-    journal: Journalled
+    journal: JournalContent
     at_s: float
     leader: str = ""
     me: str = ""

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaderInfo:
     """Addresses of the leader ("" while unknown) and of this process (`me`)."""
 
     leader: str
@@ -52,7 +52,7 @@ class Watch:
     def __init__(
         self,
         service: Callable[[], SchedulerService | None],
-        standing: Callable[[], Standing],
+        standing: Callable[[], LeaderInfo],
         cluster: str = "",
         clock_s: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,

@@ -15,7 +15,7 @@ from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
-from rose.node.grants.caps import Contact, ToldCaps
+from rose.node.grants.caps import SchedulerCaps, SchedulerContact
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_scrape import watch as watch_metrics
 from rose.node.grants.host_watch import HOST_LATENCY
@@ -99,8 +99,8 @@ class NodeDaemon:
         self._background = Background(self._events.write)
         self._chain = AnnouncedVersions()
         self._harvest = HarvestSwitch()
-        self._contact = contact = Contact()
-        self._caps = ToldCaps(contact.lost_s)
+        self._contact = contact = SchedulerContact()
+        self._caps = SchedulerCaps(contact.lost_s)
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()

@@ -12,7 +12,7 @@ from rose.engines import share_of
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import NodeConfig, ReplicaConfig
-from rose.node.grants.caps import ToldCaps
+from rose.node.grants.caps import SchedulerCaps
 from rose.node.grants.guard_thread import GuardedHost, GuardThread
 from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
 from rose.node.guest.guest_record import GuestLock
@@ -59,7 +59,7 @@ class Orders:
 
     harvest: HarvestSwitch
     kill_switch: KillSwitch
-    caps: ToldCaps
+    caps: SchedulerCaps
 
     def bars(self, guest: str) -> bool:
         """Return True if the guest must not exist."""

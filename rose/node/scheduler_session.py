@@ -21,7 +21,7 @@ import grpc.aio
 from rose.clock import Stall, boot_clock_s
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.grants.caps import Contact
+from rose.node.grants.caps import SchedulerContact
 from rose.node.lease_agent import check_order
 from rose.release import release
 from rose.rpc import rose_pb2, rose_pb2_grpc
@@ -75,7 +75,7 @@ class SchedulerSession:
         obey: Callable[[rose_pb2.NodeCommand], None],
         events: EventLog,
         certificates: CertificateFiles | None = None,
-        contact: Contact | None = None,
+        contact: SchedulerContact | None = None,
         clock: Callable[[], float] = boot_clock_s,
     ) -> None:
         self._clock = clock
@@ -91,7 +91,7 @@ class SchedulerSession:
             release=release(),
             obeys=True,
         )
-        self._contact = contact or Contact()
+        self._contact = contact or SchedulerContact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
         self._lost = False
         self._holds = False

@@ -5,8 +5,8 @@
                             └──────── admit, drain, update ──────────┘
 
 The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`, `HarvestSwitch`,
-`ToldCaps`, `Contact`, `AnnouncedVersions`, `GrantController`; the engine asks `decide` before each
-step. Stand-ins, for what starts processes or fetches files: of the engine's HTTP, `Supervisor` and
+`SchedulerCaps`, `SchedulerContact`, `AnnouncedVersions`, `GrantController`; the engine asks `decide`
+before each step. Stand-ins, for what starts processes or fetches files: of the engine's HTTP, `Supervisor` and
 `Updates`. A copy: the guard's tick, after `rose.node.grants.guard_thread`. Host and page are always
 well: what they can do wrong is tested elsewhere. Both processes are of one machine and read one
 clock.
@@ -26,7 +26,7 @@ from executor.step_decision import GateLimits, Run, decide
 from rose.contract.replica import ReplicaState
 from rose.errors import RefusedError, UnavailableError
 from rose.node.daemon import NodeDaemon
-from rose.node.grants.caps import STALE_AFTER_S, Contact, ToldCaps
+from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease_agent import LeaseAgent
@@ -380,7 +380,7 @@ class SimulatedReplica(Replica):
         self.supervisor = SimulatedSupervisor(node, engine)  # type: ignore[assignment]
 
 
-class IgnorantCaps(ToldCaps):
+class IgnorantCaps(SchedulerCaps):
     """Caps with a planted bug: no lease ends before the scheduler's time."""
 
     forever = False
@@ -436,8 +436,8 @@ class SimulatedNode(LoopProcess):
         self.events = NodeEvents(self)
         self._reported = 0
         self._harvest = HarvestSwitch(self.now_s)
-        self._contact = Contact(self._clock_s)
-        caps = IgnorantCaps if self._bugs & IGNORANT else ToldCaps
+        self._contact = SchedulerContact(self._clock_s)
+        caps = IgnorantCaps if self._bugs & IGNORANT else SchedulerCaps
         self._caps = caps(self._contact.lost_s)
         if isinstance(self._caps, IgnorantCaps):
             self._caps.forever = "a lease lives for ever" in self._bugs

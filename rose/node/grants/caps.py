@@ -1,4 +1,4 @@
-"""Caps of capacity policies as the scheduler last told them, and silence beyond `staleAfter`.
+"""Caps of capacity policies as last received, and a scheduler silent for longer than `staleAfter`.
 
 A scheduler that falls silent changes no cap: leases end by themselves, and a node that has heard
 none for `staleAfter` harvests nothing: its guest is frozen and keeps no KV memory but the least.
@@ -19,7 +19,7 @@ LEAST_S: Final = {"stale_after_s": 1.0, "reclaim_deadline_s": 0.5}
 MOST_S: Final = 600.0
 
 
-class ToldCaps:
+class SchedulerCaps:
     """Newest caps. Read from the guard's thread too: each is one reference that is replaced."""
 
     def __init__(self, lost_s: Callable[[], float] = lambda: 0.0) -> None:
@@ -76,7 +76,7 @@ def check_caps(caps: rose_pb2.Caps) -> None:
             raise RefusedError(f"the caps stay as they were: {field.name} is {value}")
 
 
-class Contact:
+class SchedulerContact:
     """Time of the scheduler's last sign of life; an open stream counts as one."""
 
     def __init__(self, clock_s: Callable[[], float] = boot_clock_s) -> None:

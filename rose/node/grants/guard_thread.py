@@ -21,7 +21,7 @@ from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import Boost, Reclaim, Seen, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.caps import ToldCaps
+from rose.node.grants.caps import SchedulerCaps
 from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.kill_switch import KillSwitch
 from rose.process.background_tasks import described
@@ -135,7 +135,7 @@ class GuardThread:
         kill_switch: KillSwitch,
         samples: JsonlLog,
         events: EventLog,
-        caps: ToldCaps | None = None,
+        caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`caps`: of capacity policies; none where no scheduler set any.
@@ -153,7 +153,7 @@ class GuardThread:
         self._samples = samples
         self._events = events
         self._reclaim_cap: int | None = None
-        self._caps = caps or ToldCaps()
+        self._caps = caps or SchedulerCaps()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from rose.clock import Stall
 from rose.logs.eventlog import EventLog
-from rose.node.grants.caps import Contact, ToldCaps
+from rose.node.grants.caps import SchedulerCaps, SchedulerContact
 from rose.node.lease_agent import LeaseAgent
 from rose.node.replica_client import ReplicaClient
 from rose.node.scheduler_session import STALL_S, NodeIdentity, SchedulerSession
@@ -83,8 +83,8 @@ def test_only_a_gap_between_two_looks_is_a_stall() -> None:
 
 def test_leases_and_silence_count_the_time_of_a_suspended_machine(tmp_path: Path) -> None:
     clock, events = Clock(), EventLog(tmp_path, "n0")
-    contact = Contact(clock)
-    caps = ToldCaps(contact.lost_s)
+    contact = SchedulerContact(clock)
+    caps = SchedulerCaps(contact.lost_s)
     client = cast(ReplicaClient, None)
     agent = LeaseAgent("g0", client, events, lambda word: None, lambda reason: None, clock)
     agent.engine_up(0, admitting=False)
