@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -17,8 +18,8 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import Advice
+from elastic_scheduler import HarvestMode, Offer, ReplicaKind
+from elastic_scheduler.capacity import Advice, EffectivePolicy, Limit, LimitKind, Verdict
 from elastic_scheduler.capacity.advice import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
@@ -27,12 +28,14 @@ from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
 from rose.node.guest.supervisor import EngineState
 from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
-from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.memory_gauges import HeldMemory
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
-from rose.scheduler.core.figures import LIMIT_KINDS, SchedulerFigures
+from rose.scheduler.core.observed import JobSeen, NodeSeen, Observed, ReplicaSeen
 from rose.scheduler.core.usage import Lent
 from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
+from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
 from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
@@ -70,7 +73,7 @@ LABELS: Final = {
     " 512 pairs with jobs",
     "page_layout": "version of the control page",
     "reason": "of a grant: the words of `FreezeReason`; of a node: "
-    + ", ".join(f"`{kind}`" for _, kind in LIMIT_KINDS),
+    + ", ".join(f"`{kind}`" for kind in LimitKind),
     "replica": "replicas of the node's file, a guest for each host that is found; a gateway:"
     " replicas that it sent turns to",
     "share": "`SCHED_IDLE`, `nice`, `plain`",
@@ -121,7 +124,7 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     views = [
         ReplicaFigures(
             name, "healthy", 0, 1, grant=Grant(GrantMode.FREEZE, 1, reason="host_dead"),
-            guest=GuestState(), held=Held(1, "kernel"), reclaim_s=5.0, host=f"host-{at}",
+            guest=GuestState(), held=HeldMemory(1, "kernel"), reclaim_s=5.0, host=f"host-{at}",
         )
         for at, name in enumerate(names)
     ]  # fmt: skip
@@ -157,6 +160,18 @@ def _life(guest: str) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield "reclaim_ended", {"replica": guest, **ended}
 
 
+ADVICE: Final = Advice(Lendable(memory_bytes=1, compute=0.5))
+
+
+def _verdict(node: str, mode: HarvestMode) -> Verdict:
+    limits = tuple(Limit(kind, "") for kind in LimitKind)
+    return Verdict(node, mode, mode, EffectivePolicy(), limits)
+
+
+def _offer(kind: ReplicaKind) -> Offer:
+    return Offer("guest-0", kind, "http://h:1", "node-0", 1, 1.0, 1.0, 0, True, 1.0, 0, 1)
+
+
 def scheduler_metrics(
     nodes: int = 1, jobs: int = 1, deployments: Sequence[str] = ("chat",)
 ) -> SchedulerMetrics:
@@ -166,19 +181,21 @@ def scheduler_metrics(
     metrics = SchedulerMetrics(audit, certificates)  # type: ignore[arg-type]
     node_names = [f"node-{number}" for number in range(nodes)]
     job_names = [f"job-{number}" for number in range(jobs)]
-    kinds = ("guest", "dedicated")
-    advice = Advice(Lendable(memory_bytes=1, compute=0.5))
-    core = SchedulerFigures(
-        leases={(job, kind): 1 for job in job_names for kind in kinds},
-        node_leases=dict.fromkeys(node_names, 1),
-        offers={(kind, state): 1 for kind in kinds for state in ("leased", "free")},
-        demand=tuple(JobFigures(job, 1, 1.0, 1.0) for job in job_names),
-        modes={mode.value: 1 for mode in HarvestMode},
-        held={kind: 1 for _, kind in LIMIT_KINDS},
-        advice=dict.fromkeys(node_names, advice),
+    core = Observed(
+        nodes=tuple(
+            NodeSeen(name, 0.0, {}, pb.Telemetry(), (), _verdict(name, mode), mode, advice=ADVICE)
+            for name, mode in zip(node_names, cycle(HarvestMode), strict=False)
+        ),
+        replicas=tuple(
+            ReplicaSeen(_offer(kind), job, None, True)
+            for kind in ReplicaKind
+            for job in ("", *job_names)
+        ),
+        jobs=tuple(
+            JobSeen(JobRecord(job, 1), 1, 0, JobFigures(job, 1, 1.0, 1.0), None)
+            for job in job_names
+        ),
         budget_left=dict.fromkeys(deployments, 1.0),
-        silent_s=dict.fromkeys(node_names, 0.0),
-        jobs=frozenset(job_names),
         usage={("chat", job): Lent(1.0, 1.0, 1.0, 1) for job in job_names},
     )
     service: Any = SimpleNamespace(figures=lambda budgets: ServiceFigures(core))

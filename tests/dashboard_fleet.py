@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from elastic_scheduler.capacity import parse_policy
-from rose.dashboard import Standing, Watch
+from rose.dashboard import LeaderInfo, Watch
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
 from rose.scheduler.core.messages import (
@@ -140,9 +140,9 @@ class DashboardFleet:
     def _service(self) -> SchedulerService | None:
         return None if self.stands_by else self  # type: ignore[return-value]
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> LeaderInfo:
         leader = "10.0.0.2:7400" if self.stands_by else "10.0.0.1:7400"
-        return Standing(leader, "10.0.0.1:7400")
+        return LeaderInfo(leader, "10.0.0.1:7400")
 
     def _clock(self) -> float:
         return self.now_s

@@ -31,7 +31,7 @@ from executor import (
 )
 from rose.errors import RoseError, UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
+from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardedHost, GuardThread
 from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
 from rose.node.guest.kill_switch import KillSwitch
 from rose.process.child import JsonlProcess, ProcessSpec
@@ -150,6 +150,23 @@ def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _LentGuest:
+    """Guest of one arm, as its guard sees it."""
+
+    name: str
+    lease_epoch: Callable[[], int | None]
+    guard_broke: Callable[[], None]
+    stalled: Callable[[str], None]
+    warming: bool = False
+
+    def boost(self, *, on: bool) -> None:
+        """Leave the priority as it is."""
+
+    def overdue(self, owed_bytes: int) -> None:
+        """Reclaim nothing."""
+
+
 class Granting:
     """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
 
@@ -179,17 +196,12 @@ class Granting:
         config = guard_config(arm, token_budget, max_sequences)
         self._arm += 1
         self._guard = GuardThread(
-            name=arm.name,
-            page=self._page,
-            core=GrantController(config, self._uncapped()),
-            lease_epoch=lambda: self._lease_epoch(arm),
-            kill_switch=KillSwitch(self._logs / "KILL"),
-            host_pid=host_pid,
-            watch=self._watch,
-            samples=self._samples,
-            events=self._events,
-            on_broken=self._break,
-            on_stall=self._stall,
+            _LentGuest(arm.name, lambda: self._lease_epoch(arm), self._break, self._stall),
+            GuardedHost(self._page, self._watch, host_pid),
+            GrantController(config, self._uncapped()),
+            KillSwitch(self._logs / "KILL"),
+            self._samples,
+            self._events,
         )
         self._guard.start()
 

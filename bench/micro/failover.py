@@ -33,7 +33,7 @@ from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
 from rose.node.lease_fsm import HeldLease
-from rose.node.scheduler_session import SchedulerSession
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
 
@@ -107,7 +107,9 @@ class FollowingNode:
         self.refused = 0
         self.ended: list[str] = []
         self.events = EventLog(folder, "node")
-        self.session = SchedulerSession(addresses, "n0", self._reports, self._obey, self.events)
+        self.session = SchedulerSession(
+            addresses, NodeIdentity("n0"), self._reports, self._obey, self.events
+        )
 
     def _reports(self) -> list[pb.NodeReport]:
         now_s = time.monotonic()

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
@@ -84,6 +85,37 @@ def cli_policy() -> CapacityPolicy:
     )
 
 
+class LimitKind(StrEnum):
+    """Kind of a limit, for counts by metrics and conditions."""
+
+    NO_POLICY = "no_policy"
+    OFF = "off"
+    ADVISORY = "advisory"
+    SCRAPED = "scraped"
+    CANARY_HALTED = "canary_halted"
+    CANARY = "canary"
+    CAP = "cap"
+    BLACKOUT = "blackout"
+    SLO_BUDGET = "slo_budget"
+    BUSY = "busy"
+    STOP_POLICY = "stop_policy"
+    API_SERVER = "api_server"
+    OBJECT = "object"
+    OLD_NODE = "old_node"
+    SETTLING = "settling"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Reason why a node lends no more: its kind, and a sentence for people."""
+
+    kind: LimitKind
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """An attached node, the labels by which policies select it, and whether it obeys caps."""
@@ -107,7 +139,7 @@ class NodeVerdict:
     mode: HarvestMode
     would: HarvestMode
     policy: EffectivePolicy
-    limits: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
     settled: bool = True
 
     @property
@@ -152,8 +184,8 @@ class CapacityGate:
         self._halted = dict(halted or {})
         self._budgets, self._busy = BudgetHold(), BusyHold()
         self._scraped: set[str] = set()
-        self._withheld: dict[str, str] = {}
-        self._held: dict[str, str] = {}
+        self._withheld: dict[str, Limit] = {}
+        self._held: dict[str, Limit] = {}
         self._dark: dict[str, list[str]] = {}
         self._counted: dict[str, dict[str, tuple[int, int]]] = {}
         self._labels: dict[str, dict[str, str]] = {}
@@ -206,7 +238,7 @@ class CapacityGate:
         self._forget()
         return self._policies.pop(name, None) is not None
 
-    def withhold(self, policies: Mapping[str, str]) -> None:
+    def withhold(self, policies: Mapping[str, Limit]) -> None:
         """Nodes of these policies are held, for the reason that is said; no others of this kind."""
         if policies != self._withheld:
             self._withheld = dict(policies)
@@ -292,7 +324,8 @@ class CapacityGate:
         self._changed = True
         self._labels[node.name] = dict(node.labels)
         self._effective[node.name] = effective(self.policies, node.name, node.labels)
-        counted = ("other nodes are not counted yet",) if self._is_counted(node.name) else ()
+        settling = Limit(LimitKind.SETTLING, "other nodes are not counted yet")
+        counted = (settling,) if self._is_counted(node.name) else ()
         verdict = self._judged(node, counted, settled=not counted)
         self._verdicts[node.name] = verdict
         return self._said(verdict) if verdict.settled else []
@@ -443,10 +476,11 @@ class CapacityGate:
         policy = self._effective[node]
         return policy.deployment_share is not None or bool(policy.node_caps)
 
-    def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> NodeVerdict:
+    def _judged(self, node: NodeFacts, beyond: tuple[Limit, ...], *, settled: bool) -> NodeVerdict:
         whys = beyond
         if self._effective[node.name].has_caps and not node.takes_caps:
-            whys += ("its node keeps within no caps; upgrade it",)
+            why = "its node keeps within no caps; upgrade it"
+            whys += (Limit(LimitKind.OLD_NODE, why),)
             settled = True
         verdict = self._verdict(node.name, whys, self._held.get(node.name))
         if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:
@@ -455,7 +489,9 @@ class CapacityGate:
 
     def _judge_nodes(self, facts: list[NodeFacts], now_s: float) -> list[CapacityNote | Halt]:
         beyond = self._admit(facts)
-        self._held = self._busy.status() | self._budgets.status()
+        busy, burning = self._busy.status(), self._budgets.status()
+        self._held = {node: Limit(LimitKind.BUSY, why) for node, why in busy.items()}
+        self._held |= {node: Limit(LimitKind.SLO_BUDGET, why) for node, why in burning.items()}
         settled = self._began_s is not None and now_s >= self._began_s + SETTLE_S
         acts: list[CapacityNote | Halt] = []
         verdicts = {}
@@ -473,44 +509,53 @@ class CapacityGate:
         # Where no operator applied a policy there is nothing to explain.
         if set(self._policies) <= {CLI}:
             return []
-        why = "; ".join(verdict.limits)
+        why = "; ".join(map(str, verdict.limits))
         fields = {"node": verdict.node, "mode": verdict.mode.value, "why": why}
         if verdict.advises:
             return [CapacityNote("capacity_advice", {**fields, "would": verdict.would.value})]
         return [CapacityNote("capacity", fields)]
 
-    def _verdict(self, node: str, beyond: tuple[str, ...], held: str | None) -> NodeVerdict:
+    def _verdict(self, node: str, beyond: tuple[Limit, ...], held: Limit | None) -> NodeVerdict:
         policy = self._effective[node]
         if policy.mode is PolicyMode.OFF:
             whose = policy.decided_by["mode"]
-            why = whose if whose == NO_POLICY else f"mode Off ({whose})"
-            return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (why,))
+            limit = (
+                Limit(LimitKind.NO_POLICY, whose)
+                if whose == NO_POLICY
+                else Limit(LimitKind.OFF, f"mode Off ({whose})")
+            )
+            return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (limit,))
         would, limits = self._would(policy, beyond, held)
         advises = self._only_advises(node, policy)
         if advises:
             return NodeVerdict(node, HarvestMode.OFF, would, policy, (advises, *limits))
         return NodeVerdict(node, would, would, policy, limits)
 
-    def _only_advises(self, node: str, policy: EffectivePolicy) -> str | None:
+    def _only_advises(self, node: str, policy: EffectivePolicy) -> Limit | None:
         if policy.mode is PolicyMode.ADVISORY:
-            return f"mode Advisory ({policy.decided_by['mode']})"
+            return Limit(LimitKind.ADVISORY, f"mode Advisory ({policy.decided_by['mode']})")
         if node in self._scraped:
-            return SCRAPED
+            return Limit(LimitKind.SCRAPED, SCRAPED)
         for name in policy.policies:
             if name in self._halted:
-                return f"canary halted ({name}): {self._halted[name]}"
+                why = f"canary halted ({name}): {self._halted[name]}"
+                return Limit(LimitKind.CANARY_HALTED, why)
             percent = self._policies[name].canary.percent
             if not in_canary(node, percent):
-                return f"outside the canary of {percent:g}% ({name})"
+                why = f"outside the canary of {percent:g}% ({name})"
+                return Limit(LimitKind.CANARY, why)
         return None
 
     def _would(
-        self, policy: EffectivePolicy, beyond: tuple[str, ...], held: str | None
-    ) -> tuple[HarvestMode, tuple[str, ...]]:
+        self, policy: EffectivePolicy, beyond: tuple[Limit, ...], held: Limit | None
+    ) -> tuple[HarvestMode, tuple[Limit, ...]]:
         """The mode of an acting policy, and everything that stands against more."""
-        found = [(HarvestMode.OFF, why) for why in beyond]
+        found = [(HarvestMode.OFF, limit) for limit in beyond]
         for name in policy.policies:
-            found += [(HarvestMode.HOLD_AND_DRAIN, why) for why in self._dark.get(name, ())]
+            found += [
+                (HarvestMode.HOLD_AND_DRAIN, Limit(LimitKind.BLACKOUT, why))
+                for why in self._dark.get(name, ())
+            ]
         if held is not None:
             found.append((HarvestMode.HOLD_AND_DRAIN, held))
         for name in policy.policies:
@@ -520,22 +565,23 @@ class CapacityGate:
             drains = policy.stop_policy is StopPolicy.HOLD_AND_DRAIN
             mode = HarvestMode.HOLD_AND_DRAIN if drains else HarvestMode.HOLD
             whose = policy.decided_by["stopPolicy"]
-            found.append((mode, f"stopPolicy {policy.stop_policy.value} ({whose})"))
+            why = f"stopPolicy {policy.stop_policy.value} ({whose})"
+            found.append((mode, Limit(LimitKind.STOP_POLICY, why)))
         mode = HarvestMode.ACTIVE
         for each, _ in found:
             mode = stricter(mode, each)
-        return mode, tuple(why for _, why in found)
+        return mode, tuple(limit for _, limit in found)
 
-    def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[str, ...]]:
+    def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[Limit, ...]]:
         """Nodes beyond a cap on their number, with whose; those admitted before come first."""
-        beyond: dict[str, list[str]] = {}
+        beyond: dict[str, list[Limit]] = {}
 
         def cap(key: str, members: list[str], most: int, why: str) -> None:
             before = self._admitted.get(key, set())
             order = sorted(members, key=lambda node: (node not in before, rank_of(node), node))
             chosen[key] = set(order[:most])
             for node in order[most:]:
-                beyond.setdefault(node, []).append(why)
+                beyond.setdefault(node, []).append(Limit(LimitKind.CAP, why))
 
         chosen: dict[str, set[str]] = {}
         lendable = [each for each in facts if self._lendable(each.name)]

@@ -40,7 +40,7 @@ MAX_TOKEN_BYTES: Final = 4_096
 REALM: Final = 'Basic realm="ROSE dashboard", charset="UTF-8"'
 
 
-class TokenFile:
+class DashboardToken:
     """A secret in a file, which is read again at each call: it may be replaced."""
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class TokenFile:
         self._read()
 
     def has(self, shown: str) -> bool:
-        """Whether it is this one; never while the file is gone or empty."""
+        """Return True if `shown` is the token; False while the file is missing or empty."""
         try:
             return hmac.compare_digest(self._read(), shown.encode("utf-8", "replace"))
         except ConfigError:
@@ -79,7 +79,7 @@ class Access:
         self,
         host: str,
         certificates: CertificateFiles | None,
-        token: TokenFile | None,
+        token: DashboardToken | None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._local = is_loopback(host)

@@ -26,7 +26,7 @@ CHANGES_KEPT: Final = 40
 MINUTE_S: Final = 60.0
 MINUTES: Final = 361
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
-# Where no policy says one.
+# Objective without a policy's own.
 OBJECTIVE: Final = 0.99
 FROZEN: Final = frozenset({"freeze", "drain", "kill"})
 
@@ -55,7 +55,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ModeChange:
     """A guest's mode became another one. at_s: Unix seconds."""
 
     at_s: float
@@ -66,7 +66,7 @@ class Change:
 
     @property
     def is_stop(self) -> bool:
-        """Whether the guest may not run from then on."""
+        """True if the guest may not run from then on."""
         return self.after in FROZEN and self.before not in FROZEN
 
 
@@ -76,12 +76,12 @@ class _Node:
     counted: tuple[int, int] | None = None
     tokens: dict[str, int] = field(default_factory=dict)
     modes: dict[str, str] = field(default_factory=dict)
-    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
+    changes: deque[ModeChange] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
     tok_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class RequestCounts:
     """Requests of a window that met their targets and that missed one."""
 
     good: int = 0
@@ -92,12 +92,12 @@ class Spent:
         """Share that missed; None without requests."""
         return self.bad / (self.good + self.bad) if self.good + self.bad else None
 
-    def plus(self, good: int, bad: int) -> "Spent":
+    def plus(self, good: int, bad: int) -> "RequestCounts":
         """With more of them."""
-        return Spent(self.good + good, self.bad + bad)
+        return RequestCounts(self.good + good, self.bad + bad)
 
 
-class Ledger:
+class RequestLedger:
     """Requests of one deployment by minute, apart for hosts with a leased guest and without."""
 
     def __init__(self) -> None:
@@ -113,9 +113,9 @@ class Ledger:
         self._minutes[-1][at] += good
         self._minutes[-1][at + 1] += bad
 
-    def spent(self, minute: int, minutes: int) -> tuple[Spent, Spent]:
-        """Of the newest so many minutes: with a guest, and without."""
-        lent, alone = Spent(), Spent()
+    def spent(self, minute: int, minutes: int) -> tuple[RequestCounts, RequestCounts]:
+        """Return the counts of the newest minutes with a guest and without one."""
+        lent, alone = RequestCounts(), RequestCounts()
         for at, *counts in self._minutes:
             if at > minute - minutes:
                 lent, alone = lent.plus(counts[0], counts[1]), alone.plus(counts[2], counts[3])
@@ -135,7 +135,7 @@ class History:
         self._times: NDArray[np.float64] = np.full(SAMPLES, np.nan)
         self._fleet = Ring(len(FLEET_LINES))
         self._nodes: dict[str, _Node] = {}
-        self.ledgers: dict[str, Ledger] = {}
+        self.ledgers: dict[str, RequestLedger] = {}
         self._taken = 0
         self._last_s: float | None = None
         self._wall_s = 0.0
@@ -191,7 +191,7 @@ class History:
         known = self._nodes.get(name)
         return self._newest(known.ring if known else None, len(NODE_LINES))
 
-    def changes(self, name: str) -> tuple[Change, ...]:
+    def changes(self, name: str) -> tuple[ModeChange, ...]:
         """Changes of the modes of a node's guests, newest first."""
         known = self._nodes.get(name)
         return tuple(reversed(known.changes)) if known else ()
@@ -245,7 +245,7 @@ class History:
             before = known.modes.get(each.replica)
             if before is not None and before != each.mode:
                 known.changes.append(
-                    Change(self._wall_s, each.replica, before, each.mode, each.reason)
+                    ModeChange(self._wall_s, each.replica, before, each.mode, each.reason)
                 )
         known.modes = {each.replica: each.mode for each in node.telemetry.guests}
 
@@ -260,16 +260,16 @@ class History:
             good, bad = host.slo_good, host.slo_bad
         ledger.add(self.minute, good, bad, lends=lends)
 
-    def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> Ledger | None:
+    def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> RequestLedger | None:
         name = labels.get(DEPLOYMENT_LABEL, "")
-        ledger = self.ledgers.setdefault(name, Ledger())
+        ledger = self.ledgers.setdefault(name, RequestLedger())
         budget = verdict.policy.slo_budget
         ledger.objective = budget.objective if budget is not None else OBJECTIVE
         return ledger
 
     def _forget(self, seen: Observed) -> None:
         there = {node.node for node in seen.nodes}
-        away = {node for node, _ in seen.away}
+        away = {each.node for each in seen.away}
         for name in [n for n in self._nodes if n not in there]:
             if name in away:
                 self._nodes[name].tok_s = None
@@ -297,12 +297,12 @@ class History:
         return (self._at(order)[0], *values)
 
 
-# Of fewer requests a percentile says nothing.
+# Least number of requests for a meaningful percentile.
 FEWEST_REQUESTS: Final = 20
 
 
 def is_late(node: NodeSeen) -> bool:
-    """Whether the node's host misses a target of its latency now."""
+    """Return True if the node's host misses a target of its latency now."""
     if not node.telemetry.HasField("host"):
         return False
     host = node.telemetry.host

@@ -12,7 +12,7 @@ from typing import Final
 
 KEPT: Final = 500
 MOST_CHARS: Final = 400
-# Of each minute the ends and grants of leases, for rates.
+# Grants and ends of leases are counted by minute.
 MINUTE_S: Final = 60.0
 MINUTES: Final = 10
 
@@ -25,7 +25,7 @@ LEASE_EVENTS: Final = {
     "lease_refused": "refused",
     "revoked": "revoked",
 }
-# What operators asked for, as the audit log names it: the request's own name.
+# Operators' requests as the audit log names them.
 ASKED: Final = {
     "SetHarvestRequest": "harvest set",
     "ApplyPolicyRequest": "policy applied",
@@ -41,7 +41,7 @@ ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolic
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class JournalEntry:
     """One record. at_s: Unix seconds; by: whose call, "" for the process's own decision."""
 
     at_s: float
@@ -52,12 +52,12 @@ class Decision:
 
     @property
     def is_of_lease(self) -> bool:
-        """Whether it began or ended a lease."""
+        """True if the event began or ended a lease."""
         return self.event in LEASE_EVENTS
 
     @property
     def is_act(self) -> bool:
-        """Whether it changed what may be lent."""
+        """True if the event changed the capacity that may be lent."""
         return self.event in ACTS
 
     @property
@@ -65,19 +65,29 @@ class Decision:
         """The event in words."""
         return ASKED.get(self.event) or self.event.replace("_", " ")
 
+    @property
+    def caller(self) -> str:
+        """The caller, in words; the scheduler for its own decisions."""
+        asked = self.event in ASKED
+        return self.by or ("a caller without a certificate" if asked else "the scheduler")
+
 
 @dataclass(frozen=True, slots=True)
-class Journalled:
-    """What the journal holds at one moment; newest first. minutes: lease events of the newest."""
+class JournalContent:
+    """Content of the journal at one moment, newest first; minutes: lease events by minute."""
 
-    decisions: tuple[Decision, ...] = ()
-    leases: tuple[Decision, ...] = ()
+    decisions: tuple[JournalEntry, ...] = ()
+    leases: tuple[JournalEntry, ...] = ()
     minutes: tuple[Mapping[str, int], ...] = ()
 
     @property
-    def last_act(self) -> Decision | None:
+    def last_act(self) -> JournalEntry | None:
         """The newest change of what may be lent."""
         return next((each for each in self.decisions if each.is_act), None)
+
+    def sum_of(self, how: str) -> int:
+        """Return the number of leases granted, released and so on in all minutes."""
+        return sum(minute.get(how, 0) for minute in self.minutes)
 
 
 class Journal:
@@ -85,14 +95,14 @@ class Journal:
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = threading.Lock()
-        self._decisions: deque[Decision] = deque(maxlen=kept)
-        self._leases: deque[Decision] = deque(maxlen=kept)
+        self._decisions: deque[JournalEntry] = deque(maxlen=kept)
+        self._leases: deque[JournalEntry] = deque(maxlen=kept)
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES + 1)
 
     def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
         """Keep a record; whether pages should show it at once."""
         node = str(fields.get("node", ""))[:MOST_CHARS]
-        decision = Decision(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
+        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
         with self._lock:
             if decision.is_of_lease:
                 self._leases.appendleft(decision)
@@ -101,11 +111,10 @@ class Journal:
                 self._decisions.appendleft(decision)
         return decision.is_act
 
-    def read(self, now_s: float) -> Journalled:
-        """What there is now."""
+    def read(self, now_s: float) -> JournalContent:
         first = int(now_s // MINUTE_S) - MINUTES
         with self._lock:
-            return Journalled(
+            return JournalContent(
                 tuple(self._decisions),
                 tuple(self._leases),
                 tuple(dict(counts) for minute, counts in self._minutes if minute > first),

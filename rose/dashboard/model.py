@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import PolicyMode
+from elastic_scheduler.capacity import LimitKind
 from rose.dashboard.history import History, is_late
-from rose.dashboard.journal import Journalled
-from rose.dashboard.views.page import Tone
+from rose.dashboard.journal import JournalContent
+from rose.dashboard.page import Tone
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.figures import kind_of
 from rose.scheduler.core.fleet import LAPSED_S
 from rose.scheduler.core.observed import JobSeen, LeaseSeen, NodeSeen, Observed
 
@@ -30,20 +29,28 @@ STATES: Final[Mapping[str, Tone]] = {
     "advisory": "quiet",
     "off": "quiet",
 }
-# What holds a node back for a while, where all other limits are an operator's own words.
-_HOLDS: Final = frozenset({"slo_budget", "busy", "canary_halted", "scraped", "old_node"})
+# Temporary limits; all others are set by an operator.
+_HOLDS: Final = frozenset(
+    {
+        LimitKind.SLO_BUDGET,
+        LimitKind.BUSY,
+        LimitKind.CANARY_HALTED,
+        LimitKind.SCRAPED,
+        LimitKind.OLD_NODE,
+    }
+)
 BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one moment was made of. observed: None on a standby. leader: its address, if any.
+class Moment:
+    """Inputs of one moment. observed: None on a standby. leader: its address, if any.
 
     me: this process's address. at_s: Unix seconds; since_s: when this process began.
     """
 
     observed: Observed | None
-    journal: Journalled
+    journal: JournalContent
     at_s: float
     leader: str = ""
     me: str = ""
@@ -66,19 +73,18 @@ class NodeRow:
 
     @property
     def tone(self) -> Tone:
-        """How its state is coloured."""
         return STATES[self.state]
 
     @property
     def host(self) -> pb.HostTelemetry | None:
-        """What its host said, None for a node without one."""
+        """Telemetry of the host, None for a node without a host."""
         if self.seen is None or not self.seen.telemetry.HasField("host"):
             return None
         return self.seen.telemetry.host
 
     @property
     def guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """What its guests said, leased or not; not its dedicated replicas."""
+        """Telemetry of the guests, leased or not, without dedicated replicas."""
         if self.seen is None:
             return ()
         kinds = {offer.replica: offer.kind for offer in self.seen.offers}
@@ -90,9 +96,24 @@ class NodeRow:
 
     @property
     def leased_guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """Those of them that a job has."""
+        """Telemetry of the leased guests."""
         leased = {each.lease.replica for each in self.leases}
         return tuple(each for each in self.guests if each.replica in leased)
+
+    @property
+    def guest_states(self) -> str:
+        """Number of guests in each state: `2 run, 1 freeze`."""
+        words = (
+            each.state if each.state not in ("", "healthy") else each.mode or "idle"
+            for each in self.guests
+        )
+        counted = sorted(Counter(words).items())
+        return ", ".join(f"{number} {word}" for word, number in counted) or "none"
+
+    def job_of(self, guest: str) -> str:
+        """Return the job that leases a guest, "" without one."""
+        jobs = (each.lease.job for each in self.leases if each.lease.replica == guest)
+        return next(jobs, "")
 
     @property
     def duty(self) -> float | None:
@@ -107,11 +128,11 @@ class NodeRow:
 
     @property
     def why(self) -> str:
-        """What holds it back, or what holds back its guests, in words; "" for nothing."""
+        """Limits of the node, or the freeze reasons of its guests; "" for none."""
         if self.seen is None:
             return "not attached: its host took everything back when it was cut off"
         if self.seen.verdict.limits:
-            return "; ".join(self.seen.verdict.limits)
+            return "; ".join(map(str, self.seen.verdict.limits))
         said = [each.reason for each in self.leased_guests if each.mode != "run" and each.reason]
         return said[0] if said else ""
 
@@ -119,7 +140,7 @@ class NodeRow:
 class Model:
     """All that panels ask for. `history` is read while pages are made, in the same thread."""
 
-    def __init__(self, look: Look, history: History) -> None:
+    def __init__(self, look: Moment, history: History) -> None:
         self.look = look
         self.history = history
         self.seen = look.observed or Observed()
@@ -132,7 +153,7 @@ class Model:
         for lease in self.seen.leases:
             leases.setdefault(by_replica.get(lease.lease.replica, ""), []).append(lease)
         rows = [_row(node, tuple(leases.get(node.node, ()))) for node in self.seen.nodes]
-        rows += [NodeRow(name, "away", 2, away_s=away_s) for name, away_s in self.seen.away]
+        rows += [NodeRow(each.node, "away", 2, away_s=each.away_s) for each in self.seen.away]
         return tuple(sorted(rows, key=lambda row: (row.rank, row.name)))
 
     def node(self, name: str) -> NodeRow | None:
@@ -158,15 +179,15 @@ class Model:
     @cached_property
     def lendable_bytes(self) -> float | None:
         """KV memory that policies let be lent now, or would; None where no node says."""
-        return known_sum(row.seen.lendable.memory_bytes for row in self.nodes if row.seen)
+        return known_sum(row.seen.advice.now.memory_bytes for row in self.nodes if row.seen)
 
     @cached_property
     def lendable_gpus(self) -> float | None:
         """Compute of the same, in whole hosts."""
-        return known_sum(row.seen.lendable.compute for row in self.nodes if row.seen)
+        return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
 
     @cached_property
-    def working_guests(self) -> float | None:
+    def working(self) -> float | None:
         """Compute that guests used lately, in whole guests."""
         guests = [each for row in self.nodes for each in row.leased_guests]
         return sum(each.duty for each in guests) if guests else None
@@ -180,11 +201,7 @@ class Model:
     @cached_property
     def holds(self) -> Mapping[str, int]:
         """Nodes by the kind of what holds them back; a node counts once for each."""
-        kinds: Counter[str] = Counter()
-        for row in self.nodes:
-            if row.seen:
-                kinds.update({kind_of(limit) for limit in row.seen.verdict.limits})
-        return dict(kinds.most_common())
+        return dict(self.seen.held.most_common())
 
     @cached_property
     def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
@@ -213,15 +230,15 @@ class Model:
                 found[lease.lease.job][_behind(job, offer.job, offer.policy_version)] += 1
         return found
 
-    @property
-    def acts(self) -> bool:
-        """Whether any policy lets anything be lent."""
-        return any(policy.mode is PolicyMode.ACTIVE for policy in self.seen.policies)
+    def beyond_bound(self, job: JobSeen) -> int:
+        """Return the number of leased replicas beyond the job's bound or with other weights."""
+        behind, bound = self.versions[job.record.job], job.record.max_staleness
+        return sum(number for lag, number in behind.items() if lag > bound or lag < 0)
 
 
 def _row(node: NodeSeen, leases: tuple[LeaseSeen, ...]) -> NodeRow:
     state, late = _state(node, leases), is_late(node)
-    kinds = {kind_of(limit) for limit in node.verdict.limits}
+    kinds = {limit.kind for limit in node.verdict.limits}
     broken = any(each.state in BROKEN_STATES for each in node.telemetry.guests)
     if late and leases:
         rank = 0
@@ -262,7 +279,7 @@ def _behind(job: JobSeen, held_job: str, version: int) -> int:
 
 
 def _advised_bytes(row: NodeRow) -> float:
-    return row.seen.advised_byte_s if row.seen else 0.0
+    return row.seen.advice.byte_s if row.seen else 0.0
 
 
 def known_sum(values: Iterable[float | None]) -> float | None:

@@ -1,5 +1,6 @@
 """HTTP server of the dashboard: pages, `/series`, `/events`, `/static`; nothing that changes."""
 
+import argparse
 import asyncio
 import contextlib
 from collections.abc import Mapping
@@ -12,9 +13,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rose.addresses import PATIENCE_S, check_exposure
-from rose.dashboard.access import HEADERS, Access, TokenFile
-from rose.dashboard.rendering import assets
-from rose.dashboard.views.pages import PATHS
+from rose.dashboard.access import HEADERS, Access, DashboardToken
+from rose.dashboard.page import assets
+from rose.dashboard.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
@@ -28,7 +29,7 @@ STOP_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Where the dashboard is served. token_file: of a secret that its readers show."""
+    """Settings of the dashboard's port. token_file: file of the readers' token."""
 
     port: int
     host: str = "127.0.0.1"
@@ -41,6 +42,39 @@ class DashboardSettings:
         if certificates is None:
             what = "read what runs where, and who decided it"
             check_exposure(self.host, insecure, what)
+
+
+def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
+    """Options for whether and where it is served; read them with `taken_dashboard`."""
+    group = parser.add_argument_group("dashboard", "pages for a browser; they change nothing")
+    group.add_argument(
+        "--dashboard-port",
+        type=int,
+        metavar="N",
+        help="serve them there (default: nowhere; 7480 is as good as any)",
+    )
+    group.add_argument(
+        "--dashboard-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of the pages (default: loopback; others over TLS to operators, or with"
+        " --insecure)",
+    )
+    group.add_argument(
+        "--dashboard-token-file",
+        type=Path,
+        metavar="FILE",
+        help="readers show the secret in this file, as the password of any user",
+    )
+
+
+def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
+    """The settings, None where no port is given. Raises ConfigError."""
+    if args.dashboard_port is None:
+        if args.dashboard_token_file is not None:
+            raise ConfigError("--dashboard-token-file is of a dashboard; give --dashboard-port")
+        return None
+    return DashboardSettings(args.dashboard_port, args.dashboard_host, args.dashboard_token_file)
 
 
 class DashboardServer:
@@ -56,7 +90,7 @@ class DashboardServer:
         self._watch = watch
         self._settings = settings
         self._certificates = certificates
-        token = TokenFile(settings.token_file) if settings.token_file else None
+        token = DashboardToken(settings.token_file) if settings.token_file else None
         self._access = Access(settings.host, certificates, token)
         self._listening: HttpPort | None = None
         self._streams: set[asyncio.Task[None]] = set()
@@ -92,7 +126,7 @@ class DashboardServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who may not read is refused; every answer says what browsers may do with it."""
+        """Refuse readers without access; every reply has the security headers."""
         try:
             self._access.check(request)
             response = await handler(request)
@@ -151,7 +185,7 @@ class DashboardServer:
                     async for message in messages:
                         await _written(response, message)
             except TimeoutError:
-                # It is not told that its stream ends, either: it takes nothing.
+                # A reader that accepts no bytes cannot be sent the end of its stream, either.
                 if request.transport is not None:
                     request.transport.abort()
             finally:

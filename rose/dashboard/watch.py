@@ -17,10 +17,9 @@ from typing import Final, TypeVar
 
 from rose.dashboard.history import SAMPLE_S, History
 from rose.dashboard.journal import Journal
-from rose.dashboard.model import Look, Model
-from rose.dashboard.rendering import Sent, html_of, message_of, sent_of
-from rose.dashboard.views.page import Page
-from rose.dashboard.views.pages import page_at, series_at
+from rose.dashboard.model import Model, Moment
+from rose.dashboard.page import Cell, Page, message_of
+from rose.dashboard.pages import page_at, series_at
 from rose.scheduler.service import AuditSink, SchedulerService
 
 WATCHED_S: Final = 1.0
@@ -36,8 +35,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Who leads. leader: its address, "" while unknown; me: this process's own."""
+class LeaderInfo:
+    """Addresses of the leader ("" while unknown) and of this process (`me`)."""
 
     leader: str
     me: str
@@ -53,7 +52,7 @@ class Watch:
     def __init__(
         self,
         service: Callable[[], SchedulerService | None],
-        standing: Callable[[], Standing],
+        standing: Callable[[], LeaderInfo],
         cluster: str = "",
         clock_s: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
@@ -136,8 +135,8 @@ class Watch:
         model = await self._fresh()
 
         def make() -> str | None:
-            page = page_at(model, path, query)
-            return None if page is None else html_of(page, model.look.at_s, self._cluster)
+            page = page_at(model, path, query, self._cluster)
+            return None if page is None else page.html
 
         return await self._bounded(make)
 
@@ -151,7 +150,7 @@ class Watch:
         if self._viewers >= MOST_VIEWERS:
             raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")
         self._viewers += 1
-        before: dict[str, Sent] = {}
+        before: Mapping[str, Cell] = {}
         number = 0
         try:
             await self._fresh()
@@ -169,14 +168,14 @@ class Watch:
 
     # ---- inside ----
 
-    def _taken(self, now_s: float) -> Look:
+    def _taken(self, now_s: float) -> Moment:
         service, standing = self._service(), self._standing()
         at_s = self._wall_s()
         due = self._budgeted_s is None or now_s >= self._budgeted_s + BUDGETS_EVERY_S
         seen = None if service is None else service.observed(budgets=due and self._viewers > 0)
         if seen is not None and seen.budget_left is not None:
             self._budget_left, self._budgeted_s = seen.budget_left, now_s
-        return Look(
+        return Moment(
             observed=seen,
             journal=self._journal.read(at_s),
             at_s=at_s,
@@ -198,13 +197,13 @@ class Watch:
         number: int,
         path: str,
         query: Mapping[str, str],
-        before: Mapping[str, Sent],
-    ) -> tuple[bytes, dict[str, Sent]] | None:
+        before: Mapping[str, Cell],
+    ) -> tuple[bytes, Mapping[str, Cell]] | None:
         """A message for a viewer, and what it knows then; None where there is no such page."""
         page = self._page(model, number, path, query)
         if page is None:
             return None
-        return message_of(page, before, model.look.at_s), sent_of(page)
+        return message_of(page, before, model.look.at_s), page.cells
 
     def _known(self) -> Model:
         assert self._model is not None
@@ -222,7 +221,7 @@ class Watch:
         known = self._pages.get(key)
         if known is not None and known[0] == number:
             return known[1]
-        page = page_at(model, path, query)
+        page = page_at(model, path, query, self._cluster)
         self._pages = {k: each for k, each in self._pages.items() if each[0] >= number - 1}
         self._pages[key] = number, page
         return page

@@ -28,7 +28,7 @@ from rose.controller.kube_api import KubeApi
 from rose.dashboard import (
     DashboardServer,
     DashboardSettings,
-    Standing,
+    LeaderInfo,
     Watch,
     add_dashboard_options,
     taken_dashboard,
@@ -379,8 +379,8 @@ async def _lead(
         await background.close()
 
 
-def _standing(leadership: Leadership, me: str) -> Standing:
-    return Standing(leadership.address, me)
+def _standing(leadership: Leadership, me: str) -> LeaderInfo:
+    return LeaderInfo(leadership.address, me)
 
 
 async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:

@@ -22,7 +22,7 @@ from rose.security.keys import public_key
 from rose.security.roles import Role
 from rose.weight_distribution import Caps, Credentials
 
-# Whose weights an engine takes, whose orders, and what it is: no file's `extra_env` says otherwise.
+# Variables that name an engine's weights, orders and role: no file's `extra_env` may set them.
 OF_THE_NODE = frozenset(
     {
         "ROSE_CONTROL_PAGE",
@@ -232,7 +232,7 @@ class ReplicaConfig(Frozen):
 
     @property
     def wants_mps(self) -> bool:
-        """Whether its engine is to be a client of MPS."""
+        """True if the engine is to be a client of MPS."""
         return self.mps_priority is not None or self.mps_thread_percentage is not None
 
     @property
@@ -247,12 +247,10 @@ class ReplicaConfig(Frozen):
 
     @property
     def weights_bytes(self) -> int:
-        """As they lie on disk."""
         return weight_bytes(self.model_dir)
 
     @property
     def pressure(self) -> PressureLimits:
-        """As the guard takes them."""
         return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
 
     def engine_spec(
@@ -334,7 +332,6 @@ class ReceiverConfig(Frozen):
 
     @property
     def caps(self) -> Caps:
-        """As the receiver takes them."""
         return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
 
 
@@ -535,7 +532,7 @@ class NodeConfig(Frozen):
         return self.model_copy(update={"host": host, "discover": None, "replicas": replicas})
 
     def offered_url(self, replica: ReplicaConfig) -> str:
-        """Where gateways send turns of a replica: through the proxy, where there is one."""
+        """Return the URL to which gateways send a replica's turns: the proxy's if there is one."""
         if self.proxy is None:
             return f"http://127.0.0.1:{replica.port}"
         scheme = "https" if self.certificates.files else "http"

@@ -1,7 +1,6 @@
 """NodeDaemon: assembles guard, supervisors, weight receiver and the scheduler session."""
 
 import asyncio
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -16,34 +15,32 @@ from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
-from rose.node.grants.caps import Contact, ToldCaps
+from rose.node.grants.caps import SchedulerCaps, SchedulerContact
 from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
 from rose.node.grants.host_scrape import watch as watch_metrics
 from rose.node.grants.host_watch import HOST_LATENCY
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.kill_switch import KillSwitch
-from rose.node.guest.stop_proof import Measured, StopProof
 from rose.node.hosts.discovery import (
     LOOK_S,
-    Came,
-    Dead,
     FoundHost,
     HostBook,
-    Left,
-    Refused,
+    HostFound,
+    HostLost,
+    PageDead,
+    PageRefused,
     look,
     sweep,
 )
 from rose.node.hosts.host import LOOK_EVERY_S, Host
 from rose.node.proxy_process import ProxyProcess
-from rose.node.reclaimer import Reclaimer
-from rose.node.replica import Replica
-from rose.node.scheduler_session import SchedulerSession, build_reports, view_of
+from rose.node.replica import Guest, NodeLogs, NodeParts, Orders, Replica
+from rose.node.reports import build_reports, view_of
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.telemetry.host_metrics import HostFigures
-from rose.node.telemetry.memory_gauges import Gpus, Held
+from rose.node.telemetry.memory_gauges import Gpus
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
-from rose.node.wiring import Wiring
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 from rose.security.audit_log import AuditLog, audit_file
@@ -55,7 +52,7 @@ HOST_LEFT = "its host left"
 SHARED_GPU = "another host is on its GPU, and a guest goes by one"
 TRIM_EVERY_S = 60.0
 MEASURE_EVERY_S = 0.25
-# What takes capacity, gives it back, ends a guest or decides which weights it runs.
+# Events that take capacity, give it back, end a guest or decide which weights it runs.
 AUDITED = frozenset(
     {
         "command_refused",
@@ -102,8 +99,8 @@ class NodeDaemon:
         self._background = Background(self._events.write)
         self._chain = AnnouncedVersions()
         self._harvest = HarvestSwitch()
-        self._contact = contact = Contact()
-        self._caps = ToldCaps(contact.lost_s)
+        self._contact = contact = SchedulerContact()
+        self._caps = SchedulerCaps(contact.lost_s)
         self._kill_switch = KillSwitch(config.kill_file)
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
@@ -121,25 +118,18 @@ class NodeDaemon:
         self._rooms: dict[str, Room] = {}
         # Requests of hosts that left, which met their targets and did not.
         self._left_requests = 0, 0
-        self._guards: dict[str, GuardThread] = {}
-        self._reclaimers: dict[str, Reclaimer] = {}
         self._replicas: dict[str, Replica] = {}
-        self._still_held: dict[str, int | None] = {}
         self._network = WeightNetwork(config)
         self._certificates = config.certificates.files
         self._session = SchedulerSession(
             config.scheduler,
-            config.node,
+            NodeIdentity(config.node, config.cluster, self._network.relay_url, config.labels),
             self._reports,
             self._obey,
             self._events,
-            config.cluster,
-            self._network.relay_url,
             self._certificates,
-            config.labels,
             contact,
         )
-
         self._proxy = ProxyProcess(config, self._session.changed) if config.proxy else None
 
     def stop(self) -> None:
@@ -180,9 +170,18 @@ class NodeDaemon:
         await self._metrics.serve(port, host, tls)
 
     def _build(self, source: WeightSource) -> None:
-        self._source = source
-        self._activations = self._logs.records("activations.jsonl")
-        self._activations.listen(self._activated)
+        activations = self._logs.records("activations.jsonl")
+        activations.listen(self._activated)
+        self._parts = NodeParts(
+            self._config,
+            NodeLogs(self._events, self._logs.records(GUEST_SAMPLES), activations),
+            Orders(self._harvest, self._kill_switch, self._caps),
+            self._gpus,
+            source,
+            self._session,
+            self._proxy,
+            self._guard_broke,
+        )
         if self._config.discover:
             self._rooms[""] = self._furnish(self._config.with_host(None), None)
         else:
@@ -190,29 +189,15 @@ class NodeDaemon:
         self._events.write("node_started", node=self._config.node)
 
     def _furnish(self, config: NodeConfig, host: Host | None) -> Room:
-        """The room of a host, or of none, with all replicas that `config` has."""
-        room = Room(host)
-        assembly = Wiring(
-            config, self._events, self._harvest, self._kill_switch,
-            self._logs.records(GUEST_SAMPLES), host, self._guards, self._gpus, self._caps,
-            self._reclaimers,
-        )  # fmt: skip
+        """Return the room of a host, or of none, with all replicas that `config` has."""
+        room, parts = Room(host), replace(self._parts, config=config)
         for each in config.replicas:
-            replica = Replica(
-                each,
-                assembly.supervisor_of(each),
-                self._source,
-                self._activations,
-                self._events,
-                self._session.say,
-                self._session.changed,
-                config.offered_url(each),
-                self._reachable,
-            )
+            guest = Guest(each, parts, host) if each.kind == "guest" else None
+            replica = guest or Replica(each, parts)
             self._replicas[each.id] = replica
             room.replicas.append(replica)
-            if each.kind == "guest" and host:
-                assembly.guard_of(replica, host, self._guard_broke.set)
+            if guest and host:
+                guest.start_guard(host)
         return room
 
     def _start(self, http: aiohttp.ClientSession) -> None:
@@ -244,27 +229,27 @@ class NodeDaemon:
         """In a thread: a folder that hangs must not hold up leases."""
         seen = await asyncio.to_thread(look, discover.folder, discover.page_group)
         acts = self._book.step(seen)
-        await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, Left)))
+        await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, HostLost)))
         for act in acts:
             match act:
-                case Refused():
+                case PageRefused():
                     self._refused(act)
-                case Dead():
+                case PageDead():
                     await self._sweep(act)
-                case Came():
+                case HostFound():
                     await self._take_in(act, discover)
 
-    async def _sweep(self, dead: Dead) -> None:
+    async def _sweep(self, dead: PageDead) -> None:
         try:
             swept = await asyncio.to_thread(sweep, dead.page, dead.inode)
         except OSError as error:
             why = f"{dead.page} of a dead host cannot be removed: {error.strerror}"
-            self._refused(Refused(dead.page, why))
+            self._refused(PageRefused(dead.page, why))
         else:
             if swept:
                 self._events.write("page_swept", page=str(dead.page))
 
-    async def _take_in(self, came: Came, discover: DiscoverConfig) -> None:
+    async def _take_in(self, came: HostFound, discover: DiscoverConfig) -> None:
         """A host that cannot be taken in is tried again; what broke is the task's to tell."""
         try:
             await self._open(came.host, came.slot, discover)
@@ -275,7 +260,7 @@ class NodeDaemon:
             self._book.untaken(came.host, repr(error))
             raise
 
-    def _refused(self, refused: Refused) -> None:
+    def _refused(self, refused: PageRefused) -> None:
         self._events.write("host_refused", page=str(refused.page), message=refused.reason)
 
     async def _open(self, found: FoundHost, slot: int, discover: DiscoverConfig) -> None:
@@ -321,21 +306,15 @@ class NodeDaemon:
             return
         for replica in room.replicas:
             await replica.leave(self._background, HOST_LEFT)
-            await self._forget(replica.config.id)
+            if isinstance(replica, Guest):
+                await replica.end_guard()
+            self._replicas.pop(replica.config.id, None)
         del self._rooms[name]
         good, bad = room.host.requests
         self._left_requests = self._left_requests[0] + good, self._left_requests[1] + bad
         room.host.close()
         self._events.write("host_left", host=name)
         self._session.changed()
-
-    async def _forget(self, name: str) -> None:
-        if reclaimer := self._reclaimers.get(name):
-            await reclaimer.end()
-        if guard := self._guards.get(name):
-            await asyncio.to_thread(guard.stop)
-        for kept in (self._reclaimers, self._guards, self._replicas, self._still_held):
-            kept.pop(name, None)
 
     async def _look_at_hosts(self) -> None:
         """Latencies of hosts that have no guest; the others' are read by its guard."""
@@ -347,13 +326,13 @@ class NodeDaemon:
 
     async def _watch_guards(self) -> None:
         await self._guard_broke.wait()
-        why = "; ".join(guard.broke for guard in self._guards.values() if guard.broke)
+        why = "; ".join(guard.broke for guard in self._guards if guard.broke)
         raise GuardDiedError(
             f"the grant loop broke ({why}); its guest is frozen: start the node again"
         )
 
     async def _trim_engine_logs(self) -> None:
-        """What an engine prints goes to a file of its own, which it never closes."""
+        """Trim the files of engines' output, which the engines never close."""
         while True:
             logs = {name: each.supervisor.spec.log for name, each in self._replicas.items()}
             if self._proxy:
@@ -367,7 +346,7 @@ class NodeDaemon:
         self._background.let_end()
         await self._background.end([DISCOVERY])  # or it would take hosts in meanwhile
         await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.stop()
         await self._background.close()
         self._metrics.close()
@@ -411,69 +390,24 @@ class NodeDaemon:
     def _reports(self) -> list[rose_pb2.NodeReport]:
         node = self._config.node
         hosts = [room.host.telemetry(node) for room in self._rooms.values() if room.host]
-        reports = build_reports(node, self._replicas, self._guards, hosts, self._left_requests)
-        for report in reports:
-            for guest in report.telemetry.guests:
-                self._add_held(guest)
-        return reports
-
-    def _add_held(self, guest: rose_pb2.GuestTelemetry) -> None:
-        """What a guest that must not be there holds all the same: a stop is proved by measuring."""
-        amount = self._still_held.get(guest.replica)
-        if amount is not None and self._barred(guest.replica):
-            guest.held_bytes = amount
+        return build_reports(node, list(self._replicas.values()), hosts, self._left_requests)
 
     async def _measure_held(self) -> None:
-        """In a thread: a kernel or driver that hangs must not hold up leases."""
-        proofs: dict[str, StopProof] = {}
         while True:
-            proofs = {name: proofs.get(name) or StopProof() for name in self._reclaimers}
-            for name, proof in proofs.items():
-                held: Held | None = None
-                barred = self._barred(name)
-                if barred:
-                    held = await asyncio.to_thread(self._held, name)
-                if name not in self._guards:
-                    continue  # Its host left meanwhile.
-                self._still_held[name] = amount = held.amount if held else None
-                deadline_s = self._caps.reclaim_s(self._replicas[name].config.reclaim_s)
-                duty, order_s = self._guards[name].duty(), self._harvest.off_since_s(name)
-                seen = Measured(barred, amount, duty, deadline_s, order_s)
-                for said in proof.step(seen, time.monotonic()):
-                    self._events.write(said.event, replica=name, **said.fields)
+            for replica in list(self._replicas.values()):
+                if isinstance(replica, Guest) and replica.guard:
+                    await replica.prove_stop()
             await asyncio.sleep(MEASURE_EVERY_S)
 
-    def _barred(self, name: str) -> bool:
-        return self._kill_switch.engaged or self._harvest.off(name)
-
-    def _reachable(self) -> bool:
-        return self._proxy is None or self._proxy.listens
+    @property
+    def _guards(self) -> list[GuardThread]:
+        return [each.guard for each in self._replicas.values() if each.guard]
 
     def _hosts(self) -> list[HostFigures]:
         return [room.host.figures() for room in list(self._rooms.values()) if room.host]
 
     def _views(self) -> list[ReplicaFigures]:
-        return [self._view(name, replica) for name, replica in list(self._replicas.items())]
-
-    def _view(self, name: str, replica: Replica) -> ReplicaFigures:
-        guard = self._guards.get(name)
-        view = view_of(replica, guard, self._held(name))
-        if guard is None:
-            return view
-        return replace(
-            view,
-            reclaim_s=self._caps.reclaim_s(replica.config.reclaim_s),
-            host=self._beside_host(replica),
-        )
-
-    def _beside_host(self, replica: Replica) -> str:
-        rooms = list(self._rooms.values())
-        mine = (room.host for room in rooms if room.host and replica in room.replicas)
-        return next((host.config.name for host in mine), "")
-
-    def _held(self, name: str) -> Held | None:
-        reclaimer = self._reclaimers.get(name)
-        return reclaimer.held() if reclaimer else None
+        return [view_of(replica) for replica in list(self._replicas.values())]
 
     def _obey(self, command: rose_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):

@@ -184,7 +184,7 @@ class LeaseAgent:
                 await self._wake.wait()
 
     def _happened(self, event: Event) -> None:
-        """What the engine has to do for it is done by the task that calls the engine."""
+        """Step the core, then wake the task that calls the engine."""
         self._step(event)
         self._wake.set()
 
@@ -234,7 +234,7 @@ class LeaseAgent:
     async def _failed(self, limit: int) -> None:
         """An engine that does not obey is ended: nothing else takes its turns from it."""
         if not self.core.status().engine_up:
-            # It was ended meanwhile: the next one is asked.
+            # The engine has ended meanwhile: call the next one.
             self._failures = 0
             return
         self._failures += 1

@@ -24,7 +24,7 @@ class HeldLease:
 
     @property
     def open(self) -> bool:
-        """Whether it was not ended, though its time may be over."""
+        """True until the lease is ended; its time may be over earlier."""
         return self.until_s > 0.0
 
     def grant(self, epoch: int, ttl_s: float, now_s: float) -> bool:
@@ -44,7 +44,7 @@ class HeldLease:
         return True
 
     def active(self, now_s: float) -> bool:
-        """Whether turns may run now."""
+        """Return True if turns may run now."""
         return now_s < self.until_s
 
 
@@ -200,7 +200,7 @@ class LeaseStatus:
     ending: int | None
 
     def active(self, now_s: float) -> bool:
-        """Whether turns may run now."""
+        """Return True if turns may run now."""
         return now_s < self.until_s
 
 
@@ -222,7 +222,7 @@ class LeaseStateMachine:
         self._aborted = 0
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do now; a call of the engine, Admit or Drain, comes last."""
+        """Return the actions for an event; a call of the engine, Admit or Drain, comes last."""
         actions: list[Action] = []
         self._take(event, now_s, actions)
         if self._held.open and not self._engine_up and now_s >= self._switching_until_s:
@@ -243,7 +243,7 @@ class LeaseStateMachine:
         return actions
 
     def status(self) -> LeaseStatus:
-        """Where it stands; any thread may ask."""
+        """Return a snapshot of the state (any thread)."""
         held, ending = self._held, self._ending
         return LeaseStatus(
             # In this order: seen halfway through a change, an epoch is too old, never too new.
@@ -261,7 +261,7 @@ class LeaseStateMachine:
                 before = self._held.epoch
                 taken = self._held.grant(event.epoch, event.ttl_s, now_s)
                 if taken and event.epoch > before and self._admits is not None:
-                    # It may be another job's: turns of the one before end with it, seen or unseen.
+                    # The new lease may be another job's: the earlier lease ends with its turns.
                     self._ending = self._ending or _Ending(before, SUPERSEDED, asked=False)
             case Released():
                 if self._held.end(event.epoch):
@@ -276,7 +276,6 @@ class LeaseStateMachine:
                 pass
 
     def _hear(self, event: EngineUp | EngineDown | EngineAdmitted | EngineDrained) -> None:
-        """What becomes of the engine."""
         match event:
             case EngineUp():
                 self._life += 1

@@ -32,12 +32,10 @@ def proxied_ports(config: NodeConfig) -> Mapping[str, int]:
 
 
 def log_of(config: NodeConfig) -> Path:
-    """What it says, in words."""
     return config.log_dir / "proxy.log"
 
 
 def proxy_spec(config: NodeConfig) -> ProcessSpec:
-    """How it is started."""
     proxy = config.proxy
     assert proxy is not None
     words = [f"--host={proxy.host}", f"--port={proxy.port}"]
@@ -76,7 +74,7 @@ class ProxyProcess:
             await asyncio.shield(process.stop())
 
     async def _wait(self, process: ManagedProcess) -> None:
-        """It says so itself: who answers at its address may be somebody else."""
+        """Wait for the proxy's own word: another process may answer at its address."""
         if await process.stdout.readline():
             self._set(listens=True)
 

@@ -27,7 +27,7 @@ from executor.kv.reclaim_ladder import (
 from executor.kv.shrink_plan import NO_CAP
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.telemetry.memory_gauges import Held, Measuring, MemoryGauge
+from rose.node.telemetry.memory_gauges import HeldMemory, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"
@@ -71,9 +71,9 @@ class Reclaimer:
         """Why the guest must not be started just now."""
         return RECLAIM if self._task is not None and not self._task.done() else None
 
-    def held(self) -> Held:
-        """What the guest holds now; any thread, takes milliseconds."""
-        return Held.now(self._guest.gauge())
+    def held(self) -> HeldMemory:
+        """Measure the guest's memory (any thread, takes milliseconds)."""
+        return HeldMemory.now(self._guest.gauge())
 
     def begin(
         self,
@@ -205,7 +205,7 @@ class _Climb:
             self._asleep = False
 
     def answer(self) -> Answer:
-        """What the engine says of the level."""
+        """Return the engine's answer to the current level."""
         if self._level is ReclaimLevel.FREEZE:
             state = self._guest.state()
             return EngineReport(0) if state is None or not state.in_step else None

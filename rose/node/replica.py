@@ -1,72 +1,128 @@
-"""One replica of a node: its engine, its lease agent and its policy version."""
+"""Replicas of a node: engine, lease agent and policy version; of a guest its guard besides."""
 
+import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from executor import GrantController, GuardConfig, GuestState, PageUnreadable
+from rose.engines import share_of
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.config import ReplicaConfig
-from rose.node.guest.supervisor import EngineState, Supervisor
+from rose.node.config import NodeConfig, ReplicaConfig
+from rose.node.grants.caps import SchedulerCaps
+from rose.node.grants.guard_thread import GuardedHost, GuardThread
+from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
+from rose.node.guest.guest_record import GuestLock
+from rose.node.guest.harvest_switch import HarvestSwitch
+from rose.node.guest.kill_switch import KILLED, KillSwitch
+from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor
+from rose.node.hosts.host import Host
 from rose.node.lease_agent import LeaseAgent
 from rose.node.lease_fsm import Ended, LeaseTakenBack
+from rose.node.proxy_process import ProxyProcess
+from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaClient
+from rose.node.scheduler_session import SchedulerSession
+from rose.node.telemetry.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
 from rose.node.telemetry.node_metrics import ReplicaPoller
 from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
+from rose.process.launcher import Share
 from rose.process.listening import exposed_at
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0
 END_PATIENCE_S = 10.0
+OFF = "harvest is off"
+UNTOLD = "no scheduler has spoken"
+CUT_OFF = "no scheduler was heard for longer than staleAfter"
+OVERDUE = "it keeps KV memory that its host took back"
+HOST_BUSY = "its host is busy, and a start runs on the same GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLogs:
+    """Logs of a node: events, grants' samples, activated versions."""
+
+    events: EventLog
+    samples: JsonlLog
+    activations: JsonlLog
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Orders that hold for the node's guests: modes, kill switch, caps."""
+
+    harvest: HarvestSwitch
+    kill_switch: KillSwitch
+    caps: SchedulerCaps
+
+    def bars(self, guest: str) -> bool:
+        """Return True if the guest must not exist."""
+        return self.kill_switch.engaged or self.harvest.off(guest)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Parts of a node that its replicas share.
+
+    config: of the node, as if it had no other host than the replicas' own. guard_broke: set when
+    a grant loop ends unasked.
+    """
+
+    config: NodeConfig
+    logs: NodeLogs
+    orders: Orders
+    gpus: Gpus
+    source: WeightSource
+    session: SchedulerSession
+    proxy: ProxyProcess | None
+    guard_broke: asyncio.Event
 
 
 class Replica:
     """Replica of a node: joins supervisor, lease agent and weight updates.
 
-    report: takes what the scheduler must hear. changed: called when offers say something new.
-    url: where gateways send its turns. reachable: whether they find anybody there.
+    url: to which gateways send its turns. It owns its engine: see `EngineOwner`, `UpdateOwner`.
     """
 
-    def __init__(
-        self,
-        config: ReplicaConfig,
-        supervisor: Callable[["Replica"], Supervisor],
-        source: WeightSource,
-        activations: JsonlLog,
-        events: EventLog,
-        report: Callable[[rose_pb2.NodeReport], None],
-        changed: Callable[[], None],
-        url: str = "",
-        reachable: Callable[[], bool] = lambda: True,
-    ) -> None:
+    host: Host | None = None
+    guard: GuardThread | None = None
+    reclaimer: Reclaimer | None = None
+
+    def __init__(self, config: ReplicaConfig, parts: NodeParts) -> None:
         self.config = config
+        self.url = parts.config.offered_url(config)
+        self._parts = parts
+        self._events = events = parts.logs.events
+        self._session, self._proxy = parts.session, parts.proxy
         own = f"http://127.0.0.1:{config.port}"
-        self.url = url or own
-        self._reachable = reachable
-        self._events = events
-        self._report = report
-        self._changed = changed
-        self._client = client = ReplicaClient(source.session, own, lambda: self.supervisor.headers)
+        self._client = client = ReplicaClient(
+            parts.source.session, own, lambda: self.supervisor.headers
+        )
         self.lease_agent = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
-            config.id,
-            config.kind,
-            client,
-            source,
-            activations,
-            events,
-            self._activated,
-            self._unproven,
-            self._start_anew,
+            config.id, config.kind, client, parts.source, parts.logs.activations, events, self
         )
         self.gauge = ReplicaPoller(client, lambda: self.offered)
         self._trusted = True
         self.model = config.model_name
         self._wanted_model = self._started_model = config.model_name
-        self.supervisor = supervisor(self)
+        node = parts.config
+        spec = config.engine_spec(
+            node.log_dir / f"engine-{config.id}.log",
+            node.host,
+            node.verify_key,
+            self._cgroup(),
+            parts.gpus.environment(config),
+            node.weights,
+            node.unsigned,
+        )
+        self.supervisor = Supervisor(spec, config.start_timeout_s, events, self, self._claim())
 
     @property
     def version(self) -> int:
@@ -88,9 +144,10 @@ class Replica:
 
     @property
     def offered(self) -> bool:
-        """Whether its capacity may be leased. One that lags behind may: it gets no turns yet."""
+        """True if the replica may be leased. One with old weights may be: it gets no turns yet."""
         healthy = self.supervisor.state is EngineState.HEALTHY
-        return self._trusted and healthy and self._reachable()
+        reachable = self._proxy is None or self._proxy.listens
+        return self._trusted and healthy and reachable
 
     def lease(self, lease: rose_pb2.Lease, ttl_s: float) -> None:
         """Take a lease or its renewal for `ttl_s`, and come to the weights of its job."""
@@ -105,13 +162,13 @@ class Replica:
         self._wanted_model = model
         other = model != self.model
         if other and model not in self.near:
-            self._start_anew(f"job {lease.job} needs model {model}")
+            self.start_anew(f"job {lease.job} needs model {model}")
             other = False
         self.updates.serve(lease.job, lease.version, other_model=other)
 
     def start(self, background: Background) -> None:
         """Begin with what runs for as long as it does."""
-        # What it started may still run: a second supervisor would start another one beside it.
+        # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
         background.start(self._task("lease"), self.lease_agent.run)
         # Without these two a replica gets stale, or its load is not known: nothing worse.
@@ -161,11 +218,41 @@ class Replica:
             # The next life begins with the folder again, whatever this one was updated to.
             self.model = self._started_model
         self._log("engine_state", state=state.value)
-        self._changed()
+        self._session.changed()
+
+    def must_end(self) -> str | None:
+        return None
+
+    def must_wait(self) -> str | None:
+        return None
+
+    def hangs(self) -> str | None:
+        return None
+
+    def check_room(self) -> None:
+        """Raise CardError or EngineStartError if its card has no room for the engine."""
+        self._parts.gpus.insist_room(self.config, 0)
+
+    @property
+    def held_though_barred(self) -> int | None:
+        """Measured memory of a guest that must not exist: it proves or disproves a stop."""
+        return None
+
+    @property
+    def reclaim_s(self) -> float:
+        """The time that a reclaim of its memory may take."""
+        return self._parts.orders.caps.reclaim_s(self.config.reclaim_s)
+
+    def _cgroup(self) -> Path | None:
+        return None
+
+    def _claim(self) -> GuestLock | None:
+        # A dedicated replica ends with its daemon: it has no gate that would freeze it meanwhile.
+        return None
 
     def _lease_told(self, step: LeaseTakenBack | Ended) -> None:
         if isinstance(step, LeaseTakenBack):
-            self._report(
+            self._session.say(
                 rose_pb2.NodeReport(
                     revocation=rose_pb2.Revocation(
                         replica=self.config.id, epoch=step.epoch, reason=step.reason
@@ -173,7 +260,7 @@ class Replica:
                 )
             )
         elif step.asked:
-            self._report(
+            self._session.say(
                 rose_pb2.NodeReport(
                     released=rose_pb2.Released(
                         replica=self.config.id, epoch=step.epoch, aborted=step.aborted
@@ -181,7 +268,7 @@ class Replica:
                 )
             )
 
-    def _start_anew(self, why: str) -> None:
+    def start_anew(self, why: str) -> None:
         """Start the engine with the leased job's model; the lease lives on meanwhile."""
         if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
             return  # That is what starts now.
@@ -192,14 +279,14 @@ class Replica:
         self._log("engine_switched", model=self.model, reason=why)
         self.supervisor.switch(replace(self.supervisor.spec, model_dir=folder), why)
 
-    def _activated(self, job: str, version: int) -> None:
+    def activated(self, job: str, version: int) -> None:
         if self.model != self._wanted_model and job == self.lease_agent.job:
             # Its weights are now those of the other model, which has the same architecture.
             self.model = self._wanted_model
-        self._report(_activation(self.config.id, job, version, "", ok=True))
+        self._session.say(_activation(self.config.id, job, version, "", ok=True))
 
-    def _unproven(self, version: int, why: str) -> None:
-        self._report(_activation(self.config.id, self.lease_agent.job, version, why, ok=False))
+    def unproven(self, version: int, why: str) -> None:
+        self._session.say(_activation(self.config.id, self.lease_agent.job, version, why, ok=False))
         self._broken(f"version {version} is not proven")
 
     def _broken(self, reason: str) -> None:
@@ -212,13 +299,201 @@ class Replica:
         self._events.write(event, replica=self.config.id, **fields)
 
 
-# Of a model's configuration, what says nothing about the shape or the meaning of its weights.
+class Guest(Replica):
+    """Replica beside a host: it runs as its guard grants, and gives its memory back.
+
+    Its guard calls it in a thread of its own: see `GuardedGuest`.
+    """
+
+    def __init__(self, config: ReplicaConfig, parts: NodeParts, host: Host | None) -> None:
+        super().__init__(config, parts)
+        self.host = host
+        self._loop = asyncio.get_running_loop()
+        self._orders = parts.orders
+        self._hang = HangWatch(self._state, lambda: self.supervisor.pid)
+        spec = self.supervisor.spec
+        self._boost = CpuBoost(self._healthy_group, spec.cgroup, share_of(spec) or "background")
+        self._proof = StopProof()
+        self._still_held: int | None = None
+
+    # ---- rules of the engine's life ----
+
+    def must_end(self) -> str | None:
+        """Return why the guest must not exist now, else None. The kill switch waits for nothing."""
+        if self._orders.kill_switch.engaged:
+            return KILLED
+        # Without a right to exist it still may finish handing its turns back, within its deadline.
+        harvest, name = self._orders.harvest, self.config.id
+        if not harvest.off(name):
+            return None
+        late = harvest.off_s(name) >= self.reclaim_s
+        return OFF if late or self.lease_agent.core.status().vacant else None
+
+    def must_wait(self) -> str | None:
+        """Return why the guest must not be started now, else None."""
+        if not self._orders.harvest.known:
+            return UNTOLD
+        if self._orders.caps.cut_off:
+            return CUT_OFF
+        if self.reclaimer and self.reclaimer.holding:
+            return self.reclaimer.holding
+        # A host of which nothing is known counts as busy.
+        idle = self.guard is not None and self.guard.host_idle
+        return HOST_BUSY if self.config.device is not None and not idle else None
+
+    def hangs(self) -> str | None:
+        return self._hang.reason()
+
+    def check_room(self) -> None:
+        """Raise CardError or EngineStartError without room beside the host's headroom."""
+        host = self._parts.config.host
+        self._parts.gpus.insist_room(self.config, host.headroom_bytes if host else 0)
+
+    def _cgroup(self) -> Path | None:
+        parent = self._parts.config.cgroup
+        if not parent:
+            return None
+        try:
+            share: Share = "background" if self.config.device is None else "aside"
+            return guest_cgroup(parent, self.config.id, share)
+        except CgroupRefusedError as error:
+            # The guest still runs behind the host as far as the scheduler's classes allow.
+            self._log("cgroup_refused", message=str(error))
+            return None
+
+    def _claim(self) -> GuestLock | None:
+        config, kill_file = self.config, self._parts.orders.kill_switch.file
+        return GuestLock(self._parts.config.run_dir, config.id, kill_file, config.orphan_s)
+
+    # ---- grants ----
+
+    def start_guard(self, host: Host) -> None:
+        """Start the grant loop beside the host."""
+        config = self.config
+        limits = GuardConfig(
+            token_budget=config.token_budget,
+            max_sequences=config.max_sequences,
+            slack_share=config.slack_share,
+            pressure=config.pressure,
+            kv_base_bytes=config.kv_base_bytes or 0,
+        )
+        try:
+            previous = host.page.grant.read()
+        except PageUnreadable:
+            previous = None
+        self.reclaimer = Reclaimer(self._memory(), self._events)
+        self.guard = GuardThread(
+            self,
+            GuardedHost(host.page, host.watch, host.config.pid),
+            GrantController(limits, previous),
+            self._orders.kill_switch,
+            self._parts.logs.samples,
+            self._events,
+            self._orders.caps,
+        )
+        host.guarded = True
+        self.guard.start()
+
+    async def end_guard(self) -> None:
+        """End reclaim and grant loop."""
+        if self.reclaimer:
+            await self.reclaimer.end()
+        if self.guard:
+            await asyncio.to_thread(self.guard.stop)
+        self.reclaimer = self.guard = None
+
+    @property
+    def name(self) -> str:
+        return self.config.id
+
+    @property
+    def warming(self) -> bool:
+        return self.supervisor.warming
+
+    def lease_epoch(self) -> int | None:
+        return self.lease_agent.lease_epoch()
+
+    def boost(self, *, on: bool) -> None:
+        self._boost.set(on)
+
+    def overdue(self, owed_bytes: int) -> None:
+        """Reclaim memory of the host that the guest has kept for too long (any thread)."""
+        self._loop.call_soon_threadsafe(self._overdue, owed_bytes)
+
+    def stalled(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self.lease_agent.take_back, reason)
+
+    def guard_broke(self) -> None:
+        self._loop.call_soon_threadsafe(self._parts.guard_broke.set)
+
+    def _state(self) -> GuestState | None:
+        return self.guard.guest if self.guard else None
+
+    def _healthy_group(self) -> int | None:
+        # Until it is healthy the section on the page may be that of an earlier life.
+        healthy = self.supervisor.state is EngineState.HEALTHY
+        return self.supervisor.pid if healthy else None
+
+    # ---- memory ----
+
+    def _memory(self) -> GuestMemory:
+        config, gpus = self.config, self._parts.gpus
+        card = None if config.device is None else gpus.card(config.device)
+
+        def gauge() -> MemoryGauge:
+            if card is None:
+                return HostMemory(lambda: self.supervisor.pid)
+            return DeviceMemory(gpus.reader, card, lambda: self.supervisor.pid, self._state)
+
+        return GuestMemory(
+            config.id,
+            gauge,
+            self._state,
+            self._hold,
+            lambda: self._hold(None),
+            self.sleep if config.sleep_mode else None,
+            self.supervisor.restart,
+            config.weights_bytes if config.kv_backend == "cuda" else None,
+        )
+
+    def _hold(self, cap: int | None) -> None:
+        assert self.guard is not None
+        self.guard.hold(cap)
+
+    def _overdue(self, owed_bytes: int) -> None:
+        guard, reclaimer = self.guard, self.reclaimer
+        if guard and reclaimer and self._healthy_group() is not None:
+            reclaimer.begin(owed_bytes, self.reclaim_s, OVERDUE, lambda: guard.owed_bytes == 0)
+
+    @property
+    def held_though_barred(self) -> int | None:
+        amount = self._still_held
+        return amount if amount is not None and self._orders.bars(self.config.id) else None
+
+    async def prove_stop(self) -> None:
+        """Measure a guest that must not exist, and record when nothing of it is left.
+
+        In a thread: a kernel or driver that hangs must not hold up leases.
+        """
+        name, reclaimer = self.config.id, self.reclaimer
+        barred = self._orders.bars(name)
+        held = await asyncio.to_thread(reclaimer.held) if barred and reclaimer else None
+        if self.guard is None:
+            return  # Its host left meanwhile.
+        self._still_held = amount = held.amount if held else None
+        order_s = self._orders.harvest.off_since_s(name)
+        seen = Measured(barred, amount, self.guard.duty(), self.reclaim_s, order_s)
+        for said in self._proof.step(seen, time.monotonic()):
+            self._log(said.event, **said.fields)
+
+
+# Keys of a model's configuration that do not change the shape or meaning of its weights.
 UNSHAPED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
 
 
 @lru_cache(maxsize=256)
 def same_architecture(one: Path, other: Path) -> bool:
-    """Whether two models differ in their weights alone; unreadable configurations do not agree."""
+    """Return True if two models differ in their weights alone. Unreadable ones never agree."""
     try:
         first, second = (
             {k: v for k, v in said.items() if k not in UNSHAPED}

@@ -33,20 +33,20 @@ _REFUSALS = {"unproven": UnprovenError, "host_busy": ReplicaHostBusyError}
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAnswer:
-    """What came back, whatever it is."""
+    """Any HTTP reply of a replica."""
 
     status: int
     body: bytes
 
     @property
     def kind(self) -> str:
-        """Of an error of the contract's shape, "" of any other answer."""
+        """Kind of an error of the contract's shape, "" for any other reply."""
         refusal = _read(self.body, Refusal)
         return refusal.error.type if refusal else ""
 
     @property
     def said(self) -> str:
-        """For a person, in one line."""
+        """The reply as one line for a person."""
         refusal = _read(self.body, Refusal)
         text = refusal.error.message if refusal else self.body[:200].decode(errors="replace")
         return f"HTTP {self.status} {text}"

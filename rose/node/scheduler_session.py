@@ -12,144 +12,22 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from executor import GuestState
 from rose.clock import Stall, boot_clock_s
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.config import ReplicaConfig
-from rose.node.grants.caps import Contact
-from rose.node.grants.guard_thread import GuardThread
-from rose.node.hosts.host import summed
+from rose.node.grants.caps import SchedulerContact
 from rose.node.lease_agent import check_order
-from rose.node.replica import Replica
-from rose.node.telemetry.memory_gauges import Held
-from rose.node.telemetry.node_metrics import ReplicaFigures
 from rose.release import release
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
 from rose.rpc.silence import read_unless_silent
 from rose.security.certificates import CertificateFiles
-
-OFFER_TTL_S = 3.0
-_KINDS = {
-    "guest": rose_pb2.REPLICA_KIND_GUEST,
-    "dedicated": rose_pb2.REPLICA_KIND_DEDICATED,
-}
-
-
-def build_reports(
-    node: str,
-    replicas: Mapping[str, Replica],
-    guards: Mapping[str, GuardThread],
-    hosts: Sequence[rose_pb2.HostTelemetry] = (),
-    left: tuple[int, int] = (0, 0),
-) -> list[rose_pb2.NodeReport]:
-    """Offers of all replicas, then telemetry of hosts and guests.
-
-    `left`: requests of hosts that are gone, which met their targets and did not.
-    """
-    offers = rose_pb2.Offers(offers=[_offer(replica) for replica in replicas.values()])
-    telemetry = rose_pb2.Telemetry(
-        guests=[_guest(replica, guards.get(name)) for name, replica in replicas.items()],
-        hosts=hosts if len(hosts) > 1 else (),
-    )
-    if hosts:
-        telemetry.host.CopyFrom(summed(hosts, left))
-    return [
-        rose_pb2.NodeReport(node=node, offers=offers),
-        rose_pb2.NodeReport(node=node, telemetry=telemetry),
-    ]
-
-
-def view_of(replica: Replica, guard: GuardThread | None, held: Held | None) -> ReplicaFigures:
-    """What `/metrics` shows of a replica."""
-    view = ReplicaFigures(
-        name=replica.config.id,
-        state=replica.supervisor.state.value,
-        restarts=replica.supervisor.restarts,
-        policy_version=replica.version,
-    )
-    if guard is None:
-        return view
-    return replace(
-        view,
-        duty=guard.duty(),
-        granted=guard.granted,
-        grant=guard.grant,
-        guest=guard.guest,
-        owed_bytes=guard.owed_bytes,
-        held=held,
-    )
-
-
-def _offer(replica: Replica) -> rose_pb2.Offer:
-    config = replica.config
-    return rose_pb2.Offer(
-        replica=config.id,
-        kind=_KINDS[config.kind],
-        url=replica.url,
-        kv_tokens=config.kv_tokens,
-        decode_tok_s=config.decode_tok_s,
-        prefill_tok_s=config.prefill_tok_s,
-        max_sequences=config.max_sequences,
-        policy_version=replica.version,
-        job=replica.job,
-        model=replica.model,
-        models=sorted(replica.config.folders.keys() - {replica.model}),
-        near=replica.near,
-        healthy=replica.offered,
-        ttl_s=OFFER_TTL_S,
-        epoch=replica.lease_agent.core.status().epoch,
-        held=replica.lease_agent.held(),
-    )
-
-
-def _guest(replica: Replica, guard: GuardThread | None) -> rose_pb2.GuestTelemetry:
-    grant = guard.grant if guard else None
-    state = (guard.guest or GuestState()) if guard else replica.gauge.reading
-    reason = "" if grant is None else grant.reason
-    if grant is not None and grant.token_budget and isinstance(state, GuestState):
-        reason = state.gate_reason
-    return rose_pb2.GuestTelemetry(
-        replica=replica.config.id,
-        lend_bytes=_lend_bytes(replica.config, guard),
-        kv_bytes=state.bytes_mapped if isinstance(state, GuestState) else 0,
-        mode=grant.mode.name.lower() if grant else "none",
-        reason=reason,
-        tokens_total=state.tokens_total,
-        running=state.running,
-        waiting=state.waiting,
-        duty=guard.duty() if guard else 1.0,
-        policy_version=replica.version,
-        state=replica.supervisor.state.value,
-        restarts=replica.supervisor.restarts,
-    )
-
-
-def _apart(command: rose_pb2.NodeCommand) -> Sequence[rose_pb2.NodeCommand]:
-    """Renewals that come together, each by itself: one that is refused leaves the others."""
-    if command.WhichOneof("command") != "renewals":
-        return (command,)
-    return [rose_pb2.NodeCommand(lease=lease) for lease in command.renewals.leases]
-
-
-def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
-    """KV memory of a guest that has everything; beyond its own only what its host does not use."""
-    if guard is None:
-        return None
-    own, host = config.kv_base_bytes, guard.host
-    if own is None or own >= config.kv_bytes:
-        return config.kv_bytes
-    if host is None or not host.kv_total:
-        return own
-    return own + round((config.kv_bytes - own) * (1.0 - host.kv_used / host.kv_total))
-
 
 PROTOCOL = 2
 # A leader renews leases, and says that it lives, each second. One that is silent for longer is
@@ -166,12 +44,25 @@ class StalledError(UnavailableError):
     """This process stood still while a stream was open."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Name of a node, and what it tells a scheduler of itself.
+
+    cluster, relay_url: the nodes with which it shares weights, and where they fetch them. labels:
+    by which capacity policies select it.
+    """
+
+    node: str
+    cluster: str = ""
+    relay_url: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
 class SchedulerSession:
     """Keeps an Attach stream to the leader open; `reports` gives what to say, `obey` takes orders.
 
     scheduler: HOST:PORT, several with commas; raises `ConfigError` for what is none.
-    cluster, relay_url: which nodes it shares weights with, and where they find it. labels: what
-    capacity policies select it by. contact: told when a scheduler is heard, and when it is lost.
+    contact: told when a scheduler is heard, and when it is lost.
     clock: one that counts suspended time.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
     """
@@ -179,34 +70,31 @@ class SchedulerSession:
     def __init__(
         self,
         scheduler: str,
-        node: str,
+        identity: NodeIdentity,
         reports: Callable[[], list[rose_pb2.NodeReport]],
         obey: Callable[[rose_pb2.NodeCommand], None],
         events: EventLog,
-        cluster: str = "",
-        relay_url: str = "",
         certificates: CertificateFiles | None = None,
-        labels: Mapping[str, str] | None = None,
-        contact: Contact | None = None,
+        contact: SchedulerContact | None = None,
         clock: Callable[[], float] = boot_clock_s,
     ) -> None:
         self._clock = clock
         self._hello = rose_pb2.Hello(
             protocol=PROTOCOL,
-            cluster=cluster,
-            relay_url=relay_url,
-            labels=labels,
+            cluster=identity.cluster,
+            relay_url=identity.relay_url,
+            labels=identity.labels,
             takes_caps=True,
             takes_renewals=True,
             release=release(),
             obeys=True,
         )
-        self._contact = contact or Contact()
+        self._contact = contact or SchedulerContact()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
         self._lost = False
         self._holds = False
         self._greeted = self._beats = False
-        self._node = node
+        self._node = identity.node
         self._reports = reports
         self._obey = obey
         self._events = events
@@ -313,3 +201,10 @@ class SchedulerSession:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_INTERVAL_S):
                     await self._changed.wait()
+
+
+def _apart(command: rose_pb2.NodeCommand) -> Sequence[rose_pb2.NodeCommand]:
+    """Renewals that come together, each by itself: one that is refused leaves the others."""
+    if command.WhichOneof("command") != "renewals":
+        return (command,)
+    return [rose_pb2.NodeCommand(lease=lease) for lease in command.renewals.leases]

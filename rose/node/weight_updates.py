@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
@@ -118,7 +119,6 @@ class WeightSource:
 
     @property
     def receiving(self) -> DownloadLimits:
-        """Where they are stored."""
         return self.fetcher.receiving
 
 
@@ -193,7 +193,7 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
         catalog = await source.reader.catalog(target.url, target.job)
         return catalog.plan(request.held, target.version)
     except (FetchError, IndexFormatError, CatalogError):
-        # What was announced is known without a catalog, one step after the other.
+        # Announced versions are known without a catalog, one step at a time.
         step = source.chain.after(request.held, target.job)
         if step is None:
             raise
@@ -235,7 +235,7 @@ class WeightNetwork:
 
     @property
     def relay_url(self) -> str:
-        """Where neighbours fetch from this node; empty when it relays nothing."""
+        """URL at which neighbours fetch from this node; empty if it relays nothing."""
         relay = self._config.relay
         return f"{self._credentials.scheme}://{host_port(relay.host, relay.port)}" if relay else ""
 
@@ -272,7 +272,7 @@ class WeightNetwork:
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:
-        """Who relays in this cluster now."""
+        """Set the URLs of the cluster's relays."""
         if self._source:
             self._source.fetcher.enrol(members)
 
@@ -308,15 +308,27 @@ FIRST_PAUSE_S = 0.3
 MAX_PAUSE_S = 5.0
 
 
-def _nobody(why: str) -> None:
-    """Nobody is told."""
+class UpdateOwner(Protocol):
+    """Owner of an engine whose weights are updated."""
+
+    def activated(self, job: str, version: int) -> None:
+        """Take the version that the engine now runs."""
+        ...
+
+    def unproven(self, version: int, why: str) -> None:
+        """End the engine: nobody knows which weights it runs."""
+        ...
+
+    def start_anew(self, why: str) -> None:
+        """Start the engine anew for the job that leases it."""
+        ...
 
 
 class Updates:
     """The version of one engine, and the job that it is of.
 
-    It follows the job that it was leased to last, before any lease that whose weights it has.
-    Another job's weights are replaced through a base; where there is none, `on_foreign` is told.
+    It follows the job of the last lease; before the first lease, the job of the engine's weights.
+    Another job's weights are replaced through a base; without one the engine starts anew.
 
     A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
     often. An engine that holds other weights than its version says is given a base. One that cannot
@@ -331,14 +343,8 @@ class Updates:
         source: WeightSource,
         activations: JsonlLog,
         events: EventLog,
-        on_active: Callable[[str, int], None],
-        on_unproven: Callable[[int, str], None],
-        on_foreign: Callable[[str], None] = _nobody,
+        owner: UpdateOwner,
     ) -> None:
-        """`on_active(job, version)`; `on_unproven(version, why)`.
-
-        `on_foreign(why)`: its engine has to start anew for the job that it is leased to.
-        """
         self.version = 0
         self.job = ""
         self._replica = replica
@@ -347,9 +353,7 @@ class Updates:
         self._source = source
         self._activations = activations
         self._events = events
-        self._on_active = on_active
-        self._on_unproven = on_unproven
-        self._on_foreign = on_foreign
+        self._owner = owner
         self._wanted = ""
         self._latest = 0
         self._other_model = False
@@ -360,7 +364,7 @@ class Updates:
         self._wake = asyncio.Event()
 
     def serve(self, job: str, latest: int, *, other_model: bool = False) -> None:
-        """It is leased to a job, whose newest version is `latest`.
+        """Follow the job that leases the replica; `latest` is the job's newest version.
 
         other_model: the engine runs another model of the same architecture.
         """
@@ -382,7 +386,7 @@ class Updates:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """It is gone, and what it had learned with it."""
+        """Forget the state of an engine that has ended."""
         self._life += 1
         self._up = False
         self.version = 0
@@ -409,7 +413,7 @@ class Updates:
 
     @property
     def _foreign(self) -> bool:
-        """Whether it has weights that are no version of the job that it is leased to."""
+        """True if the engine's weights are not a version of the leasing job's."""
         if not self._wanted:
             return False
         # An engine that does not say whose version it has is not believed to have this job's.
@@ -417,7 +421,7 @@ class Updates:
         return self._other_model or unnamed or self.job not in ("", self._wanted)
 
     def _unwanted(self, known: KnownVersion) -> bool:
-        """Whether it was leased to another job while this version was under way."""
+        """Return True if another job has leased the replica since this version was requested."""
         return bool(self._wanted) and known.job != self._wanted
 
     def _due(self) -> KnownVersion | None:
@@ -426,7 +430,7 @@ class Updates:
         newest = chain.newest_of(self._wanted or self.job or chain.only_job)
         if self._foreign:
             if newest is None and not self._latest:
-                self._on_foreign(f"job {self._wanted} is at version 0")
+                self._owner.start_anew(f"job {self._wanted} is at version 0")
             return newest
         return newest if newest is not None and newest.version > self.version else None
 
@@ -488,7 +492,7 @@ class Updates:
     def _restart_for(self, known: KnownVersion, why: str, life: int) -> None:
         """Its engine cannot be updated to another job's weights."""
         if life == self._life and self._foreign and known.job == self._wanted:
-            self._on_foreign(why)
+            self._owner.start_anew(why)
 
     async def _not_taken(
         self, known: KnownVersion, version: int, error: RefusedError | UnavailableError, life: int
@@ -524,7 +528,7 @@ class Updates:
         if job == self._wanted:
             self._other_model = False
         self.job, self.version = job, version
-        self._on_active(job, version)
+        self._owner.activated(job, version)
 
     def _settle(self, job: str, version: int, applied: UpdateApplied) -> None:
         if applied.ok and applied.version == version:
@@ -551,7 +555,7 @@ class Updates:
     def _unproven(self, version: int, why: str) -> None:
         self._log("quarantined", version=version, message=why)
         self.engine_down()
-        self._on_unproven(version, why)
+        self._owner.unproven(version, why)
 
     def _record(self, job: str, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
         self._activations.write(

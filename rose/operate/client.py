@@ -15,7 +15,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security.certificates import CertificateFiles
 
 if TYPE_CHECKING:
-    # What checks policies takes long to import, for calls that have nothing to do with them.
+    # The checks of policies take long to import, and most calls need none of them.
     from elastic_scheduler.capacity import CapacityPolicy
 
 CALL_TIMEOUT_S: Final = 5.0
@@ -80,7 +80,7 @@ class SchedulerClient:
         while True:
             found, hint = False, ""
             with make_blocking_channel(self._finder.address, self._certificates) as channel:
-                # Of one that is alone the failed call itself says why it cannot be reached, and
+                # With one address the failed call itself says why it cannot be reached, and
                 # gRPC's word on a connection takes a fifth of a second to come.
                 if len(self._finder.addresses) == 1 or _connects(channel):
                     try:
@@ -123,7 +123,7 @@ class SchedulerClient:
         )
 
     def _hint(self, details: str) -> str:
-        """What a handshake that came to nothing may have lacked: TLS says little of it."""
+        """Return a hint for a failed handshake, of which TLS itself says little."""
         if not any(word in details for word in ("Socket closed", "andshake", "erification")):
             return ""
         if self._certificates is None:
@@ -153,7 +153,7 @@ class PolicyClient(SchedulerClient):
         self._call(lambda s: s.DeletePolicy(ask, timeout=self._timeout_s))
 
     def explain(self, node: str) -> list[pb.NodeCapacity]:
-        """Which policy decided what, of one node, or of all ("")."""
+        """Return the policy behind each field, for one node or for all ("")."""
         ask = pb.ExplainPolicyRequest(node=node)
         return list(self._call(lambda s: s.ExplainPolicy(ask, timeout=self._timeout_s)).nodes)
 
@@ -164,7 +164,7 @@ class PolicyClient(SchedulerClient):
 
 
 def _connects(channel: grpc.Channel) -> bool:
-    """Whether somebody is there, within a moment."""
+    """Return True if the channel connects within a moment."""
     states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
     channel.subscribe(states.put, try_to_connect=True)
     until_s = time.monotonic() + CONNECT_S

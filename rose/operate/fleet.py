@@ -20,7 +20,7 @@ SILENT_S: Final = 3.0
 
 
 class Mode(StrEnum):
-    """How much may be lent, of a fleet, a node or a replica."""
+    """Mode of lending of a fleet, a node or a replica."""
 
     UNKNOWN = "unknown"
     OFF = "off"
@@ -78,7 +78,7 @@ class PolicyField:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What policies leave a node. would: under an Active policy, the stop aside.
+    """Capacity that policies leave a node. would: mode under an Active policy without the stop.
 
     lend_bytes, lend_compute: what `would` comes to now; advised_*: averages over `advised_s`.
     """
@@ -118,7 +118,7 @@ class Node:
 
     @property
     def strain(self) -> float:
-        """That of its worst host."""
+        """The largest latency-to-target ratio of the node's hosts."""
         return max((host.strain for host in self.hosts), default=0.0)
 
 
@@ -135,7 +135,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a replica's engine does. grant: of its node, `none` for one without a gate.
+    """State of a replica's engine. grant: its node's, `none` for an engine without a gate.
 
     reason: why it may or may not run, a word of `FreezeReason`; why: the same in a sentence.
     held_bytes: all memory that it holds as measured, said while it must not exist.
@@ -174,7 +174,7 @@ class Replica:
 
     @property
     def is_guest(self) -> bool:
-        """Whether a stop of the harvest ends it: dedicated replicas belong to the jobs."""
+        """True if a stop of the harvest ends the replica: dedicated replicas belong to the jobs."""
         return self.kind != DEDICATED
 
 
@@ -332,7 +332,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
 
 def _host(said: pb.HostTelemetry) -> Host:
     return Host(
-        # Of a node of an earlier release there is one alone.
+        # A node of an earlier release has one host, without a name.
         name=getattr(said, "host", ""),
         source=said.source or "unknown",
         running=said.running,
@@ -349,7 +349,7 @@ def _host(said: pb.HostTelemetry) -> Host:
 
 
 def capacity_of(row: pb.NodeCapacity) -> Capacity:
-    """What policies leave a node, from a snapshot's row or an explanation."""
+    """Read a node's capacity from a snapshot's row or an explanation."""
     averaged = row.advised_s > 0
     return Capacity(
         policy_mode=row.policy_mode,

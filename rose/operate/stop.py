@@ -21,7 +21,7 @@ MEASURED_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
+class UnheardNode:
     """A node of which no confirmation is known. state: attached, silent or away."""
 
     node: str
@@ -30,7 +30,6 @@ class Unheard:
     guests: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For a person."""
         if self.state is NodeState.ATTACHED:
             return (
                 f"not confirmed: node {self.node} is attached, and has not said that it holds;"
@@ -51,7 +50,7 @@ class Unheard:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RemainingGuest:
     """A guest that is there still, as its node measured it."""
 
     replica: str
@@ -61,30 +60,29 @@ class Left:
     duty: float
 
     def __str__(self) -> str:
-        """For a person."""
         held = f"{(self.held_bytes or 0) / (1 << 20):.1f} MiB"
         return f"{self.replica}: {self.state}, holds {held}, duty {self.duty:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What one look shows. nodes: all that are known; held: those that confirmed the stop.
+    """Result of one look. nodes: all known ones; held: nodes that confirmed the stop.
 
-    slowest_s: of those, from telling it to its word. older: attached nodes of an earlier release,
+    slowest_s: longest time from order to confirmation. older: attached nodes of an old release,
     which never confirm. unmeasured: guests of attached nodes of which nobody said what they hold.
     """
 
     nodes: int
     held: int
     slowest_s: float | None
-    unheard: tuple[Unheard, ...]
+    unheard: tuple[UnheardNode, ...]
     older: tuple[str, ...]
     guests: int
-    left: tuple[Left, ...]
+    left: tuple[RemainingGuest, ...]
     unmeasured: tuple[str, ...]
 
     def settled(self, waited_s: float) -> bool:
-        """Whether another look can show nothing more."""
+        """Return True if another look can show nothing more."""
         measured = not self.unmeasured or waited_s > MEASURED_S
         heard = all(
             node.state is not NodeState.ATTACHED and (node.heard_s or 0.0) > STALE_AFTER_S
@@ -94,11 +92,11 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """Whether every known node is accounted for and every guest measured to be gone."""
+        """True if every known node is accounted for and every guest measured to be gone."""
         return not (self.unheard or self.unmeasured or self.left)
 
     def lines(self, took_s: float) -> Iterable[str]:
-        """For a person: what is not as it should be, then how many held and how many are gone."""
+        """Yield the report's lines: exceptions, then nodes that hold and guests that are gone."""
         yield from map(str, self.left)
         yield from map(str, self.unheard)
         if self.unmeasured:
@@ -131,7 +129,7 @@ def proof_of(fleet: Fleet) -> Proof:
         held=len(times_s),
         slowest_s=max(times_s, default=None),
         unheard=tuple(
-            Unheard(n.name, n.state, n.heard_s, tuple(each.name for each in guests[n.name]))
+            UnheardNode(n.name, n.state, n.heard_s, tuple(each.name for each in guests[n.name]))
             for n in unheard
         ),
         older=tuple(
@@ -150,21 +148,23 @@ def proof_of(fleet: Fleet) -> Proof:
 
 
 def _unheard(node: Node, guests: list[Replica]) -> bool:
-    """Whether nobody can say of this node that it holds and that nothing is left on it."""
+    """Return True if the node is not known to hold with nothing left on it."""
     if node.state is NodeState.AWAY:
         return True
     if node.state is NodeState.ATTACHED:
         return node.confirms and node.confirmed_s is None
-    # What it measured before it fell silent counts, if that was after it had confirmed.
+    # A silent node's last measurement counts if the node had confirmed before.
     held = node.confirmed_s is not None
     return not held or any(left_of(guest) is not None for guest in guests)
 
 
-def left_of(replica: Replica) -> Left | None:
-    """What is left of a guest; None for nothing."""
+def left_of(replica: Replica) -> RemainingGuest | None:
+    """Return the rest of a guest that still exists, None for a guest that is gone."""
     engine = replica.engine
     if engine is None:
         return None
     if engine.held_bytes or engine.duty > 0 or engine.state in ("healthy", "starting"):
-        return Left(replica.name, replica.node, engine.state, engine.held_bytes, engine.duty)
+        return RemainingGuest(
+            replica.name, replica.node, engine.state, engine.held_bytes, engine.duty
+        )
     return None

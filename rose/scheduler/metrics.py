@@ -10,7 +10,8 @@ units (`_seconds`, `_bytes`, `_total` for what only grows).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from prometheus_client import (
@@ -67,7 +68,7 @@ class SchedulerMetrics(Collector):
         self._budgeted_s: float | None = None
         # Names that are counted apart, and since when each is over.
         self._jobs: dict[str, float | None] = {}
-        # When each series began is another series of each: nobody asks for it.
+        # Skip the series of creation times.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._grants = self._counter("rose_scheduler_lease_grants", "Leases granted.", "job")
@@ -135,9 +136,10 @@ class SchedulerMetrics(Collector):
         is_due = self._budgeted_s is None or now_s >= self._budgeted_s + BUDGETS_EVERY_S
         self._figures = service.figures(budgets=is_due)
         if is_due:
-            self._budgets, self._budgeted_s = self._figures.core.budget_left, now_s
+            self._budgets, self._budgeted_s = self._figures.core.budget_left or {}, now_s
         core = self._figures.core
-        self._forget_jobs(core.jobs.union(job for job, _ in core.leases), now_s)
+        live = {job.record.job for job in core.jobs} | {each.holder for each in core.replicas}
+        self._forget_jobs(live, now_s)
 
     def describe(self) -> Iterable[Metric]:
         """Names are checked for clashes without asking anybody."""
@@ -172,15 +174,21 @@ class SchedulerMetrics(Collector):
 
     def _of_service(self, seen: ServiceFigures) -> Iterator[Metric]:
         core = seen.core
-        yield _gauge("rose_scheduler_nodes", "Nodes that are attached.", core.nodes)
+        kinds = [(each.holder, each.offer.kind.value, each.offer.node) for each in core.replicas]
+        offers = Counts((kind, "leased" if job else "free") for job, kind, _ in kinds)
+        node_leases = dict.fromkeys((node.node for node in core.nodes), 0)
+        leases = Counts((job, kind) for job, kind, _ in kinds if job)
+        node_leases |= Counts(node for job, _, node in kinds if job)
+        demand = [each.demand for each in core.jobs if each.demand is not None]
+        yield _gauge("rose_scheduler_nodes", "Nodes that are attached.", len(core.nodes))
         yield _gauge(
-            "rose_scheduler_away_nodes", "Nodes that are known and not attached.", core.away
+            "rose_scheduler_away_nodes", "Nodes that are known and not attached.", len(core.away)
         )
         yield _by_one(
             "rose_scheduler_node_silent_seconds",
             "Time since an attached node said anything.",
             "node",
-            core.silent_s,
+            {node.node: node.silent_s for node in core.nodes},
         )
         yield _by_one(
             "rose_scheduler_stop_mode",
@@ -196,11 +204,11 @@ class SchedulerMetrics(Collector):
             "rose_scheduler_replicas",
             "Replicas that are offered, leased or free.",
             ("kind", "state"),
-            {labels: float(count) for labels, count in core.offers.items()},
+            offers,
         )
-        yield _by("rose_scheduler_leases", "Leases that live.", ("job", "kind"), core.leases)
+        yield _by("rose_scheduler_leases", "Leases that live.", ("job", "kind"), leases)
         yield _by_one(
-            "rose_scheduler_node_leases", "Leases that live on a node.", "node", core.node_leases
+            "rose_scheduler_node_leases", "Leases that live on a node.", "node", node_leases
         )
         yield _gauge(
             "rose_scheduler_promised_leases",
@@ -227,21 +235,21 @@ class SchedulerMetrics(Collector):
             "How long a write has waited for the store; 0 while it answers.",
             seen.stalled_s,
         )
-        turns = {each.job: each.turns for each in core.demand}
+        turns = {each.job: each.turns for each in demand}
         yield _by_one(
             "rose_scheduler_job_turns",
             "Turns of a job that run or wait, at all gateways.",
             "job",
             turns,
         )
-        owed = {each.job: each.owed_tokens for each in core.demand}
+        owed = {each.job: each.owed_tokens for each in demand}
         yield _by_one(
             "rose_scheduler_job_owed_tokens",
             "Tokens that the turns of a job are still to make.",
             "job",
             owed,
         )
-        made = {each.job: each.made_tok_s for each in core.demand}
+        made = {each.job: each.made_tok_s for each in demand}
         yield _by_one(
             "rose_scheduler_job_tokens_per_second",
             "Tokens that a job makes a second, as gateways report it.",
@@ -252,7 +260,7 @@ class SchedulerMetrics(Collector):
             "rose_scheduler_node_modes",
             "Nodes by the mode that their policies say.",
             "mode",
-            core.modes,
+            Counts(node.verdict.mode.value for node in core.nodes),
         )
         yield _by_one(
             "rose_scheduler_held_nodes",
@@ -260,7 +268,7 @@ class SchedulerMetrics(Collector):
             "reason",
             core.held,
         )
-        yield from _advised(core.advice)
+        yield from _advised({node.node: node.advice for node in core.nodes})
         yield from _lent(core.usage)
         left = GaugeMetricFamily(
             "rose_scheduler_slo_budget_left_ratio",
@@ -277,7 +285,7 @@ class SchedulerMetrics(Collector):
             return job
         return OTHERS
 
-    def _forget_jobs(self, live: frozenset[str], now_s: float) -> None:
+    def _forget_jobs(self, live: Collection[str], now_s: float) -> None:
         for job, over_s in list(self._jobs.items()):
             if job in live:
                 self._jobs[job] = None
@@ -293,7 +301,7 @@ class SchedulerMetrics(Collector):
 
 
 def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
-    """What each node lends, or would: now, and the sums of which rates are made."""
+    """Yield the capacity that each node lends or would lend: now, and summed over time."""
     labels = ["node"]
     memory = GaugeMetricFamily(
         "rose_scheduler_node_lendable_bytes",
@@ -326,7 +334,7 @@ def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
 
 
 def _lent(usage: Mapping[Pair, Lent]) -> Iterator[Metric]:
-    """What hosts lent since this scheduler leads."""
+    """Yield the usage since this scheduler leads."""
     labels = ["owner", "job"]
     seconds = CounterMetricFamily(
         "rose_scheduler_lent_lease_seconds", "Time in which guests were leased.", labels=labels

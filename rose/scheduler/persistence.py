@@ -88,7 +88,6 @@ class VersionRecord:
 
     @property
     def is_base(self) -> bool:
-        """Whether it builds on nothing."""
         return self.parent == self.version
 
 
@@ -153,7 +152,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
 
 
 def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
-    """Where leases were granted, by what the newest epochs say."""
+    """Return the nodes of the newest epochs, with times."""
     said = [json.loads(entry.value) for _, entry in _below(EPOCHS, entries)]
     nodes: dict[str, float] = {}
     for each in said:
@@ -290,7 +289,7 @@ class StoreWriter:
 
     @property
     def stalled_s(self) -> float:
-        """How long the oldest write has waited; 0 while none waits for longer than usual."""
+        """Seconds for which the oldest write has waited; 0 while none waits longer than usual."""
         if self._since_s is None:
             return 0.0
         waited_s = time.monotonic() - self._since_s

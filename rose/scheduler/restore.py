@@ -56,7 +56,7 @@ from rose.store.fenced import FENCE, FencedStore
 from rose.store.leadership import Leadership
 from rose.store.protocol import Delete, Put, Store, StoreEntry, Write
 
-# Where the clock is behind what is known.
+# Least lift of the epochs, where the clock is behind the stored times.
 LEAST_LIFT = 2**20
 # etcd takes 128 operations in a transaction unless told otherwise; the fence is one.
 MOST_WRITES = 64
@@ -68,7 +68,7 @@ LEAD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did; epoch_floor: leases have greater epochs from now on."""
+    """Result of a restore; epoch_floor: leases have greater epochs from now on."""
 
     entries: int
     jobs: int
@@ -91,7 +91,7 @@ async def take_backup(store: Store, taken_s: float | None = None) -> Backup:
 def restored(
     backup: Sequence[StoreEntry], there: Sequence[StoreEntry], now_s: float
 ) -> list[StoreWrite]:
-    """What a backup becomes, so that nothing of it comes true a second time.
+    """Return the writes that restore a backup without repeating what it records.
 
     there: what the store held before, whose epochs and stop may be newer. now_s: Unix seconds.
     Raises `ConfigError`.

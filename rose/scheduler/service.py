@@ -34,7 +34,6 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
 from rose.scheduler.core.capacity import policy_applied, policy_deleted
-from rose.scheduler.core.figures import SchedulerFigures
 from rose.scheduler.core.messages import (
     Action,
     Answer,
@@ -69,7 +68,7 @@ BROKEN_TICK_S = 1.0
 STOP_RETRY_S = 0.5
 HELLO_S = 10.0
 MAX_WATCHERS = 1_024
-# How long a caller waits for the store, and how many may.
+# Bounds on how long a caller waits for the store, and on the callers that wait.
 ANSWER_S = 5.0
 MAX_COMMITS = 64
 
@@ -91,18 +90,31 @@ BROKEN = "the scheduler could not handle this; see its events"
 
 @dataclass(frozen=True, slots=True)
 class ServiceFigures:
-    """Figures of the core and of what waits around it.
+    """The fleet as the core sees it, and the queues around the core.
 
     commands: that nodes have not taken yet, in all and in the longest queue. commits: requests that
     wait for the store, which has not answered for stalled_s.
     """
 
-    core: SchedulerFigures
+    core: Observed
     watchers: int = 0
     commands: int = 0
     longest: int = 0
     commits: int = 0
     stalled_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    """Clocks of a service, the time of an answer, and the period of its ticks.
+
+    clock, wall_clock: the core's times, and those of blackout windows.
+    """
+
+    answer_s: float = ANSWER_S
+    tick_s: float = TICK_S
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
 
 
 class SchedulerService(SchedulerServicer):
@@ -118,29 +130,26 @@ class SchedulerService(SchedulerServicer):
         store: Store,
         events: EventLog,
         troubles: Callable[[], Iterable[str]] = tuple,
-        answer_s: float = ANSWER_S,
         leads: Callable[[], bool] = lambda: True,
         audit: AuditSink = lambda event, fields, by: None,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        tick_s: float = TICK_S,
+        times: ServiceTimes | None = None,
     ) -> None:
         """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions.
 
         leads: whether this process surely leads; the core takes no step when it does not.
-        clock, wall_clock: the core's times, and those of blackout windows.
         """
         self._leads = leads
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._tick_s = tick_s
+        times = times or ServiceTimes()
+        self._clock = times.clock
+        self._wall_clock = times.wall_clock
+        self._tick_s = times.tick_s
         self._audit = audit
         self._troubles = troubles
         self._core = core
         self._store = store
         self._writer = StoreWriter(store, events.write)
         self._events = events
-        self._answer_s = answer_s
+        self._answer_s = times.answer_s
         self._streams = itertools.count(1)
         self._queues: dict[int, CommandQueue] = {}
         # In order, so that a history can be repeated.
@@ -175,10 +184,10 @@ class SchedulerService(SchedulerServicer):
             await asyncio.sleep(self._tick_s)
 
     def figures(self, *, budgets: bool = True) -> ServiceFigures:
-        """What metrics count, at this moment; SLO budgets only where asked for."""
+        """Return the figures of this moment, with SLO budgets if `budgets`."""
         queues = [queue.waiting for queue in self._queues.values()]
         return ServiceFigures(
-            self._core.figures(self._clock(), budgets=budgets),
+            self.observed(budgets=budgets),
             watchers=len(self._watchers),
             commands=sum(queues),
             longest=max(queues, default=0),
@@ -192,7 +201,7 @@ class SchedulerService(SchedulerServicer):
         by: in whose name, for the audit log. Raises the core's `RefusedError` and `ConfigError`,
         TimeoutError while the store does not answer, LeadershipLostError.
         """
-        # What follows from it is recorded under that name.
+        # The audit log records all consequences under that name.
         CALLING.set(by)
         value = await asyncio.wait_for(asyncio.shield(self._begin(event)), self._answer_s)
         assert value is not None
@@ -208,15 +217,15 @@ class SchedulerService(SchedulerServicer):
         return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
 
     def policy_views(self) -> dict[str, PolicyView]:
-        """What became of each capacity policy on its nodes."""
+        """Return the status of each capacity policy."""
         return self._core.policy_views(self._clock())
 
     def observed(self, *, budgets: bool = True) -> Observed:
-        """What the dashboard shows, at this moment; SLO budgets only where asked for."""
+        """Return the fleet at this moment, with SLO budgets if `budgets`."""
         return self._core.observed(self._clock(), budgets=budgets)
 
     def troubles(self) -> list[str]:
-        """What the process lacks now, and since when the store answers no write."""
+        """Return the troubles of the process, among them a store that answers no write."""
         stalled_s = self._writer.stalled_s
         stalled = [f"the store has answered no write for {stalled_s:.0f} s"] if stalled_s else []
         return [*stalled, *self._troubles()]
@@ -258,7 +267,7 @@ class SchedulerService(SchedulerServicer):
 
     def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
         now = self._core.capacity.stop.mode
-        # What was there at the start was read then; a request may have come meanwhile.
+        # The first value was read at the start; a request may have come meanwhile.
         if mode is now or (first and stricter(mode, now) is now):
             return
         self._closings += mode is not HarvestMode.ACTIVE
@@ -541,9 +550,9 @@ class SchedulerService(SchedulerServicer):
     async def ExplainPolicy(
         self, request: pb.ExplainPolicyRequest, context: "Context[object, object]"
     ) -> pb.ExplainPolicyReply:
-        """Which policy decided what, of one node or of all."""
+        """Explain the policies' decisions for one node or for all."""
         try:
-            nodes = self._core.capacity.explained(request.node)
+            nodes = self._core.explained(request.node, self._clock())
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, "ExplainPolicy", context)
         return pb.ExplainPolicyReply(nodes=nodes)
@@ -567,7 +576,7 @@ class SchedulerService(SchedulerServicer):
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
-        """What takes away is done at once, what gives when it is durable."""
+        """Begin a request: a stop takes effect at once, a grant when it is durable."""
         closing = isinstance(event, HarvestSet) and event.mode is not HarvestMode.ACTIVE
         self._begun += 1
         released = self._step(event) if closing else None

@@ -1,4 +1,4 @@
-"""What a scheduler process answers: as the leader of a term, or as a standby that names the leader.
+"""Replies of a scheduler process: as the leader of a term, or as a standby naming the leader.
 
 A standby answers every call UNAVAILABLE, with the trailing metadata `rose-leader: HOST:PORT` (empty
 while it knows of none). Such a call was surely not carried out, so it may be made again elsewhere.
@@ -35,7 +35,6 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     @property
     def leads(self) -> bool:
-        """Whether a service answers."""
         return self._now is not self._refusals
 
     @property

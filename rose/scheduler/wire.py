@@ -100,7 +100,7 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
-    """What a report means to the core; None for a repeated hello or a kind of a newer protocol."""
+    """Return a report's event; None for a repeated hello or a kind of a newer protocol."""
     match report.WhichOneof("report"):
         case "offers":
             return _offered(report, stream)
@@ -208,7 +208,7 @@ def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
 
 
 def demanded(report: pb.DemandReport) -> Demanded:
-    """What a gateway reports; a name that is no registered job's counts for nothing."""
+    """Return a gateway's demand; names of unregistered jobs are ignored by the core."""
     gateway = checked_name(report.gateway, "DemandReport.gateway")
     check_number(report.jobs, MAX_JOBS, f"jobs of gateway {gateway}")
     check_number(report.switches, MAX_SWITCHES, f"switches of gateway {gateway}")

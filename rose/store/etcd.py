@@ -36,8 +36,9 @@ from rose.store.etcd_link import (
     NoLeaseError,
     StaleTokenError,
     UnansweredError,
+    stream,
+    unary,
 )
-from rose.store.etcd_pb2_grpc import KVStub, LeaseStub, WatchStub
 from rose.store.protocol import (
     ABSENT,
     Change,
@@ -101,14 +102,8 @@ class EtcdStore(TxnStore):
             ],
             success=[self._operation(each) for each in writes],
         )
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.TxnResponse:
-            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
-
         try:
-            return await self._done_once(ask, expect, writes)
+            return await self._done_once(unary("KV/Txn", request, pb.TxnResponse), expect, writes)
         except NoLeaseError as error:
             raise LeaseGoneError("the lease is over; take another one") from error
 
@@ -146,13 +141,7 @@ class EtcdStore(TxnStore):
                 pb.RequestOp(request_range=pb.RangeRequest(key=self._key(key))) for key in keys
             ]
         )
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.TxnResponse:
-            return await KVStub(channel).Txn(request, timeout=timeout_s, metadata=metadata)
-
-        reply = await self._link.call(ask)
+        reply = await self._link.call(unary("KV/Txn", request, pb.TxnResponse))
         found = {
             key: each.response_range.kvs[0] if each.response_range.kvs else None
             for key, each in zip(keys, reply.responses, strict=True)
@@ -219,7 +208,8 @@ class EtcdStore(TxnStore):
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 metadata = await self._link.metadata(channel)
-                call = WatchStub(channel).Watch(metadata=metadata)  # type: ignore[call-arg]
+                watch = stream(channel, "Watch/Watch", pb.WatchRequest, pb.WatchResponse)
+                call = watch(None, metadata=metadata)
                 await call.write(pb.WatchRequest(create_request=create))
                 answer = await call.read()
             while isinstance(answer, pb.WatchResponse):
@@ -237,33 +227,25 @@ class EtcdStore(TxnStore):
     async def compact(self, revision: int) -> None:
         """Forget the history up to a revision, of all keys of the cluster."""
         request = pb.CompactionRequest(revision=revision, physical=True)
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.CompactionResponse:
-            return await KVStub(channel).Compact(request, timeout=timeout_s, metadata=metadata)
-
-        await self._link.attempt(ask)
+        await self._link.attempt(unary("KV/Compact", request, pb.CompactionResponse))
 
     # ---- leases ----
 
     async def grant_lease(self, ttl_s: float) -> int:
         """Make one; etcd counts whole seconds, and a cluster has a least number of them."""
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.LeaseGrantResponse:
-            return await LeaseStub(channel).LeaseGrant(
-                request, timeout=timeout_s, metadata=metadata
-            )
-
+        ask = unary("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         return (await self._link.call(ask)).ID
 
     async def keep_lease(self, lease: int) -> float:
         async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> float:
-            keep = LeaseStub(channel).LeaseKeepAlive
-            call = keep(timeout=timeout_s, metadata=metadata)  # type: ignore[call-arg]
+            keep = stream(
+                channel,
+                "Lease/LeaseKeepAlive",
+                pb.LeaseKeepAliveRequest,
+                pb.LeaseKeepAliveResponse,
+            )
+            call = keep(None, timeout=timeout_s, metadata=metadata)
             try:
                 await call.write(pb.LeaseKeepAliveRequest(ID=lease))
                 answer = await call.read()
@@ -277,14 +259,7 @@ class EtcdStore(TxnStore):
 
     async def revoke_lease(self, lease: int) -> None:
         request = pb.LeaseRevokeRequest(ID=lease)
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.LeaseRevokeResponse:
-            return await LeaseStub(channel).LeaseRevoke(
-                request, timeout=timeout_s, metadata=metadata
-            )
-
+        ask = unary("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
         with suppress(NoLeaseError):
             await self._link.call(ask)
 
@@ -315,13 +290,7 @@ class EtcdStore(TxnStore):
 
     def _range(self, begin: bytes, end: bytes = b"") -> Ask[pb.RangeResponse]:
         request = pb.RangeRequest(key=begin, range_end=end)
-
-        async def ask(
-            channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float
-        ) -> pb.RangeResponse:
-            return await KVStub(channel).Range(request, timeout=timeout_s, metadata=metadata)
-
-        return ask
+        return unary("KV/Range", request, pb.RangeResponse)
 
 
 def end_of(prefix: bytes) -> bytes:

@@ -9,20 +9,22 @@ import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from rose.errors import ConfigError, RoseError, UnavailableError
 from rose.security.certificates import authorities_in, pair_in
 from rose.store import etcd_pb2 as pb
-from rose.store.etcd_pb2_grpc import AuthStub
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
-Ask = Callable[[grpc.aio.Channel, Metadata, float], Awaitable[R]]
+Ask = Callable[[grpc.aio.Channel, Metadata, float], Awaitable[T]]
 
+API = "/etcdserverpb."
 TIMEOUT_S = 2.0
 # An etcd without a leader elects one within some 2 s: a request outlasts that.
 MOST_S = 5.0
@@ -95,6 +97,33 @@ class NoLeaseError(RoseError):
     """The lease of a request is over."""
 
 
+def unary(method: str, request: Message, reply: type[R]) -> Ask[R]:
+    """Return the attempt that sends a request to a method of etcd, SERVICE/METHOD."""
+
+    async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> R:
+        call = channel.unary_unary(
+            API + method,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        answer = await call(request, timeout=timeout_s, metadata=metadata)
+        assert isinstance(answer, reply)
+        return answer
+
+    return ask
+
+
+def stream(
+    channel: grpc.aio.Channel, method: str, request: type[Message], reply: type[Message]
+) -> "grpc.aio.StreamStreamMultiCallable[Any, Any]":
+    """Return a method of etcd with streams both ways."""
+    return channel.stream_stream(
+        API + method,
+        request_serializer=request.SerializeToString,
+        response_deserializer=reply.FromString,
+    )
+
+
 class EtcdLink:
     """Channels to all endpoints of a cluster; the one that answered last is asked first."""
 
@@ -127,7 +156,7 @@ class EtcdLink:
         leader = (("hasleader", "true"),)
         return (*leader, ("token", self._token)) if self._token else leader
 
-    async def call(self, ask: Ask[R], timeout_s: float = TIMEOUT_S, most_s: float = MOST_S) -> R:
+    async def call(self, ask: Ask[T], timeout_s: float = TIMEOUT_S, most_s: float = MOST_S) -> T:
         """The answer to a request that may be carried out twice. Raises `UnavailableError`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + most_s
@@ -145,7 +174,7 @@ class EtcdLink:
     def pause_s(attempt: int) -> float:
         return min(FIRST_PAUSE_S * 2.0 ** min(attempt, 8), MAX_PAUSE_S)
 
-    async def attempt(self, ask: Ask[R], timeout_s: float = TIMEOUT_S) -> R:
+    async def attempt(self, ask: Ask[T], timeout_s: float = TIMEOUT_S) -> T:
         """Ask one endpoint; the next attempt asks the next one if this did not answer.
 
         Raises `UnansweredError`, `StaleTokenError`, `NoLeaseError`, and `ConfigError` for a
@@ -191,7 +220,8 @@ class EtcdLink:
     async def _log_in(self, channel: grpc.aio.Channel) -> None:
         request = pb.AuthenticateRequest(name=self.access.user, password=self.access.password)
         try:
-            reply = await AuthStub(channel).Authenticate(request, timeout=TIMEOUT_S)
+            ask = unary("Auth/Authenticate", request, pb.AuthenticateResponse)
+            reply = await ask(channel, (), TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 return  # this etcd has no users: it takes requests without

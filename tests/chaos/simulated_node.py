@@ -4,12 +4,12 @@
                             │ lease, switch, caps, contact           ▲ turns of gateways
                             └──────── admit, drain, update ──────────┘
 
-The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`, `HarvestSwitch`,
-`ToldCaps`, `Contact`, `AnnouncedVersions`, `GrantController`; the engine asks `decide` before each
-step. Stand-ins, for what starts processes or fetches files: of the engine's HTTP, `Supervisor` and
-`Updates`. A copy: the guard's tick, after `rose.node.grants.guard_thread`. Host and page are always
-well: what they can do wrong is tested elsewhere. Both processes are of one machine and read one
-clock.
+The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`,
+`HarvestSwitch`, `SchedulerCaps`, `SchedulerContact`, `AnnouncedVersions`, `GrantController`; the
+engine asks `decide` before each step. Stand-ins, for what starts processes or fetches files: of
+the engine's HTTP, `Supervisor` and `Updates`. A copy: the guard's tick, after
+`rose.node.grants.guard_thread`. Host and page are always well: what they can do wrong is tested
+elsewhere. Both processes are of one machine and read one clock.
 """
 
 import asyncio
@@ -26,12 +26,13 @@ from executor.step_decision import GateLimits, Run, decide
 from rose.contract.replica import ReplicaState
 from rose.errors import RefusedError, UnavailableError
 from rose.node.daemon import NodeDaemon
-from rose.node.grants.caps import STALE_AFTER_S, Contact, ToldCaps
+from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
 from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease_agent import LeaseAgent
 from rose.node.replica import Replica
-from rose.node.scheduler_session import SchedulerSession, build_reports
+from rose.node.reports import build_reports
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.telemetry.node_metrics import Reading
 from rose.node.weight_updates import AnnouncedVersions
 from rose.rpc import rose_pb2 as pb
@@ -360,10 +361,9 @@ class SimulatedReplica(Replica):
             start_timeout_s=60.0,
         )
         self.url = "http://127.0.0.1:8000"
-        self._reachable = lambda: True
+        self._proxy = None
         self._events = node.events  # type: ignore[assignment]
-        self._report = node.session.say
-        self._changed = node.session.changed
+        self._session = node.session
         self._client = EngineCalls(engine)  # type: ignore[assignment]
         self.lease_agent = LeaseAgent(
             engine.replica,
@@ -380,7 +380,7 @@ class SimulatedReplica(Replica):
         self.supervisor = SimulatedSupervisor(node, engine)  # type: ignore[assignment]
 
 
-class IgnorantCaps(ToldCaps):
+class IgnorantCaps(SchedulerCaps):
     """Caps with a planted bug: no lease ends before the scheduler's time."""
 
     forever = False
@@ -437,8 +437,8 @@ class SimulatedNode(LoopProcess):
         self.events = NodeEvents(self)
         self._reported = 0
         self._harvest = HarvestSwitch(self.now_s)
-        self._contact = Contact(self._clock_s)
-        caps = IgnorantCaps if self._bugs & IGNORANT else ToldCaps
+        self._contact = SchedulerContact(self._clock_s)
+        caps = IgnorantCaps if self._bugs & IGNORANT else SchedulerCaps
         self._caps = caps(self._contact.lost_s)
         if isinstance(self._caps, IgnorantCaps):
             self._caps.forever = "a lease lives for ever" in self._bugs
@@ -447,7 +447,7 @@ class SimulatedNode(LoopProcess):
         self._network = SimpleNamespace(follow=lambda known: None, enrol=lambda urls: None)
         self.session = SchedulerSession(
             self._addresses,
-            self.name,
+            NodeIdentity(self.name),
             self._reports,
             self._obey,
             self.events,  # type: ignore[arg-type]
@@ -500,7 +500,7 @@ class SimulatedNode(LoopProcess):
     def activated(self, job: str, version: int) -> None:
         """The engine has proven a version."""
         self._invariants.activated(self._engine.replica, job, version)
-        self._replica._activated(job, version)
+        self._replica.activated(job, version)
 
     # ---- clocks ----
 
@@ -517,7 +517,7 @@ class SimulatedNode(LoopProcess):
     # ---- scheduler ----
 
     def _reports(self) -> list[pb.NodeReport]:
-        offers, telemetry = build_reports(self.name, self._replicas, {})  # type: ignore[arg-type]
+        offers, telemetry = build_reports(self.name, list(self._replicas.values()))
         self._reported += 1
         # The host is idle and says so now and then.
         return [offers] if self._reported % TELEMETRY_EACH else [offers, telemetry]

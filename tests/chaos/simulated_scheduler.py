@@ -17,7 +17,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import LogRecord, Offered, Reserve, StoredEvent
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import EPOCHS, STOP, load
-from rose.scheduler.service import SchedulerService
+from rose.scheduler.service import SchedulerService, ServiceTimes
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import FencedStore, Leadership, StoreEntry
 from tests.chaos.invariants import Invariants
@@ -151,9 +151,9 @@ class SimulatedScheduler(LoopProcess):
             store,
             self._events,  # type: ignore[arg-type]
             leads=may_lead,
-            clock=self.now_s,
-            wall_clock=lambda: self.world.now_s,
-            tick_s=CORE_TICK_S,
+            times=ServiceTimes(
+                tick_s=CORE_TICK_S, clock=self.now_s, wall_clock=lambda: self.world.now_s
+            ),
         )
         self._term = store._term
         self.core = core

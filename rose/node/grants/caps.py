@@ -1,4 +1,4 @@
-"""Caps of capacity policies as the scheduler last told them, and silence beyond `staleAfter`.
+"""Caps of capacity policies as last received, and a scheduler silent for longer than `staleAfter`.
 
 A scheduler that falls silent changes no cap: leases end by themselves, and a node that has heard
 none for `staleAfter` harvests nothing: its guest is frozen and keeps no KV memory but the least.
@@ -19,7 +19,7 @@ LEAST_S: Final = {"stale_after_s": 1.0, "reclaim_deadline_s": 0.5}
 MOST_S: Final = 600.0
 
 
-class ToldCaps:
+class SchedulerCaps:
     """Newest caps. Read from the guard's thread too: each is one reference that is replaced."""
 
     def __init__(self, lost_s: Callable[[], float] = lambda: 0.0) -> None:
@@ -39,20 +39,20 @@ class ToldCaps:
 
     @property
     def cut_off(self) -> bool:
-        """Whether no scheduler was heard for too long."""
+        """True if no scheduler has been heard for longer than `staleAfter`."""
         return self._lost_s() > self.stale_after_s
 
     def lease_ttl_s(self, ttl_s: float) -> float:
-        """How long a grant or renewal counts here."""
+        """Return the time for which a grant or renewal counts on this node."""
         return min(ttl_s, self.stale_after_s)
 
     def reclaim_s(self, own_s: float) -> float:
-        """How long a reclaim may take; `own_s` is that of the node's file."""
+        """Return the time that a reclaim may take; `own_s` is the limit in the node's file."""
         return own_s if self.reclaim_deadline_s is None else min(own_s, self.reclaim_deadline_s)
 
 
 def harvest_caps(caps: rose_pb2.Caps) -> HarvestCaps:
-    """As the guard takes them. Raises ValueError for shares that are none."""
+    """Return the scheduler's caps as the guard's. Raises ValueError for invalid shares."""
     said = {field.name: value for field, value in caps.ListFields()}
     return HarvestCaps(
         compute=said.get("compute"),
@@ -76,8 +76,8 @@ def check_caps(caps: rose_pb2.Caps) -> None:
             raise RefusedError(f"the caps stay as they were: {field.name} is {value}")
 
 
-class Contact:
-    """When a scheduler was heard last: for as long as its stream is open it counts as heard."""
+class SchedulerContact:
+    """Time of the scheduler's last sign of life; an open stream counts as one."""
 
     def __init__(self, clock_s: Callable[[], float] = boot_clock_s) -> None:
         self._clock_s = clock_s

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import msgspec
 
@@ -20,9 +21,8 @@ from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import Boost, Observation, Reclaim, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.caps import ToldCaps
+from rose.node.grants.caps import SchedulerCaps
 from rose.node.grants.host_watch import HostProcess, HostWatch
-from rose.node.guest.cpu_placement import CpuBoost
 from rose.node.guest.kill_switch import KillSwitch
 from rose.process.background_tasks import described
 
@@ -83,55 +83,77 @@ _NS = 1e9
 logger = logging.getLogger("rose.node")
 
 
+@dataclass(frozen=True, slots=True)
+class GuardedHost:
+    """The host's page, the reader of its latencies, and its process where that is known."""
+
+    page: ControlPage
+    watch: HostWatch
+    pid: int | None = None
+
+
+class GuardedGuest(Protocol):
+    """The guest of a guard. All of it is called in the guard's thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def warming(self) -> bool:
+        """True while the guest's engine starts and takes no turns yet."""
+        ...
+
+    def lease_epoch(self) -> int | None:
+        """Return the epoch of the lease that holds now, None without one."""
+        ...
+
+    def boost(self, *, on: bool) -> None:
+        """Raise the guest's CPU priority while it owes memory."""
+        ...
+
+    def overdue(self, owed_bytes: int) -> None:
+        """Reclaim the host's memory that the guest has kept for too long."""
+        ...
+
+    def stalled(self, reason: str) -> None:
+        """End the lease: the process stood still for longer than a grant lives."""
+        ...
+
+    def guard_broke(self) -> None:
+        """Learn that the loop ended unasked."""
+        ...
+
+
 class GuardThread:
     """Writes the guest's grant 50 times a second and records what host and guest do."""
 
     def __init__(
         self,
-        name: str,
-        page: ControlPage,
+        guest: GuardedGuest,
+        host: GuardedHost,
         core: GrantController,
-        lease_epoch: Callable[[], int | None],
         kill_switch: KillSwitch,
-        host_pid: int | None,
-        watch: HostWatch,
         samples: JsonlLog,
         events: EventLog,
-        on_broken: Callable[[], object],
-        on_stall: Callable[[str], object],
-        boost: CpuBoost | None = None,
-        on_overdue: Callable[[int], object] = lambda owed_bytes: None,
-        warming: Callable[[], bool] = lambda: False,
-        caps: ToldCaps | None = None,
+        caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`lease_epoch`: of the lease that holds now, None without one; asked in this thread.
+        """`caps`: of capacity policies; none where no scheduler set any.
 
-        So is `warming`: whether the guest's engine starts and takes no turns yet.
-        `caps`: of capacity policies; none where nobody told any.
-        So are both others called: when the loop ends unasked, when the process stood still. After
-        a stop longer than a grant lives the lease of that time grants nothing any more.
         `events` and `samples` must not wait for a disk.
-        `boost`: of the guest's CPU priority, while it owes memory. `on_overdue`: called with the
-        bytes of the host that the guest has kept for too long.
         """
-        self._name = name
-        self._page = page
+        self._guest = guest
+        self._name = guest.name
+        self._page = host.page
         self._core = core
-        self._lease_epoch = lease_epoch
         self._kill_switch = kill_switch
-        self._process = HostProcess(host_pid)
+        self._process = HostProcess(host.pid)
         self._clock_ns = clock_ns
-        self._watch = watch
+        self._watch = host.watch
         self._samples = samples
         self._events = events
-        self._on_broken = on_broken
-        self._on_stall = on_stall
-        self._boost = boost or CpuBoost()
-        self._on_overdue = on_overdue
         self._reclaim_cap: int | None = None
-        self._warming = warming
-        self._caps = caps or ToldCaps()
+        self._caps = caps or SchedulerCaps()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()
@@ -174,7 +196,7 @@ class GuardThread:
             self._events.write("guard_broke", replica=self._name, message=self.broke)
         finally:
             if not self._stopping.is_set():
-                self._on_broken()
+                self._guest.guard_broke()
 
     def _loop(self) -> None:
         unreadable = ""
@@ -228,11 +250,11 @@ class GuardThread:
         seen = Observation(
             view,
             self.guest,
-            lease_epoch=self._lease_epoch(),
+            lease_epoch=self._guest.lease_epoch(),
             kill_switch=self._kill_switch.checked(),
             host_doubt=doubt,
             reclaim_cap=self._reclaim_cap,
-            warming=self._warming(),
+            warming=self._guest.warming,
             caps=self._caps.harvest,
             cut_off=self._caps.cut_off,
         )
@@ -243,11 +265,11 @@ class GuardThread:
                     self.grant = action.grant
                     self.granted += 1
                 case VoidLeases():
-                    self._on_stall(FreezeReason.STALLED)
+                    self._guest.stalled(FreezeReason.STALLED)
                 case Boost():
-                    self._boost.set(action.on)
+                    self._guest.boost(on=action.on)
                 case Reclaim():
-                    self._on_overdue(action.owed_bytes)
+                    self._guest.overdue(action.owed_bytes)
         assert self.grant is not None
         return self.grant
 

@@ -38,7 +38,7 @@ class HostProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether a process was named and is gone; a reused number does not bring it back."""
+        """True if the named process has ended, even where its number is in use again."""
         return self._pid is not None and (self._identity is None or not self._identity.running)
 
     def doubt(self, seat: SeatState | None) -> FreezeReason | None:
@@ -57,7 +57,7 @@ class HostProcess:
         return FreezeReason.HOST_FOREIGN if self._foreign else None
 
     def _begot(self, pid: int) -> bool:
-        """Whether the process is the named one, or came from it: an engine core has a parent."""
+        """Return True if the process is the named one or its descendant, like an engine core."""
         if self._pid is None:
             return True
         for _ in range(_MOST_ANCESTORS):

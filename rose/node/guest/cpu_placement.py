@@ -47,7 +47,7 @@ class CpuPlacement:
         return cls(IDLE if idle else NICE if nice else PLAIN, unified, oom)
 
 
-# As cgroup v2 counts: 100 is a group like any other.
+# Weights of cgroup v2, whose default is 100.
 _WEIGHTS: Mapping[Share | None, str] = {"background": "1", "aside": "10", None: "100"}
 
 
@@ -120,7 +120,7 @@ class CpuBoost:
             self._refused = True
             logger.warning(REFUSED)
         if self._cgroup:
-            # Where it may not, the classes inside are all there is, as at the start.
+            # Without permission the scheduling classes inside the group must suffice.
             with suppress(OSError):
                 weigh(self._cgroup, self._share if group is None else None)
         self._raised = group

@@ -33,11 +33,11 @@ class HarvestSwitch:
 
     @property
     def known(self) -> bool:
-        """Whether a scheduler has spoken since this daemon started."""
+        """True if a scheduler has set a mode since this daemon started."""
         return self._cluster != rose_pb2.HARVEST_MODE_UNSPECIFIED
 
     def off(self, replica: str) -> bool:
-        """Whether the guest shall not exist at all."""
+        """Return True if the guest must not exist at all."""
         barred = rose_pb2.HARVEST_MODE_OFF
         off = barred in (self._cluster, self._own.get(replica))
         if off:
@@ -51,6 +51,6 @@ class HarvestSwitch:
         return self._off_since_s.get(replica, 0.0) if self.off(replica) else 0.0
 
     def off_s(self, replica: str) -> float:
-        """For how long the guest has not been allowed to exist, as far as anybody asked; else 0."""
+        """Return the seconds for which `off` has been true; 0 while the guest may exist."""
         since_s = self._off_since_s.get(replica)
         return self._clock_s() - since_s if self.off(replica) and since_s is not None else 0.0

@@ -50,7 +50,7 @@ class KillSwitch:
 
     @property
     def engaged(self) -> bool:
-        """Whether no guest may exist."""
+        """True while no guest may exist."""
         return self._latched or (self._seen if self._watched else self.file.exists())
 
     def checked(self) -> bool:
@@ -102,12 +102,12 @@ class EndedGuest:
 
     @property
     def in_time(self) -> bool:
-        """Whether nothing of it was left by the deadline."""
+        """True if nothing of the guest was left by the deadline."""
         return self.gone and not self.held and self.seconds <= self.deadline_s
 
     @property
     def outcome(self) -> str:
-        """For a person."""
+        """The measured end in one line."""
         measured = f"{_size(self.held_before)} before, {_size(self.held)} now, duty {self.duty:.0%}"
         if self.gone:
             late = "" if self.in_time else f", later than {self.deadline_s:g} s"
@@ -123,14 +123,14 @@ def _size(amount: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class KillReport:
     """All guests of a node that ran; `barred`: whether none starts again by itself."""
 
     guests: tuple[EndedGuest, ...]
     barred: bool
 
 
-def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -> Ended:
+def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -> KillReport:
     """Set the kill file and see every guest of the node gone. Again changes nothing.
 
     Where the file cannot be written the daemon is told by signal; without one the guests are killed
@@ -150,7 +150,7 @@ def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -
         duty = 0.0 if gone else _duty(pid)
         held = group_bytes(pid)
         ended.append(EndedGuest(name, pid, seconds, gone, before[name], held, duty, deadline_s))
-    return Ended(tuple(ended), barred)
+    return KillReport(tuple(ended), barred)
 
 
 def guest_groups(run_dir: Path, kill_file: Path) -> dict[str, int]:

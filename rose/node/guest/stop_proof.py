@@ -44,7 +44,7 @@ class StopProof:
         self._overdue = False
 
     def step(self, seen: Measured, now_s: float) -> list[Said]:
-        """What to record now."""
+        """Return the records that a measurement calls for."""
         if not seen.barred or seen.order_s != self._order_s:
             self._since_s, self._proved, self._overdue = None, False, False
             self._order_s = seen.order_s

@@ -1,17 +1,17 @@
 """Supervisor of an engine: adopts or starts it, watches it, restarts it a bounded number of times.
 
 `HangWatch` finds a guest that lives and makes no progress: without a core, stopped, or stuck for
-too long. `SupervisorHooks` are the caller's objections to the engine, asked again and again while
-it runs.
+too long.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from enum import StrEnum
+from typing import Protocol
 
 from executor import GuestState
 from rose.engines import EngineProcess, EngineSpec, share_of
@@ -57,36 +57,13 @@ class HangWatch:
         return None
 
     def _core_ended(self, group: int) -> bool:
-        """Whether the core that was seen in the group is gone: the rest takes seconds to notice."""
+        """Return True if the group's engine core has ended; its parent notices seconds later."""
         if group != self._watched:
             self._watched, self._core = group, None
         if self._core is None:
             self._core = find_in_group(group, CORE)
             return False
         return not self._core.running
-
-
-def _nothing() -> str | None:
-    return None
-
-
-def _fits() -> None:
-    return
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorHooks:
-    """Hooks of a supervisor; each answers with a reason, None when it has no objection.
-
-    must_end: it may not exist. must_wait: it may not be started, one that runs may stay.
-    hangs: it lives but does nothing any more.
-    fits: raises RoseError where it could not be started now, beside what the engine checks itself.
-    """
-
-    must_end: Callable[[], str | None] = _nothing
-    must_wait: Callable[[], str | None] = _nothing
-    hangs: Callable[[], str | None] = _nothing
-    fits: Callable[[], None] = _fits
 
 
 MAX_SHORT_LIVES = 6
@@ -106,8 +83,32 @@ class EngineState(StrEnum):
     FAILED = "failed"
 
 
+class EngineOwner(Protocol):
+    """Owner of an engine: learns its states, and may object to it at any time while it runs."""
+
+    async def entered(self, state: EngineState) -> None:
+        """Take a new state; an engine is offered as healthy only after this has returned."""
+        ...
+
+    def must_end(self) -> str | None:
+        """Return why the engine must not exist, None without an objection."""
+        ...
+
+    def must_wait(self) -> str | None:
+        """Return why the engine must not be started; one that runs may stay."""
+        ...
+
+    def hangs(self) -> str | None:
+        """Return why the engine lives and does nothing any more."""
+        ...
+
+    def check_room(self) -> None:
+        """Raise RoseError if the engine cannot be started now (called in a thread)."""
+        ...
+
+
 class Supervisor:
-    """Runs `spec` until `stop`. `on_change` is awaited with each new state.
+    """Runs `spec` until `stop`, as its owner allows.
 
     MAX_SHORT_LIVES lives in a row shorter than STABLE_S are one too many: it stays `failed`, which
     telemetry says, and the rest of the node goes on. A life that the rules end is neither short nor
@@ -119,8 +120,7 @@ class Supervisor:
         spec: EngineSpec,
         start_timeout_s: float,
         events: EventLog,
-        on_change: Callable[[EngineState], Awaitable[None]],
-        rules: SupervisorHooks,
+        owner: EngineOwner,
         claim: GuestLock | None = None,
     ) -> None:
         """Without a `claim` the engine ends with this process, however it ends."""
@@ -129,8 +129,7 @@ class Supervisor:
         self.restarts = 0
         self._start_timeout_s = start_timeout_s
         self._events = events
-        self._on_change = on_change
-        self._rules = rules
+        self._owner = owner
         self._claim = claim
         self._engine: EngineProcess | None = None
         self._stopping = asyncio.Event()
@@ -143,9 +142,9 @@ class Supervisor:
 
     @property
     def warming(self) -> bool:
-        """Whether an engine that this daemon started has not been healthy yet (any thread).
+        """True until an engine that this daemon started is healthy for the first time (any thread).
 
-        Not so an adopted one: it may still hold turns of a lease that nobody knows any more.
+        False for an adopted engine: it may still hold turns of a forgotten lease.
         """
         return self._fresh
 
@@ -156,7 +155,7 @@ class Supervisor:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request for control of the running engine bears; nothing while there is none."""
+        """Headers of control requests to the running engine; empty while none runs."""
         return self._engine.headers if self._engine else {}
 
     async def run(self) -> None:
@@ -199,7 +198,7 @@ class Supervisor:
             await self._engine.stop()
 
     def _barred(self) -> str | None:
-        return self._rules.must_end() or self._rules.must_wait()
+        return self._owner.must_end() or self._owner.must_wait()
 
     async def _wait_for(self, reason: str) -> None:
         """A moment, which may be one of many: what is new is said once."""
@@ -211,7 +210,7 @@ class Supervisor:
         await self._pause(POLL_S)
 
     def _held_up(self) -> bool:
-        return self._rules.must_wait() is not None
+        return self._owner.must_wait() is not None
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
@@ -225,7 +224,7 @@ class Supervisor:
         if record is None:
             return None
         engine = EngineProcess.adopt(self.spec, record.identity, record.secret)
-        refusal = self._rules.must_end()
+        refusal = self._owner.must_end()
         if record.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
         elif refusal is None and await engine.warms_up():
@@ -241,7 +240,7 @@ class Supervisor:
         return None
 
     async def _obtain(self) -> EngineProcess:
-        await asyncio.to_thread(self._rules.fits)  # it may ask a driver, which may hang
+        await asyncio.to_thread(self._owner.check_room)  # it may ask a driver, which may hang
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:
@@ -265,13 +264,13 @@ class Supervisor:
         """Exit status of the engine; whatever stands against it ends it first."""
         ended = asyncio.create_task(engine.process.wait())
         while not (await asyncio.wait((ended,), timeout=POLL_S))[0]:
-            reason = self._must_end() or self._unwanted or self._rules.hangs()
+            reason = self._must_end() or self._unwanted or self._owner.hangs()
             if reason:
                 await self._reclaim(engine, reason)
         return ended.result()
 
     def _must_end(self) -> str | None:
-        reason = self._rules.must_end()
+        reason = self._owner.must_end()
         self._forbidden = self._forbidden or reason is not None
         return reason
 
@@ -305,7 +304,7 @@ class Supervisor:
         finally:
             self._fresh = False
             if self._engine:
-                # What the engine started may outlive it; nothing of it may.
+                # Processes that the engine started may outlive it and must not.
                 await self._engine.process.kill()
                 self._engine = None
             if self._claim:
@@ -325,7 +324,7 @@ class Supervisor:
 
     async def _enter(self, state: EngineState) -> None:
         # Afterwards: an engine is offered as healthy only once it has said which version it runs.
-        await self._on_change(state)
+        await self._owner.entered(state)
         self.state = state
 
     def _log(self, event: str, **fields: object) -> None:

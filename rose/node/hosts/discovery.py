@@ -7,9 +7,9 @@ A host is there while a process holds the seat of its page and has described its
 it. `look` reads the folder, with suspicion: several users may write there. What it cannot use is no
 host, so it gets no guest. `HostBook` is the state machine of what follows from a look:
 
-    found ──► Came       gone for GONE_LOOKS, or another life of it ──► Left
-    unusable for REFUSED_LOOKS ──► Refused, once for each reason
-    a page that nobody uses for DEAD_LOOKS ──► Dead: it is memory, and pods have ever new names
+    found ──► HostFound       gone for GONE_LOOKS, or another life of it ──► HostLost
+    unusable for REFUSED_LOOKS ──► PageRefused, once for each reason
+    a page that nobody uses for DEAD_LOOKS ──► PageDead: it is memory, and pods have ever new names
 """
 
 import os
@@ -49,7 +49,7 @@ class FoundHost:
     alone: bool = True
 
     def config(self, discover: DiscoverConfig) -> HostConfig:
-        """As a node's file would name it; several GPUs are none that a guest could share."""
+        """Return the host's configuration, without a device if the host uses several GPUs."""
         return HostConfig(
             page=self.page,
             name=self.name,
@@ -63,10 +63,10 @@ class FoundHost:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one look found: hosts by name, why pages are of no use, and those that nobody uses.
+class FolderScan:
+    """Result of one look: hosts by name, unusable pages with the reason, and dead pages.
 
-    dead: inodes of the latter.
+    dead: inodes of pages that no process uses.
     """
 
     hosts: Mapping[str, FoundHost] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class Look:
     dead: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
 
 
-def look(folder: Path, group: str = "") -> Look:
+def look(folder: Path, group: str = "") -> FolderScan:
     """Look for hosts. It raises nothing that the folder's content could cause."""
     try:
         check_folder(folder)
     except PageError as error:
-        return Look(unusable={folder: str(error)})
+        return FolderScan(unusable={folder: str(error)})
     hosts: dict[str, FoundHost] = {}
     unusable: dict[Path, str] = {}
     dead: dict[Path, tuple[int, int]] = {}
@@ -96,7 +96,7 @@ def look(folder: Path, group: str = "") -> Look:
             unusable[page] = str(error)
         else:
             hosts[found.name] = found
-    return Look(_told_apart(hosts), unusable, dead)
+    return FolderScan(_told_apart(hosts), unusable, dead)
 
 
 def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> Iterator[Path]:
@@ -139,7 +139,7 @@ def _host_at(path: Path, group: str) -> FoundHost | None:
 
 
 def _seated(path: Path) -> bool:
-    """Whether a process holds the seat; pages of the dead are looked at no further."""
+    """Return True if a process holds the page's seat; other pages are not read further."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class HostFound:
     """A host is there. `slot`: its number among those of this node, which numbers its guest."""
 
     host: FoundHost
@@ -194,14 +194,14 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class HostLost:
     """A host, or this life of it, is there no more."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class PageRefused:
     """A page is of no use, for a reason in a line."""
 
     page: Path
@@ -209,7 +209,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class PageDead:
     """A page that nobody has used for long: sweep it."""
 
     page: Path
@@ -226,11 +226,11 @@ class HostBook:
         self._untaken: dict[str, str] = {}
         self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
-    def step(self, seen: Look) -> list[Came | Left | Refused | Dead]:
-        """What changed: those who left come first, since their slots are free again."""
-        left = [Left(host.name) for host in self.status() if self._gone(host, seen)]
+    def step(self, seen: FolderScan) -> list[HostFound | HostLost | PageRefused | PageDead]:
+        """Return what changed, hosts that left first, since their slots are free again."""
+        left = [HostLost(host.name) for host in self.status() if self._gone(host, seen)]
         for slot, host in enumerate(self._slots):
-            if host is not None and Left(host.name) in left:
+            if host is not None and HostLost(host.name) in left:
                 self._slots[slot] = None
         self._untaken = {n: why for n, why in self._untaken.items() if n in seen.hosts}
         known = {host.name for host in self.status()}
@@ -246,15 +246,15 @@ class HostBook:
                 continue
             slot = self._slots.index(None)
             self._slots[slot] = host
-            came.append(Came(host, slot))
+            came.append(HostFound(host, slot))
         return [*left, *self._refusals(unusable), *self._buried(seen.dead), *came]
 
-    def untaken(self, host: FoundHost, reason: str) -> list[Refused]:
+    def untaken(self, host: FoundHost, reason: str) -> list[PageRefused]:
         """A host that came could not be taken in: it comes again with the next look."""
         self._slots = [None if each == host else each for each in self._slots]
         told = self._untaken.get(host.name) == reason
         self._untaken[host.name] = reason
-        return [] if told else [Refused(host.page, reason)]
+        return [] if told else [PageRefused(host.page, reason)]
 
     def status(self) -> list[FoundHost]:
         """Hosts that are there."""
@@ -262,12 +262,12 @@ class HostBook:
 
     @property
     def refused(self) -> int:
-        """How many pages are of no use now, and hosts that could not be taken in (any thread)."""
+        """Number of unusable pages and of hosts that could not be opened (any thread)."""
         taken = {host.name for host in self.status()}
         lasting = sum(looks >= REFUSED_LOOKS for looks in self._refused.values())
         return lasting + len(set(self._untaken) - taken)
 
-    def _gone(self, known: FoundHost, seen: Look) -> bool:
+    def _gone(self, known: FoundHost, seen: FolderScan) -> bool:
         found = seen.hosts.get(known.name)
         if found is not None:
             self._missed.pop(known.name, None)
@@ -280,13 +280,15 @@ class HostBook:
         del self._missed[known.name]
         return True
 
-    def _buried(self, dead: Mapping[Path, tuple[int, int]]) -> list[Dead]:
+    def _buried(self, dead: Mapping[Path, tuple[int, int]]) -> list[PageDead]:
         """Each once; one that comes back to life, or is made anew, begins anew."""
         self._dead = {each: self._dead.get(each, 0) + 1 for each in dead.items()}
-        return [Dead(*each) for each, looks in self._dead.items() if looks == DEAD_LOOKS]
+        return [PageDead(*each) for each, looks in self._dead.items() if looks == DEAD_LOOKS]
 
-    def _refusals(self, unusable: Mapping[Path, str]) -> list[Refused]:
+    def _refusals(self, unusable: Mapping[Path, str]) -> list[PageRefused]:
         """Each once, however many there are."""
         some = islice(unusable.items(), MOST_REFUSED)
         self._refused = {each: self._refused.get(each, 0) + 1 for each in some}
-        return [Refused(*each) for each, looks in self._refused.items() if looks == REFUSED_LOOKS]
+        return [
+            PageRefused(*each) for each, looks in self._refused.items() if looks == REFUSED_LOOKS
+        ]

@@ -48,7 +48,7 @@ class Host:
 
     @property
     def state(self) -> HostState | None:
-        """What it published last, for people and policies (any thread); a guard asks the page."""
+        """The host's last published state (any thread); guards read the page themselves."""
         with self._lock:
             return None if self._closed or self.page.cut_short else self.page.host.peek()
 
@@ -64,13 +64,11 @@ class Host:
             self.watch.drain(self.page)
 
     def figures(self) -> HostFigures:
-        """For `/metrics`."""
         return HostFigures(
             self.config.name, self._ttft, self._tpot, self.state, requests=self.requests
         )
 
     def telemetry(self, node: str) -> rose_pb2.HostTelemetry:
-        """For the scheduler."""
         now_s = time.monotonic()
         state = self.state
         said = self.scrape.summary(now_s) if self.scrape else self.watch.summary()

@@ -1,1 +1,1 @@
-"""What a node measures and shows on `/metrics`."""
+"""Measurements of a node, shown on `/metrics`."""

@@ -34,12 +34,12 @@ class MemoryGauge(Protocol):
 
     @property
     def by(self) -> str:
-        """Who measures; known after the first figure."""
+        """Source of the figures, known after the first one."""
         ...
 
     @property
     def sees_all(self) -> bool:
-        """Whether weights are in the figure too; known after the first one."""
+        """True if the figures include weights, known after the first one."""
         ...
 
     def held_bytes(self) -> int | None:
@@ -73,7 +73,7 @@ class Measuring:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """One measurement: bytes, None when unknown, and by whom."""
 
     amount: int | None
@@ -197,7 +197,7 @@ class DeviceMemory:
 
 
 def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:
-    """Whether the driver's list tells what these processes hold.
+    """Return True if the driver lists the memory of these processes.
 
     Outside the first namespace its numbers may be those of other processes: then it is believed
     only where all that it lists is here.
@@ -211,7 +211,7 @@ def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:
 
 
 GIB = 1 << 30
-# What an engine has on a card beside weights and KV: its context, workspaces, graphs. A guess.
+# Estimate of an engine's memory on a card beside weights and KV: context, workspaces, graphs.
 ENGINE_BYTES = 3 * GIB
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # noqa: S108 -- CUDA's own default
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -281,7 +281,7 @@ class Gpus:
             )
 
     def environment(self, replica: ReplicaConfig) -> dict[str, str]:
-        """What its engine is told of its card. Raises CardError."""
+        """Return the variables that name the replica's card to its engine. Raises CardError."""
         if replica.device is None:
             return {}
         told = card_environment(self.card(replica.device))
@@ -314,12 +314,12 @@ def insist_mps(replica: ReplicaConfig) -> Path:
 
 
 def pipe_folder(own: dict[str, str]) -> Path:
-    """Where a process with such variables of its own looks for MPS."""
+    """Return the folder in which a process with these variables looks for MPS."""
     return Path(own.get(PIPES) or os.environ.get(PIPES) or DEFAULT_PIPES)
 
 
 def control_daemon_at(pipes: Path) -> bool:
-    """Whether a control daemon has opened its pipes there. It is never spoken to."""
+    """Return True if a control daemon has opened its pipes there, without sending it anything."""
     try:
         mode = (pipes / "control").stat().st_mode
     except OSError:

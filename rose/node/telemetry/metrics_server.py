@@ -17,7 +17,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """What a caller breaks off is his."""
+        """Ignore calls that the caller broke off."""
 
 
 class _Server6(_Server):
@@ -31,7 +31,7 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are no news."""
 
 
-class MetricsServer:
+class ThreadedMetricsServer:
     """Answers with all of a registry, to everybody who reaches the address."""
 
     def __init__(

@@ -30,8 +30,8 @@ from rose.errors import ConfigError, UnavailableError
 from rose.metrics_server import certificate_families, damaged_files_family
 from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.host_metrics import HostFigures, host_families
-from rose.node.telemetry.memory_gauges import Held
-from rose.node.telemetry.metrics_server import MetricsServer
+from rose.node.telemetry.memory_gauges import HeldMemory
+from rose.node.telemetry.metrics_server import ThreadedMetricsServer
 from rose.release import release
 
 INTERVAL_S = 1.0
@@ -93,7 +93,7 @@ class ReplicaFigures:
     grant: Grant | None = None
     guest: GuestState | None = None
     owed_bytes: int = 0
-    held: Held | None = None
+    held: HeldMemory | None = None
     reclaim_s: float | None = None
     host: str = ""
 
@@ -119,7 +119,7 @@ class NodeHealth:
 
 @dataclass(slots=True)
 class Tally:
-    """What the log said of each replica, as far as a scrape shows it of all of them.
+    """Counts of logged events by replica, which a scrape shows for all replicas.
 
     An alert needs the 0 before the first one: `increase()` does not see a series begin.
     """
@@ -129,7 +129,6 @@ class Tally:
     placed: dict[str, str] = field(default_factory=dict)
 
     def forget(self, replica: str) -> None:
-        """It is no more."""
         self.late.pop(replica, None)
         self.placed.pop(replica, None)
         for what in REJECTIONS.values():
@@ -335,7 +334,7 @@ def _modes(views: list[ReplicaFigures]) -> Metric:
 
 
 def _beside(views: list[ReplicaFigures]) -> Metric:
-    """For queries that join what guests do with what their hosts' users pay."""
+    """Return the family by which queries join guests with their hosts."""
     family = GaugeMetricFamily(
         "rose_guest_host_info",
         "1, with the host that the guest is beside.",
@@ -347,7 +346,7 @@ def _beside(views: list[ReplicaFigures]) -> Metric:
 
 
 def _held(views: list[ReplicaFigures]) -> Metric:
-    """What cannot be measured is left out: 0 would be good news."""
+    """Return guests' memory without guests that cannot be measured: 0 would be good news."""
     family = GaugeMetricFamily(
         "rose_guest_memory_bytes",
         "All memory that the guest holds, and who measured it.",
@@ -398,7 +397,7 @@ class NodeMetrics:
         replicas: Callable[[], Iterable[ReplicaFigures]],
         health: Callable[[], NodeHealth] = NodeHealth,
     ) -> None:
-        # When each series began is another series of each: nobody asks for it.
+        # Skip the series of creation times.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._tally = Tally()
@@ -458,7 +457,7 @@ class NodeMetrics:
             ("version", "page_layout"),
         )
         build.labels(release(), str(LAYOUT_VERSION)).set(1)
-        self._server: MetricsServer | None = None
+        self._server: ThreadedMetricsServer | None = None
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
         """Take one event of the log (any thread)."""
@@ -516,7 +515,7 @@ class NodeMetrics:
         """Answer there; ConfigError when the port stays taken."""
 
         async def bind() -> None:
-            self._server = MetricsServer(self.registry, host, port, tls)
+            self._server = ThreadedMetricsServer(self.registry, host, port, tls)
 
         try:
             await bound(bind)

@@ -1,1 +1,1 @@
-"""What a scheduler decides, as a core without input or output."""
+"""Decisions of a scheduler, as a core without input or output."""

@@ -24,9 +24,10 @@ from elastic_scheduler.capacity import (
     CapacityNote,
     EffectivePolicy,
     Halt,
+    Limit,
+    LimitKind,
     NodeFacts,
     NodeVerdict,
-    PolicyMode,
     cli_policy,
     parse_policy,
 )
@@ -49,12 +50,12 @@ from rose.scheduler.core.messages import (
     StoreWrite,
 )
 from rose.scheduler.persistence import Saved, drop_policy, save_override, save_policy, save_stop
-from rose.scheduler.wire import MODE_TO, harvest_command
+from rose.scheduler.wire import harvest_command
 
 MAX_OVERRIDES: Final = 1_024
-# Of all memory of a node: a figure from outside.
+# Bound on the memory that a node may report.
 MOST_BYTES: Final = 1 << 50
-# How a node names a host that it knows through /metrics alone.
+# Source of a host that its node knows through /metrics alone.
 SCRAPE: Final = "scrape"
 
 
@@ -94,19 +95,13 @@ class Capacity:
 
     @property
     def stop(self) -> HarvestModes:
-        """What the operator's hold, drain, resume and stop-all have set."""
+        """Modes set by the operator's hold, drain, resume and stop-all."""
         return self.gate.stop
-
-    @property
-    def shown_mode(self) -> HarvestMode:
-        """Mode of the cluster: OFF where no policy lets anything be lent."""
-        acts = any(policy.mode is PolicyMode.ACTIVE for policy in self.gate.policies)
-        return self.stop.mode if acts else HarvestMode.OFF
 
     # ---- requests ----
 
     def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[StoreWrite, ...]:
-        """What has to be durable first. Raises RefusedError for what cannot be."""
+        """Return the writes that must be durable first. Raises RefusedError."""
         match event:
             case HarvestSet():
                 return self._stop_writes(event)
@@ -143,7 +138,7 @@ class Capacity:
                 return [LogRecord("policy_deleted", {"policy": event.name}), Answer(1)]
 
     def would_change(self, event: PolicyApplied) -> bool:
-        """Whether applying a policy changes anything. Raises as `writes` does."""
+        """Return True if applying the policy would change anything. Raises RefusedError."""
         self._check_room(event)
         name = event.policy.name
         return event.policy not in self.gate.policies or self.gate.halted(name) is not None
@@ -208,23 +203,26 @@ class Capacity:
         self._objects_heard_s = max(event.heard_s, before_s if before_s is not None else -math.inf)
         self._objects_refused = event.refused
 
-    def _withheld(self, now_s: float) -> dict[str, str]:
+    def _withheld(self, now_s: float) -> dict[str, Limit]:
         """Policies whose objects nobody knows, or can take, as they are now; and why."""
         if self._objects_heard_s is None:
-            # Of an earlier leader: as fresh as this term is.
+            # Objects known to an earlier leader count as heard when this term began.
             self._objects_heard_s = now_s
         found = {}
         for name in self._of_objects:
             old_s = now_s - self._objects_heard_s
             if not self._asks_objects:
-                found[name] = (
+                found[name] = Limit(
+                    LimitKind.API_SERVER,
                     f"the API server is not asked for object {name}: start the scheduler with"
-                    f" --kubernetes, or `rose policy delete {name}`"
+                    f" --kubernetes, or `rose policy delete {name}`",
                 )
             elif old_s > self.gate.policy(name).stale_after_s:
-                found[name] = f"the API server is not heard ({name})"
+                why = f"the API server is not heard ({name})"
+                found[name] = Limit(LimitKind.API_SERVER, why)
             elif name in self._objects_refused:
-                found[name] = f"the object cannot be taken as it is now ({name})"
+                why = f"the object cannot be taken as it is now ({name})"
+                found[name] = Limit(LimitKind.OBJECT, why)
         return found
 
     # ---- nodes ----
@@ -278,7 +276,7 @@ class Capacity:
         ]
 
     def _figures(self, note: CapacityNote) -> dict[str, object]:
-        """What advice comes to, as far as the node has said it."""
+        """Return the known figures of a capacity advice, none for other notes."""
         if note.event != "capacity_advice":
             return {}
         now = self._advice.of(str(note.fields["node"])).now
@@ -320,8 +318,12 @@ class Capacity:
         return commands
 
     def advice_of(self, node: str) -> Advice:
-        """What the node lends, or would, in figures."""
+        """Return the memory and compute that the node lends or would lend."""
         return self._advice.of(node)
+
+    def kv_share(self, node: str) -> float | None:
+        """Return the share of the host's KV cache that is in use, None while unknown."""
+        return self._kv_share.get(node)
 
     # ---- operators ----
 
@@ -336,63 +338,6 @@ class Capacity:
             for each in self.gate.policies
         ]
 
-    def rows(self) -> list[pb.NodeCapacity]:
-        """A line for each node; none where no operator applied a policy."""
-        if {policy.name for policy in self.gate.policies} <= {CLI}:
-            return []
-        return [self._row(verdict) for verdict in self.gate.verdicts()]
-
-    def explained(self, node: str) -> list[pb.NodeCapacity]:
-        """Which policy decided each field, of one node or of all. RefusedError for an unknown."""
-        verdicts = [v for v in self.gate.verdicts() if node in ("", v.node)]
-        if node and not verdicts:
-            raise RefusedError(f"no node {node!r} is attached; `rose status` lists nodes")
-        rows = []
-        for verdict in verdicts:
-            row = self._row(verdict)
-            row.fields.extend(
-                pb.PolicyField(path=path, value=value, policy=policy)
-                for path, value, policy in verdict.policy.fields()
-            )
-            rows.append(row)
-        return rows
-
-    def _row(self, verdict: NodeVerdict) -> pb.NodeCapacity:
-        limits = [cut_text(why) for why in verdict.limits]
-        if self.stop.mode is not HarvestMode.ACTIVE:
-            limits.insert(0, f"the operator's stop: {self.stop.mode.value}")
-        row = pb.NodeCapacity(
-            node=verdict.node,
-            mode=MODE_TO[stricter(self.stop.mode, verdict.mode)],
-            would=MODE_TO[verdict.would],
-            limits=limits,
-            policies=verdict.policy.policies,
-            policy_mode=verdict.policy.mode.value,
-        )
-        advice = self._advice.of(verdict.node)
-        if advice.now.memory_bytes is not None:
-            row.lend_bytes = advice.now.memory_bytes
-        if advice.now.compute is not None:
-            row.lend_compute = advice.now.compute
-        row.advised_s, row.advised_byte_s = advice.over_s, advice.byte_s
-        row.advised_compute_s = advice.compute_s
-        share = self.gate.busy_share(verdict.node)
-        if share is not None:
-            row.busy_share = share
-        kv_share = self._kv_share.get(verdict.node)
-        if kv_share is not None:
-            row.kv_share = kv_share
-            row.limits.extend(_pressed(verdict.policy, kv_share))
-        return row
-
-
-def _pressed(policy: EffectivePolicy, kv_share: float) -> Iterable[str]:
-    """Why guests' KV memory shrinks, where their host uses more of its cache than is allowed."""
-    if policy.watermarks is not None and kv_share > policy.watermarks.high:
-        whose = policy.decided_by.get("watermarks", "")
-        of = f" ({whose})" if whose else ""
-        yield f"watermarks.high (kv {kv_share:.0%} > {policy.watermarks.high:.0%}){of}"
-
 
 def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
     return lambda: [_fact(view) for view in fleet.nodes]
@@ -403,7 +348,7 @@ def _fact(view: NodeView) -> NodeFacts:
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:
-    """What a node is to keep within; what no policy bounds is left out."""
+    """Return the caps that a policy sets for a node; fields without a bound are left out."""
     return pb.Caps(
         compute=policy.compute,
         kv_bytes=policy.memory_bytes,

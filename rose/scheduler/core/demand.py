@@ -33,7 +33,7 @@ class JobFigures:
     made_tok_s: float = 0.0
 
     def cleaned(self) -> "JobFigures":
-        """What is no figure is none, but a turn that is there owes a token at least."""
+        """Return figures without invalid values; a turn owes one token at least."""
         if self.turns <= 0:
             return JobFigures(self.job)
         owed_tokens = max(float(self.turns), _figure(self.owed_tokens))
@@ -51,7 +51,7 @@ class Switched:
 
 @dataclass(slots=True)
 class _Work:
-    """When a job's work began, and when it was last seen at it."""
+    """Times at which a job's work began and was last seen."""
 
     since_s: float
     seen_s: float
@@ -66,7 +66,7 @@ class DemandBook:
 
     def __init__(self, ttl_s: float = REPORT_TTL_S) -> None:
         self._ttl_s = ttl_s
-        # Of each gateway: when it was heard, and its jobs.
+        # Each gateway's last report: its time and its jobs.
         self._reports: dict[str, tuple[float, tuple[JobFigures, ...]]] = {}
         self._work: dict[str, _Work] = {}
         self._known = False
@@ -101,7 +101,7 @@ class DemandBook:
         return _sum(job, (each for said in live for each in said if alone or each.job == job))
 
     def demand(self, job: str, step: int, now_s: float, *, alone: bool = True) -> JobDemand:
-        """What a policy should reckon with; infinite while no gateway ever reported."""
+        """Return a job's demand, infinite until a gateway has reported."""
         figures = self.figures(job, now_s, alone=alone)
         if figures is None:
             return JobDemand(job, step=step)

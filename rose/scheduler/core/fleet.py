@@ -16,7 +16,7 @@ from rose.scheduler.persistence import JobRecord
 
 
 def holds(offer: Offer, job: JobRecord) -> bool:
-    """Whether a replica's weights are a version of the job: its own, or the model it began with."""
+    """Return True if a replica's weights are a version of the job or the model it began with."""
     if offer.job:
         return offer.job == job.job
     same_model = not (job.model and offer.model) or job.model == offer.model
@@ -97,7 +97,7 @@ class HealthBook:
             self._judged_for.pop(replica, None)
 
     def takes_turns(self, replica: str, job: str = "") -> bool:
-        """Whether turns of the job may be sent to the replica; without one, of whatever it is."""
+        """Return True if turns of the job may be sent to the replica; "": turns of any job."""
         health = self._replicas.get(replica)
         if health is None or (job and self._judged_for.get(replica) != job):
             return False
@@ -161,7 +161,7 @@ class Fleet:
     """All attached nodes, by their streams; and the names of those that were, lately."""
 
     def __init__(self) -> None:
-        # Those that are not attached, the oldest first: when they were heard last; their labels.
+        # Detached nodes, oldest first: time of the last message, labels.
         self._away: dict[str, tuple[float, Mapping[str, str]]] = {}
         self._nodes: dict[int, NodeView] = {}
         self._by_name: dict[str, NodeView] = {}
@@ -183,7 +183,7 @@ class Fleet:
         return list(self._nodes)
 
     def takes_renewals(self, stream: int) -> bool:
-        """Whether the node behind a stream takes renewals of its leases in one command."""
+        """Return True if the node behind a stream accepts renewals of its leases in one command."""
         view = self._nodes.get(stream)
         return view is not None and view.takes_renewals
 
@@ -266,7 +266,7 @@ class Fleet:
         return [offer.replica for offer in offers if offer.replica in taken]
 
     def _is_taken(self, replica: str, view: NodeView, now_s: float) -> bool:
-        """Whether another node offers the replica now."""
+        """Return True if another node offers the replica now."""
         return any(
             stream != view.stream
             and not (other := self._nodes[stream]).offers[replica].is_stale(other.offered_s, now_s)
@@ -330,7 +330,7 @@ class Relays:
         self._until_s = -math.inf
 
     def told(self, nodes: Callable[[], Sequence[NodeView]], now_s: float) -> list[Command]:
-        """What is to be said now; nothing where nothing changed. A new stream knows of nobody."""
+        """Return the commands for streams whose relays changed; a new stream knows of none."""
         if now_s < self._until_s:
             return []
         return self._tell(nodes(), now_s)

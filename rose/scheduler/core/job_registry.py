@@ -15,7 +15,7 @@ from rose.scheduler.persistence import JobRecord, Saved, VersionRecord
 # Steps of training are skipped, a run goes on from another's: but no version can be announced after
 # which none is left.
 MAX_VERSION_LEAD = 2**20
-# What a node that attaches is told of all jobs. It finds older ones in their publishers' catalogs.
+# Versions sent to a node that attaches; older ones are in the publishers' catalogs.
 TOLD_VERSIONS = 1_024
 # Fewer than a gateway tells apart in its reports.
 MAX_REGISTERED = 48
@@ -64,7 +64,7 @@ class VersionChain:
         return [self._versions[version] for version in sorted(self._versions)]
 
     def check(self, record: VersionRecord) -> bool:
-        """Whether a version is news; False when exactly this one is known already.
+        """Return True if a version is new, False if exactly this one is known already.
 
         The newest may be announced again under another url: its publisher moved. Raises
         `RefusedError` when the version is not new, far ahead, or its parent is unknown.
@@ -98,7 +98,7 @@ class VersionChain:
         return news
 
     def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
-        """What nobody needs any more once this version is taken: all before a base."""
+        """Return the versions that this one makes obsolete: all before a base."""
         if not record.is_base:
             return []
         return [each for each in self.records if each.version < record.version]
@@ -232,7 +232,7 @@ class JobRegistry:
         return self._without_trainer(self._expect(job)), self._chains[job].records[:-1]
 
     def end(self, job: str) -> None:
-        """It gets no capacity from now on. Raises as `ending` does."""
+        """End the job: it gets no more capacity. Raises as `ending` does."""
         self._jobs[job], _ = self.ending(job)
         self._live = self._sorted()
         self._chains[job].cut()
@@ -259,7 +259,7 @@ class JobRegistry:
         return replace(record, ended=not stands, standing=stands)
 
     def check(self, record: VersionRecord) -> bool:
-        """Whether a version is news, as `VersionChain.check`; `RefusedError` for an unknown job."""
+        """Return True for a new version, as `VersionChain.check` does. Raises RefusedError."""
         self._expect(record.job)
         return self._chains[record.job].check(record)
 
@@ -283,7 +283,7 @@ class JobRegistry:
         ]
 
     def bound(self, job: str) -> StalenessBound:
-        """How far a replica of the job may be behind its newest version."""
+        """Return the bound on how far a replica may be behind the job's newest version."""
         record = self.get(job)
         return StalenessBound(record.max_staleness if record else 0)
 
@@ -295,7 +295,7 @@ class JobRegistry:
 
 
 def with_standing(saved: Saved, standing: Iterable[JobRecord]) -> Saved:
-    """What is saved, and besides it the standing jobs that no trainer has registered.
+    """Return the saved state with the standing jobs that no trainer has registered.
 
     Jobs that were ended stand again: their operator wants them at each start. Nothing of this is
     written, so a leader whose store is full has them too.

@@ -31,14 +31,12 @@ from elastic_scheduler import (
 )
 from elastic_scheduler.capacity import CapacityGate
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.capacity import Capacity
-from rose.scheduler.core.demand import DemandBook, JobFigures, Switched
-from rose.scheduler.core.fleet import Fleet, HealthBook, NodeView
+from rose.scheduler.core.demand import DemandBook, Switched
+from rose.scheduler.core.fleet import Fleet, HealthBook
 from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
-from rose.scheduler.core.runs import RunBook
-from rose.scheduler.persistence import JobRecord, VersionRecord, save_epoch
-from rose.scheduler.wire import KIND_TO, MODE_TO, lease_command, release_command
+from rose.scheduler.persistence import save_epoch
+from rose.scheduler.wire import lease_command, release_command
 
 GUEST = ReplicaKind.GUEST
 # A leased replica may miss turns this long, to catch up with a version, before others are sought.
@@ -51,7 +49,7 @@ MAX_PROMISES = 4_096
 # After a new leader began, leases of the one before live for less than that without it: it was sure
 # of its own lead until 0.2 s before, and a node's lease lives for 5 s.
 SETTLE_S = 5.0
-# What broke is tried again after this: it must neither end its neighbours' leases nor fill a disk.
+# Pause before a retry, so that a fault neither ends other leases nor fills a disk.
 BROKEN_PAUSE_S = 30.0
 # A fleet of so many replicas is regulated whole, and its table made, at every event.
 SMALL_FLEET = 64
@@ -135,7 +133,7 @@ class Leasing:
         self._settles_s: float | None = None
 
     def believes(self, offer: Offer) -> bool:
-        """Whether the node can have seen the epoch that it says."""
+        """Return True if the node can have seen the epoch in its offer."""
         return self._book.believes(offer.replica, offer.epoch)
 
     def reserved(self, replica: str, epoch: int) -> None:
@@ -144,7 +142,7 @@ class Leasing:
         self._durable.append(replica)
 
     def settling(self, now_s: float) -> bool:
-        """Whether leases of the leader before may live of which nobody has said anything yet."""
+        """Return True while unreported leases of the previous leader may still live."""
         if self._settles_s is None:
             self._settles_s = now_s + SETTLE_S
         return bool(self._unheard) and now_s < self._settles_s
@@ -252,7 +250,7 @@ class Leasing:
         self._kept = tuple(lease.replica for lease in plan.renew)
         actions += self._renew_all(self._kept, offers, fleet, now_s)
         if not self._jobs.live or (len(self._jobs.live) > 1 and self.settling(now_s)):
-            # Whose share is too small is not known before it is known what each job holds.
+            # No job's share is known until the holdings of all jobs are known.
             return actions
         self._forget_past(now_s)
         decision, broken = self._decide(plan, offers, now_s)
@@ -567,7 +565,7 @@ class Leasing:
         return [Reserve(write, EpochReserved(offer.replica, epoch))]
 
     def _has_room(self, job: str, offer: Offer) -> bool:
-        """Whether the quotas that policies give the job leave room for one more guest."""
+        """Return True if the policies' quotas allow the job one more guest."""
         # Looked at where a quota holds: this is asked of every replica that is leased.
         held = ((h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST)
         return self._allowed.admits(job, offer, held)
@@ -629,134 +627,3 @@ def _bundled(actions: Iterable[Action], together: Collection[int]) -> list[Actio
 
 def _fields(lease: Lease) -> dict[str, object]:
     return {"replica": lease.replica, "epoch": lease.epoch, "job": lease.job}
-
-
-def replica_rows(
-    fleet: Fleet, leasing: Leasing, healths: HealthBook, now_s: float
-) -> list[pb.Replica]:
-    """One row for each live offer, by replica id."""
-    return [_row(offer, leasing, healths, now_s) for offer in fleet.live_offers(now_s).values()]
-
-
-def _row(offer: Offer, leasing: Leasing, healths: HealthBook, now_s: float) -> pb.Replica:
-    lease = leasing.active(offer.replica, now_s)
-    return pb.Replica(
-        id=offer.replica,
-        kind=KIND_TO[offer.kind],
-        url=offer.url,
-        node=offer.node,
-        leased=lease is not None,
-        lease_epoch=lease.epoch if lease else 0,
-        policy_version=offer.policy_version,
-        max_sequences=offer.max_sequences,
-        healthy=healths.takes_turns(offer.replica, lease.job if lease else ""),
-        job=lease.job if lease else "",
-        held_job=offer.job,
-        model=offer.model,
-        kv_tokens=offer.kv_tokens,
-        decode_tok_s=offer.decode_tok_s,
-        prefill_tok_s=offer.prefill_tok_s,
-    )
-
-
-def snapshot(
-    fleet: Fleet,
-    leasing: Leasing,
-    healths: HealthBook,
-    jobs: JobRegistry,
-    capacity: Capacity,
-    demand: DemandBook,
-    runs: RunBook,
-    now_s: float,
-) -> pb.SnapshotReply:
-    """Everything an operator may ask about."""
-    told = [view.telemetry for view in fleet.nodes]
-    only = jobs.only
-    return pb.SnapshotReply(
-        replicas=replica_rows(fleet, leasing, healths, now_s),
-        leases=[
-            pb.LeaseView(
-                id=lease.id,
-                job=lease.job,
-                replica=lease.replica,
-                epoch=lease.epoch,
-                expires_in_s=max(0.0, lease.expires_s - now_s),
-                state=lease.state.value,
-                why="".join(reason.why for reason in leasing.explained(lease.replica)[-1:]),
-            )
-            for lease in leasing.leases()
-        ],
-        hosts=[
-            host
-            for telemetry in told
-            if telemetry.HasField("host")
-            for host in telemetry.hosts or (telemetry.host,)
-        ],
-        guests=[guest for telemetry in told for guest in telemetry.guests],
-        harvest=MODE_TO[capacity.shown_mode],
-        latest_version=jobs.latest(only.job) if only else 0,
-        jobs=[
-            _job(
-                job,
-                jobs.chain(job.job),
-                runs.view(job.job),
-                demand.figures(job.job, now_s, alone=only is not None),
-                [
-                    each
-                    for each in fleet.live_offers(now_s).values()
-                    if leasing.leased_to(each.replica) == job.job
-                ],
-            )
-            for job in jobs.live
-        ],
-        overrides=[
-            pb.HarvestOverride(replica=replica, mode=MODE_TO[mode])
-            for replica, mode in sorted(capacity.stop.overrides.items())
-        ],
-        capacity=capacity.rows(),
-        away=[pb.AwayNode(node=node, away_s=away_s) for node, away_s in fleet.away(now_s)],
-        nodes=[_attached(view, now_s) for view in fleet.nodes],
-    )
-
-
-def _attached(view: NodeView, now_s: float) -> pb.AttachedNode:
-    offered = view.offers.keys() | {guest.replica for guest in view.telemetry.guests}
-    return pb.AttachedNode(
-        node=view.node,
-        silent_s=max(0.0, now_s - view.heard_s),
-        cluster=view.cluster,
-        release=view.release,
-        obeys=view.obeys,
-        obeyed_s=view.obeyed_s,
-        replicas=sorted(offered),
-    )
-
-
-def _job(
-    job: JobRecord,
-    chain: Sequence[VersionRecord],
-    run: pb.RunView | None,
-    demand: JobFigures | None,
-    leased: Sequence[Offer],
-) -> pb.JobView:
-    view = pb.JobView(
-        job=job.job,
-        latest_version=chain[-1].version if chain else 0,
-        chain=len(chain),
-        first_version=chain[0].version if chain else 0,
-        base=bool(chain) and chain[0].is_base,
-        standing=job.standing,
-        run=run,
-        max_staleness=job.max_staleness,
-        model=job.model,
-        weight=job.weight,
-        max_guests=job.max_guests,
-        leased=len(leased),
-        guests=sum(each.kind is ReplicaKind.GUEST for each in leased),
-    )
-    if demand is not None:
-        view.demand_known = True
-        view.turns = demand.turns
-        view.owed_tokens = demand.owed_tokens
-        view.made_tok_s = demand.made_tok_s
-    return view

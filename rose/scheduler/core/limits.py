@@ -30,7 +30,7 @@ class Complaints:
         self._unsaid = 0
 
     def about(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """What to record now; nothing for what was said before, or beyond the minute's share."""
+        """Return a complaint's record, none for a repeated one or beyond the minute's share."""
         told = self.due(now_s)
         key = (event, peer, reason)
         if key in self._said:
@@ -64,7 +64,7 @@ MAX_MODELS = 64
 MAX_SWITCHES = 4_096
 MAX_LABELS = 64
 MAX_TEXT_CHARS = 512
-# Of telemetry: latencies, windows, shares.
+# Bound on figures of telemetry: latencies, windows, shares.
 MAX_FIGURE = 1e9
 
 

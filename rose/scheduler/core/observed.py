@@ -1,14 +1,20 @@
-"""Observation of a leading scheduler: all that its dashboard shows, taken in one walk of its loop.
+"""Read model of a leading scheduler: the whole fleet at one moment, taken in one walk of its loop.
 
-What is handed out never changes afterwards, so pages are made of it beside the loop. It holds no
-protobuf rows of its own: a snapshot of a thousand nodes takes too long to be made each second.
+    books of the core ──observe──► Observed ──► replies to operators (replies.py)
+                                        ├─────► status of policies (policy_views.py)
+                                        ├─────► /metrics
+                                        └─────► dashboard
+
+An `Observed` never changes, so its readers may work beside the loop. It holds no protobuf rows of
+its own: a reply of a thousand nodes takes too long to be made each second.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from elastic_scheduler import HarvestMode, Lease, Offer
-from elastic_scheduler.capacity import CapacityPolicy, Lendable, NodeVerdict
+from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
+from elastic_scheduler.capacity import Advice, CapacityPolicy, NodeVerdict, PolicyMode
 from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.capacity import Capacity
@@ -18,14 +24,15 @@ from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.leasing import Leasing
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import Lent, Pair, UsageBook
-from rose.scheduler.persistence import JobRecord
+from rose.scheduler.persistence import JobRecord, VersionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSeen:
     """One attached node. mode: of its verdict and the operator's stop, the stricter.
 
-    lendable: what it lends or would, now; advised_*: sums of that over advised_s seconds.
+    leased: guests under a lease that lets turns run. advice: what the node lends or would lend.
+    obeyed_s: time from the newest order of modes to its confirmation, None until then.
     """
 
     node: str
@@ -35,11 +42,36 @@ class NodeSeen:
     offers: tuple[Offer, ...]
     verdict: NodeVerdict
     mode: HarvestMode
-    lendable: Lendable = field(default_factory=Lendable)
-    advised_s: float = 0.0
-    advised_byte_s: float = 0.0
-    advised_compute_s: float = 0.0
+    leased: frozenset[str] = frozenset()
+    advice: Advice = field(default_factory=Advice)
     busy: float | None = None
+    kv_share: float | None = None
+    cluster: str = ""
+    release: str = ""
+    obeys: bool = False
+    obeyed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaySeen:
+    """A known node that is not attached, with its last known labels."""
+
+    node: str
+    away_s: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSeen:
+    """A live offer. holder: the job that has a lease of the replica, "" without one.
+
+    lease: the lease under which turns may run, None without one.
+    """
+
+    offer: Offer
+    holder: str
+    lease: Lease | None
+    takes_turns: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +87,7 @@ class LeaseSeen:
 class JobSeen:
     """A registered job. demand: None while no gateway ever reported; run: None without a trainer's.
 
-    first: version before which all weights are another run's.
+    first: version before which all weights are another run's. chain: versions sent to nodes.
     """
 
     record: JobRecord
@@ -63,88 +95,121 @@ class JobSeen:
     first: int
     demand: JobFigures | None
     run: pb.RunView | None
+    chain: tuple[VersionRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All of it. halted: policies whose canary is, and why. turns: replicas that may get turns.
+    """The fleet at one moment. halted: reasons of halted canaries, by policy.
 
-    budget_left: share of the SLO budget, by deployment, None where nobody asked for it.
+    of_objects: policies set by objects of Kubernetes. replicas: live offers by replica id.
+    promised: leases whose epochs are not durable yet. budget_left: share of the SLO budget by
+    deployment, None unless asked for.
     """
 
     stop: HarvestMode = HarvestMode.ACTIVE
     overrides: Mapping[str, HarvestMode] = field(default_factory=dict)
     policies: tuple[CapacityPolicy, ...] = ()
+    of_objects: frozenset[str] = frozenset()
     halted: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[NodeSeen, ...] = ()
-    away: tuple[tuple[str, float], ...] = ()
+    away: tuple[AwaySeen, ...] = ()
+    replicas: tuple[ReplicaSeen, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
-    turns: frozenset[str] = frozenset()
+    promised: int = 0
     jobs: tuple[JobSeen, ...] = ()
     usage: Mapping[Pair, Lent] = field(default_factory=dict)
     gateways: int = 0
     settling: bool = False
     budget_left: Mapping[str, float] | None = None
 
+    @property
+    def acts(self) -> bool:
+        """True if any policy lets capacity be lent."""
+        return any(policy.mode is PolicyMode.ACTIVE for policy in self.policies)
 
-def observed(
-    fleet: Fleet,
-    leasing: Leasing,
-    healths: HealthBook,
-    jobs: JobRegistry,
-    capacity: Capacity,
-    demand: DemandBook,
-    runs: RunBook,
-    usage: UsageBook,
-    now_s: float,
-    *,
-    budgets: bool,
-) -> Observed:
-    """Take everything at one moment; SLO budgets, which cost a walk over 30 days, where asked."""
-    leases = leasing.leases()
+    @property
+    def held(self) -> Counter[str]:
+        """Nodes by the kind of their limits; a node counts once for each kind."""
+        kinds = ({limit.kind.value for limit in node.verdict.limits} for node in self.nodes)
+        return Counter(kind for each in kinds for kind in each)
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """State of the core by subject."""
+
+    fleet: Fleet
+    leasing: Leasing
+    healths: HealthBook
+    jobs: JobRegistry
+    capacity: Capacity
+    demand: DemandBook
+    runs: RunBook
+    usage: UsageBook
+
+
+def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
+    """Take everything at one moment; SLO budgets, which cost a walk over 30 days, if asked for."""
+    fleet, leasing, capacity, jobs = books.fleet, books.leasing, books.capacity, books.jobs
+    gate = capacity.gate
     alone = jobs.only is not None
     return Observed(
         stop=capacity.stop.mode,
         overrides=dict(capacity.stop.overrides),
-        policies=capacity.gate.policies,
+        policies=gate.policies,
+        of_objects=capacity.of_objects,
         halted={
             policy.name: why
-            for policy in capacity.gate.policies
-            if (why := capacity.gate.halted(policy.name)) is not None
+            for policy in gate.policies
+            if (why := gate.halted(policy.name)) is not None
         },
-        nodes=tuple(_node(view, capacity, now_s) for view in fleet.nodes),
-        away=tuple(fleet.away(now_s)),
+        nodes=tuple(_node(view, books, now_s) for view in fleet.nodes),
+        away=tuple(
+            AwaySeen(node, away_s, fleet.labels_away(node)) for node, away_s in fleet.away(now_s)
+        ),
+        replicas=replicas_seen(books, now_s),
         leases=tuple(
             LeaseSeen(
                 lease,
                 max(0.0, lease.expires_s - now_s),
                 "".join(reason.why for reason in leasing.explained(lease.replica)[-1:]),
             )
-            for lease in leases
+            for lease in leasing.leases()
         ),
-        turns=frozenset(
-            lease.replica for lease in leases if healths.takes_turns(lease.replica, lease.job)
-        ),
+        promised=leasing.promised,
         jobs=tuple(
             JobSeen(
                 job,
                 jobs.latest(job.job),
                 jobs.first(job.job),
-                demand.figures(job.job, now_s, alone=alone),
-                runs.view(job.job),
+                books.demand.figures(job.job, now_s, alone=alone),
+                books.runs.view(job.job),
+                tuple(jobs.chain(job.job)),
             )
             for job in jobs.live
         ),
-        usage=usage.sums(now_s),
-        gateways=len(demand),
+        usage=books.usage.sums(now_s),
+        gateways=len(books.demand),
         settling=leasing.settling(now_s),
-        budget_left=capacity.gate.budget_left(now_s) if budgets else None,
+        budget_left=gate.budget_left(now_s) if budgets else None,
     )
 
 
-def _node(view: NodeView, capacity: Capacity, now_s: float) -> NodeSeen:
+def replicas_seen(books: Books, now_s: float) -> tuple[ReplicaSeen, ...]:
+    """Return all live offers with their leases, by replica id."""
+    leasing, takes_turns = books.leasing, books.healths.takes_turns
+    seen = []
+    for offer in books.fleet.live_offers(now_s).values():
+        name, lease = offer.replica, leasing.active(offer.replica, now_s)
+        turns = takes_turns(name, lease.job if lease else "")
+        seen.append(ReplicaSeen(offer, leasing.leased_to(name), lease, turns))
+    return tuple(seen)
+
+
+def _node(view: NodeView, books: Books, now_s: float) -> NodeSeen:
+    capacity = books.capacity
     verdict = capacity.gate.verdict(view.node)
-    advice = capacity.advice_of(view.node)
     return NodeSeen(
         view.node,
         max(0.0, now_s - view.heard_s),
@@ -153,9 +218,17 @@ def _node(view: NodeView, capacity: Capacity, now_s: float) -> NodeSeen:
         tuple(view.offers.values()),
         verdict,
         stricter(capacity.stop.mode, verdict.mode),
-        advice.now,
-        advice.over_s,
-        advice.byte_s,
-        advice.compute_s,
+        frozenset(
+            offer.replica
+            for offer in view.offers.values()
+            if offer.kind is ReplicaKind.GUEST and books.leasing.active(offer.replica, now_s)
+        ),
+        # A copy: the book adds to its own with each judgement.
+        replace(capacity.advice_of(view.node)),
         capacity.gate.busy_share(view.node),
+        capacity.kv_share(view.node),
+        view.cluster,
+        view.release,
+        view.obeys,
+        view.obeyed_s,
     )

@@ -1,6 +1,6 @@
-"""What became of each capacity policy on its nodes: the read model of a policy's status.
+"""Status of each capacity policy on its nodes: the read model of a policy.
 
-    fleet, leases, verdicts, advice ──> one view a policy, made in one walk over all nodes
+    Observed ──> one view a policy, made in one walk over all nodes
 
 A node's word counts while it is heard within the policy's `staleAfter`. A stop is not done before
 the node has measured that nothing is left, so a node is `behind` until then.
@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
-from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, NodeVerdict, effective
+from elastic_scheduler.capacity import CapacityPolicy, EffectivePolicy, Limit, effective
 from elastic_scheduler.capacity.effective import PATHS
 from elastic_scheduler.capacity.policy import NodeSelector
-from elastic_scheduler.leases.harvest_mode import stricter
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.capacity import MOST_BYTES, Capacity
-from rose.scheduler.core.figures import kind_of
-from rose.scheduler.core.fleet import Fleet, NodeView
-from rose.scheduler.core.leasing import Leasing
+from rose.scheduler.core.capacity import MOST_BYTES
+from rose.scheduler.core.observed import NodeSeen, Observed
 
 # All of these hold together: none of them is stricter than another.
 JOINED: Final = frozenset({"maxHarvest.nodes", "blackoutWindows", "tenants"})
@@ -57,73 +54,53 @@ class PolicyView:
     modes: Counter[HarvestMode] = field(default_factory=Counter)
 
 
-def policy_views(
-    fleet: Fleet, leasing: Leasing, capacity: Capacity, now_s: float
-) -> dict[str, PolicyView]:
-    """Views of all policies in force, by name."""
-    gate = capacity.gate
+def policy_views(seen: Observed) -> dict[str, PolicyView]:
+    """Return the views of all policies in force, by name."""
     views = {
         policy.name: PolicyView(
-            policy, policy.name in capacity.of_objects, capacity.stop.mode, gate.halted(policy.name)
+            policy, policy.name in seen.of_objects, seen.stop, seen.halted.get(policy.name)
         )
-        for policy in gate.policies
+        for policy in seen.policies
     }
     alone = {name: _alone(view.policy) for name, view in views.items()}
-    for node in fleet.nodes:
-        verdict = gate.verdict(node.node)
-        leased = _leased(node, leasing, now_s)
-        lent = sum(guest.kv_bytes for guest in node.telemetry.guests if guest.replica in leased)
-        mode = stricter(capacity.stop.mode, verdict.mode)
-        why = _behind(node, verdict, mode, leased)
-        advice = capacity.advice_of(node.node).now
+    for node in seen.nodes:
+        verdict, advice = node.verdict, node.advice.now
+        guests = node.telemetry.guests
+        lent = sum(guest.kv_bytes for guest in guests if guest.replica in node.leased)
+        why = _behind(node)
         for name in verdict.policy.policies:
             view = views.get(name)
             if view is None:
                 continue
             view.nodes += 1
-            view.modes[mode] += 1
-            view.lending += bool(leased)
+            view.modes[node.mode] += 1
+            view.lending += bool(node.leased)
             view.lent_bytes += min(lent, MOST_BYTES)
             view.would_lend_bytes += advice.memory_bytes or 0
             view.would_lend_compute += advice.compute or 0.0
             _limit(view, verdict.limits)
             view.stricter.update(_stricter(name, alone[name], verdict.policy))
-            silent_s = now_s - node.heard_s
-            if silent_s > view.policy.stale_after_s:
-                view.silent[node.node] = silent_s
+            if node.silent_s > view.policy.stale_after_s:
+                view.silent[node.node] = node.silent_s
             elif why:
                 view.behind[node.node] = why
             else:
                 view.seen += 1
-    _count_away(views.values(), fleet, now_s)
+    for away in seen.away:
+        for view in views.values():
+            if view.policy.node_selector.matches(away.node, away.labels):
+                view.silent[away.node] = away.away_s
     return views
 
 
-def _count_away(views: Iterable[PolicyView], fleet: Fleet, now_s: float) -> None:
-    for name, away_s in fleet.away(now_s):
-        labels = fleet.labels_away(name)
-        for view in views:
-            if view.policy.node_selector.matches(name, labels):
-                view.silent[name] = away_s
-
-
-def _leased(node: NodeView, leasing: Leasing, now_s: float) -> set[str]:
-    """Guests of a node under a live lease."""
-    return {
-        offer.replica
-        for offer in node.offers.values()
-        if offer.kind is ReplicaKind.GUEST and leasing.active(offer.replica, now_s)
-    }
-
-
-def _behind(node: NodeView, verdict: NodeVerdict, mode: HarvestMode, leased: set[str]) -> str:
+def _behind(node: NodeSeen) -> str:
     """Why a node does not do yet what holds for it; "" where it does."""
-    if not verdict.settled:
+    if not node.verdict.settled:
         return "other nodes are not counted yet"
-    if mode in DRAINS and leased:
-        return f"{min(leased)} is being given back"
-    kinds = {offer.replica: offer.kind for offer in node.offers.values()}
-    if mode is HarvestMode.OFF:
+    if node.mode in DRAINS and node.leased:
+        return f"{min(node.leased)} is being given back"
+    kinds = {offer.replica: offer.kind for offer in node.offers}
+    if node.mode is HarvestMode.OFF:
         for guest in node.telemetry.guests:
             if kinds.get(guest.replica) is not ReplicaKind.DEDICATED and _is_there(guest):
                 return f"{guest.replica} is {guest.state} and holds {guest.held_bytes} bytes"
@@ -134,9 +111,9 @@ def _is_there(guest: pb.GuestTelemetry) -> bool:
     return bool(guest.held_bytes or guest.duty > 0 or guest.state in ("healthy", "starting"))
 
 
-def _limit(view: PolicyView, limits: Iterable[str]) -> None:
+def _limit(view: PolicyView, limits: Iterable[Limit]) -> None:
     """Count a node once for each kind of reason; one of the words is kept."""
-    said = {kind_of(limit): limit for limit in limits}
+    said = {limit.kind.value: limit.text for limit in limits}
     if view.stop is not HarvestMode.ACTIVE:
         said["operator"] = f"the operator's stop: {view.stop.value}"
     for kind, limit in said.items():
@@ -145,7 +122,7 @@ def _limit(view: PolicyView, limits: Iterable[str]) -> None:
 
 
 def _alone(policy: CapacityPolicy) -> dict[str, object]:
-    """What would hold where this policy alone is, by path; of the fields that it sets."""
+    """Return the values of the fields that this policy sets, as if no other policy existed."""
     everywhere = policy.model_copy(update={"node_selector": NodeSelector()})
     found = effective((everywhere,), "", {})
     said = policy.model_dump(mode="json", by_alias=True, exclude_defaults=True)

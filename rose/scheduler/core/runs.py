@@ -52,14 +52,14 @@ class RunBook:
         self._wall_s = 0.0
 
     def at(self, now_s: float, wall_s: float | None = None) -> None:
-        """It is `now_s` on a monotonic clock, and `wall_s` in Unix seconds where that is known."""
+        """Set the time: monotonic `now_s`, and Unix `wall_s` where that is known."""
         if self._now_s is None:
             self._heard_s = dict.fromkeys(self._runs, now_s)
         self._now_s = now_s
         self._wall_s = wall_s or self._wall_s
 
     def live(self, job: str) -> bool:
-        """Whether a run has the job that may be believed to be alive."""
+        """Return True if the job's run has not ended and was heard within its time to live."""
         record = self._runs.get(job)
         return record is not None and not record.ended and self._silent_s(job) < self.ttl_s
 
@@ -68,7 +68,7 @@ class RunBook:
         return self._runs.get(job)
 
     def beginning(self, job: str, claim: Claim | None, *, take_over: bool) -> RunRecord | None:
-        """What to remember of a trainer that begins; None for one that names no run.
+        """Return the record of a trainer that begins; None for one that names no run.
 
         Raises `RunHeldError` while another run has the job.
         """
@@ -109,14 +109,14 @@ class RunBook:
         self._heard_s[job] = self._now_s or 0.0
 
     def ending(self, job: str, claim: Claim | None = None) -> RunRecord | None:
-        """What to remember of a run that ends; None where there is none. Raises as `check` does."""
+        """Return the record of a run that ends, None without a run. Raises as `check` does."""
         if claim is not None:
             self.check(job, claim)
         known = self._runs.get(job)
         return None if known is None else replace(known, ended=True)
 
     def end(self, record: RunRecord) -> None:
-        """It has the job no more, and still is who announced the newest version."""
+        """End a run; the record still names the run that announced the newest version."""
         self._runs[record.job] = record
 
     def check_drop(self, job: str, *, force: bool) -> None:
@@ -134,7 +134,7 @@ class RunBook:
         self._heard_s.pop(job, None)
 
     def view(self, job: str) -> pb.RunView | None:
-        """What an operator is told of a job's run."""
+        """Return a job's run as operators see it."""
         record = self._runs.get(job)
         if record is None:
             return None

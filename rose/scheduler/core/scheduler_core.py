@@ -28,17 +28,9 @@ from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.capacity import Capacity
 from rose.scheduler.core.demand import DemandBook
-from rose.scheduler.core.figures import SchedulerFigures, figures_of
 from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.core.job_registry import JobRegistry, version_command
-from rose.scheduler.core.leasing import (
-    PACE_S,
-    SMALL_FLEET,
-    LeaseTimes,
-    Leasing,
-    replica_rows,
-    snapshot,
-)
+from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes, Leasing
 from rose.scheduler.core.limits import Complaints
 from rose.scheduler.core.messages import (
     Action,
@@ -73,8 +65,9 @@ from rose.scheduler.core.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.core.observed import Observed, observed
+from rose.scheduler.core.observed import Books, Observed, observe, replicas_seen
 from rose.scheduler.core.policy_views import PolicyView, policy_views
+from rose.scheduler.core.replies import explained, replica_rows, snapshot
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import (
@@ -91,7 +84,7 @@ from rose.scheduler.persistence import (
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
 LEASE_GRANTED = "lease_granted"
-# Of one stream: a node's engines keep their names.
+# Bound on the replicas that one stream may name: a node's engines keep their names.
 MAX_NAMED = 4_096
 
 
@@ -132,16 +125,26 @@ class SchedulerCore:
         )
         self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
         self.runs = RunBook(saved.runs, run_ttl_s)
+        self._books = Books(
+            self._fleet,
+            self._leasing,
+            self._healths,
+            self._jobs,
+            self.capacity,
+            self.demand,
+            self.runs,
+            self.usage,
+        )
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
-        # What rows were made of last, and when.
+        # Inputs and time of the last rows.
         self._made_of: tuple[object, ...] = ()
         self._made_s = -math.inf
         self._news = False
         self._complaints = Complaints()
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from an event at `now_s`, a monotonic clock's seconds."""
+        """Return the actions for an event at `now_s`, a monotonic clock's seconds."""
         self.demand.drop_silent(now_s)
         self.runs.at(now_s, event.wall_s if isinstance(event, Tick) else None)
         if isinstance(event, Tick):
@@ -156,7 +159,7 @@ class SchedulerCore:
             event,
             Tick | Offered | RatesMeasured | Obeyed | EpochReserved | RunRenewed | ObjectsHeard,
         )
-        # Of these the answer says what follows.
+        # The answers to these events count the leases that are released.
         at_once = isinstance(
             event, HarvestSet | JobEnded | JobDropped | PolicyApplied | PolicyDeleted
         )
@@ -176,9 +179,9 @@ class SchedulerCore:
         return actions + regulated + told + unsaid + self._publish(now_s, news=news)
 
     def writes(self, event: StoredEvent) -> tuple[StoreWrite, ...]:
-        """What has to be durable before the event is carried out.
+        """Return the writes that must be durable before the event is carried out.
 
-        Raises `RefusedError` and `ConfigError` for one that cannot be.
+        Raises `RefusedError` and `ConfigError` for an event that cannot be carried out.
         """
         match event:
             case JobRegistered():
@@ -211,7 +214,7 @@ class SchedulerCore:
                 return self.capacity.writes(event)
 
     def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """What to record of a peer's mistake: each once, and so many a minute.
+        """Return the records of a peer's mistake: each mistake once, and a bounded number a minute.
 
         Not an event of `step`, whose own failure is complained of.
         """
@@ -222,23 +225,20 @@ class SchedulerCore:
         return self._jobs.newest(job)
 
     def status(self, now_s: float) -> pb.SnapshotReply:
-        """Everything an operator may ask about."""
-        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
-        return snapshot(*views, self.demand, self.runs, now_s)
+        """Return the reply to an operator's question about the whole fleet."""
+        return snapshot(self.observed(now_s, budgets=False))
+
+    def explained(self, node: str, now_s: float) -> list[pb.NodeCapacity]:
+        """Return the policy behind each field, for one node or all (""). Raises RefusedError."""
+        return explained(self.observed(now_s, budgets=False), node)
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
-        """What became of each capacity policy on its nodes."""
-        return policy_views(self._fleet, self._leasing, self.capacity, now_s)
-
-    def figures(self, now_s: float, *, budgets: bool = True) -> SchedulerFigures:
-        """Everything that metrics count."""
-        views = (self._fleet, self._leasing, self._jobs, self.capacity, self.demand, self.usage)
-        return figures_of(*views, now_s, budgets=budgets)
+        """Return the status of each capacity policy."""
+        return policy_views(self.observed(now_s, budgets=False))
 
     def observed(self, now_s: float, *, budgets: bool = True) -> Observed:
-        """Everything that the dashboard shows."""
-        views = (self._fleet, self._leasing, self._healths, self._jobs, self.capacity)
-        return observed(*views, self.demand, self.runs, self.usage, now_s, budgets=budgets)
+        """Return the fleet at this moment, with SLO budgets if `budgets`."""
+        return observe(self._books, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
         match event:
@@ -484,7 +484,7 @@ class SchedulerCore:
         return [*actions, Answer(lease.epoch)]
 
     def _lends(self, view: NodeView, now_s: float) -> bool:
-        """Whether a guest of the node is leased now."""
+        """Return True if a guest of the node is leased now."""
         return any(
             offer.kind is ReplicaKind.GUEST and self._leasing.active(offer.replica, now_s)
             for offer in view.offers.values()
@@ -504,7 +504,7 @@ class SchedulerCore:
         self._made_s, self._news = now_s, False
         table = pb.ReplicaTable(
             revision=self._table.revision,
-            replicas=replica_rows(self._fleet, self._leasing, self._healths, now_s),
+            replicas=replica_rows(replicas_seen(self._books, now_s)),
             latest_version=self._jobs.latest(self._only_job),
             jobs=[
                 pb.JobRow(

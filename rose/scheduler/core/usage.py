@@ -1,4 +1,4 @@
-"""What hosts lent, by the owner of the node and the job: time, compute, KV memory and tokens.
+"""Usage by the owner of the node and the job: lent time, compute, KV memory and tokens.
 
     telemetry of a node ──► its guests that are leased, each since it was heard last ──► sums
     sums ──► /metrics, and each minute what came on top ──► usage.jsonl ──► `rose usage`
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Who a node belongs to; without it the deployment whose hosts it serves.
+# Label of a node's owner; without it the deployment of its hosts counts.
 OWNER_LABEL: Final = "rose.dev/owner"
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # A node that was silent for longer lends nothing meanwhile.
 MOST_STEP_S: Final = 10.0
-# Of what a node may say in one step: figures from outside.
+# Bounds on a node's reported figures in one step.
 MOST_BYTES: Final = 1 << 50
 MOST_TOKENS: Final = 1 << 24
 MOST_PAIRS: Final = 512
@@ -44,7 +44,7 @@ class Lent:
         )
 
     def minus(self, earlier: "Lent") -> "Lent":
-        """What came on top of an earlier one."""
+        """Return the difference to an earlier sum."""
         return self.plus(
             Lent(-earlier.seconds, -earlier.compute_s, -earlier.byte_s, -earlier.tokens)
         )

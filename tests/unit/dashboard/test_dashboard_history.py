@@ -1,10 +1,10 @@
 """History and journal: what a guest did beside its host's latency, bounded, of one term."""
 
 from elastic_scheduler import HarvestMode
-from rose.dashboard.history import FLEET_LINES, NODE_LINES, SAMPLES, History, Ledger
+from rose.dashboard.history import FLEET_LINES, NODE_LINES, SAMPLES, History, RequestLedger
 from rose.dashboard.journal import KEPT, Journal
-from rose.dashboard.model import Look, Model
-from rose.dashboard.views.pages import series_at
+from rose.dashboard.model import Model, Moment
+from rose.dashboard.pages import series_at
 from tests.dashboard_fleet import WALL_S, DashboardFleet
 
 
@@ -18,7 +18,7 @@ def played(seconds: int, nodes: int = 10) -> tuple[DashboardFleet, History]:
 
 def model_of(fleet: DashboardFleet, history: History) -> Model:
     at_s = WALL_S + fleet.now_s
-    return Model(Look(fleet.observed(), Journal().read(at_s), at_s), history)
+    return Model(Moment(fleet.observed(), Journal().read(at_s), at_s), history)
 
 
 def test_latency_and_duty_of_a_node_share_one_time_axis() -> None:
@@ -80,7 +80,7 @@ def test_history_is_bounded_and_forgets_nodes_that_are_gone() -> None:
 
 
 def test_misses_beside_a_guest_are_told_apart_from_those_without_one() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.add(10, 90, 10, lends=True)
     ledger.add(11, 99, 1, lends=False)
     lent, alone = ledger.spent(11, 60)
@@ -89,7 +89,7 @@ def test_misses_beside_a_guest_are_told_apart_from_those_without_one() -> None:
     burn = ledger.burn(11, 60)
     assert burn is not None
     assert abs(burn - 5.5) < 1e-9  # 11 of 200 at an objective of 99%
-    assert Ledger().burn(11, 60) is None
+    assert RequestLedger().burn(11, 60) is None
 
 
 def test_requests_before_the_first_look_are_nobodys() -> None:

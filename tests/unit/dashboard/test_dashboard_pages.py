@@ -10,10 +10,9 @@ import pytest
 from elastic_scheduler import HarvestMode
 from rose.dashboard import Watch
 from rose.dashboard.model import STATES
-from rose.dashboard.rendering import html_of, message_of, sent_of
+from rose.dashboard.page import Cell, Page, message_of, spans
+from rose.dashboard.pages import PATHS, ROWS
 from rose.dashboard.text import clock, count, latency, share, size, span
-from rose.dashboard.views.page import Bar, Cell, Facts, Page, Panel, Row, Table
-from rose.dashboard.views.pages import PATHS, ROWS
 from tests.dashboard_fleet import DashboardFleet
 
 HOSTILE = (
@@ -237,23 +236,26 @@ async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates() -> N
     watch.close()
 
 
-def page_with(rows: tuple[Row, ...], text: str = "3", at: str = "/") -> Page:
-    bar = Bar("b", "shares", (("x", Cell("1", value=1.0)), ("y", Cell("3", "warn", value=3.0))))
-    facts = Facts("f", (("a", Cell(text, "good")),))
-    panel = Panel("p", "P", "?", (facts, bar, Table("t", "T", (), rows, "none")))
-    return Page("T", at, Cell("Active"), (panel,))
+def page_with(*rows: tuple[str, ...], text: str = "3", at: str = "/") -> Page:
+    page = Page("T", at, Cell("Active"))
+    page.cell("mode", page.mode)
+    page.row("f").fact("a", text, "good")
+    for number, (name, *cells) in enumerate(rows):
+        row = page.row(f"t.{number}", ("",) * len(cells))
+        for each in cells:
+            row.cell(each, name=name)
+    return page
 
 
 def message(page: Page, before: Page) -> dict[str, object]:
-    said = message_of(page, sent_of(before), 0.0).decode()
+    said = message_of(page, before.cells, 0.0).decode()
     assert said.startswith("data: ")
     assert said.endswith("\n\n")
     return dict(json.loads(said.removeprefix("data: ")))
 
 
 def test_an_update_has_the_cells_that_changed_and_no_others() -> None:
-    rows = (Row("n0", (Cell("a"), Cell("b"))),)
-    before, after = page_with(rows), page_with(rows, "4")
+    before, after = page_with(("n0", "a", "b")), page_with(("n0", "a", "b"), text="4")
     said = message(after, before)
     assert said["c"] == {"f.0": ["4", "good", "", None]}
     assert said["s"] == before.structure() == after.structure()
@@ -261,24 +263,31 @@ def test_an_update_has_the_cells_that_changed_and_no_others() -> None:
 
 
 def test_other_rows_are_another_page_and_other_texts_are_not() -> None:
-    one, other = Row("n0", (Cell("a"),)), Row("n1", (Cell("a"),))
-    assert page_with((one,)).structure() != page_with((other,)).structure()
-    assert page_with((one, other)).structure() != page_with((other, one)).structure()
-    assert page_with((Row("n0", (Cell("z"),)),)).structure() == page_with((one,)).structure()
+    one, other = ("n0", "a"), ("n1", "a")
+    assert page_with(one).structure() != page_with(other).structure()
+    assert page_with(one, other).structure() != page_with(other, one).structure()
+    assert page_with(("n0", "z")).structure() == page_with(one).structure()
+    assert page_with(one).structure() != page_with(one, at="/nodes").structure()
 
 
 def test_a_bar_has_shares_of_a_hundred() -> None:
-    bar = page_with(()).panels[0].blocks[1]
-    assert isinstance(bar, Bar)
-    assert [(begin, width) for begin, width, _ in bar.spans] == [(0.0, 25.0), (25.0, 75.0)]
-    assert Bar("b", "none", (("x", Cell("0", value=0.0)),)).spans == [(0.0, 0.0, "")]
+    assert spans([1.0, 3.0]) == [(0.0, 25.0), (25.0, 75.0)]
+    assert spans([0.0]) == [(0.0, 0.0)]
 
 
-def test_every_state_is_said_in_a_word_beside_its_colour() -> None:
-    rows = tuple(Row(state, (Cell(state, tone),)) for state, tone in STATES.items())
-    text = html_of(page_with(rows), 0.0)
+def test_a_cell_is_escaped_with_all_its_attributes() -> None:
+    hostile = '"><b>'
+    made = str(Cell(hostile, "bad", f"/node?name={hostile}", hostile).html("t.0"))
+    assert "<b>" not in made
+    assert html.unescape(made).count(hostile) == 3
+
+
+async def test_every_state_is_said_in_a_word_beside_its_colour() -> None:
+    watch = await watched(DashboardFleet())
+    said = Checked(await page_of(watch)).said
     for state in STATES:
-        assert f">{html.escape(state)}<" in text
+        assert f"{state} " in said
+    watch.close()
 
 
 def test_figures_have_units() -> None:

@@ -9,6 +9,8 @@ from elastic_scheduler.capacity import (
     CapacityGate,
     CapacityNote,
     Halt,
+    Limit,
+    LimitKind,
     NodeFacts,
     cli_policy,
     policy_of,
@@ -46,6 +48,10 @@ def modes(core: CapacityGate) -> dict[str, HarvestMode]:
     return {verdict.node: verdict.mode for verdict in core.verdicts()}
 
 
+def said(core: CapacityGate, node: str) -> list[str]:
+    return [limit.text for limit in core.verdict(node).limits]
+
+
 def offer(node: str, kind: ReplicaKind = ReplicaKind.GUEST) -> Offer:
     return Offer(f"g-{node}", kind, "http://h:1", node, 4096, 1e3, 1e4, 0, True, 2.0, 0, 8)
 
@@ -54,7 +60,7 @@ def test_without_any_policy_nothing_is_lent() -> None:
     core = gate()
     judge(core, "n")
     assert core.verdict("n").mode is OFF
-    assert core.verdict("n").limits == ("no policy matches this node",)
+    assert core.verdict("n").limits == (Limit(LimitKind.NO_POLICY, "no policy matches this node"),)
     own = offer("n", ReplicaKind.DEDICATED)
     assert core.plan([offer("n"), own], []).lease == (own,), "dedicated replicas are the job's"
 
@@ -105,7 +111,7 @@ def test_in_a_blackout_what_is_lent_is_given_back() -> None:
     assert core.verdict("n").mode is DRAIN, "nobody knows what time it is"
     judge(core, "n", wall_s=NOON_S)
     assert core.verdict("n").mode is DRAIN
-    assert "blackout daily 22:00-23:00 UTC (p0)" in core.verdict("n").limits
+    assert "blackout daily 22:00-23:00 UTC (p0)" in said(core, "n")
     judge(core, "n", wall_s=NOON_S + 3_600)
     assert core.verdict("n").mode is ACTIVE
 
@@ -133,7 +139,7 @@ def test_only_so_many_hosts_of_a_deployment_lend() -> None:
     lending = [node for node, mode in modes(core).items() if mode is ACTIVE]
     assert len(lending) == 2
     assert "solo" not in lending, "half of one host is none"
-    assert "0 of 1 hosts (p0)" in core.verdict("solo").limits[0]
+    assert "0 of 1 hosts (p0)" in said(core, "solo")[0]
 
 
 def test_after_a_start_a_node_that_seems_beyond_a_cap_keeps_what_it_lends() -> None:
@@ -157,7 +163,7 @@ def test_a_canary_acts_on_its_nodes_alone() -> None:
     }
     outside = next(n for n in nodes if not in_canary(n, 25))
     assert core.verdict(outside).would is ACTIVE
-    assert "outside the canary of 25% (p0)" in core.verdict(outside).limits
+    assert "outside the canary of 25% (p0)" in said(core, outside)
 
 
 def burn(core: CapacityGate, node: str) -> float:
@@ -216,7 +222,7 @@ def test_a_node_is_held_for_one_of_its_hosts() -> None:
         core.heard("n", 0.1, good, 20 * minute, 60.0 * minute, lends=True, hosts=hosts)
     judge(core, "n", now_s=3_661.0)
     assert core.verdict("n").mode is DRAIN
-    assert any(why.startswith("SLO budget of host a") for why in core.verdict("n").limits)
+    assert any(why.startswith("SLO budget of host a") for why in said(core, "n"))
 
 
 def test_a_host_that_begins_anew_is_counted_from_its_beginning() -> None:
@@ -256,7 +262,56 @@ def test_a_host_that_is_watched_through_metrics_alone_is_advised_on_and_never_le
     core.watched("n", scraped=True)
     judge(core, "n")
     assert (core.verdict("n").mode, core.verdict("n").would) == (OFF, ACTIVE)
-    assert "start the host with the plugin" in core.verdict("n").limits[0]
+    assert "start the host with the plugin" in said(core, "n")[0]
     core.watched("n", scraped=False)
     judge(core, "n")
     assert core.verdict("n").mode is ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("policy", "node", "kinds"),
+    [
+        ({"mode": "Off"}, "n", ["off"]),
+        ({"mode": "Advisory"}, "n", ["advisory"]),
+        ({"canary": {"percent": 0}}, "n", ["canary"]),
+        (
+            {"blackoutWindows": [{"from": "22:00", "to": "23:00", "timeZone": "UTC"}]},
+            "n",
+            ["blackout"],
+        ),
+        ({"stopPolicy": "Hold"}, "n", ["stop_policy"]),
+        ({"maxHarvest": {"deploymentShare": 0.5}}, "n", ["cap"]),
+        ({"maxHarvest": {"compute": 0.5}}, NodeFacts("n", takes_caps=False), ["old_node"]),
+    ],
+)
+def test_each_limit_of_a_verdict_has_its_kind(
+    policy: dict[str, object], node: str | NodeFacts, kinds: list[str]
+) -> None:
+    core = gate(policy)
+    judge_settled(core, node)
+    assert [limit.kind.value for limit in core.verdict("n").limits] == kinds
+
+
+def test_a_busy_host_and_a_spent_budget_are_limits_of_two_kinds() -> None:
+    core = gate({})
+    judge(core, "n", "m")
+    for minute in range(61):
+        core.heard("n", 0.99, 0, 0, 60.0 * minute, lends=True)
+        core.heard("m", 0.1, 80 * minute, 20 * minute, 60.0 * minute, lends=True)
+        judge(core, "n", "m", now_s=60.0 * minute)
+    assert [limit.kind for limit in core.verdict("n").limits] == [LimitKind.BUSY]
+    assert [limit.kind for limit in core.verdict("m").limits] == [LimitKind.SLO_BUDGET]
+
+
+def test_the_kinds_of_other_limits() -> None:
+    core = gate({"maxHarvest": {"nodes": 1}, "canary": {"percent": 100}})
+    core.greet(NodeFacts("n"), 0.0)
+    assert [limit.kind for limit in core.verdict("n").limits] == [LimitKind.SETTLING]
+    core.watched("n", scraped=True)
+    judge_settled(core, "n")
+    assert core.verdict("n").limits[0].kind is LimitKind.SCRAPED
+    halted = CapacityGate(
+        HarvestModes(ACTIVE), [policy_of({"name": "p", "mode": "Active"})], {"p": "x"}
+    )
+    judge(halted, "n")
+    assert [limit.kind for limit in halted.verdict("n").limits] == [LimitKind.CANARY_HALTED]

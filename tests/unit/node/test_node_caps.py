@@ -5,7 +5,7 @@ import pytest
 from executor import LatencyRecord
 from executor.harvest_caps import UNCAPPED, HarvestCaps
 from rose.errors import RefusedError
-from rose.node.grants.caps import STALE_AFTER_S, Contact, ToldCaps
+from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
 from rose.node.grants.host_load import HostLoad, SloCounter
 from rose.node.lease_agent import check_order
 from rose.rpc import rose_pb2 as pb
@@ -23,7 +23,7 @@ class Clock:
 
 
 def test_caps_replace_those_before_and_what_is_left_out_is_not_bounded() -> None:
-    told = ToldCaps()
+    told = SchedulerCaps()
     told.take(pb.Caps(compute=0.5, kv_bytes=1 << 30, stale_after_s=2.0, reclaim_deadline_s=3.0))
     assert told.harvest == HarvestCaps(compute=0.5, kv_bytes=1 << 30)
     assert told.lease_ttl_s(5.0) == 2.0
@@ -50,8 +50,8 @@ def test_caps_that_mean_nothing_are_refused(caps: pb.Caps) -> None:
 
 def test_a_node_is_cut_off_when_no_scheduler_was_heard_for_stale_after() -> None:
     clock = Clock()
-    contact = Contact(clock)
-    told = ToldCaps(contact.lost_s)
+    contact = SchedulerContact(clock)
+    told = SchedulerCaps(contact.lost_s)
     assert not told.cut_off
     clock.now_s += STALE_AFTER_S + 0.1
     assert told.cut_off, "also when there never was one"

@@ -23,13 +23,13 @@ from rose.node.hosts import discovery
 from rose.node.hosts.discovery import (
     DEAD_LOOKS,
     GONE_LOOKS,
-    Came,
-    Dead,
+    FolderScan,
     FoundHost,
     HostBook,
-    Left,
-    Look,
-    Refused,
+    HostFound,
+    HostLost,
+    PageDead,
+    PageRefused,
     look,
     sweep,
 )
@@ -59,7 +59,7 @@ def ended(host: FolderHost) -> None:
     host.close()
 
 
-def said(seen: Look) -> str:
+def said(seen: FolderScan) -> str:
     (reason,) = seen.unusable.values()
     return reason
 
@@ -109,8 +109,8 @@ def test_pages_that_nobody_uses_are_swept_and_no_others(folder: Path) -> None:
 def test_a_page_is_dead_after_many_looks_at_the_same_file() -> None:
     book, page = HostBook(8), Path("p.page")
     for inode in ((0, 1), (0, 2)):
-        acts = [book.step(Look(dead={page: inode})) for _ in range(DEAD_LOOKS + 5)]
-        assert [act for each in acts for act in each] == [Dead(page, inode)]
+        acts = [book.step(FolderScan(dead={page: inode})) for _ in range(DEAD_LOOKS + 5)]
+        assert [act for each in acts for act in each] == [PageDead(page, inode)]
         assert acts[DEAD_LOOKS - 1]
 
 
@@ -282,20 +282,20 @@ def found(folder: Path) -> FoundHost:
     return look(folder).hosts["a"]
 
 
-def seeing(*hosts: FoundHost) -> Look:
-    return Look({each.name: each for each in hosts})
+def seeing(*hosts: FoundHost) -> FolderScan:
+    return FolderScan({each.name: each for each in hosts})
 
 
 def test_a_host_comes_once_and_leaves_when_it_stays_away(found: FoundHost) -> None:
     book = HostBook(8)
-    assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.step(seeing(found)) == [HostFound(found, 0)]
     assert book.step(seeing(found)) == []
     for _ in range(GONE_LOOKS - 1):
-        assert book.step(Look()) == []
+        assert book.step(FolderScan()) == []
     assert book.step(seeing(found)) == [], "a page that could not be read just then"
-    acts = [book.step(Look()) for _ in range(GONE_LOOKS)]
-    assert acts == [[], [], [Left("a")]]
-    assert book.step(Look()) == []
+    acts = [book.step(FolderScan()) for _ in range(GONE_LOOKS)]
+    assert acts == [[], [], [HostLost("a")]]
+    assert book.step(FolderScan()) == []
     assert book.status() == []
 
 
@@ -307,52 +307,52 @@ def test_another_life_of_a_host_is_another_host(found: FoundHost) -> None:
         replace(found, inode=(0, 1)),
         replace(found, alone=False),
     ):
-        assert book.step(seeing(later)) == [Left("a"), Came(later, 0)]
+        assert book.step(seeing(later)) == [HostLost("a"), HostFound(later, 0)]
 
 
 def test_slots_are_used_again_and_one_host_too_many_waits(found: FoundHost) -> None:
     a, b, c = (replace(found, name=name, page=Path(f"{name}.page")) for name in "abc")
     book = HostBook(2)
-    assert book.step(seeing(c, b, a)) == [Came(a, 0), Came(b, 1)]
+    assert book.step(seeing(c, b, a)) == [HostFound(a, 0), HostFound(b, 1)]
     (refused,) = book.step(seeing(c, b, a))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, PageRefused)
     assert "at_most" in refused.reason
     assert book.step(seeing(a, b, c)) == [], "which is said once"
     assert book.refused == 1, "which stays so for as long as it is"
     gone = [book.step(seeing(b, c)) for _ in range(GONE_LOOKS)][-1]
-    assert gone == [Left("a"), Came(c, 0)]
+    assert gone == [HostLost("a"), HostFound(c, 0)]
     assert book.refused == 0
 
 
 def test_a_reason_is_said_once_and_again_when_it_is_another(found: FoundHost) -> None:
     book, page = HostBook(8), Path("p.page")
-    torn, old = (Look({}, {page: reason}) for reason in ("torn", "old"))
-    said = [book.step(seen) for seen in (torn, torn, torn, old, old, Look(), old, old)]
-    was_torn, was_old = [Refused(page, "torn")], [Refused(page, "old")]
+    torn, old = (FolderScan({}, {page: reason}) for reason in ("torn", "old"))
+    said = [book.step(seen) for seen in (torn, torn, torn, old, old, FolderScan(), old, old)]
+    was_torn, was_old = [PageRefused(page, "torn")], [PageRefused(page, "old")]
     assert said == [[], was_torn, [], [], was_old, [], [], was_old]
 
 
 def test_what_lasts_for_one_look_is_no_refusal(found: FoundHost) -> None:
     # A host's page is there a moment before the host has described itself.
     book = HostBook(8)
-    nameless = Look({}, {found.page: "its host describes itself nowhere"})
+    nameless = FolderScan({}, {found.page: "its host describes itself nowhere"})
     assert book.step(nameless) == []
     assert book.refused == 0
-    assert book.step(seeing(found)) == [Came(found, 0)]
-    assert book.step(Look({}, {found.page: "its host describes itself nowhere"})) == []
+    assert book.step(seeing(found)) == [HostFound(found, 0)]
+    assert book.step(FolderScan({}, {found.page: "its host describes itself nowhere"})) == []
 
 
 def test_a_host_that_could_not_be_taken_in_comes_again(found: FoundHost) -> None:
     book = HostBook(8)
     book.step(seeing(found))
-    assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]
+    assert book.untaken(found, "has a daemon") == [PageRefused(found.page, "has a daemon")]
     assert book.refused == 1
-    assert book.step(seeing(found)) == [Came(found, 0)]
+    assert book.step(seeing(found)) == [HostFound(found, 0)]
     assert book.refused == 0
     assert book.untaken(found, "has a daemon") == [], "which is said once"
-    book.step(Look())
+    book.step(FolderScan())
     book.step(seeing(found))
-    assert book.untaken(found, "has a daemon") == [Refused(found.page, "has a daemon")]
+    assert book.untaken(found, "has a daemon") == [PageRefused(found.page, "has a daemon")]
 
 
 def test_a_folder_on_a_disk_has_no_hosts_and_is_named(

@@ -11,7 +11,7 @@ import pytest
 from rose.engines.spec import EngineRole, EngineSpec
 from rose.logs.eventlog import EventLog
 from rose.node.guest import supervisor
-from rose.node.guest.supervisor import MAX_SHORT_LIVES, EngineState, Supervisor, SupervisorHooks
+from rose.node.guest.supervisor import MAX_SHORT_LIVES, EngineState, Supervisor
 from tests.patience import PATIENCE_S
 
 
@@ -53,11 +53,22 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.forbidden: str | None = None
         self.events = EventLog(folder, "node")
-        hooks = SupervisorHooks(must_end=lambda: self.forbidden)
         spec = EngineSpec("g0", EngineRole.GUEST, folder, 1, folder / "log")
-        self.supervisor = Supervisor(spec, 1.0, self.events, self._changed, hooks)
+        self.supervisor = Supervisor(spec, 1.0, self.events, self)
 
-    async def _changed(self, state: EngineState) -> None:
+    async def entered(self, state: EngineState) -> None:
+        pass
+
+    def must_end(self) -> str | None:
+        return self.forbidden
+
+    def must_wait(self) -> str | None:
+        return None
+
+    def hangs(self) -> str | None:
+        return None
+
+    def check_room(self) -> None:
         pass
 
     async def until(self, holds: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from rose.engines import launch
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.logs.rotating_jsonl import LogThread
 from rose.node import NodeDaemon
-from rose.node.grants.guard_thread import GuardThread
+from rose.node.grants.guard_thread import GuardedHost, GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest import supervisor
 from rose.node.guest.kill_switch import KillSwitch
@@ -26,6 +26,7 @@ from rose.node.guest.supervisor import Supervisor
 from rose.node.scheduler_session import SchedulerSession
 from rose.node.weight_updates import Updates
 from rose.process import background_tasks
+from tests.fakes.guarded_guest import LeasedGuest
 
 PATIENCE_S = 20.0
 LOGS = ("events-n0.jsonl", "guest.jsonl", "host_latency.jsonl", "activations.jsonl")
@@ -69,24 +70,24 @@ async def scraped(bench: Bench) -> list[str]:
         return (await response.text()).splitlines()
 
 
-def guard_of(folder: Path, thread: LogThread | None = None, **changes: Any) -> GuardThread:
+def guard_of(
+    folder: Path,
+    thread: LogThread | None = None,
+    guest: LeasedGuest | None = None,
+    samples: JsonlLog | None = None,
+) -> GuardThread:
     """A guard with a host that is idle and a lease that lasts."""
     page = ControlPage.create(folder / "page")
     page.host.write(HostState(heartbeat_ns=time.monotonic_ns()))
-    parts: dict[str, Any] = {
-        "name": "g0",
-        "page": page,
-        "core": GrantController(GuardConfig(64, 8)),
-        "lease_epoch": lambda: 1,
-        "kill_switch": KillSwitch(folder / "KILL"),
-        "host_pid": os.getpid(),
-        "watch": HostWatch(JsonlLog(folder / "host_latency.jsonl", thread=thread)),
-        "samples": JsonlLog(folder / "guest.jsonl", thread=thread),
-        "events": EventLog(folder, "n0", thread=thread),
-        "on_broken": lambda: None,
-        "on_stall": lambda reason: None,
-    }
-    return GuardThread(**{**parts, **changes})
+    watch = HostWatch(JsonlLog(folder / "host_latency.jsonl", thread=thread))
+    return GuardThread(
+        guest or LeasedGuest("g0"),
+        GuardedHost(page, watch, os.getpid()),
+        GrantController(GuardConfig(64, 8)),
+        KillSwitch(folder / "KILL"),
+        samples or JsonlLog(folder / "guest.jsonl", thread=thread),
+        EventLog(folder, "n0", thread=thread),
+    )
 
 
 def test_a_disk_that_hangs_delays_no_grant(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_guard_that_breaks_says_why(tmp_path: Path) -> None:
         raise KeyError("a fault of the program")
 
     broken = threading.Event()
-    guard = guard_of(tmp_path, lease_epoch=breaks, on_broken=broken.set)
+    guard = guard_of(tmp_path, guest=LeasedGuest("g0", breaks, on_broken=broken.set))
     guard.start()
     assert broken.wait(PATIENCE_S)
     guard.stop()
@@ -133,7 +134,7 @@ def test_a_guard_without_descriptors_goes_on_once_it_has_some(tmp_path: Path) ->
         return 1
 
     broken = threading.Event()
-    guard = guard_of(tmp_path, lease_epoch=lease_epoch, on_broken=broken.set)
+    guard = guard_of(tmp_path, guest=LeasedGuest("g0", lease_epoch, on_broken=broken.set))
     guard.start()
     assert again.wait(PATIENCE_S)
     guard.stop()

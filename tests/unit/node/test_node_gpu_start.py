@@ -11,7 +11,7 @@ from node_bench import Bench
 
 from executor import GuestState
 from executor.freeze_reason import FreezeReason
-from rose.node.wiring import HOST_BUSY
+from rose.node.replica import HOST_BUSY
 from tests.patience import PATIENCE_S
 
 

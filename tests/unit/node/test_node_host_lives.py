@@ -30,9 +30,10 @@ from executor import (
 from executor.control_page.page import PAGE_FOLDER
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.guard_thread import GuardThread
+from rose.node.grants.guard_thread import GuardedHost, GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.kill_switch import KillSwitch
+from tests.fakes.guarded_guest import LeasedGuest
 
 MS = 1_000_000
 TICKS_OF_A_BEAT = 5
@@ -91,17 +92,12 @@ class Machine:
 
     def start_node(self, _: int) -> None:
         self.guard = GuardThread(
-            "g",
-            self.page(),
+            LeasedGuest(),
+            GuardedHost(self.page(), HostWatch(JsonlLog(self.folder / "host_latency.jsonl"))),
             GrantController(GuardConfig(512, 64)),
-            lambda: 1,
             KillSwitch(self.folder / "KILL"),
-            None,
-            HostWatch(JsonlLog(self.folder / "host_latency.jsonl")),
             JsonlLog(self.folder / "guest.jsonl"),
             self.log,
-            lambda: None,
-            lambda _: None,
             clock_ns=lambda: self.now_ns,
         )
 

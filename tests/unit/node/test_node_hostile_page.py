@@ -15,10 +15,11 @@ from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTE
 from executor.control_page.page import PAGE_BYTES
 from executor.control_page.seqlock_records import HEADER_BYTES, PageSection, SeatState
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardThread
+from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardedHost, GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.kill_switch import KillSwitch
 from tests.examples import times
+from tests.fakes.guarded_guest import LeasedGuest
 from tests.seated_host import SeatedHost
 
 RING_AT = PAGE_BYTES - RING_BYTES
@@ -33,17 +34,12 @@ class Rig:
         self.watch = HostWatch(JsonlLog(folder / "host_latency.jsonl"))
         self.log = EventLog(folder, "n")
         self.guard = GuardThread(
-            "g",
-            self.page,
+            LeasedGuest(),
+            GuardedHost(self.page, self.watch),
             GrantController(GuardConfig(512, 64, kv_base_bytes=1 << 20)),
-            lambda: 1,
             KillSwitch(folder / "KILL"),
-            None,
-            self.watch,
             JsonlLog(folder / "guest.jsonl"),
             self.log,
-            lambda: None,
-            lambda _: None,
             clock_ns=lambda: self.now_ns,
         )
 

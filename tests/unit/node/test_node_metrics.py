@@ -17,7 +17,7 @@ from executor import Grant, GrantMode, GuestState, HostState
 from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
-from rose.node.telemetry.memory_gauges import Held
+from rose.node.telemetry.memory_gauges import HeldMemory
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.security import Role
 from tests.certificates import Certificates
@@ -28,7 +28,7 @@ STATE = HostState(
     running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
 )
 HOST = HostFigures("", LatencyHistogram(0.45), LatencyHistogram(0.04), STATE, (98, 2))
-HELD = Held(17 << 30, "driver, by process")
+HELD = HeldMemory(17 << 30, "driver, by process")
 VIEW = ReplicaFigures("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, owed_bytes=128, held=HELD)
 
 
@@ -121,8 +121,8 @@ def test_a_guest_is_shown_as_it_is_now(metrics: NodeMetrics) -> None:
     assert found["rose_guest_memory_bytes,driver, by process,g0"] == 17 << 30
 
 
-@pytest.mark.parametrize("held", [None, Held(None, "kernel")])
-def test_memory_that_cannot_be_measured_is_not_shown_as_none(held: Held | None) -> None:
+@pytest.mark.parametrize("held", [None, HeldMemory(None, "kernel")])
+def test_memory_that_cannot_be_measured_is_not_shown_as_none(held: HeldMemory | None) -> None:
     made = NodeMetrics(lambda: [HOST], lambda: [replace(VIEW, held=held)])
     assert not any("rose_guest_memory_bytes" in name for name in samples(made))
     made.close()

@@ -15,7 +15,7 @@ from rose.logs.eventlog import EventLog
 from rose.node import NodeDaemon
 from rose.node.guest import supervisor
 from rose.node.lease_agent import check_order
-from rose.node.scheduler_session import SchedulerSession
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.weight_updates import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
@@ -81,7 +81,7 @@ async def test_orders_that_cannot_be_obeyed_are_noted_and_the_next_ones_count(
         obeyed.put_nowait(command.WhichOneof("command"))
 
     events = EventLog(tmp_path, "n0")
-    session = SchedulerSession(f"127.0.0.1:{port}", "n0", list, obey, events)
+    session = SchedulerSession(f"127.0.0.1:{port}", NodeIdentity("n0"), list, obey, events)
     running = asyncio.create_task(session.run())
     async with asyncio.timeout(PATIENCE_S):
         told = [await obeyed.get() for _ in GOOD]
@@ -124,7 +124,7 @@ async def test_a_mode_that_is_told_with_a_number_is_confirmed_once_it_is_obeyed(
         told.append(command.harvest.mode)
 
     events = EventLog(tmp_path, "n0")
-    session = SchedulerSession(f"127.0.0.1:{port}", "n0", list, obey, events)
+    session = SchedulerSession(f"127.0.0.1:{port}", NodeIdentity("n0"), list, obey, events)
     running = asyncio.create_task(session.run())
     async with asyncio.timeout(PATIENCE_S):
         hello = (await said.get()).hello

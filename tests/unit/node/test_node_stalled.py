@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from rose.clock import Stall
 from rose.logs.eventlog import EventLog
-from rose.node.grants.caps import Contact, ToldCaps
+from rose.node.grants.caps import SchedulerCaps, SchedulerContact
 from rose.node.lease_agent import LeaseAgent
 from rose.node.replica_client import ReplicaClient
-from rose.node.scheduler_session import STALL_S, SchedulerSession
+from rose.node.scheduler_session import STALL_S, NodeIdentity, SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
@@ -56,7 +56,9 @@ async def test_a_grant_that_waited_for_a_node_that_stood_still_is_not_obeyed(
             clock.now_s += 30.0
 
     events = EventLog(tmp_path, "n0")
-    session = SchedulerSession(f"127.0.0.1:{port}", "n0", list, obey, events, clock=clock)
+    session = SchedulerSession(
+        f"127.0.0.1:{port}", NodeIdentity("n0"), list, obey, events, clock=clock
+    )
     running = asyncio.create_task(session.run())
     async with asyncio.timeout(PATIENCE_S):
         assert [await obeyed.get() for _ in range(2)] == [7, 9]
@@ -81,8 +83,8 @@ def test_only_a_gap_between_two_looks_is_a_stall() -> None:
 
 def test_leases_and_silence_count_the_time_of_a_suspended_machine(tmp_path: Path) -> None:
     clock, events = Clock(), EventLog(tmp_path, "n0")
-    contact = Contact(clock)
-    caps = ToldCaps(contact.lost_s)
+    contact = SchedulerContact(clock)
+    caps = SchedulerCaps(contact.lost_s)
     client = cast(ReplicaClient, None)
     agent = LeaseAgent("g0", client, events, lambda word: None, lambda reason: None, clock)
     agent.engine_up(0, admitting=False)

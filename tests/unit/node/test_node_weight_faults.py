@@ -100,7 +100,7 @@ class Case:
         self.engine = Engine()
         self.chain = AnnouncedVersions()
         self.receiving = DownloadLimits(ChunkStore(folder / "node"), Caps())
-        self.unproven: list[str] = []
+        self.whys: list[str] = []
         self.foreign: list[str] = []
         self.logs = ExitStack()
         source = WeightSource(
@@ -117,10 +117,17 @@ class Case:
             source,
             self.logs.enter_context(JsonlLog(folder / "activations.jsonl")),
             EventLog(folder, "n0"),
-            lambda _, __: None,
-            lambda _, why: self.unproven.append(why),
-            self.foreign.append,
+            self,
         )
+
+    def activated(self, job: str, version: int) -> None:
+        pass
+
+    def unproven(self, version: int, why: str) -> None:
+        self.whys.append(why)
+
+    def start_anew(self, why: str) -> None:
+        self.foreign.append(why)
 
     def publish(self, version: int, key: SigningKey = KEY, lifetime_s: float = 60.0) -> None:
         publisher = Publisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
@@ -190,7 +197,7 @@ async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
     case.origin.manifest_path(2).unlink()
     case.publish(2)
     await case.active(2)
-    assert case.unproven == []
+    assert case.whys == []
 
 
 async def test_an_unsigned_manifest_is_refused(case: Case) -> None:
@@ -228,7 +235,7 @@ async def test_a_full_disk_is_said_and_what_came_is_kept(
     assert case.updates.version == 1
     monkeypatch.setattr(download_module.Download, "_write", whole)
     await case.active(2)
-    assert case.unproven == []
+    assert case.whys == []
 
 
 async def test_a_version_that_comes_after_its_jobs_lease_is_not_applied(
@@ -287,7 +294,7 @@ async def test_weights_that_a_leased_engine_refuses_as_anothers_are_no_fault_of_
     case.announce(2)
     await case.active(2)
     assert "leased to other" in await case.noted("update_late")
-    assert case.unproven == []
+    assert case.whys == []
 
 
 async def test_a_wrong_base_is_healed_by_a_base(case: Case) -> None:
@@ -300,7 +307,7 @@ async def test_a_wrong_base_is_healed_by_a_base(case: Case) -> None:
     case.announce(3)
     await case.noted("wrong_base")
     await case.active(3)
-    assert case.unproven == []
+    assert case.whys == []
 
 
 async def test_a_wrong_base_without_a_newer_one_ends_the_engine(case: Case) -> None:
@@ -310,7 +317,7 @@ async def test_a_wrong_base_without_a_newer_one_ends_the_engine(case: Case) -> N
     case.publish(2)
     case.announce(2)
     assert "publish a base" in await case.noted("quarantined")
-    assert case.unproven
+    assert case.whys
 
 
 @pytest.mark.parametrize("where", ["chunk", "part"])
@@ -438,7 +445,7 @@ async def test_a_replica_in_doubt_is_quarantined_at_its_first_word(
     case.announce(2)
     await case.noted("quarantined")
     assert asked == ["apply"], "not asked again"
-    assert len(case.unproven) == 1
+    assert len(case.whys) == 1
     assert case.updates.version == 0
 
 
@@ -468,7 +475,7 @@ async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while len(asked) < 2 * weight_updates.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
             await asyncio.sleep(0.01)
-    assert case.unproven == []
+    assert case.whys == []
     assert case.updates.version == 1
 
 
@@ -484,7 +491,7 @@ async def test_an_update_whose_end_nobody_heard_is_asked_after(
             while case.updates.version != 2:  # noqa: ASYNC110 -- it has nobody to tell
                 await asyncio.sleep(0.01)
         assert asked == ["apply", "state"]
-        assert case.unproven == []
+        assert case.whys == []
         return
     await case.noted("quarantined")
     assert asked == (["apply", "state"] if not proven else [*["apply", "state"] * 2, "apply"])
@@ -546,4 +553,4 @@ async def test_a_job_without_any_version_needs_a_new_engine(case: Case) -> None:
         while not case.foreign:  # noqa: ASYNC110 -- it has nobody to tell
             await asyncio.sleep(0.01)
     assert case.foreign[0] == "job other is at version 0"
-    assert case.unproven == []
+    assert case.whys == []

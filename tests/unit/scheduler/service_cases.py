@@ -15,6 +15,7 @@ from rose.rpc.channel import make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import Saved, load
+from rose.scheduler.service import ServiceTimes
 from rose.security.certificates import CertificateFiles
 from rose.security.rpc_access import AccessInterceptor
 from rose.store import Store
@@ -91,8 +92,8 @@ class Bench:
             self.core,
             store,
             self.events,
-            answer_s=answer_s,
             audit=lambda *record: self.audited.append(record),
+            times=ServiceTimes(answer_s=answer_s),
         )
         access = None
         if certificates:

@@ -78,7 +78,7 @@ def test_advice_says_bytes_and_compute() -> None:
     guest = pb.GuestTelemetry(replica="g0", lend_bytes=4 << 30)
     bench.step(RatesMeasured(1, pb.Telemetry(host=host, guests=[guest])))
     bench.at(bench.now_s + 1.0).at(bench.now_s + 2.0)
-    [row] = bench.core.capacity.explained("n0")
+    [row] = bench.core.explained("n0", 0.0)
     assert (row.mode, row.would) == (pb.HARVEST_MODE_OFF, pb.HARVEST_MODE_ACTIVE)
     assert (row.lend_bytes, row.lend_compute) == (1 << 30, 0.75)
     assert (row.advised_byte_s, row.advised_compute_s) == (2.0 * (1 << 30), 1.5)
@@ -96,7 +96,7 @@ def test_no_figure_of_a_node_breaks_what_operators_ask() -> None:
     guests = [pb.GuestTelemetry(replica=f"g{n}", lend_bytes=2**64 - 1) for n in range(3)]
     bench.step(RatesMeasured(1, pb.Telemetry(guests=guests)))
     bench.at(bench.now_s + 1.0).at(bench.now_s + 2.0)
-    assert bench.core.capacity.explained("n0")[0].lend_bytes == MOST_BYTES
+    assert bench.core.explained("n0", 0.0)[0].lend_bytes == MOST_BYTES
 
 
 def test_caps_come_before_the_mode_and_follow_every_change() -> None:
@@ -120,7 +120,7 @@ def test_a_node_that_takes_no_caps_lends_nothing_where_a_policy_bounds_one() -> 
     apply(bench, slackShare=0.1)
     assert modes(bench.commands()) == [pb.HARVEST_MODE_OFF]
     assert bench.kinds() == ["harvest"]
-    [row] = bench.core.capacity.explained("n0")
+    [row] = bench.core.explained("n0", 0.0)
     assert "upgrade it" in row.limits[0]
 
 
@@ -129,7 +129,7 @@ def test_labels_choose_the_nodes() -> None:
     apply(bench, nodeSelector={"matchLabels": {"pool": "chat"}})
     assert modes(attach(bench, 1, pool="chat")) == [pb.HARVEST_MODE_ACTIVE]
     assert modes(attach(bench, 2, pool="code")) == [pb.HARVEST_MODE_OFF]
-    said = {row.node: row for row in bench.core.capacity.explained("")}
+    said = {row.node: row for row in bench.core.explained("", 0.0)}
     assert list(said["n1"].limits) == ["no policy matches this node"]
     assert [(f.path, f.value, f.policy) for f in said["n0"].fields if f.path == "mode"] == [
         ("mode", "Active", "p")
@@ -203,7 +203,7 @@ def test_policies_and_a_halted_canary_survive_a_restart() -> None:
     assert saved.policies == bench.core.capacity.gate.policies
     again = CoreBench(HarvestMode.OFF, bench.store)
     attach(again)
-    assert "canary halted" in again.core.capacity.gate.verdict("n0").limits[0]
+    assert "canary halted" in again.core.capacity.gate.verdict("n0").limits[0].text
     assert {v.mode for v in bench.core.capacity.gate.verdicts()} == {HarvestMode.OFF}
 
 
@@ -219,7 +219,7 @@ def test_a_node_is_held_for_the_one_of_its_hosts_that_burns_its_budget() -> None
         whole = pb.HostTelemetry(slo_good=9_080 * minute, slo_bad=20 * minute)
         bench.step(RatesMeasured(1, pb.Telemetry(host=whole, hosts=hosts)))
         bench.at(bench.now_s + 2.0)
-    [row] = bench.core.capacity.explained("n0")
+    [row] = bench.core.explained("n0", 0.0)
     assert row.mode == pb.HARVEST_MODE_HOLD_AND_DRAIN
     assert row.limits[0].startswith("SLO budget of host a: ")
 

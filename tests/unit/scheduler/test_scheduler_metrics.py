@@ -1,7 +1,6 @@
 """`/metrics` of a scheduler: what operators alert on, under names that stay, in few series."""
 
 import asyncio
-import re
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -14,13 +13,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from service_cases import Bench, FakeNode, running, shows
 
-from elastic_scheduler.capacity import gate as gate_module
 from rose.addresses import free_port
 from rose.errors import ConfigError, UnavailableError
 from rose.main.scheduler import settings_of
 from rose.metrics_server import MetricsServer
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.figures import OTHER_KIND, kind_of
 from rose.scheduler.metrics import JOB_KEPT_S, MOST_JOBS, OTHERS, SchedulerMetrics
 from rose.security import Role
 from rose.store import MeteredStore
@@ -157,18 +154,6 @@ def test_a_scheduler_with_a_certificate_says_until_when_it_counts(tmp_path: Path
     now = read(generate_latest(metrics.registry).decode())
     begin_s = now["rose_certificate_not_before_timestamp_seconds"]
     assert begin_s < time.time() < now["rose_certificate_not_after_timestamp_seconds"]
-
-
-def test_every_limit_of_a_verdict_has_a_kind() -> None:
-    source = Path(gate_module.__file__).read_text()
-    begun = re.findall(r'f?"((?:maxHarvest|mode|blackout|canary|outside|stopPolicy)[^"]*)"', source)
-    said = [each for each in begun if " " in each]
-    said += [gate_module.SCRAPED, gate_module.NO_POLICY]
-    said += ["SLO budget: 10 of 20", "busy: its host worked 90%"]
-    said += ["its node keeps within no caps; upgrade it", "other nodes are not counted yet"]
-    assert len(said) >= 10
-    assert {kind_of(each) for each in said}.isdisjoint({OTHER_KIND})
-    assert kind_of("whatever comes next") == OTHER_KIND
 
 
 async def test_it_answers_on_loopback_and_nothing_but_metrics() -> None:

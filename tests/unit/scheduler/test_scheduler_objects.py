@@ -52,7 +52,7 @@ def mode(made: CoreBench) -> HarvestMode:
 
 
 def limits(made: CoreBench) -> list[str]:
-    [row] = made.core.capacity.explained("n0")
+    [row] = made.core.explained("n0", 0.0)
     return list(row.limits)
 
 

@@ -93,6 +93,6 @@ def test_a_full_kv_cache_is_a_limit_with_its_figures() -> None:
     for share, limits in ((0.83, ["watermarks.high (kv 83% > 80%) (p)"]), (0.8, [])):
         host = pb.HostTelemetry(node="n0", kv_share=share)
         bench.step(RatesMeasured(1, pb.Telemetry(host=host)))
-        [found] = bench.core.capacity.explained("n0")
+        [found] = bench.core.explained("n0", 0.0)
         assert list(found.limits) == limits
         assert found.kv_share == share

@@ -6,7 +6,7 @@ import pytest
 
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog
-from rose.node.scheduler_session import SchedulerSession, _apart
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession, _apart
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import Attached, Command, CommandQueue, Offered
 from rose.scheduler.service import SchedulerService
@@ -77,7 +77,7 @@ def test_a_node_obeys_each_renewal_and_leaves_out_the_one_that_it_refuses(
         taken.append(command.lease.replica)
 
     events = EventLog(tmp_path, "node")
-    session = SchedulerSession("127.0.0.1:1", "n0", list, obey, events)
+    session = SchedulerSession("127.0.0.1:1", NodeIdentity("n0"), list, obey, events)
     leases = [pb.Lease(replica=name, epoch=1, ttl_s=5.0) for name in GUESTS]
     for order in _apart(pb.NodeCommand(renewals=pb.Renewals(leases=leases))):
         session._take(order)

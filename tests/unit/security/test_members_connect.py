@@ -15,7 +15,7 @@ from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
 from rose.main.scheduler import SchedulerSettings, serve, settings_of
 from rose.node.config import NodeConfig
-from rose.node.scheduler_session import SchedulerSession
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.security import CertificateFiles, Role
@@ -54,7 +54,12 @@ async def test_node_gateway_trainer_and_operator_are_served(
     heard: list[str] = []
     with contextlib.closing(EventLog(tmp_path / "log", "n0")) as events:
         session = SchedulerSession(
-            address, "n0", list, told.append, events, certificates=cluster.of(Role.NODE, "n0")
+            address,
+            NodeIdentity("n0"),
+            list,
+            told.append,
+            events,
+            cluster.of(Role.NODE, "n0"),
         )
         gateway = cluster.of(Role.GATEWAY, "gw")
         watch = WatchedTable(

@@ -1,0 +1,207 @@
+"""A page as it is rendered: its HTML, its cells by id, and a digest of its structure.
+
+    template ──cell(id, text, …)──► HTML, and the cell's record ──► message of what changed
+
+Every text that may change is a cell with an id, made of its block and its place, never of a name
+from outside. Two renderings of one `structure` differ in cells alone, so a browser that shows the
+one comes to the other by the cells that differ. Everything is escaped: names, reasons and labels
+come from outside. A message has texts alone, which scripts set as text and never as HTML.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Final, Literal, TypeAlias
+from urllib.parse import urlencode
+
+import jinja2
+from markupsafe import Markup, escape
+
+from rose.dashboard import text as texts
+
+TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
+"""Colour of a cell, whose text says the same: colour is never alone."""
+
+
+_HEAD, _HEAD_END = Markup('<th scope="row">'), Markup("</th>")
+_CELL, _FIGURE, _CELL_END = Markup("<td>"), Markup('<td class="n">'), Markup("</td>")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text. href: its link; hint: shown beside the pointer; value: size of a part of a bar."""
+
+    text: str
+    tone: Tone = ""
+    href: str = ""
+    hint: str = ""
+    value: float | None = None
+
+    def html(self, name: str) -> Markup:
+        """Return the cell as an element with this id."""
+        begin, end = (f'<a href="{escape(self.href)}"', "a") if self.href else ("<span", "span")
+        tone = f' class="{self.tone}"' if self.tone else ""
+        hint = f' title="{escape(self.hint)}"' if self.hint else ""
+        # All parts are escaped here: `Markup.format` takes ten times as long.
+        return Markup(f'{begin} id="{name}"{tone}{hint}>{escape(self.text)}</{end}>')  # noqa: S704
+
+
+class RowBuilder:
+    """A row of a table, or a list of labels, that its template fills cell by cell."""
+
+    def __init__(self, page: "Page | None", key: str, columns: tuple[str, ...] = ()) -> None:
+        """`page`: records the cells, None for cells that never change. `columns`: their classes."""
+        self._page, self._key, self._columns = page, key, columns
+        self._at = 0
+
+    def cell(
+        self, text: object, tone: Tone = "", href: str = "", hint: str = "", name: str = ""
+    ) -> Markup:
+        """Add a cell of the table's row. name: of the row, with its first cell."""
+        at, made = self._next(text, tone, href, hint)
+        if not at and self._page is not None:
+            self._page.mark(name or (text.text if isinstance(text, Cell) else str(text)))
+        if not at:
+            return _HEAD + made + _HEAD_END
+        return (_FIGURE if self._columns[at] else _CELL) + made + _CELL_END
+
+    def fact(
+        self, label: str, text: object, tone: Tone = "", href: str = "", hint: str = ""
+    ) -> Markup:
+        """Add a label with its cell."""
+        if self._page is not None:
+            self._page.mark(label)
+        _, made = self._next(text, tone, href, hint)
+        return Markup("<div><dt>{}</dt><dd>{}</dd></div>\n").format(label, made)
+
+    def _next(self, text: object, tone: Tone, href: str, hint: str) -> tuple[int, Markup]:
+        at, self._at = self._at, self._at + 1
+        name = f"{self._key}.{at}"
+        cell = text if isinstance(text, Cell) else Cell(str(text), tone, href, hint)
+        return at, cell.html(name) if self._page is None else self._page.cell(name, cell)
+
+
+class Page:
+    """A page of one moment. at: its address."""
+
+    def __init__(self, title: str, at: str, mode: Cell, troubles: tuple[str, ...] = ()) -> None:
+        self.title, self.at, self.mode, self.troubles = title, at, mode, troubles
+        self.cells: dict[str, Cell] = {}
+        # Newest point of each chart.
+        self.points: dict[str, tuple[float | None, ...]] = {}
+        self._marks = ["troubles", *troubles, at]
+        self.html = ""
+
+    def render(self, template: str, at_s: float, cluster: str = "", **context: object) -> "Page":
+        """Fill the template; at_s: Unix seconds of the figures."""
+        path = self.at.partition("?")[0]
+        here = "/nodes" if path == "/node" else path
+        self.html = (
+            environment()
+            .get_template(template)
+            .render(page=self, at_s=at_s, here=here, cluster=cluster, **context)
+        )
+        return self
+
+    def structure(self) -> str:
+        """Return a digest of everything but texts, tones and values, the same in every process."""
+        links = (f"{name} {cell.href}" for name, cell in self.cells.items())
+        digest = hashlib.blake2b(digest_size=8)
+        for each in (*self._marks, *links):
+            digest.update(each.encode("utf-8", "replace") + b"\0")
+        return digest.hexdigest()
+
+    # ---- called by templates ----
+
+    def mark(self, *parts: str) -> str:
+        """Make the parts belong to the structure."""
+        self._marks += parts
+        return ""
+
+    def cell(
+        self, name: str, text: object, tone: Tone = "", href: str = "", hint: str = ""
+    ) -> Markup:
+        """Add a cell with this id."""
+        cell = text if isinstance(text, Cell) else Cell(str(text), tone, href, hint)
+        self.cells[name] = cell
+        return cell.html(name)
+
+    def row(self, key: str, columns: tuple[str, ...] = (), *, changes: bool = True) -> RowBuilder:
+        """Begin a row of a table or a list of labels."""
+        return RowBuilder(self if changes else None, key, columns)
+
+    def chart(self, key: str, newest: tuple[float | None, ...]) -> str:
+        """Add a chart with its newest point."""
+        self.points[key] = newest
+        return self.mark(key)
+
+
+def message_of(page: Page, before: Mapping[str, Cell], at_s: float) -> bytes:
+    """Return a message of `/events`: the changes for a browser that shows the cells `before`.
+
+    s: structure; where it is another one than the browser's, cells are left out and it asks for the
+    page. c: cells by id: text, tone, hint, value. p: the newest point of each chart.
+    """
+    changed = {
+        name: [cell.text, cell.tone, cell.hint, cell.value]
+        for name, cell in page.cells.items()
+        if before.get(name) != cell
+    }
+    content = {"s": page.structure(), "t": texts.day(at_s), "c": changed, "p": page.points}
+    return f"data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+
+def spans(values: list[float]) -> list[tuple[float, float]]:
+    """Return begin and width of each part of a bar, in hundredths of the whole."""
+    whole, begin, found = sum(values) or 1.0, 0.0, []
+    for value in values:
+        width = 100 * value / whole
+        found.append((round(begin, 3), round(width, 3)))
+        begin += width
+    return found
+
+
+def url(path: str, **query: str | int) -> str:
+    """Return an address without empty fields. Names from outside are in its query alone."""
+    asked = {name: value for name, value in query.items() if value not in ("", None)}
+    return f"{path}?{urlencode(asked, errors='replace')}" if asked else path
+
+
+@cache
+def assets() -> Mapping[str, tuple[bytes, str]]:
+    """Return the static files: bytes and content type by name."""
+    folder = resources.files(__package__) / "static"
+    return {
+        each.name: (each.read_bytes(), TYPES[each.name.rpartition(".")[2]])
+        for each in folder.iterdir()
+        if each.name.rpartition(".")[2] in TYPES
+    }
+
+
+@cache
+def asset(name: str) -> str:
+    """Return an asset's address, another one for other bytes: browsers may keep it for long."""
+    return f"/static/{name}?v={hashlib.blake2b(assets()[name][0], digest_size=6).hexdigest()}"
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Return the environment of the templates, with figures' texts as filters."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    for each in (
+        texts.size, texts.share, texts.count, texts.latency, texts.span, texts.clock, texts.day,
+    ):  # fmt: skip
+        made.filters[each.__name__] = each
+    made.globals |= {"asset": asset, "url": url, "spans": spans, "NO_DATA": texts.NO_DATA}
+    return made

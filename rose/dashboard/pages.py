@@ -1,0 +1,331 @@
+"""Pages by their addresses: what each template is given, and which part of a long list.
+
+`page_at` and `series_at` are all that an address can ask for; both are pure. What no scheduler
+knows is not drawn: reclaim times, weight bytes and store latencies are in Prometheus.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from elastic_scheduler import HarvestMode
+from rose.dashboard.history import FEWEST_REQUESTS, RequestCounts
+from rose.dashboard.journal import JournalEntry
+from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
+from rose.dashboard.page import Cell, Page, url
+from rose.dashboard.text import NO_DATA, count, day, latency, span
+from rose.rpc import rose_pb2 as pb
+
+GIB: Final = 1 << 30
+# Points of a chart that its table shows.
+FIGURES: Final = 15
+# A page with its scripts stays below 150 kB.
+ROWS: Final = 40
+DECISIONS_OF_NODE: Final = 12
+MOST_QUERY_CHARS: Final = 300
+LATE: Final = "late"
+KINDS: Final = ("all but leases", "leases", "operators")
+# Texts of the operator's stops; `rose resume` ends each of them.
+STOPS: Final = {
+    HarvestMode.HOLD: Cell(
+        "Held by the operator: no new leases; `rose resume` ends the hold", "warn"
+    ),
+    HarvestMode.HOLD_AND_DRAIN: Cell(
+        "Draining by the operator: leases are given back; `rose resume` ends it", "warn"
+    ),
+    HarvestMode.OFF: Cell(
+        "Stopped by the operator: guests are ended; `rose resume` ends it", "bad"
+    ),
+}
+UNKNOWN = Cell(NO_DATA, "quiet")
+
+Query = Mapping[str, str]
+Content = tuple[str, str, dict[str, Any]]
+"""Template, title, and what the template is given besides the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListPart:
+    """A part of a long list, and the addresses of the parts beside it ("" for none)."""
+
+    items: Sequence[Any]
+    label: str
+    position: str
+    before: str
+    after: str
+
+
+def page_at(model: Model, path: str, query: Query, cluster: str = "") -> Page | None:
+    """Return the page of an address; None where there is none."""
+    maker = _PAGES.get(path)
+    if maker is None:
+        return None
+    asked = {name: value[:MOST_QUERY_CHARS] for name, value in query.items()}
+    known = {name: asked[name] for name in ("q", "state", "page", "job", "name", "kind", "node")
+             if asked.get(name)}  # fmt: skip
+    standby = ("standby.html", "Standby", dict[str, Any]())
+    template, title, given = maker(model, known) if model.look.observed is not None else standby
+    page = Page(title, url(path, **known), mode_of(model), model.look.troubles)
+    context = {**_HELPERS, "model": model, "look": model.look, "query": known, **given}
+    return page.render(template, model.look.at_s, cluster, **context)
+
+
+def series_at(model: Model, query: Query) -> dict[str, object] | None:
+    """Return points of the fleet's charts or of a node's; None for an unknown node."""
+    name = query.get("node", "")
+    if not name:
+        times, (kv_bytes, tok_s, late, _) = model.history.fleet()
+        return {"charts": {"fleet": [times, [gib(v) for v in kv_bytes], tok_s, late]}}
+    row = model.node(name)
+    if row is None:
+        return None
+    times, lines = model.history.node(name)
+    host = row.host
+    targets = (host.ttft_target_s, host.tpot_target_s) if host else (0.0, 0.0)
+    flat = [[_ms(t)] * len(times) for t in targets]
+    ttft, tpot, busy, duty, kv_bytes, _ = lines
+    ticks = [
+        [round(each.at_s, 1), f"{each.replica}: {each.after}, {each.reason}"]
+        for each in model.history.changes(name)
+        if each.is_stop
+    ]
+    return {
+        "charts": {
+            "latency": [times, _scaled(ttft, 1e3), flat[0], _scaled(tpot, 1e3), flat[1]],
+            "guest": [
+                times, _scaled(duty, 100), _scaled(busy, 100), [gib(v) for v in kv_bytes]
+            ],
+        },
+        "ticks": ticks,
+    }  # fmt: skip
+
+
+# ---- pages ----
+
+
+def _cluster(model: Model, query: Query) -> Content:
+    del query
+    history, minute = model.history, model.history.minute
+    newest, act, working = history.newest_of_fleet(), model.look.journal.last_act, model.working
+    tok_s = history.fleet_tok_s()
+    gpus = model.lendable_gpus
+    hosts = NO_DATA if gpus is None else f"{gpus:.1f} hosts' idle compute"
+    return "cluster.html", "Cluster", {
+        "compute_used": NO_DATA if working is None else f"{working:.1f} guests' worth of {hosts}",
+        "tokens": NO_DATA if tok_s is None else f"{count(tok_s)} tokens/s",
+        "last_act": _act(act, model.look.since_s),
+        "newest_of_fleet": (newest[0], gib(newest[1]), newest[2], newest[3]),
+        "budgets": [
+            (
+                name,
+                ledger.objective,
+                model.look.budget_left.get(name),
+                ledger.burn(minute, 60),
+                ledger.burn(minute, 360),
+                *ledger.spent(minute, 60),
+            )
+            for name, ledger in sorted(history.ledgers.items())
+        ],
+        "usage": [
+            (*pair, lent)
+            for pair, lent in sorted(model.seen.usage.items(), key=lambda each: -each[1].compute_s)
+        ][:20],
+    }  # fmt: skip
+
+
+def _nodes(model: Model, query: Query) -> Content:
+    wanted, state = query.get("q", ""), query.get("state", "")
+    rows = [
+        row
+        for row in model.nodes
+        if wanted in row.name and (not state or (row.late if state == LATE else row.state == state))
+    ]
+    part = _part("/nodes", query, rows, "nodes")
+    return "nodes.html", "Nodes", {"part": part, "states": ("", LATE, *STATES)}
+
+
+def _node(model: Model, query: Query) -> Content:
+    name = query.get("name", "")
+    row = model.node(name)
+    if row is None:
+        missing = f"No node {name!r} is attached or was lately." if name else "Name a node."
+        return "unknown.html", "Node", {"missing": missing}
+    said = [each for each in model.look.journal.decisions if each.node == name]
+    return "node.html", f"Node {name}", {
+        "node": row,
+        "said": said[:DECISIONS_OF_NODE],
+        "newest": _newest_of(model, row),
+        "BROKEN_STATES": BROKEN_STATES,
+    }  # fmt: skip
+
+
+def _newest_of(model: Model, row: NodeRow) -> dict[str, tuple[float | None, ...]]:
+    at_s, ttft_s, tpot_s, busy, duty, kv_bytes, _ = model.history.newest_of(row.name)
+    host = row.host
+    ttft_ms, tpot_ms = (_ms(host.ttft_target_s), _ms(host.tpot_target_s)) if host else (None, None)
+    return {
+        "latency": (at_s, _ms(ttft_s), ttft_ms, _ms(tpot_s), tpot_ms),
+        "guest": (at_s, _percent(duty), _percent(busy), gib(kv_bytes)),
+    }
+
+
+def _leases(model: Model, query: Query) -> Content:
+    job = query.get("job", "")
+    found = [each for each in model.leases if job in ("", each[0].lease.job)]
+    return "leases.html", "Leases", {
+        "part": _part("/leases", query, found, "leases"),
+        "jobs": ("", *(each.record.job for each in model.seen.jobs)),
+    }  # fmt: skip
+
+
+def _advice(model: Model, query: Query) -> Content:
+    return "advice.html", "Advisory", {"part": _part("/advice", query, model.advised, "nodes")}
+
+
+def _decisions(model: Model, query: Query) -> Content:
+    journal, kind, node = model.look.journal, query.get("kind", KINDS[0]), query.get("node", "")
+    chosen = journal.leases if kind == "leases" else journal.decisions
+    found = [each for each in chosen if (each.is_act or kind != "operators") and node in each.node]
+    part = _part("/decisions", query, found, "decisions")
+    return "decisions.html", "Decisions", {"part": part, "kind": kind, "kinds": KINDS}
+
+
+_PAGES: Final[Mapping[str, Callable[[Model, Query], Content]]] = {
+    "/": _cluster,
+    "/nodes": _nodes,
+    "/node": _node,
+    "/leases": _leases,
+    "/advice": _advice,
+    "/decisions": _decisions,
+}
+PATHS: Final = tuple(_PAGES)
+
+
+def _part(path: str, query: Query, items: Sequence[Any], label: str) -> ListPart:
+    """Return the part of a list that the query's page number names."""
+    total = len(items)
+    pages = max(1, math.ceil(total / ROWS))
+    asked = query.get("page", "1")
+    number = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 1
+    number = min(max(1, number), pages)
+    begin, end = (number - 1) * ROWS, min(total, number * ROWS)
+    others: dict[str, str | int] = {name: value for name, value in query.items() if name != "page"}
+    beside = partial(url, path, **others)
+    return ListPart(
+        items[begin:end],
+        label,
+        f"{begin + 1 if total else 0} to {end} of {count(total)} {label}",
+        beside(page=number - 1) if number > 1 else "",
+        beside(page=number + 1) if number < pages else "",
+    )
+
+
+# ---- texts ----
+
+
+def mode_of(model: Model) -> Cell:
+    """Return the cluster's mode in a sentence."""
+    look = model.look
+    if look.observed is None:
+        if look.leader and look.leader != look.me:
+            return Cell(f"Standby: the scheduler at {look.leader} leads, ask its dashboard", "warn")
+        return Cell("Standby: no scheduler is known to lead; nothing new is lent", "bad")
+    if model.seen.stop in STOPS:
+        return STOPS[model.seen.stop]
+    if model.seen.acts:
+        return Cell("Active: what policies allow is lent", "good")
+    if model.seen.policies:
+        return Cell("Advisory: nothing is lent; what would be lent is shown", "quiet")
+    return Cell("Off: no capacity policy is in force, so nothing is lent", "quiet")
+
+
+def of_target(measured_s: float, target_s: float, host: pb.HostTelemetry) -> Cell:
+    """Return a latency with its target: `420 ms / 500 ms`."""
+    if not host.window_requests:
+        return UNKNOWN
+    text = f"{latency(measured_s)} / {latency(target_s) if target_s else 'none'}"
+    if host.window_requests < FEWEST_REQUESTS:
+        return Cell(text, "quiet", hint=f"{host.window_requests} requests: too few to say")
+    if not target_s:
+        return Cell(text)
+    return Cell(f"late: {text}", "bad") if measured_s > target_s else Cell(text, "good")
+
+
+def state_cell(state: str, number: int) -> Cell:
+    """Return the number of nodes in a state, with a link to them."""
+    return Cell(count(number), STATES[state], url("/nodes", state=state), value=float(number))
+
+
+def burn(rate: float | None) -> Cell:
+    """Return a burn rate of an SLO budget."""
+    if rate is None:
+        return Cell("too few requests to say", "quiet")
+    return Cell(f"{rate:.2f}", "bad" if rate > 1 else "good")
+
+
+def empty_in(left: float | None, rate: float | None) -> str:
+    """Return when a budget is spent at this burn rate."""
+    if left is None or rate is None:
+        return NO_DATA
+    if left <= 0:
+        return "now"
+    return span(left / rate * 30 * 86_400) if rate > 0 else "never"
+
+
+def missed(spent: RequestCounts) -> str:
+    """Return the share of requests that missed a target."""
+    if spent.missed is None:
+        return "no requests"
+    return f"{spent.missed:.2%} of {count(spent.good + spent.bad)}"
+
+
+def strip(behind: Mapping[int, int]) -> str:
+    """Return replicas by the number of versions they are behind: `3 at newest, 1 at -1`."""
+    parts = [
+        f"{number} at {'other weights' if lag < 0 else 'newest' if not lag else f'-{lag}'}"
+        for lag, number in sorted(behind.items())
+    ]
+    return ", ".join(parts) or "none leased"
+
+
+def gib(number: float | None) -> float | None:
+    """Return bytes in GiB, for a chart."""
+    return None if number is None else round(number / GIB, 3)
+
+
+def sparse(times: Sequence[float | None]) -> list[int]:
+    """Return the places of some points of all, newest first."""
+    return list(range(len(times) - 1, -1, -max(1, -(-len(times) // FIGURES))))
+
+
+def _act(act: JournalEntry | None, since_s: float) -> Cell:
+    if act is None:
+        return Cell(f"none since {day(since_s)}", "quiet", "/decisions")
+    return Cell(f"{act.what} ({act.said}) by {act.caller}, {day(act.at_s)}", "", "/decisions")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return round(seconds * 1e3, 2) if seconds else None
+
+
+def _percent(part: float | None) -> float | None:
+    return None if part is None else round(100 * part, 1)
+
+
+def _scaled(points: Sequence[float | None], by: float) -> list[float | None]:
+    return [None if value is None else round(value * by, 3) for value in points]
+
+
+_HELPERS: Final = {
+    "GIB": GIB,
+    "UNKNOWN": UNKNOWN,
+    "of_target": of_target,
+    "state_cell": state_cell,
+    "burn": burn,
+    "empty_in": empty_in,
+    "missed": missed,
+    "strip": strip,
+    "sparse": sparse,
+}

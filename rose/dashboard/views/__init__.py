@@ -1,1 +1,0 @@
-"""What the dashboard's pages show."""
