@@ -183,7 +183,7 @@ def _mode(harvest: StoreEntry | None, stop: StoreEntry | None) -> HarvestMode | 
 
 
 def stop_of(value: bytes) -> HarvestMode:
-    """The mode under `stop`. Raises ValueError, TypeError or KeyError for something else."""
+    """Return the mode under `stop`. Raises ValueError, TypeError or KeyError."""
     return HarvestMode(json.loads(value)["mode"])
 
 
@@ -213,7 +213,7 @@ def _version(entry: StoreEntry, only: str) -> VersionRecord:
 def save_epoch(
     replica: str, epoch: int, job: str, node: str = "", at_s: float | None = None
 ) -> StoreWrite:
-    """The newest epoch of a replica, the job that gets it, and its node; at_s: Unix seconds."""
+    """Save a replica's newest epoch with its job and node; at_s: Unix seconds."""
     value: dict[str, object] = {"epoch": epoch, "job": job}
     if node:
         value |= {"node": node, "at_s": round(at_s or 0.0)}
@@ -221,12 +221,12 @@ def save_epoch(
 
 
 def save_epoch_floor(epoch: int) -> StoreWrite:
-    """No lease has an epoch up to it from now on."""
+    """Save the epoch that all leases exceed from now on."""
     return StoreWrite(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
 def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
-    """The mode of all, or of one replica; ACTIVE for one replica means no entry."""
+    """Save the mode of all or of one replica; ACTIVE for one replica means no entry."""
     if replica is None:
         return StoreWrite(HARVEST, _encode(mode.value))
     key = f"{HARVEST}/{replica}"
@@ -234,7 +234,7 @@ def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
 
 
 def save_stop(mode: HarvestMode) -> StoreWrite:
-    """The operator's stop, for every scheduler of the store."""
+    """Save the operator's stop, for every scheduler of the store."""
     return StoreWrite(STOP, _encode({"mode": mode.value}))
 
 
@@ -249,27 +249,27 @@ def save_policy(
 
 
 def drop_policy(name: str) -> StoreWrite:
-    """A capacity policy is in force no more."""
+    """Delete a capacity policy."""
     return StoreWrite(POLICIES + name, None)
 
 
 def save_job(job: JobRecord) -> StoreWrite:
-    """A job and its bounds."""
+    """Save a job and its bounds."""
     return StoreWrite(JOBS + job.job, _encode(asdict(job)))
 
 
 def save_run(run: RunRecord) -> StoreWrite:
-    """The run that has a job."""
+    """Save the run that has a job."""
     return StoreWrite(RUNS + run.job, _encode(asdict(run)))
 
 
 def forget_run(job: str) -> StoreWrite:
-    """A job has no run any more."""
+    """Delete a job's run."""
     return StoreWrite(RUNS + job, None)
 
 
 def save_version(record: VersionRecord) -> StoreWrite:
-    """One version; its key sorts as its number does."""
+    """Save a version; its key sorts as its number does."""
     return StoreWrite(_version_key(record), _encode(asdict(record)))
 
 

@@ -4,12 +4,12 @@
                             │ lease, switch, caps, contact           ▲ turns of gateways
                             └──────── admit, drain, update ──────────┘
 
-The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`, `HarvestSwitch`,
-`SchedulerCaps`, `SchedulerContact`, `AnnouncedVersions`, `GrantController`; the engine asks `decide`
-before each step. Stand-ins, for what starts processes or fetches files: of the engine's HTTP, `Supervisor` and
-`Updates`. A copy: the guard's tick, after `rose.node.grants.guard_thread`. Host and page are always
-well: what they can do wrong is tested elsewhere. Both processes are of one machine and read one
-clock.
+The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`,
+`HarvestSwitch`, `SchedulerCaps`, `SchedulerContact`, `AnnouncedVersions`, `GrantController`; the
+engine asks `decide` before each step. Stand-ins, for what starts processes or fetches files: of
+the engine's HTTP, `Supervisor` and `Updates`. A copy: the guard's tick, after
+`rose.node.grants.guard_thread`. Host and page are always well: what they can do wrong is tested
+elsewhere. Both processes are of one machine and read one clock.
 """
 
 import asyncio
