@@ -46,7 +46,7 @@ class Ring:
         self._values[:, index] = [np.nan if value is None else value for value in values]
 
     def read(self, order: NDArray[np.intp]) -> list[Points]:
-        """Each line's points in this order."""
+        """Return each line's points in this order."""
         chosen = self._values[:, order]
         return [
             [None if np.isnan(value) else float(f"{value:.4g}") for value in line]
@@ -93,7 +93,7 @@ class RequestCounts:
         return self.bad / (self.good + self.bad) if self.good + self.bad else None
 
     def plus(self, good: int, bad: int) -> "RequestCounts":
-        """With more of them."""
+        """Return the counts with more requests added."""
         return RequestCounts(self.good + good, self.bad + bad)
 
 
@@ -122,7 +122,7 @@ class RequestLedger:
         return lent, alone
 
     def burn(self, minute: int, minutes: int) -> float | None:
-        """Burn rate of the window; None without requests."""
+        """Return the burn rate of the window; None without requests."""
         lent, alone = self.spent(minute, minutes)
         both = lent.plus(alone.good, alone.bad)
         return burnt(both.good, both.bad, self.objective) if both.good + both.bad else None
@@ -170,12 +170,12 @@ class History:
         return int(self._wall_s // MINUTE_S)
 
     def fleet(self) -> tuple[Points, list[Points]]:
-        """Times and lines of the fleet, oldest first."""
+        """Return the times and lines of the fleet, oldest first."""
         order = self._order()
         return self._at(order), self._fleet.read(order)
 
     def node(self, name: str) -> tuple[Points, list[Points]]:
-        """Times and lines of a node; nothing but times of one that nobody knows."""
+        """Return the times and lines of a node; of an unknown one the times alone."""
         order = self._order()
         known = self._nodes.get(name)
         if known is None:
@@ -183,16 +183,16 @@ class History:
         return self._at(order), known.ring.read(order)
 
     def newest_of_fleet(self) -> tuple[float | None, ...]:
-        """The newest time, and each line's value then."""
+        """Return the newest time of the fleet, and each line's value then."""
         return self._newest(self._fleet, len(FLEET_LINES))
 
     def newest_of(self, name: str) -> tuple[float | None, ...]:
-        """The same of a node."""
+        """Return the newest time of a node, and each line's value then."""
         known = self._nodes.get(name)
         return self._newest(known.ring if known else None, len(NODE_LINES))
 
     def changes(self, name: str) -> tuple[ModeChange, ...]:
-        """Changes of the modes of a node's guests, newest first."""
+        """Return the changes of the modes of a node's guests, newest first."""
         known = self._nodes.get(name)
         return tuple(reversed(known.changes)) if known else ()
 
@@ -202,7 +202,7 @@ class History:
         return known.tok_s if known else None
 
     def fleet_tok_s(self) -> float | None:
-        """The same of all nodes."""
+        """Return the tokens a second of all nodes' guests."""
         return _sum(node.tok_s for node in self._nodes.values())
 
     # ---- a sample ----

@@ -157,7 +157,7 @@ class Model:
         return tuple(sorted(rows, key=lambda row: (row.rank, row.name)))
 
     def node(self, name: str) -> NodeRow | None:
-        """The node of that name."""
+        """Return the node of that name."""
         return next((row for row in self.nodes if row.name == name), None)
 
     @cached_property
@@ -283,6 +283,6 @@ def _advised_bytes(row: NodeRow) -> float:
 
 
 def known_sum(values: Iterable[float | None]) -> float | None:
-    """The sum of those that are known; None where none is."""
+    """Return the sum of the known values; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -45,7 +45,7 @@ class DashboardSettings:
 
 
 def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
-    """Options for whether and where it is served; read them with `taken_dashboard`."""
+    """Add the dashboard's options; `taken_dashboard` reads them."""
     group = parser.add_argument_group("dashboard", "pages for a browser; they change nothing")
     group.add_argument(
         "--dashboard-port",
@@ -69,7 +69,7 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
-    """The settings, None where no port is given. Raises ConfigError."""
+    """Return the dashboard's settings, None without a port. Raises ConfigError."""
     if args.dashboard_port is None:
         if args.dashboard_token_file is not None:
             raise ConfigError("--dashboard-token-file is of a dashboard; give --dashboard-port")

@@ -8,7 +8,7 @@ _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(count: float | None) -> str:
-    """Bytes: `38.0 GiB`."""
+    """Return bytes: `38.0 GiB`."""
     if count is None:
         return NO_DATA
     power = 0
@@ -18,17 +18,17 @@ def size(count: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """A share: `61%`."""
+    """Return a share: `61%`."""
     return NO_DATA if part is None else f"{part:.0%}"
 
 
 def count(number: float | None) -> str:
-    """A number with a space between thousands."""
+    """Return a number with a space between thousands."""
     return NO_DATA if number is None else f"{number:,.0f}".replace(",", " ")
 
 
 def latency(seconds: float | None) -> str:
-    """Milliseconds below a second: `420 ms`, `1.30 s`."""
+    """Return a latency, below a second in milliseconds: `420 ms`, `1.30 s`."""
     if seconds is None:
         return NO_DATA
     if seconds < 0.01:
@@ -37,7 +37,7 @@ def latency(seconds: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A time that passes: `3 s`, `5 min`, `2.1 h`, `4.0 d`."""
+    """Return a duration: `3 s`, `5 min`, `2.1 h`, `4.0 d`."""
     if seconds is None:
         return NO_DATA
     for least, unit, each in ((172_800.0, "d", 86_400.0), (7_200.0, "h", 3_600.0)):
@@ -47,10 +47,10 @@ def span(seconds: float | None) -> str:
 
 
 def clock(at_s: float) -> str:
-    """A Unix time of today: `11:35:02`."""
+    """Return a Unix time as a time of day: `11:35:02`."""
     return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%H:%M:%S}"
 
 
 def day(at_s: float) -> str:
-    """A Unix time: `2026-11-23 11:35:02 UTC`."""
+    """Return a Unix time: `2026-11-23 11:35:02 UTC`."""
     return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"

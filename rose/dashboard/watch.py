@@ -87,7 +87,7 @@ class Watch:
         self._poked.set()
 
     def telling(self, sink: AuditSink) -> AuditSink:
-        """A sink of decisions that tells this one of them too; to be called on the loop."""
+        """Return a sink of decisions that also feeds this journal (on the loop)."""
 
         def tell(event: str, fields: dict[str, object], by: str) -> None:
             sink(event, fields, by)
@@ -141,7 +141,7 @@ class Watch:
         return await self._bounded(make)
 
     async def series(self, query: Mapping[str, str]) -> dict[str, object] | None:
-        """Points of charts, None for a node that nobody knows. BusyError."""
+        """Return points of charts, None for an unknown node. BusyError."""
         model = await self._fresh()
         return await self._bounded(lambda: series_at(model, query))
 
@@ -199,7 +199,7 @@ class Watch:
         query: Mapping[str, str],
         before: Mapping[str, Cell],
     ) -> tuple[bytes, Mapping[str, Cell]] | None:
-        """A message for a viewer, and what it knows then; None where there is no such page."""
+        """Return a message for a viewer and its cells afterwards; None without such a page."""
         page = self._page(model, number, path, query)
         if page is None:
             return None
@@ -210,13 +210,13 @@ class Watch:
         return self._model
 
     async def _fresh(self) -> Model:
-        """The newest model, of a moment ago at most."""
+        """Return the newest model, of a moment ago at most."""
         if self._model is None or self._clock_s() > self._made_s + WATCHED_S:
             await self.look()
         return self._known()
 
     def _page(self, model: Model, number: int, path: str, query: Mapping[str, str]) -> Page | None:
-        """The page as of a look, made once for all who watch it; in the thread."""
+        """Return the page as of a look, rendered once for all its viewers (in the thread)."""
         key = "\0".join((path, *(f"{name}={query[name]}" for name in sorted(query))))
         known = self._pages.get(key)
         if known is not None and known[0] == number:

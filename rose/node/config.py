@@ -217,7 +217,7 @@ class ReplicaConfig(Frozen):
         return self
 
     def beside(self, host: HostConfig, slot: int | None) -> Self:
-        """This guest for one host; `slot` numbers one that was found.
+        """Return this guest for one host; `slot` numbers a discovered host.
 
         Raises ConfigError where the host cannot have it.
         """
@@ -263,7 +263,7 @@ class ReplicaConfig(Frozen):
         weights_dir: Path | None = None,
         unsigned: bool = False,
     ) -> EngineSpec:
-        """The engine to start; only a guest has to do with the host.
+        """Return the engine to start; a dedicated replica ignores the host.
 
         `gpu_env`: what names its GPU to it; `extra_env` has the last word.
         """
@@ -517,7 +517,7 @@ class NodeConfig(Frozen):
         return config if config.host is None else config.with_host(config.host)
 
     def with_host(self, host: HostConfig | None, slot: int | None = None) -> Self:
-        """This node as if its file named this host, or none: then without guests.
+        """Return this node with this host alone; without a host it has no guests.
 
         `slot`: of a host that was found; it has the guest for it alone. Raises ConfigError where
         the host cannot have its guest.
@@ -643,7 +643,7 @@ class NodeConfig(Frozen):
             )
 
     def _check_profiles(self, path: Path) -> None:
-        """A guest would not start with a profile that cannot be used: say so before it tries."""
+        """Raise for a profile that cannot be used, before a guest tries to start with it."""
         for hosts in (self.host, self.discover):
             if hosts and hosts.step_profile:
                 check_profile(hosts.step_profile)

@@ -226,7 +226,7 @@ class NodeDaemon:
             await asyncio.sleep(LOOK_S)
 
     async def _look_for_hosts(self, discover: DiscoverConfig) -> None:
-        """In a thread: a folder that hangs must not hold up leases."""
+        """Look for hosts in a thread: a folder that hangs must not hold up leases."""
         seen = await asyncio.to_thread(look, discover.folder, discover.page_group)
         acts = self._book.step(seen)
         await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, HostLost)))
@@ -250,7 +250,7 @@ class NodeDaemon:
                 self._events.write("page_swept", page=str(dead.page))
 
     async def _take_in(self, came: HostFound, discover: DiscoverConfig) -> None:
-        """A host that cannot be taken in is tried again; what broke is the task's to tell."""
+        """Open a host's room. A host that cannot be opened is tried again."""
         try:
             await self._open(came.host, came.slot, discover)
         except PageError as error:
@@ -286,7 +286,7 @@ class NodeDaemon:
             replica.start(self._background)
 
     async def _beside(self, found: FoundHost, config: HostConfig, slot: int) -> NodeConfig:
-        """This node with the one host, and with its guest where it can have one."""
+        """Return this node with the one host, and with a guest if the host can have one."""
         try:
             wanted = self._config.with_host(config, slot)
             if wanted.replicas and not found.alone:
@@ -317,7 +317,7 @@ class NodeDaemon:
         self._session.changed()
 
     async def _look_at_hosts(self) -> None:
-        """Latencies of hosts that have no guest; the others' are read by its guard."""
+        """Read the latencies of hosts without a guest; a guest's guard reads the others."""
         while True:
             for room in self._rooms.values():
                 if room.host:
@@ -435,6 +435,6 @@ class NodeDaemon:
                 self._ignore(command)
 
     def _ignore(self, command: rose_pb2.NodeCommand) -> None:
-        """An empty command comes each second, and says only that the leader lives."""
+        """Record a command of a newer scheduler; an empty one says only that the leader lives."""
         if command.ByteSize():  # of a newer scheduler
             self._events.write("command_ignored", command=None)

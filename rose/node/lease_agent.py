@@ -119,12 +119,12 @@ class LeaseAgent:
         self.job = ""
 
     def lease_epoch(self) -> int | None:
-        """Under which lease turns may run now; safe to ask from another thread."""
+        """Return the epoch of the lease under which turns may run now (any thread)."""
         status = self.core.status()
         return status.epoch if status.active(self._clock()) else None
 
     def held(self) -> rose_pb2.HeldLease | None:
-        """The lease that holds now, as a scheduler is told that knows nothing of it."""
+        """Return the lease that holds now, for a scheduler that does not know it."""
         status, now_s = self.core.status(), self._clock()
         if not status.active(now_s):
             return None
@@ -140,7 +140,7 @@ class LeaseAgent:
         return True
 
     def switching(self, for_s: float) -> None:
-        """The engine is about to be started anew for the lease's job."""
+        """Prepare for a new start of the engine for the lease's job."""
         self._happened(SwitchBegun(for_s))
         self._happened(EngineDown())
 
@@ -153,7 +153,7 @@ class LeaseAgent:
         self._happened(Revoked(reason))
 
     def engine_up(self, epoch: int, admitting: bool) -> None:
-        """A healthy engine is there, new or adopted."""
+        """Take a healthy engine, new or adopted."""
         self._happened(EngineUp(epoch, admitting))
 
     def engine_down(self) -> None:
@@ -232,7 +232,7 @@ class LeaseAgent:
         self._step(EngineDrained(call.life, aborted))
 
     async def _failed(self, limit: int) -> None:
-        """An engine that does not obey is ended: nothing else takes its turns from it."""
+        """End an engine that does not obey: nothing else ends its turns."""
         if not self.core.status().engine_up:
             # The engine has ended meanwhile: call the next one.
             self._failures = 0

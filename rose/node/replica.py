@@ -200,7 +200,7 @@ class Replica:
         await self._client.sleep()
 
     async def entered(self, state: EngineState) -> None:
-        """The engine's state changed. UnavailableError when a healthy one does not answer."""
+        """Take a new state of the engine. UnavailableError when a healthy one does not answer."""
         if state is EngineState.HEALTHY:
             said = await self._client.state()
             if (beyond := exposed_at(self.config.port)) is not None:
@@ -290,7 +290,7 @@ class Replica:
         self._broken(f"version {version} is not proven")
 
     def _broken(self, reason: str) -> None:
-        """No turn runs on an engine that does not do as told: end it, and start from the base."""
+        """End an engine that does not obey, and start from the base: no turn may run on it."""
         self._trusted = False
         self.lease_agent.take_back(reason)
         self.supervisor.restart(reason)

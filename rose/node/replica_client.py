@@ -69,7 +69,7 @@ class ReplicaClient:
         self._headers = headers
 
     async def state(self) -> ReplicaState:
-        """Its own account of itself."""
+        """Return the replica's own state."""
         answer = await self._call("GET", STATE, None, CALL_TIMEOUT_S)
         account = _read(answer.body, ReplicaState) if answer.status == 200 else None
         if account is None:
@@ -149,7 +149,7 @@ class ReplicaClient:
 
 
 def _read(body: bytes, kind: type[_T]) -> _T | None:
-    """None for anything else: an engine's answer is not to end the daemon beside a host."""
+    """Decode a reply, None for an invalid one: no engine's reply may end the daemon."""
     try:
         return msgspec.json.decode(body, type=kind)
     except BAD_BYTES:

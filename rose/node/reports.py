@@ -24,7 +24,7 @@ def build_reports(
     hosts: Sequence[rose_pb2.HostTelemetry] = (),
     left: tuple[int, int] = (0, 0),
 ) -> list[rose_pb2.NodeReport]:
-    """Offers of all replicas, then telemetry of hosts and guests.
+    """Return the offers of all replicas, then the telemetry of hosts and guests.
 
     `left`: requests of hosts that are gone, which met their targets and did not.
     """

@@ -99,11 +99,11 @@ class AnnouncedVersions:
         return self.newest_of(self.only_job)
 
     def newest_of(self, job: str) -> KnownVersion | None:
-        """The job's newest version, None before the first."""
+        """Return the job's newest version, None before the first."""
         return self._newest.get(job)
 
     def after(self, version: int, job: str = "") -> KnownVersion | None:
-        """The job's step that follows `version`, None when a replica at it is up to date."""
+        """Return the job's step that follows `version`, None when that is up to date."""
         return self._by_parent.get(job or self.only_job, {}).get(version)
 
 
@@ -201,7 +201,7 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
 
 
 def rebased(catalog: Catalog, held: int | None, target: int) -> FetchPlan:
-    """The cheapest way to `target` from a base after `held`; CatalogError without any."""
+    """Return the cheapest way to `target` from a base after `held`; CatalogError without any."""
     after = -1 if held is None else held
     newer = {version: size for version, size in catalog.bases.items() if version > after}
     return Catalog(newer, catalog.deltas).plan(None, target)
@@ -376,7 +376,7 @@ class Updates:
             self._wake.set()
 
     def engine_up(self, version: int, job: str = "") -> None:
-        """An engine answers: a new one runs the base, an adopted one what it has proven."""
+        """Take a healthy engine: a new one runs the base, an adopted one its proven version."""
         self._life += 1
         self.job = job
         self._up = True
@@ -393,7 +393,7 @@ class Updates:
         self.job = ""
 
     def wake(self) -> None:
-        """A new version is known."""
+        """Look for a new version."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -425,7 +425,7 @@ class Updates:
         return bool(self._wanted) and known.job != self._wanted
 
     def _due(self) -> KnownVersion | None:
-        """The version that it should have and has not."""
+        """Return the version that the replica should have and has not."""
         chain = self._source.chain
         newest = chain.newest_of(self._wanted or self.job or chain.only_job)
         if self._foreign:
@@ -471,7 +471,7 @@ class Updates:
     async def _applied(
         self, known: KnownVersion, fetched: FetchedUpdate, life: int, *, foreign: bool
     ) -> UpdateApplied | None:
-        """The engine's report; None where it did not take the version, which is judged here."""
+        """Return the engine's report; None if it refused the version."""
         # No KV of another job's weights is kept.
         on_update = OnUpdate.RECOMPUTE if foreign else fetched.on_update
         chunks = self._source.receiving.store.chunks_dir

@@ -50,7 +50,7 @@ class SchedulerClient:
         self._standby: tuple[str, str] | None = None
 
     def snapshot(self) -> pb.SnapshotReply:
-        """Everything the scheduler knows right now."""
+        """Return the scheduler's present state."""
         return self._call(lambda stub: stub.Snapshot(pb.SnapshotRequest(), timeout=self._timeout_s))
 
     def set_harvest(self, mode: "pb.HarvestMode.ValueType", replica: str) -> int:
@@ -74,7 +74,7 @@ class SchedulerClient:
         return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
 
     def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
-        """The leader's answer. A call is made again only if it was surely not carried out."""
+        """Call the leader. A call is repeated only if it was surely not carried out."""
         until_s = time.monotonic() + self._timeout_s
         self._standby = None
         while True:
@@ -138,7 +138,7 @@ class PolicyClient(SchedulerClient):
     """Calls of a scheduler about policies. Raises as `SchedulerClient` does."""
 
     def policies(self) -> list[pb.PolicyView]:
-        """All policies in force."""
+        """Return all policies in force."""
         ask = pb.ListPoliciesRequest()
         return list(self._call(lambda s: s.ListPolicies(ask, timeout=self._timeout_s)).policies)
 

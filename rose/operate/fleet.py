@@ -225,11 +225,11 @@ class Fleet:
     jobs: tuple[Job, ...]
 
     def node(self, name: str) -> Node | None:
-        """The node of that name."""
+        """Return the node of that name."""
         return next((node for node in self.nodes if node.name == name), None)
 
     def by_node(self) -> dict[str, list[Replica]]:
-        """Replicas of each node, by name; every node has its row."""
+        """Return the replicas of each node by name, also for nodes without replicas."""
         found: dict[str, list[Replica]] = {node.name: [] for node in self.nodes}
         for replica in self.replicas:
             found.setdefault(replica.node, []).append(replica)
@@ -260,7 +260,7 @@ WIRE_MODES: Final = {mode: number for number, mode in _MODES.items()}
 
 
 def mode_of(number: "pb.HarvestMode.ValueType") -> Mode:
-    """A mode as people write it."""
+    """Return the mode as people write it."""
     return _MODES.get(number, Mode.UNKNOWN)
 
 

@@ -142,11 +142,11 @@ class SchedulerMetrics(Collector):
         self._forget_jobs(live, now_s)
 
     def describe(self) -> Iterable[Metric]:
-        """Names are checked for clashes without asking anybody."""
+        """Return nothing, so that registration asks for no figures."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families of the newest look."""
+        """Yield all families of the newest look."""
         leadership = self._leadership
         leads = leadership is not None and leadership.leads()
         yield _gauge(

@@ -167,7 +167,7 @@ def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreE
 
 
 def stop_of(value: bytes) -> HarvestMode:
-    """The mode under `stop`. Raises ValueError, TypeError or KeyError for something else."""
+    """Return the mode under `stop`. Raises ValueError, TypeError or KeyError."""
     return HarvestMode(json.loads(value)["mode"])
 
 
@@ -197,7 +197,7 @@ def _version(entry: StoreEntry) -> VersionRecord:
 def save_epoch(
     replica: str, epoch: int, job: str, node: str = "", at_s: float | None = None
 ) -> StoreWrite:
-    """The newest epoch of a replica, the job that gets it, and its node; at_s: Unix seconds."""
+    """Save a replica's newest epoch with its job and node; at_s: Unix seconds."""
     value: dict[str, object] = {"epoch": epoch, "job": job}
     if node:
         value |= {"node": node, "at_s": round(at_s or 0.0)}
@@ -205,18 +205,18 @@ def save_epoch(
 
 
 def save_epoch_floor(epoch: int) -> StoreWrite:
-    """No lease has an epoch up to it from now on."""
+    """Save the epoch that all leases exceed from now on."""
     return StoreWrite(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
 def save_override(mode: HarvestMode, replica: str) -> StoreWrite:
-    """The mode of one replica; ACTIVE means no entry."""
+    """Save the mode of one replica; ACTIVE means no entry."""
     value = None if mode is HarvestMode.ACTIVE else _encode(mode.value)
     return StoreWrite(OVERRIDES + replica, value)
 
 
 def save_stop(mode: HarvestMode) -> StoreWrite:
-    """The operator's stop, for every scheduler of the store."""
+    """Save the operator's stop, for every scheduler of the store."""
     return StoreWrite(STOP, _encode({"mode": mode.value}))
 
 
@@ -231,27 +231,27 @@ def save_policy(
 
 
 def drop_policy(name: str) -> StoreWrite:
-    """A capacity policy is in force no more."""
+    """Delete a capacity policy."""
     return StoreWrite(POLICIES + name, None)
 
 
 def save_job(job: JobRecord) -> StoreWrite:
-    """A job and its bounds."""
+    """Save a job and its bounds."""
     return StoreWrite(JOBS + job.job, _encode(asdict(job)))
 
 
 def save_run(run: RunRecord) -> StoreWrite:
-    """The run that has a job."""
+    """Save the run that has a job."""
     return StoreWrite(RUNS + run.job, _encode(asdict(run)))
 
 
 def forget_run(job: str) -> StoreWrite:
-    """A job has no run any more."""
+    """Delete a job's run."""
     return StoreWrite(RUNS + job, None)
 
 
 def save_version(record: VersionRecord) -> StoreWrite:
-    """One version; its key sorts as its number does."""
+    """Save a version; its key sorts as its number does."""
     return StoreWrite(_version_key(record), _encode(asdict(record)))
 
 

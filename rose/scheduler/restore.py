@@ -112,7 +112,7 @@ def _stays(key: str) -> bool:
 
 
 def _epoch_floor(saved: Saved, before: Saved, now_s: float) -> int:
-    """An epoch that no lease of these stores, or of their later lives, can have reached."""
+    """Return an epoch that no lease of these stores, past or future, can have reached."""
     known = (*saved.epochs.values(), *before.epochs.values())
     return _floor(max(saved.epoch_floor, before.epoch_floor, *known, 0), now_s, MAX_EPOCH)
 

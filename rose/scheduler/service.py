@@ -167,7 +167,7 @@ class SchedulerService(SchedulerServicer):
         self._step(Tick(self._wall_clock()))
 
     async def tick(self) -> None:
-        """Until cancelled: let time pass for the core. A tick that breaks is not the last one."""
+        """Step the core in time until cancelled. A tick that breaks is not the last one."""
         beat_s = self._clock()
         while True:
             self._writer.check()
@@ -212,7 +212,7 @@ class SchedulerService(SchedulerServicer):
         self._step(ObjectsHeard(heard_s, refused))
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
-        """All capacity policies, by name; names of those that objects of Kubernetes said."""
+        """Return all capacity policies by name, and the names of those set by objects."""
         capacity = self._core.capacity
         return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
 
@@ -235,7 +235,7 @@ class SchedulerService(SchedulerServicer):
         self._complain("call_refused", who, f"{method}: {reason}")
 
     async def watch_stop(self) -> None:
-        """Until cancelled: obey the stop in the store, whoever has written it there.
+        """Obey the stop in the store until cancelled, whoever has written it there.
 
         The watch says only that there is news. A change may be older than what this scheduler was
         asked since, so what is there now is read, while no request of its own is under way.
@@ -275,7 +275,7 @@ class SchedulerService(SchedulerServicer):
         self._step(HarvestSet(mode, None, opens=False))
 
     def _beat(self) -> None:
-        """An empty command to each node that was told nothing else since the last time.
+        """Send an empty command to each node that was sent nothing since the last beat.
 
         One that hears nothing looks for another leader.
         """
@@ -300,7 +300,7 @@ class SchedulerService(SchedulerServicer):
         request_iterator: AsyncIterator[pb.NodeReport],
         context: "Context[pb.NodeReport, pb.NodeCommand]",
     ) -> None:
-        """One node's stream, for as long as the node and this process live."""
+        """Serve one node's stream for as long as the node and this process live."""
         first = await self._hello(request_iterator, context)
         stream = next(self._streams)
         queue = self._queues[stream] = CommandQueue()
@@ -399,7 +399,7 @@ class SchedulerService(SchedulerServicer):
         request: pb.WatchReplicasRequest,
         context: "Context[pb.WatchReplicasRequest, pb.ReplicaTable]",
     ) -> None:
-        """The newest table, on every change and each second."""
+        """Stream the newest table, on every change and each second."""
         if not self._leads():  # It was called in a term, and comes after its end.
             await context.abort(grpc.StatusCode.UNAVAILABLE, LEADS_NO_MORE)
         if len(self._watchers) >= MAX_WATCHERS:
@@ -420,7 +420,7 @@ class SchedulerService(SchedulerServicer):
     async def ReportDemand(
         self, request: pb.DemandReport, context: "Context[object, object]"
     ) -> pb.DemandReply:
-        """A gateway says what its turns need."""
+        """Take a gateway's report of what its turns need."""
         try:
             self._step(wire.demanded(request))
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
@@ -433,7 +433,7 @@ class SchedulerService(SchedulerServicer):
     async def RegisterJob(
         self, request: pb.RegisterJobRequest, context: "Context[object, object]"
     ) -> pb.RegisterJobReply:
-        """A trainer asks for capacity."""
+        """Register a trainer's job."""
         latest = await self._stored(wire.job_registered, request, context)
         reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
         newest = self._core.newest(request.job)
@@ -447,7 +447,7 @@ class SchedulerService(SchedulerServicer):
     async def EndJob(
         self, request: pb.EndJobRequest, context: "Context[object, object]"
     ) -> pb.EndJobReply:
-        """A job needs nothing any more."""
+        """End a job."""
         released = await self._stored(wire.job_ended, request, context)
         return pb.EndJobReply(released=released)
 
@@ -455,7 +455,7 @@ class SchedulerService(SchedulerServicer):
     async def AnnounceVersion(
         self, request: pb.AnnounceVersionRequest, context: "Context[object, object]"
     ) -> pb.AnnounceVersionReply:
-        """A trainer published a version."""
+        """Announce a trainer's version."""
         nodes = await self._stored(wire.version_announced, request, context)
         return pb.AnnounceVersionReply(nodes=nodes)
 
@@ -463,7 +463,7 @@ class SchedulerService(SchedulerServicer):
     async def RenewRun(
         self, request: pb.RenewRunRequest, context: "Context[object, object]"
     ) -> pb.RenewRunReply:
-        """A trainer lives."""
+        """Renew a trainer's run."""
         try:
             latest = self._step(wire.run_renewed(request))
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
@@ -474,7 +474,7 @@ class SchedulerService(SchedulerServicer):
     async def EndRun(
         self, request: pb.EndRunRequest, context: "Context[object, object]"
     ) -> pb.EndRunReply:
-        """A trainer ends in order."""
+        """End a trainer's run in order."""
         await self._stored(wire.run_ended, request, context)
         return pb.EndRunReply()
 
@@ -482,7 +482,7 @@ class SchedulerService(SchedulerServicer):
     async def DropJob(
         self, request: pb.DropJobRequest, context: "Context[object, object]"
     ) -> pb.DropJobReply:
-        """An operator wants a job forgotten."""
+        """Forget a job at an operator's request."""
         versions = await self._stored(wire.job_dropped, request, context)
         return pb.DropJobReply(versions=versions)
 
@@ -490,7 +490,7 @@ class SchedulerService(SchedulerServicer):
     async def SetHarvest(
         self, request: pb.SetHarvestRequest, context: "Context[object, object]"
     ) -> pb.SetHarvestReply:
-        """An operator opens or closes the harvest."""
+        """Set the operator's mode."""
         released = await self._stored(wire.harvest_set, request, context)
         return pb.SetHarvestReply(released=released)
 
@@ -498,7 +498,7 @@ class SchedulerService(SchedulerServicer):
     async def Revoke(
         self, request: pb.RevokeRequest, context: "Context[object, object]"
     ) -> pb.RevokeReply:
-        """An operator ends a lease."""
+        """End a lease at an operator's request."""
         try:
             epoch = self._step(wire.revoke_asked(request))
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
@@ -510,7 +510,7 @@ class SchedulerService(SchedulerServicer):
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: "Context[object, object]"
     ) -> pb.SnapshotReply:
-        """Everything an operator may ask about."""
+        """Return the state of the fleet."""
         reply = self._core.status(self._clock())
         reply.release = release()
         reply.store_stalled_s = self._writer.stalled_s
@@ -521,7 +521,7 @@ class SchedulerService(SchedulerServicer):
     async def ApplyPolicy(
         self, request: pb.ApplyPolicyRequest, context: "Context[object, object]"
     ) -> pb.ApplyPolicyReply:
-        """An operator puts a capacity policy in force, or only has it checked."""
+        """Put a capacity policy in force, or only check it."""
         if request.dry_run:
             try:
                 changes = self._core.capacity.would_change(policy_applied(request))
@@ -535,7 +535,7 @@ class SchedulerService(SchedulerServicer):
     async def DeletePolicy(
         self, request: pb.DeletePolicyRequest, context: "Context[object, object]"
     ) -> pb.DeletePolicyReply:
-        """An operator takes a capacity policy out of force."""
+        """Delete a capacity policy."""
         await self._stored(policy_deleted, request, context)
         return pb.DeletePolicyReply()
 
@@ -543,7 +543,7 @@ class SchedulerService(SchedulerServicer):
     async def ListPolicies(
         self, request: pb.ListPoliciesRequest, context: "Context[object, object]"
     ) -> pb.ListPoliciesReply:
-        """All capacity policies in force."""
+        """List all capacity policies in force."""
         return pb.ListPoliciesReply(policies=self._core.capacity.listed())
 
     @override

@@ -43,12 +43,12 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return self._service
 
     def lead(self, service: SchedulerService) -> None:
-        """From now on the service answers."""
+        """Let the service answer from now on."""
         self._now = _handlers_of(service)
         self._service = service
 
     def stand_by(self) -> None:
-        """From now on nobody is served here."""
+        """Refuse all calls from now on."""
         self._now = self._refusals
         self._service = None
 
@@ -93,7 +93,7 @@ def _handlers_of(service: SchedulerServicer) -> "dict[str, grpc.RpcMethodHandler
 def _like(
     handler: "grpc.RpcMethodHandler[Any, Any]", answer: Callable[..., object]
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler for calls of the same kind."""
+    """Return a handler for calls of the same kind."""
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

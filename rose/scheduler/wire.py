@@ -66,7 +66,7 @@ MODE_TO = {mode: number for number, mode in MODE_OF.items()}
 
 
 def mode_of(number: "pb.HarvestMode.ValueType") -> HarvestMode:
-    """The mode of a request. Raises `ConfigError` for an unspecified or unknown one."""
+    """Return the mode of a request. Raises `ConfigError` for an unspecified or unknown one."""
     if number not in MODE_OF:
         raise ConfigError(f"harvest mode {number} is unknown; send OFF, HOLD, …, ACTIVE")
     return MODE_OF[number]
@@ -76,7 +76,7 @@ def mode_of(number: "pb.HarvestMode.ValueType") -> HarvestMode:
 
 
 def attached(first: pb.NodeReport, stream: int) -> Attached:
-    """A node's hello."""
+    """Return the event of a node's hello."""
     hello = first.hello
     node = checked_name(first.node, "the node's name")
     cluster = hello.cluster and checked_name(hello.cluster, f"the cluster of node {node}")
@@ -159,7 +159,7 @@ def _held(message: pb.Offer) -> Held:
 
 
 def offer_of(message: pb.Offer, node: str) -> Offer:
-    """One offer. Raises ValueError and `ConfigError` for what no replica can mean."""
+    """Return one offer. Raises ValueError and `ConfigError`."""
     replica = _replica(message.replica)
     if message.kind not in KIND_OF:
         raise ValueError(f"the offer of {replica} has no kind; send GUEST or DEDICATED")
@@ -232,7 +232,7 @@ def _switched(message: pb.Switch) -> Switched:
 
 
 def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
-    """A trainer's job."""
+    """Return the event of a trainer's job."""
     job = checked_name(request.job, "RegisterJob.job")
     model = request.model and checked_name(request.model, f"the model of {job}")
     weight = checked_figure(request.weight, f"the weight of {job}", MAX_WEIGHT) or 1.0
@@ -248,34 +248,34 @@ def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
 
 
 def claim_of(claim: pb.Claim) -> Claim:
-    """One process of a run."""
+    """Return the claim of one process of a run."""
     run = checked_name(claim.run, "Claim.run")
     return Claim(run, checked_name(claim.process, "Claim.process"), cut_text(claim.holder))
 
 
 def run_renewed(request: pb.RenewRunRequest) -> RunRenewed:
-    """A trainer that lives."""
+    """Return the event of a renewed run."""
     return RunRenewed(checked_name(request.job, "RenewRun.job"), claim_of(request.claim))
 
 
 def run_ended(request: pb.EndRunRequest) -> RunEnded:
-    """A trainer that ends."""
+    """Return the event of a run that ends."""
     return RunEnded(checked_name(request.job, "EndRun.job"), claim_of(request.claim))
 
 
 def job_dropped(request: pb.DropJobRequest) -> JobDropped:
-    """A job that an operator wants forgotten."""
+    """Return the event of a job to forget."""
     return JobDropped(checked_name(request.job, "DropJob.job"), request.force)
 
 
 def job_ended(request: pb.EndJobRequest) -> JobEnded:
-    """A job that needs nothing any more."""
+    """Return the event of a job that ends."""
     claim = claim_of(request.claim) if request.HasField("claim") else None
     return JobEnded(checked_name(request.job, "EndJob.job"), claim)
 
 
 def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
-    """A trainer's new version."""
+    """Return the event of a new version."""
     job = checked_name(request.job, "AnnounceVersion.job")
     version = checked_version(request.version, f"the version of {job}")
     parent = checked_version(request.parent, f"the parent of version {version}")
@@ -285,13 +285,13 @@ def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
 
 
 def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
-    """An operator's mode."""
+    """Return the event of an operator's mode."""
     replica = request.replica and checked_name(request.replica, "SetHarvest.replica")
     return HarvestSet(mode_of(request.mode), replica or None, opens=not request.stop_alone)
 
 
 def revoke_asked(request: pb.RevokeRequest) -> RevokeAsked:
-    """An operator's revocation."""
+    """Return the event of an operator's revocation."""
     replica = checked_name(request.replica, "Revoke.replica")
     return RevokeAsked(replica, cut_text(request.reason))
 
@@ -322,7 +322,7 @@ def release_command(lease: Lease, reason: str) -> pb.NodeCommand:
 
 
 def harvest_command(mode: HarvestMode, replica: str = "") -> pb.NodeCommand:
-    """The mode that holds for a replica, or for the node ("")."""
+    """Return the command of a mode for a replica, or for the node ("")."""
     return pb.NodeCommand(harvest=pb.Harvest(mode=MODE_TO[mode], replica=replica))
 
 

@@ -38,7 +38,7 @@ class Backup:
 
 
 def encoded(backup: Backup) -> bytes:
-    """The bytes of its file."""
+    """Return the bytes of the backup's file."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -57,7 +57,7 @@ def encoded(backup: Backup) -> bytes:
 
 
 def decoded(raw: bytes) -> Backup:
-    """The backup whose file this is. Raises `ConfigError` for another file, and for a damaged one.
+    """Return the backup in these bytes. Raises `ConfigError` for other or damaged ones.
 
     The entries' revisions are the backup's: a store that is written anew gives them others.
     """
@@ -132,7 +132,7 @@ def write_backup(path: Path, backup: Backup) -> int:
 
 
 def read_backup(path: Path) -> Backup:
-    """The backup in a file. Raises `ConfigError` with one line."""
+    """Return the backup in a file. Raises `ConfigError` with one line."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} is longer than {MOST_BYTES} bytes, and no backup of a store")
@@ -146,7 +146,7 @@ def read_backup(path: Path) -> Backup:
 
 
 def without(entries: Iterable[StoreEntry], keys: Iterable[str]) -> tuple[StoreEntry, ...]:
-    """All but those of these keys."""
+    """Return all entries but those of these keys."""
     left_out = frozenset(keys)
     return tuple(each for each in entries if each.key not in left_out)
 

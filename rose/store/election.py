@@ -46,12 +46,12 @@ class Candidate:
     nonce: str
 
     def value(self) -> bytes:
-        """The value of the key `leader` while it leads."""
+        """Return the value of the key `leader` while this candidate leads."""
         return json.dumps({"address": self.address, "id": self.nonce}).encode()
 
 
 def address_of(entry: StoreEntry | None) -> str:
-    """The address in the key `leader`; "" where there is none that can be read."""
+    """Return the address in the key `leader`; "" without a readable one."""
     try:
         said = json.loads(entry.value)["address"] if entry else ""
     except (ValueError, TypeError, KeyError):

@@ -198,7 +198,7 @@ class EtcdStore(TxnStore):
     async def _answers(
         self, prefix: str, revision: int, at: int
     ) -> AsyncGenerator[pb.WatchResponse, None]:
-        """One stream of one endpoint, to its end, whatever that is."""
+        """Yield the replies of one stream of one endpoint to its end."""
         begin = self._key(prefix)
         create = pb.WatchCreateRequest(
             key=begin, range_end=end_of(begin), start_revision=revision, progress_notify=True
@@ -294,6 +294,6 @@ class EtcdStore(TxnStore):
 
 
 def end_of(prefix: bytes) -> bytes:
-    """The first key after all that begin with the prefix; etcd's "no end" if there is none."""
+    """Return the first key after all with the prefix; etcd's "no end" if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

@@ -72,7 +72,7 @@ class EtcdAccess:
     key_file: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS credentials, None for plain text. Raises `ConfigError` for files that are not."""
+        """Return TLS credentials, None for plain text. Raises `ConfigError`."""
         if self.ca_file is None:
             if self.certificate_file or self.key_file:
                 raise ConfigError("a certificate for etcd needs the CA's too; give --store-ca FILE")
@@ -157,7 +157,7 @@ class EtcdLink:
         return (*leader, ("token", self._token)) if self._token else leader
 
     async def call(self, ask: Ask[T], timeout_s: float = TIMEOUT_S, most_s: float = MOST_S) -> T:
-        """The answer to a request that may be carried out twice. Raises `UnavailableError`."""
+        """Send a request that may be carried out twice. Raises `UnavailableError`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + most_s
         for attempt in itertools.count():

@@ -153,7 +153,7 @@ class Leadership:
             return CallFailed()
 
     async def _wait(self) -> None:
-        """Until the clock is to be looked at, a call is answered, or a term's work ended."""
+        """Wait until a tick is due, a call is answered, or a term's work has ended."""
         running = {task for task in (self._call, self._term) if task is not None}
         if running:
             await asyncio.wait(running, timeout=self._tick_s, return_when=asyncio.FIRST_COMPLETED)

@@ -31,7 +31,7 @@ _PAUSE_S = 0.001
 
 
 def boot_id() -> str:
-    """The id of this boot of the kernel."""
+    """Return the id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

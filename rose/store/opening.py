@@ -108,7 +108,7 @@ def add_store_options(parser: argparse.ArgumentParser, optional: str = "") -> No
 
 
 def taken_store(args: argparse.Namespace) -> StoreName:
-    """The store that the options name."""
+    """Return the store named by the options."""
     return StoreName(
         args.store,
         args.store_user,

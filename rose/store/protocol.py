@@ -90,11 +90,11 @@ class Store(Protocol):
     """
 
     async def get(self, key: str) -> StoreEntry | None:
-        """The entry of the key, None when there is none."""
+        """Return the entry of the key, None without one."""
         ...
 
     async def list(self, prefix: str) -> Listing:
-        """All entries whose key starts with the prefix."""
+        """Return all entries whose key starts with the prefix."""
         ...
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> int:
@@ -134,7 +134,7 @@ class Store(Protocol):
         ...
 
     def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
-        """All changes after a listing, in order, each once; until cancelled.
+        """Yield all changes after a listing, in order, each once, until cancelled.
 
         It outlasts restarts of the store. Where history was compacted meanwhile, it lists again and
         yields the difference: each key's newest value, none of those in between.
@@ -147,7 +147,7 @@ class Store(Protocol):
 
 
 def difference(known: dict[str, int], now: Listing) -> list[Change]:
-    """Changes from `known`, revisions by key, to a newer listing of the same prefix."""
+    """Return the changes from `known`, revisions by key, to a newer listing."""
     there = {entry.key for entry in now.entries}
     changed = [
         Change(entry.key, entry.value, entry.revision)

@@ -276,7 +276,7 @@ class SqliteStore(TxnStore):
         return revision, compacted
 
     def _end_dead_leases(self) -> None:
-        """Before a read: nobody sees a key whose lease is over."""
+        """Delete the keys whose lease is over, before a read."""
         if self._dead_keys():
             with self._transaction():
                 self._delete_of_dead_leases()

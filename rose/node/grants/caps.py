@@ -84,15 +84,15 @@ class SchedulerContact:
         self._lost_at_s: float | None = clock_s()
 
     def heard(self) -> None:
-        """A command came: the stream is open."""
+        """Record that the stream is open."""
         self._lost_at_s = None
 
     def lost(self) -> None:
-        """The stream is over."""
+        """Record that the stream has ended."""
         if self._lost_at_s is None:
             self._lost_at_s = self._clock_s()
 
     def lost_s(self) -> float:
-        """Seconds without a stream, 0 while one is open."""
+        """Return the seconds without a stream, 0 while one is open."""
         lost_at_s = self._lost_at_s
         return 0.0 if lost_at_s is None else self._clock_s() - lost_at_s

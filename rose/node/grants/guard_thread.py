@@ -180,7 +180,7 @@ class GuardThread:
         self._reclaim_cap = reclaim_cap
 
     def duty(self) -> float:
-        """Share of the last second in which the guest was not held back."""
+        """Return the share of the last second in which the guest was not held back."""
         return self._duty.value
 
     @property
@@ -230,7 +230,7 @@ class GuardThread:
         logger.info("%s %s: %s", self._name, mode, explained(grant.reason))
 
     def _silenced(self) -> Grant:
-        """No grant can be written to a page that lost its end; the last one expires."""
+        """Write no grant to a page that lost its end; the last grant expires."""
         self.host, self.host_idle = None, False
         self.grant = Grant(reason=FreezeReason.PAGE_REPLACED)
         return self.grant

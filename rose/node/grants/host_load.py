@@ -35,7 +35,7 @@ class HostLoad:
         self._share: float | None = None
 
     def busy_share(self, busy_ns: int | None) -> float | None:
-        """Share of the last second or so; None while nobody knows, as after a host's restart."""
+        """Return the busy share of about the last second; None while unknown."""
         now_ns = self._clock_ns()
         if busy_ns is None or self._since is None or busy_ns < self._since[1]:
             self._since = None if busy_ns is None else (now_ns, busy_ns)

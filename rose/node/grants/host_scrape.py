@@ -58,23 +58,23 @@ class HostScrape:
             self._taken.popleft()
 
     def missed(self, why: str) -> None:
-        """The host did not answer."""
+        """Record that the host did not answer."""
         self.trouble = why
 
     def running(self, now_s: float) -> tuple[int, int] | None:
-        """Requests that run and that wait; None while nobody knows."""
+        """Return the running and the waiting requests; None while unknown."""
         newest = self._newest(now_s)
         return None if newest is None else (newest.running or 0, newest.waiting or 0)
 
     def busy_share(self, now_s: float) -> float | None:
-        """Share of the window's scrapes that found work; None while nobody knows."""
+        """Return the share of the window's scrapes that found work; None while unknown."""
         if self._newest(now_s) is None:
             return None
         found = [bool(each.running or each.waiting) for _, each in self._taken]
         return sum(found) / len(found)
 
     def summary(self, now_s: float) -> HostSummary:
-        """Latencies of the window, as far as buckets say them."""
+        """Return the latencies of the window, to the precision of the buckets."""
         newest = self._newest(now_s)
         if newest is None or len(self._taken) < 2:
             return HostSummary()
@@ -118,7 +118,7 @@ async def watch(
     http: aiohttp.ClientSession,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Until cancelled: scrape every second. A host that does not answer is asked again."""
+    """Scrape every second until cancelled. A host that does not answer is asked again."""
     limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
     while True:
         try:

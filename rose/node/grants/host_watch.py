@@ -126,7 +126,7 @@ class HostWatch:
             self._on_record(record)
 
     def summary(self) -> HostSummary:
-        """The last ten seconds."""
+        """Return the latencies of the last ten seconds."""
         since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
         recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
         if not recent:

@@ -83,12 +83,12 @@ class GuestLock:
 
 
 def fingerprint(spec: EngineSpec) -> str:
-    """Equal for engines that are started alike."""
+    """Return a digest, equal for engines that are started alike."""
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
 
 def running_guests(run_dir: Path) -> dict[str, GuestRecord]:
-    """Guests of a node that run, by name, whoever answers for them."""
+    """Return the running guests of a node by name."""
     found = {path.stem: _parsed(path.read_bytes()) for path in run_dir.glob(f"{FOLDER}/*.json")}
     return {name: record for name, record in found.items() if record and record.identity.running}
 

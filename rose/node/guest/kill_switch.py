@@ -214,7 +214,7 @@ def _gone_by(pid: int, deadline_s: float) -> bool:
 
 
 def _duty(group: int) -> float:
-    """Share of a core's time that the group's processes use."""
+    """Return the share of a core's time that the group's processes use."""
     began_s, began = time.monotonic(), group_cpu_s(group)
     time.sleep(DUTY_WINDOW_S)
     return max(0.0, group_cpu_s(group) - began) / (time.monotonic() - began_s)

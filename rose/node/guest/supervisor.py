@@ -43,7 +43,7 @@ class HangWatch:
         self._core: ProcessIdentity | None = None
 
     def reason(self) -> str | None:
-        """Why the guest is to be ended, None while it is well."""
+        """Return why the guest is to be ended, None while it is well."""
         guest, group = self._guest(), self._group()
         if guest is None or group is None:
             return None
@@ -201,7 +201,7 @@ class Supervisor:
         return self._owner.must_end() or self._owner.must_wait()
 
     async def _wait_for(self, reason: str) -> None:
-        """A moment, which may be one of many: what is new is said once."""
+        """Pause for a moment, and record a new reason once."""
         if reason != self._waits_for:
             self._log("engine_waits", reason=reason)
             self._waits_for = reason
@@ -219,7 +219,7 @@ class Supervisor:
                 await self._stopping.wait()
 
     async def _adopt(self) -> EngineProcess | None:
-        """The engine that an earlier daemon left running, unless it is not what shall run here."""
+        """Return the engine that an earlier daemon left running if it may run on here."""
         record = self._claim.found() if self._claim else None
         if record is None:
             return None

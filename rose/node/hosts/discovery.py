@@ -100,7 +100,7 @@ def look(folder: Path, group: str = "") -> FolderScan:
 
 
 def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> Iterator[Path]:
-    """Files that may be pages, of at most MOST_ENTRIES entries a folder."""
+    """Yield the files that may be pages, of at most MOST_ENTRIES entries a folder."""
     try:
         with os.scandir(folder) as entries:
             seen = [
@@ -120,7 +120,7 @@ def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> It
 
 
 def _host_at(path: Path, group: str) -> FoundHost | None:
-    """Raises PageError or OSError; None where nobody is."""
+    """Return the host of a page, None without one. Raises PageError or OSError."""
     name = host_name(path)
     if not _seated(path):
         return None
@@ -174,7 +174,7 @@ def sweep(page: Path, inode: tuple[int, int]) -> bool:
 
 
 def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
-    """A guest goes by one host, so there can be none where two hosts are on one GPU."""
+    """Mark the hosts that are alone on their GPUs: others can have no guest."""
     users: dict[str, int] = {}
     for host in hosts.values():
         for device in set(host.said.devices):
@@ -250,14 +250,14 @@ class HostBook:
         return [*left, *self._refusals(unusable), *self._buried(seen.dead), *came]
 
     def untaken(self, host: FoundHost, reason: str) -> list[PageRefused]:
-        """A host that came could not be taken in: it comes again with the next look."""
+        """Forget a host that could not be opened: the next scan finds it again."""
         self._slots = [None if each == host else each for each in self._slots]
         told = self._untaken.get(host.name) == reason
         self._untaken[host.name] = reason
         return [] if told else [PageRefused(host.page, reason)]
 
     def status(self) -> list[FoundHost]:
-        """Hosts that are there."""
+        """Return the present hosts."""
         return [host for host in self._slots if host is not None]
 
     @property
@@ -281,12 +281,12 @@ class HostBook:
         return True
 
     def _buried(self, dead: Mapping[Path, tuple[int, int]]) -> list[PageDead]:
-        """Each once; one that comes back to life, or is made anew, begins anew."""
+        """Return each lasting dead page once; a page in use again begins anew."""
         self._dead = {each: self._dead.get(each, 0) + 1 for each in dead.items()}
         return [PageDead(*each) for each, looks in self._dead.items() if looks == DEAD_LOOKS]
 
     def _refusals(self, unusable: Mapping[Path, str]) -> list[PageRefused]:
-        """Each once, however many there are."""
+        """Return each lasting refusal once."""
         some = islice(unusable.items(), MOST_REFUSED)
         self._refused = {each: self._refused.get(each, 0) + 1 for each in some}
         return [

@@ -118,7 +118,7 @@ class Host:
 def summed(
     hosts: Sequence[rose_pb2.HostTelemetry], left: tuple[int, int] = (0, 0)
 ) -> rose_pb2.HostTelemetry:
-    """All hosts of a node as the one that its capacity policies judge; one is what it is.
+    """Return all hosts of a node as one, which capacity policies judge.
 
     Counts are sums, with those of hosts that `left`, since they must not fall. Shares are those of
     the busiest and of the fullest host that is known: a mean would lend beside a host without time

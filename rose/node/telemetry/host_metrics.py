@@ -65,7 +65,7 @@ class HostFigures:
 
 
 def host_families(hosts: Iterable[HostFigures]) -> Iterator[Metric]:
-    """All families of a node's hosts, nothing of one that has none."""
+    """Yield all families of a node's hosts, none for a node without hosts."""
     shown = list(hosts)
     if not shown:
         return

@@ -43,7 +43,7 @@ class MemoryGauge(Protocol):
         ...
 
     def held_bytes(self) -> int | None:
-        """None when unknown: then nothing counts as freed."""
+        """Return the guest's bytes, None when unknown: then nothing counts as freed."""
         ...
 
 
@@ -57,7 +57,7 @@ class Measuring:
         self._asked: asyncio.Task[int | None] | None = None
 
     async def held_bytes(self) -> int | None:
-        """The gauge's figure, None while it does not come. One question at a time."""
+        """Return the gauge's figure, None if it does not come in time."""
         if self._asked is None:
             self._asked = asyncio.create_task(asyncio.to_thread(self._gauge.held_bytes))
         done, _ = await asyncio.wait((self._asked,), timeout=self._patience_s)
@@ -97,7 +97,7 @@ class HostMemory:
         self._group = group
 
     def held_bytes(self) -> int | None:
-        """Proportional set size of its process group."""
+        """Return the proportional set size of the process group."""
         group = self._group()
         return 0 if group is None else group_bytes(group)
 
@@ -169,7 +169,7 @@ class DeviceMemory:
         return self._claim is None
 
     def held_bytes(self) -> int | None:
-        """None too while the driver does not answer."""
+        """Return the bytes that the guest holds, None also while the driver does not answer."""
         members = self._members()
         try:
             if self._claim is None:
@@ -236,7 +236,7 @@ class Gpus:
         return self._reader
 
     def card(self, device: int | str) -> Card:
-        """A card that engines can run on. Raises CardError that says what is wrong."""
+        """Return a card on which engines can run. Raises CardError."""
         card = card_of(self.reader.cards(), device)
         insist_usable(card)
         return card
@@ -303,7 +303,7 @@ def card_environment(card: Card) -> dict[str, str]:
 
 
 def insist_mps(replica: ReplicaConfig) -> Path:
-    """The pipes of the MPS control daemon that the engine would find. Raises CardError."""
+    """Return the pipes of the MPS control daemon that the engine would find. Raises CardError."""
     pipes = pipe_folder(replica.extra_env)
     if not control_daemon_at(pipes):
         raise CardError(

@@ -154,11 +154,10 @@ class LiveMetrics(Collector):
         self._shown = shown
 
     def describe(self) -> Iterable[Metric]:
-        """Names are checked for clashes without asking for any view."""
+        """Return nothing, so that registration asks for no view."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         views = list(self._replicas())
         self._shown(frozenset(view.name for view in views))
         guests = [view for view in views if view.grant]

@@ -171,7 +171,7 @@ class Capacity:
             raise RefusedError(str(error)) from None
 
     def _check_whose(self, name: str, *, of_object: bool) -> None:
-        """Each policy has one owner: an object, or whoever calls `rose policy`."""
+        """Raise RefusedError unless the caller owns the policy: an object, or `rose policy`."""
         known = any(policy.name == name for policy in self.gate.policies)
         if of_object and (name == CLI or (known and name not in self._of_objects)):
             raise RefusedError(
@@ -228,7 +228,7 @@ class Capacity:
     # ---- nodes ----
 
     def heard(self, view: NodeView, telemetry: pb.Telemetry, now_s: float, *, lends: bool) -> None:
-        """A node's telemetry: what its host's load and SLO say counts for its policies."""
+        """Take a node's telemetry: its host's load and SLO count for its policies."""
         if telemetry.HasField("host"):
             host = telemetry.host
             busy = host.busy_share if host.HasField("busy_share") else None
@@ -255,7 +255,7 @@ class Capacity:
         return self._recorded(acts) + self._tell(fleet.nodes, now_s)
 
     def detached(self, view: NodeView) -> None:
-        """A node is lost."""
+        """Forget a node."""
         self._told.pop(view.stream, None)
         self.gate.forget(view.node)
         self._advice.forget(view.node)
@@ -284,11 +284,11 @@ class Capacity:
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def greet(self, view: NodeView, now_s: float) -> list[Action]:
-        """A node attached: it is told what holds for it, as far as that hangs on it alone."""
+        """Judge a node that attached, and command it what depends on it alone."""
         return self._recorded(self.gate.greet(_fact(view), now_s)) + self._tell([view], now_s)
 
     def _tell(self, views: Iterable[NodeView], now_s: float) -> list[Action]:
-        """Modes and caps of each node that are not what it was told last."""
+        """Return commands for the nodes whose modes or caps have changed."""
         actions: list[Action] = []
         stop = self._stops, self.stop.mode, tuple(sorted(self.stop.overrides.items()))
         for view in views:
@@ -305,7 +305,7 @@ class Capacity:
         return actions
 
     def _commands(self, view: NodeView, verdict: NodeVerdict) -> list[pb.NodeCommand]:
-        """Caps, the node's mode, then what holds for replicas with a mode of their own.
+        """Return caps, the node's mode, then modes of single replicas.
 
         In this order, so that what is lent is never lent without its caps.
         """
@@ -328,7 +328,7 @@ class Capacity:
     # ---- operators ----
 
     def listed(self) -> list[pb.PolicyView]:
-        """All policies in force."""
+        """Return all policies in force."""
         return [
             pb.PolicyView(
                 name=each.name,
@@ -362,7 +362,7 @@ def caps_of(policy: EffectivePolicy) -> pb.Caps:
 
 
 def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
-    """An operator's policy. Raises ConfigError with the field's path."""
+    """Return an operator's policy. Raises ConfigError with the field's path."""
     try:
         return PolicyApplied(parse_policy(request.policy))
     except PolicyError as error:
@@ -370,5 +370,5 @@ def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
 
 
 def policy_deleted(request: pb.DeletePolicyRequest) -> PolicyDeleted:
-    """The name of a policy that shall be in force no more."""
+    """Return the event of a deleted policy. Raises ConfigError."""
     return PolicyDeleted(checked_name(request.name, "DeletePolicy.name"))

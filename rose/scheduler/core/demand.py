@@ -77,7 +77,7 @@ class DemandBook:
         return self._reports.keys()
 
     def hear(self, gateway: str, jobs: Iterable[JobFigures], now_s: float) -> None:
-        """A gateway said what its turns need; what it said before is void.
+        """Replace a gateway's report of what its turns need.
 
         Raises `RefusedError` for one more gateway than can be told apart.
         """
@@ -91,7 +91,7 @@ class DemandBook:
         self._reports[gateway] = (now_s, tuple(each.cleaned() for each in jobs))
 
     def figures(self, job: str, now_s: float, *, alone: bool = True) -> JobFigures | None:
-        """All that live gateways say of a job together; None while none ever reported.
+        """Return the sum of all live gateways' reports of a job; None before the first.
 
         alone: it is the only job, so all turns are its own, whatever job they name.
         """
@@ -115,7 +115,7 @@ class DemandBook:
         return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
 
     def forget(self, job: str) -> None:
-        """The job was ended: registered again, its work begins anew."""
+        """Forget an ended job."""
         self._work.pop(job, None)
 
     def drop_silent(self, now_s: float) -> None:

@@ -38,7 +38,7 @@ class HealthBook:
     def hear(
         self, offers: Iterable[Offer], jobs: JobRegistry, leased_to: Callable[[str], str]
     ) -> list[Action]:
-        """A node's offers arrived; the changes, for the event log.
+        """Take a node's offers; return the changes for the event log.
 
         leased_to: the job of a replica's lease, "" without one.
         """
@@ -69,7 +69,7 @@ class HealthBook:
         return changes
 
     def lapsed(self, replicas: Iterable[str]) -> list[Action]:
-        """Their offers ran out before their node spoke again, and their leases with them."""
+        """Silence replicas whose offers expired before their node reported again."""
         changes: list[Action] = []
         for replica in replicas:
             health = self._replicas.get(replica)
@@ -139,16 +139,16 @@ class NodeView:
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
 
     def ordered(self, order: int, now_s: float) -> None:
-        """The node is told its modes anew."""
+        """Record a new order of modes."""
         self.order, self.ordered_s, self.obeyed_s = order, now_s, None
 
     def obeyed(self, order: int, now_s: float) -> None:
-        """The node says that an order holds; of an older one nobody asks any more."""
+        """Record that the newest order holds on the node; older ones are ignored."""
         if order == self.order and self.obeyed_s is None:
             self.obeyed_s = max(0.0, now_s - self.ordered_s)
 
     def lapsed(self, now_s: float) -> list[str]:
-        """Replicas whose offers ran out before the node spoke again."""
+        """Return the replicas whose offers expired before the node reported again."""
         return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
 
 
@@ -193,7 +193,7 @@ class Fleet:
         return list(self._nodes.values())
 
     def attach(self, event: Attached, now_s: float) -> None:
-        """A node that has no stream yet is there now."""
+        """Add a node that has no stream yet."""
         self._away.pop(event.node, None)
         self._nodes[event.stream] = self._by_name[event.node] = NodeView(
             event.node,
@@ -233,7 +233,7 @@ class Fleet:
         return sorted((node, now_s - heard_s) for node, (heard_s, _) in self._away.items())
 
     def labels_away(self, node: str) -> Mapping[str, str]:
-        """Labels that a node had which is away; none of one that only an earlier leader saw."""
+        """Return the last labels of a detached node; none if only an earlier leader saw it."""
         return self._away[node][1] if node in self._away else {}
 
     def _left(self, node: str, heard_s: float, labels: Mapping[str, str]) -> None:
@@ -243,20 +243,20 @@ class Fleet:
             del self._away[next(iter(self._away))]
 
     def of_stream(self, stream: int) -> NodeView | None:
-        """The node behind a stream, None for one that was replaced or lost."""
+        """Return the node behind a stream, None for one that was replaced or lost."""
         return self._nodes.get(stream)
 
     def of_node(self, node: str) -> NodeView | None:
-        """The attached node of that name."""
+        """Return the attached node of that name."""
         return self._by_name.get(node)
 
     def of_replica(self, replica: str) -> NodeView | None:
-        """The node that offers the replica."""
+        """Return the node that offers the replica."""
         streams = self._offered_by.get(replica)
         return self._nodes[min(streams)] if streams else None
 
     def replace_offers(self, view: NodeView, offers: tuple[Offer, ...], now_s: float) -> list[str]:
-        """All that a node offers now; returns the replicas that another node offers already."""
+        """Replace a node's offers; return the replicas that another node offers already."""
         taken = {o.replica for o in offers if self._is_taken(o.replica, view, now_s)}
         news = {offer.replica: offer for offer in offers if offer.replica not in taken}
         if news != view.offers or view.lapsed(now_s):
@@ -289,13 +289,13 @@ class Fleet:
         self._live = None
 
     def set_version(self, view: NodeView, replica: str, job: str, version: int) -> None:
-        """A replica runs another version than its offer says."""
+        """Set the version that a replica runs now."""
         if replica in view.offers:
             view.offers[replica] = replace(view.offers[replica], job=job, policy_version=version)
             self._forget_live()
 
     def live_offers(self, now_s: float) -> Mapping[str, Offer]:
-        """Offers that have not run out, in the order of their replicas' ids."""
+        """Return the offers that have not expired, in the order of their replicas' ids."""
         if self._live is None or now_s >= self._live_until_s:
             live: list[Offer] = []
             # Whoever reports meanwhile lives longer: until then nothing runs out.
@@ -326,7 +326,7 @@ class Relays:
         self._until_s = -math.inf
 
     def changed(self) -> None:
-        """A node came, went, or is heard again after a silence."""
+        """Note that a node attached, detached, or reports again after a silence."""
         self._until_s = -math.inf
 
     def told(self, nodes: Callable[[], Sequence[NodeView]], now_s: float) -> list[Command]:

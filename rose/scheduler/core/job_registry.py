@@ -161,32 +161,32 @@ class JobRegistry:
         return tuple(sorted(live, key=lambda record: record.job))
 
     def get(self, job: str) -> JobRecord | None:
-        """A registered job that was not ended."""
+        """Return a registered job that was not ended."""
         record = self._jobs.get(job)
         return None if record is None or record.ended else record
 
     def latest(self, job: str) -> int:
-        """The job's newest version, 0 before the first."""
+        """Return the job's newest version, 0 before the first."""
         chain = self._chains.get(job)
         return 0 if chain is None else chain.latest
 
     def used(self, job: str) -> int:
-        """The greatest number that a version of the job ever had: the next one is greater."""
+        """Return the greatest number of any version of the job, past ones included."""
         chain = self._chains.get(job)
         return 0 if chain is None else chain.used
 
     def chain(self, job: str) -> list[VersionRecord]:
-        """The job's versions that nodes are told of, oldest first."""
+        """Return the job's versions that are sent to nodes, oldest first."""
         chain = self._chains.get(job)
         return [] if chain is None else chain.records
 
     def newest(self, job: str) -> VersionRecord | None:
-        """The job's newest version as it was announced, None before the first."""
+        """Return the job's newest version as announced, None before the first."""
         chain = self._chains.get(job)
         return None if chain is None else chain.newest
 
     def first(self, job: str) -> int:
-        """The oldest version whose weights are of the job's chain: older ones are another run's."""
+        """Return the oldest version of the job's chain: older weights are another run's."""
         chain = self._chains.get(job)
         return 0 if chain is None else chain.first
 
@@ -208,7 +208,7 @@ class JobRegistry:
             )
 
     def registering(self, record: JobRecord) -> JobRecord:
-        """The record of a job that is registered, with what is kept of it. As `check_job`.
+        """Return the record of a job to register, with its kept fields. Raises as `check_job`.
 
         A trainer that names no model means that of a standing job.
         """
@@ -228,7 +228,7 @@ class JobRegistry:
         self._chains.setdefault(record.job, VersionChain(record.job))
 
     def ending(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
-        """An ended job's record, and the versions to forget. `RefusedError` for an unknown job."""
+        """Return an ended job's record and the versions to forget. Raises RefusedError."""
         return self._without_trainer(self._expect(job)), self._chains[job].records[:-1]
 
     def end(self, job: str) -> None:
@@ -238,7 +238,7 @@ class JobRegistry:
         self._chains[job].cut()
 
     def dropping(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
-        """A dropped job's record, and the versions to forget: all. `RefusedError` for an unknown.
+        """Return a dropped job's record and all its versions, to forget. Raises RefusedError.
 
         Its name and the numbers that were used stay: nodes may still hold weights under them.
         """
@@ -264,7 +264,7 @@ class JobRegistry:
         return self._chains[record.job].check(record)
 
     def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
-        """The versions to forget once this one is taken, as `VersionChain.replaced_by`."""
+        """Return the versions that this one makes obsolete, as `VersionChain.replaced_by`."""
         return self._chains[record.job].replaced_by(record)
 
     def announce(self, record: VersionRecord) -> bool:
@@ -310,7 +310,7 @@ def with_standing(saved: Saved, standing: Iterable[JobRecord]) -> Saved:
 
 
 def version_command(record: VersionRecord) -> pb.NodeCommand:
-    """One version as nodes are told."""
+    """Return the command of one version."""
     return pb.NodeCommand(
         version=pb.Version(
             job=record.job, version=record.version, parent=record.parent, url=record.url

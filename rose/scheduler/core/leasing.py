@@ -137,7 +137,7 @@ class Leasing:
         return self._book.believes(offer.replica, offer.epoch)
 
     def reserved(self, replica: str, epoch: int) -> None:
-        """The epoch is durable: `regulate` grants what was promised under it."""
+        """Note that an epoch is durable: `regulate` grants the lease promised under it."""
         self._book.reserve(replica, epoch)
         self._durable.append(replica)
 
@@ -184,16 +184,16 @@ class Leasing:
         return len(self._promises)
 
     def leases(self) -> tuple[Lease, ...]:
-        """All leases that were not ended."""
+        """Return all leases that were not ended."""
         return self._book.leases()
 
     def leased_to(self, replica: str) -> str:
-        """The job that has a lease of the replica, "" without one."""
+        """Return the job that has a lease of the replica, "" without one."""
         lease = self._book.held(replica)
         return lease.job if lease is not None else ""
 
     def active(self, replica: str, now_s: float) -> Lease | None:
-        """The lease under which turns may be sent to the replica."""
+        """Return the lease under which turns may be sent to the replica."""
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
@@ -289,7 +289,7 @@ class Leasing:
         return actions, refused
 
     def explained(self, replica: str) -> tuple[Reason, ...]:
-        """Why the replica was leased and given back lately, oldest first."""
+        """Return the latest reasons of the replica's leases and releases, oldest first."""
         return self._log.of(replica)
 
     def _held_now(
@@ -323,7 +323,7 @@ class Leasing:
         self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
 
     def drained(self, stream: int, replica: str, epoch: int) -> list[Action]:
-        """The node carried out a release; one of an older lease changes nothing."""
+        """Take a node's release; one of an older lease changes nothing."""
         lease = self._held(stream, replica, epoch)
         if lease is None:
             return []
@@ -333,12 +333,12 @@ class Leasing:
     def taken_back(
         self, stream: int, replica: str, epoch: int, reason: str, now_s: float
     ) -> list[Action]:
-        """The node revoked the lease; a revocation of an older one changes nothing."""
+        """Take a node's revocation; one of an older lease changes nothing."""
         lease = self._held(stream, replica, epoch)
         return [] if lease is None else [self._revoke(lease, reason, "node", now_s)]
 
     def revoke(self, replica: str, reason: str, now_s: float) -> tuple[Lease, list[Action]] | None:
-        """An operator ends the lease at once; None when there is none."""
+        """End a lease at an operator's request; None without a lease."""
         lease = self._book.live(replica, now_s)
         if lease is None:
             return None
@@ -346,7 +346,7 @@ class Leasing:
         return lease, [told, self._revoke(lease, reason, "operator", now_s)]
 
     def lapsed(self, replicas: Sequence[str]) -> list[Action]:
-        """The node fell silent for longer than its offers lived, and is back.
+        """End the leases of a node that is back after its offers expired.
 
         Its lease may have run out there while it lives here: only a new epoch is believed again.
         """
@@ -357,7 +357,7 @@ class Leasing:
         return [LogRecord("lease_expired", _fields(lease)) for lease in over]
 
     def lost(self, stream: int) -> list[Action]:
-        """The stream of these leases is over, and they are with it."""
+        """End the leases of a stream that has ended."""
         over = [lease for lease in self._book.leases() if self._stream_of[lease.replica] == stream]
         for lease in over:
             self._book.revoke(lease.replica, lease.epoch)
@@ -420,7 +420,7 @@ class Leasing:
     def _undue(
         self, leases: Iterable[Lease], offers: Mapping[str, Offer]
     ) -> list[tuple[Lease, str]]:
-        """Leases of jobs that were ended, and guests beyond a quota, the newest first."""
+        """Return leases of ended jobs, and guests beyond a quota, the newest first."""
         live = {job.job: job for job in self._jobs.live}
         guests: dict[str, list[Lease]] = {}
         undue: list[tuple[Lease, str]] = []

@@ -48,7 +48,7 @@ class Complaints:
         return [*told, LogRecord(event, {"node": peer, "reason": reason})]
 
     def due(self, now_s: float) -> list[LogRecord]:
-        """At a minute's end: how many complaints were left out in it."""
+        """Return the number of complaints left out in the minute, at its end."""
         if self._minute_s is None or now_s < self._minute_s + MINUTE_S:
             return []
         unsaid, self._unsaid = self._unsaid, 0

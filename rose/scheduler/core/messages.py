@@ -44,7 +44,7 @@ class CommandQueue:
         return self._queue.qsize()
 
     async def get(self) -> pb.NodeCommand | None:
-        """The next command, None when the stream shall end."""
+        """Return the next command, None when the stream is to end."""
         return await self._queue.get()
 
 
@@ -61,7 +61,7 @@ class TableSlot:
         self._fresh.set()
 
     async def get(self) -> pb.ReplicaTable | None:
-        """The newest table, once there is one that was not taken yet; None at the end."""
+        """Return the newest table once there is a new one; None at the end."""
         await self._fresh.wait()
         self._fresh.clear()
         return self._table
@@ -166,7 +166,7 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """A gateway said what its turns need; what it said before is void."""
+    """Replace a gateway's report of what its turns need."""
 
     gateway: str
     jobs: tuple[JobFigures, ...]
@@ -175,7 +175,7 @@ class Demanded:
 
 @dataclass(frozen=True, slots=True)
 class JobRegistered:
-    """A trainer asks for capacity. Answered with the newest version.
+    """Register a trainer's job. Answered with the newest version.
 
     claim: its run, None for a trainer that names none. take_over: though another run has the job.
     """
@@ -191,7 +191,7 @@ class JobRegistered:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """A job needs nothing any more. Answered with leases released.
+    """End a job. Answered with leases released.
 
     claim: of the trainer that says so, None for an operator.
     """
@@ -202,7 +202,7 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class VersionAnnounced:
-    """A trainer published a version. Answered with the number of nodes told.
+    """Announce a trainer's version. Answered with the number of nodes told.
 
     parent: the version itself for a base that replaces the job's chain. claim: the trainer's run.
     """
@@ -216,7 +216,7 @@ class VersionAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class RunRenewed:
-    """A trainer lives. Answered with the newest version of its job."""
+    """Renew a trainer's run. Answered with the newest version of its job."""
 
     job: str
     claim: Claim
@@ -285,7 +285,7 @@ class ObjectsHeard:
 
 @dataclass(frozen=True, slots=True)
 class RevokeAsked:
-    """An operator ends a lease. Answered with its epoch."""
+    """End a lease at an operator's request. Answered with its epoch."""
 
     replica: str
     reason: str

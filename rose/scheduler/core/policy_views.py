@@ -94,7 +94,7 @@ def policy_views(seen: Observed) -> dict[str, PolicyView]:
 
 
 def _behind(node: NodeSeen) -> str:
-    """Why a node does not do yet what holds for it; "" where it does."""
+    """Return why a node does not obey yet, "" if it does."""
     if not node.verdict.settled:
         return "other nodes are not counted yet"
     if node.mode in DRAINS and node.leased:

@@ -64,7 +64,7 @@ class RunBook:
         return record is not None and not record.ended and self._silent_s(job) < self.ttl_s
 
     def get(self, job: str) -> RunRecord | None:
-        """The run that has the job, or had it last."""
+        """Return the run that has the job, or had it last."""
         return self._runs.get(job)
 
     def beginning(self, job: str, claim: Claim | None, *, take_over: bool) -> RunRecord | None:
@@ -85,7 +85,7 @@ class RunBook:
         return RunRecord(job, claim.run, claim.process, claim.holder, self._wall_s)
 
     def begin(self, record: RunRecord) -> RunRecord | None:
-        """A run has the job from now on; returns the one that it is taken from, if that lived."""
+        """Give the job to a run; return the run that loses it, if that was live."""
         known, lived = self._runs.get(record.job), self.live(record.job)
         self._runs[record.job] = record
         self._heard_s[record.job] = self._now_s or 0.0
@@ -104,7 +104,7 @@ class RunBook:
             )
 
     def renew(self, job: str, claim: Claim) -> None:
-        """Its trainer lives. Raises as `check` does."""
+        """Record that the run's trainer lives. Raises as `check` does."""
         self.check(job, claim)
         self._heard_s[job] = self._now_s or 0.0
 

@@ -221,7 +221,7 @@ class SchedulerCore:
         return self._complaints.about(event, peer, reason, now_s)
 
     def newest(self, job: str) -> VersionRecord | None:
-        """The job's newest version as it was announced, None before the first."""
+        """Return the job's newest version as announced, None before the first."""
         return self._jobs.newest(job)
 
     def status(self, now_s: float) -> pb.SnapshotReply:
@@ -469,7 +469,7 @@ class SchedulerCore:
         return self._jobs.only.job if self._jobs.only else ""
 
     def _attributed(self, offer: Offer) -> Offer:
-        """A version without a job's name is that of the only job."""
+        """Return the job of a version; without a name it is the only job."""
         if offer.job or not offer.policy_version or not self._only_job:
             return offer
         return replace(offer, job=self._only_job)
@@ -491,7 +491,7 @@ class SchedulerCore:
         )
 
     def _publish(self, now_s: float, *, news: bool) -> list[Action]:
-        """The table, where it changed and each second; of a large fleet at its pace."""
+        """Publish the table when it changes and each second; of a large fleet at its pace."""
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         settling = self._leasing.settling(now_s)
         self._fleet.live_offers(now_s)  # what ran out counts as a revision

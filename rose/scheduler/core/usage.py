@@ -35,7 +35,7 @@ class Lent:
     tokens: int = 0
 
     def plus(self, other: "Lent") -> "Lent":
-        """Both together."""
+        """Return the sum of both."""
         return Lent(
             self.seconds + other.seconds,
             self.compute_s + other.compute_s,
@@ -66,7 +66,7 @@ class GuestReading:
 
 
 def owner_of(labels: Mapping[str, str]) -> str:
-    """The owner of a node, empty where no label says it."""
+    """Return the owner of a node, "" without a label."""
     return labels.get(OWNER_LABEL) or labels.get(DEPLOYMENT_LABEL, "")
 
 
@@ -79,7 +79,7 @@ class UsageBook:
         self._added_s: dict[Pair, float] = {}
 
     def heard(self, node: str, owner: str, guests: Iterable[GuestReading], now_s: float) -> None:
-        """A node spoke of all its guests."""
+        """Take a node's readings of all its guests."""
         before, self._seen[node] = self._seen.get(node, {}), {}
         for guest in guests:
             self._seen[node][guest.replica] = now_s, guest
@@ -90,11 +90,11 @@ class UsageBook:
                 )
 
     def forget(self, node: str) -> None:
-        """A node is lost: what it does until it is back nobody sees."""
+        """Forget a node: nothing is known of it until it is back."""
         self._seen.pop(node, None)
 
     def sums(self, now_s: float) -> dict[Pair, Lent]:
-        """All that lent lately; what is over for long is left out from now on."""
+        """Return the sums of recent usage, and forget older ones."""
         for pair in [p for p, added_s in self._added_s.items() if now_s > added_s + KEPT_S]:
             del self._sums[pair], self._added_s[pair]
         return dict(self._sums)
