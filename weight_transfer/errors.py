@@ -62,7 +62,7 @@ class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the
 
 
 class ShardError(WeightError):
-    """What a trainer's ranks hold, or report, does not make a version."""
+    """Shards, or reports, of a trainer's ranks that do not make a version."""
 
 
 class WrongBaseError(WeightError):
@@ -74,7 +74,7 @@ class DigestMismatchError(WeightError):
 
 
 class CatalogError(WeightError):
-    """What is published does not lead to the wanted version."""
+    """Published versions that do not lead to the wanted one."""
 
 
 class LoaderMapError(WeightError):

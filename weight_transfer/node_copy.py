@@ -67,7 +67,7 @@ _DRAFT: Final = ".draft-"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How other processes find a segment, and how they tell that it is still that one.
+    """Address of a segment for other processes, and its identity.
 
     `namespace`: of process ids, in which `pid` means something. `device`, `inode`: the kernel's
     name of the memory behind the maker's `descriptor`.
@@ -82,12 +82,12 @@ class Address:
 
     @property
     def path(self) -> str:
-        """Where its maker's descriptor is."""
+        """Path of the maker's descriptor."""
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
     @property
     def exists(self) -> bool:
-        """Whether its maker lives and has it."""
+        """True if the maker lives and still has the segment."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -186,7 +186,6 @@ class ProcessWatch:
 
     @property
     def ended(self) -> bool:
-        """Whether it has, however it did."""
         return bool(self._poll.poll(0))
 
     def __del__(self) -> None:
@@ -195,7 +194,7 @@ class ProcessWatch:
 
 
 def ranks_folder() -> Path:
-    """Where the ranks of this machine's engines find each other: its owner's, in memory."""
+    """Return the folder, in memory and its owner's alone, where an engine's ranks meet."""
     shared = Path("/dev/shm")  # noqa: S108 -- entered only where it is this user's alone
     root = shared if shared.is_dir() else Path(tempfile.gettempdir())
     return root / f"rose-ranks-{os.geteuid()}"
@@ -292,7 +291,7 @@ def _namespace() -> int:
 
 POLL_S: Final = 0.005
 SILENT_S: Final = 60.0
-"""So long may a leader make no progress: a tensor is decoded in seconds."""
+"""Longest time without progress of a leader: a tensor is decoded in seconds."""
 _PAGE: Final = mmap.PAGESIZE
 _LINE: Final = 64
 _MAGIC: Final = int.from_bytes(b"ROSENODE", "little")
@@ -319,16 +318,13 @@ class _Head:
 
     @classmethod
     def nbytes(cls) -> int:
-        """What it takes."""
         return 8 * cls.WORDS + _ERROR_BYTES
 
     def begin(self, identity: bytes) -> None:
-        """Of a new segment."""
         self.words[1 : 1 + _IDENTITY_WORDS] = np.frombuffer(identity, np.uint64)
         self.words[0] = _MAGIC
 
     def is_about(self, identity: bytes) -> bool:
-        """Whether that is what the segment was made for."""
         said = self.words[1 : 1 + _IDENTITY_WORDS].tobytes()
         return bool(self.words[0] == _MAGIC) and said == identity
 
@@ -368,7 +364,7 @@ class _Head:
         self.words[11] += np.uint64(1)
 
     def announced(self, leader: Address) -> Address | None:
-        """Where the leader's newest update is, None while there is none or just another comes."""
+        """Return the leader's newest update, None if there is none or it is being replaced."""
         sequence = self._get(11)
         device, inode, nbytes, descriptor = (int(word) for word in self.words[12:16])
         if not sequence or sequence % 2 or self._get(11) != sequence:
@@ -378,7 +374,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything is in the copy's segment: head, digests, moved flags, tensors by page."""
+    """Layout of the copy's segment: head, digests, moved flags, tensors by page."""
 
     names: tuple[str, ...]
     offsets: Mapping[str, int]
@@ -454,7 +450,7 @@ class NodeCopy:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decodes for the others."""
+        """True if this rank decodes for the others."""
         return self._watch is None
 
     def decode(self, plan: UpdatePlan, decode: DecodeTensor, attempt: str = "") -> StagedUpdate:
@@ -624,7 +620,7 @@ class _Files:
 
 
 class _Arena:
-    """What an update makes of each tensor, in a segment of its own.
+    """Decoded changes of an update, in a segment of their own.
 
     head | u64[tensors, 2]: changed weights, digest after | of each tensor, in pages of its own:
     indices i64, new values, old values
@@ -647,7 +643,7 @@ class _Arena:
 
     @classmethod
     def nbytes(cls, rooms: Sequence[tuple[int, int]]) -> int:
-        """What it takes at most: only what is written takes memory."""
+        """Return the segment's size; only written pages take memory."""
         return cls._places(rooms)[-1]
 
     def put(self, at: int, tensor: StagedTensor) -> StagedTensor:
@@ -661,7 +657,7 @@ class _Arena:
             parts, (tensor.indices, tensor.values, tensor.old_values), strict=True
         ):
             part[:] = values
-        # What was written is seen before this is: the interpreter's lock lies between.
+        # Followers see the parts before the progress: the interpreter's lock orders both writes.
         self.head.progress = at + 1
         return StagedTensor(tensor.name, *parts, tensor.digest_after)
 
@@ -694,7 +690,7 @@ class _Arena:
 
     @staticmethod
     def _places(rooms: Sequence[tuple[int, int]]) -> list[int]:
-        """Where each tensor begins, and where the last one ends."""
+        """Return the offset of each tensor, and the end of the last one."""
         at = _up(_Head.nbytes() + 16 * len(rooms), _PAGE)
         places = [at]
         for room, width in rooms:

@@ -308,7 +308,7 @@ class _Changed:
 def _changed(
     old: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
 ) -> _Changed:
-    """What one version makes of a tensor, decoded and proved."""
+    """Decode one version of a tensor and prove it."""
     _check_base(old, digest, update)
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])

@@ -122,7 +122,7 @@ def dtensor_pieces(name: str, tensor: DTensor) -> Pieces:
 
 
 def _span(name: str, dim: int, size: int, placed: Sequence[tuple[Placement, int, int]]) -> Range:
-    """What of a dimension is here: each mesh dimension that shards it cuts what is left."""
+    """Return this rank's part of a dimension: each mesh dimension that shards it cuts once."""
     cuts = [
         cut for cut in placed if isinstance(cut[0], Shard | _StridedShard) and cut[0].dim == dim
     ]
@@ -352,7 +352,7 @@ class ShardedPublisher:
             self._store.put_manifest(manifest, manifest.origins.index(self._origin))
 
     def _owned(self, state: Mapping[str, torch.Tensor]) -> Pieces:
-        """What this rank publishes of what it holds."""
+        """Return the pieces that this rank publishes: of replicas, the first rank's."""
         pieces: Pieces = ()
 
         def held() -> bytes:

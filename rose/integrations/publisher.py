@@ -63,7 +63,7 @@ class PolicyPublisher:
         self._first = 0
         self._resumed = False
         self.receipts: list[PolicyReceipt] = []
-        """Of this process, oldest first."""
+        """Receipts of the versions that this process published, oldest first."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.settings,)
@@ -93,7 +93,7 @@ class PolicyPublisher:
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on from a version that an earlier process published."""
+        """True if the job continues from a version that an earlier process published."""
         self._of_base()
         return self._resumed
 
@@ -166,7 +166,7 @@ class PolicyPublisher:
 
     @property
     def known(self) -> tuple[int, int]:
-        """What the first rank tells the others: the newest version, and the first of its run."""
+        """(newest version, first version of its run): the first rank sends them to the others."""
         return self._version, self._first
 
     @known.setter
@@ -207,7 +207,7 @@ class PolicyPublisher:
             self._bits = None if begun.latest else base
 
     async def _restored(self, publisher: WeightPublisher) -> Mapping[str, TensorBits] | None:
-        """What was published last; None where the root's files are not whole: then all is anew."""
+        """Return the version published last, None if the root's files are incomplete or damaged."""
         try:
             return await publisher.restore()
         except (WeightError, OSError) as error:
@@ -243,7 +243,7 @@ class PolicyPublisher:
                 version, old = self._version, self._bits
                 return await self._publisher.publish(version + 1, version, old, new)
         except NotAnnouncedError:
-            # It is durable: whoever publishes again goes on from it.
+            # The version is durable: the next publication continues from it.
             self._version, self._bits = self._version + 1, new
             raise
         except (WeightError, OSError) as error:

@@ -38,7 +38,7 @@ class ChunkForwarder:
         self._stored = stored
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
-        """What is not here yet, while it comes."""
+        """Return a reply that sends a chunk while it is being received."""
         download = self._fetcher.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
@@ -92,7 +92,7 @@ class ChunkForwarder:
             except ConnectionError:
                 return response  # The caller left; the download goes on for the next one.
         if request.transport:
-            # What was sent may be wrong: the caller gets a broken answer, and asks again.
+            # The sent bytes may be wrong: break the reply off, so that the caller asks again.
             request.transport.abort()
         return response
 
@@ -140,7 +140,7 @@ class ChunkForwarder:
 
 
 def _first_byte(request: web.Request, size: int) -> int:
-    """Of `Range: bytes=N-`, the one that is known here; 0 without."""
+    """Return N of `Range: bytes=N-`, the only supported form; 0 without a range."""
     try:
         asked = request.http_range
     except ValueError as error:

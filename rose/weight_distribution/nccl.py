@@ -146,7 +146,7 @@ class Fanout:
 
     @property
     def rank(self) -> int:
-        """Which member this is, from 0."""
+        """Number of this member, from 0."""
         return self._communicator.rank
 
     @property
@@ -225,7 +225,7 @@ def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU i
 
 # Longer than a chunk takes over the slow link, with its retries.
 CHUNK_S = 120.0
-# Of its own chunks a member obtains so many before they are handed on.
+# Chunks that a member obtains ahead of their broadcast.
 CHUNKS_AHEAD = 16
 
 Result = TypeVar("Result")
@@ -327,7 +327,7 @@ class FixedGroup:
             raise refused
 
     def _root(self, name: str) -> int:
-        """Whose chunk it is: everybody finds the same."""
+        """Return the rank that owns a chunk, the same on all members."""
         return int(order(map(str, range(self._fanout.size)), name)[0])
 
     async def _call(self, call: Callable[[], Result]) -> Result:
@@ -342,7 +342,7 @@ class FixedGroup:
 
 
 def _named(manifest: Manifest) -> str:
-    """Which version it is, said in a word that members compare."""
+    """Return a digest of the manifest, which members compare."""
     digest = hashlib.blake2b(digest_size=32)
     for part in manifest.parts():
         digest.update(part)
@@ -376,7 +376,7 @@ class Membership:
 
 
 def lead(size: int) -> Lead:
-    """What rank 0 needs. Raises ConfigError without CuPy and a GPU."""
+    """Make rank 0's part of a group. Raises ConfigError without CuPy and a GPU."""
     return Lead(NcclCommunicator.new_id(), LocalBarrier(size))
 
 

@@ -81,7 +81,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a publisher found at its start.
+    """State of the job and its root at a publisher's start.
 
     latest: newest version that the job has, 0 before the first; the next one is greater. resumed:
     newest version in the root that can be restored and gone on from, None where a new base is to be
@@ -187,7 +187,7 @@ class WeightPublisher:
         bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
-        # Of its own: a renewal that goes elsewhere must not disturb an announcement.
+        # A channel of its own: a renewal must not disturb an announcement.
         self._renewals = trainers_channel(scheduler, certificates)
 
     @property
@@ -197,7 +197,7 @@ class WeightPublisher:
 
     @property
     def begun(self) -> Begun:
-        """What `start` found. RefusedError before it."""
+        """Result of `start`. Raises RefusedError before it."""
         if self._begun is None:
             raise RefusedError("the publisher was not started; call start() first")
         return self._begun
@@ -247,7 +247,7 @@ class WeightPublisher:
         return rose_pb2.Claim(run=run.run, process=run.process, holder=run.holder)
 
     def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
-        """What the root holds, beside what the scheduler knows."""
+        """Compare the versions in the root with those that the scheduler knows."""
         assert self._held is not None
         latest, newest = int(reply.latest_version), newest_version(self._store)
         if not newest:  # A base of version 0 is the model.
@@ -321,7 +321,7 @@ class WeightPublisher:
         """
         known = int(reply.latest_version)
         if resumed == known:
-            # As it was announced: its delta may be collected. An older scheduler does not say.
+            # The announced parent: its delta may be collected. An older scheduler does not say.
             said = bool(reply.run_ttl_s)
             parent = int(reply.latest_parent) if said else self._manifest(resumed).parent
             return [(resumed, parent)]
@@ -330,15 +330,15 @@ class WeightPublisher:
         while version > known:
             parent = self._manifest(version).parent
             found.append((version, parent))
-            # To a scheduler that knows nothing the newest is enough: nodes find its parts in the
-            # catalog. A base stands for all before it.
+            # A scheduler that knows no version needs the newest alone: nodes find its parts in
+            # the catalog. A base replaces all versions before it.
             if not known or parent == version:
                 break
             version = parent
         return found[::-1]
 
     def _manifest(self, version: int) -> Manifest:
-        """How a version was announced: as a delta, where it has both."""
+        """Return the manifest that a version was announced by: its delta, if it has both."""
         found = self._store.find_manifest(version) or self._store.find_manifest(version, base=True)
         if found is None:
             raise ManifestError(f"the manifest of version {version} is damaged")
@@ -428,7 +428,7 @@ class WeightPublisher:
                 f" from there (start().resumed, restore()) or publish {begun.latest + 1} anew"
             )
         here = (self._store.manifest_path(parent, base=base) for base in (False, True))
-        # What cannot be restored was not looked at, or is damaged: nothing may build on it.
+        # A version that was not checked, or is damaged, must not be built on.
         untrusted = parent == begun.latest != begun.resumed
         if parent < begun.latest or (
             parent and (untrusted or not any(path.is_file() for path in here))
@@ -518,7 +518,7 @@ class WeightPublisher:
             yield
 
     async def base_due(self, full_bytes: int) -> bool:
-        """Whether it takes too much to join: `full_bytes` is what all weights take."""
+        """Return True if to join takes too much without a base; `full_bytes`: of all weights."""
         return await asyncio.to_thread(self._retention.base_due, full_bytes)
 
     async def end_job(self) -> None:

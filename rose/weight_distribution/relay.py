@@ -78,19 +78,19 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """How the other members reach it."""
+        """Address that the other members use."""
         return self._server.url
 
     def enrol(self, members: Iterable[str]) -> None:
-        """From now on these are the members."""
+        """Replace the members."""
         self.fetcher.enrol(members)
 
     async def start(self) -> None:
-        """Serve. ConfigError when it cannot."""
+        """Serve. Raises ConfigError when it cannot."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Stop; what came stays on disk."""
+        """Stop; received chunks stay on disk."""
         await self.fetcher.close()
         await self._server.close()
         self.fetcher.receiving.close()

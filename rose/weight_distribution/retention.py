@@ -108,7 +108,7 @@ class RetentionTask:
                 self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
     def base_due(self, size: int) -> bool:
-        """Whether it takes too much to join without a base; `size`: bytes of all weights."""
+        """Return True if to join takes too much without a base; `size`: bytes of all weights."""
         found = self._store.catalog()
         # Version 0 is the model that every engine starts from: a base too. Any other version that
         # a chain begins with has lost its base.

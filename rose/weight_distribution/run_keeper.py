@@ -21,10 +21,10 @@ from rose.rpc.leader_channel import LeaderChannel
 
 T = TypeVar("T")
 RETRY_S = 0.5
-# For a run that is dead: it holds its job for so long after its last sign.
+# A dead run holds its job for that long after its last renewal.
 WAIT_S = RUN_TTL_S + 2 * RETRY_S
 RENEWALS = 4
-"""So many in the time for which a run may be silent."""
+"""Renewals within the time for which a run may be silent."""
 END_S = 2.0
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def run_error(
     error: grpc.aio.AioRpcError | UnavailableError,
 ) -> RunHeldError | RunFencedError | None:
-    """What a refusal says of runs; None for any other."""
+    """Return the typed error of a refusal that concerns runs, None for any other."""
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             return RunHeldError(str(error.details()))

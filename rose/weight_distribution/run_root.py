@@ -81,7 +81,7 @@ class RunRoot:
 
 
 def _said(raw: bytes) -> dict[str, object]:
-    """What a root's file says; nothing for a new one, or one that a full disk cut off."""
+    """Return the fields of a root's file, none for one that is new or was cut off."""
     try:
         said = json.loads(raw)
     except ValueError:

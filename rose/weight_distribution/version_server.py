@@ -79,7 +79,7 @@ class ReadLeases:
         self._swept_s = began_s
 
     def settled(self, now_s: float) -> bool:
-        """Whether every lease of an earlier life was renewed or is over."""
+        """Return True once every lease of an earlier process was renewed or has expired."""
         return now_s >= self._settled_s
 
     def take(
@@ -98,7 +98,7 @@ class ReadLeases:
         return lease
 
     def live(self, now_s: float) -> list[ReaderPin]:
-        """Those that have not run out."""
+        """Return the leases that have not expired."""
         for peer, held in list(self._by_peer.items()):
             for reader in [r for r, each in held.items() if each.expires_s <= now_s]:
                 del held[reader]
@@ -128,7 +128,7 @@ SHUTDOWN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """What a publisher vouches for its catalog with: the key of the job's manifests."""
+    """Key of the job's manifests, with which a publisher signs its catalog."""
 
     job: str
     key: SigningKey
@@ -165,7 +165,7 @@ class VersionServer:
         self._store = store
         self._port = port
         self._fetcher = fetcher
-        # Of a relay one account of both directions; a publisher only sends.
+        # A relay counts both directions in one place; a publisher only sends.
         self._traffic = fetcher.receiving.traffic if fetcher else Traffic()
         self._forwarder = ChunkForwarder(store, fetcher, self._stored) if fetcher else None
         self._credentials = credentials
@@ -182,7 +182,7 @@ class VersionServer:
 
     @property
     def link_bytes_s(self) -> float | None:
-        """How fast readers take chunks that are here; None as long as it is not known."""
+        """Rate at which readers take stored chunks; None until one is measured."""
         return self._meter.bytes_per_s(time.monotonic())
 
     async def start(self) -> None:
@@ -310,7 +310,7 @@ class VersionServer:
         shown = given.encode("utf-8", "surrogateescape")
         if token and not compare_digest(shown, f"Bearer {token}".encode()):
             raise web.HTTPUnauthorized(text="bear the token of this cluster")
-        # Of the CA it is anyway; certificates of clusters without roles name none.
+        # The CA has signed the certificate; in clusters without roles it names none.
         with contextlib.suppress(ConfigError):
             peer = peer_over(request.transport)
             if peer is not None and peer.identity.role not in WEIGHT_READERS:

@@ -81,7 +81,7 @@ class LoaderMap:
         return cls(live, kept, loose, transformed)
 
     def rectangles(self, name: str) -> Sequence[Rectangle]:
-        """Where a checkpoint tensor lives on this rank; nowhere is possible."""
+        """Return the places of a checkpoint tensor on this rank, perhaps none."""
         return self._rectangles.get(name, ())
 
     @property
@@ -159,7 +159,7 @@ def _replays(
     rectangles: Sequence[Rectangle],
     base: Mapping[str, TensorBits],
 ) -> bool:
-    """Whether the rectangles make every byte of `live` that a checkpoint fills.
+    """Return True if the rectangles make every byte of `live` that a checkpoint fills.
 
     With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
     holds, no update concerns it. Otherwise it has to be zero.

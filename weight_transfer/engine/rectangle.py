@@ -76,7 +76,7 @@ class Rectangle:
 
     @property
     def source_key(self) -> tuple[int, ...]:
-        """Which positions of the checkpoint tensor it holds, the same on every rank."""
+        """Key of its positions in the checkpoint tensor, the same on every rank."""
         return (self.source_offset, *self.shape, *self.source_strides)
 
     @property
@@ -85,7 +85,10 @@ class Rectangle:
         return self.source_offset, self.source_offset + 1 + _reach(self.shape, self.source_strides)
 
     def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """Of ascending flat `indices`: (which of them lie in it, their places in the parameter)."""
+        """Return (those of ascending flat `indices` that lie in it, their places in the parameter).
+
+        The first are positions in `indices`.
+        """
         first, end = np.searchsorted(indices, self.bounds)
         if self.source_strides == (1,):
             shift = self.target_offset - self.source_offset
@@ -96,7 +99,7 @@ class Rectangle:
         return picked[:found] + first, places[:found].copy()
 
     def digest_part(self, flat: Bits) -> int:
-        """What its weights, as the parameter `flat` holds them, add to the source's digest."""
+        """Return what its weights, read from the parameter `flat`, add to the source's digest."""
         return int(sum_rectangle(flat, *self._arrays()))
 
     def pieces(self, elements: int) -> Iterator[Rectangle]:

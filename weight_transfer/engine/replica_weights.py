@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit did; `version` is the version active afterwards.
+    """Result of a commit; `version` is the version active afterwards.
 
     `apply_s`: scatter and read-back. `probe_s`: the live model's probe forward and the comparison.
     `loose`: parameters copied as a whole. `digest_ok`: every overwritten weight was the parent's
@@ -163,7 +163,7 @@ class ReplicaWeights:
 
     @property
     def job(self) -> str:
-        """Whose version that is, "" for the model as it was started."""
+        """Job of the active version, "" for the model as it was started."""
         return self._unsettled.job if self._unsettled else self._receiver.job
 
     def settle(self) -> None:
@@ -186,13 +186,13 @@ class ReplicaWeights:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """What each checkpoint tensor's digest has to be."""
+        """Digest of each checkpoint tensor in the active version."""
         self.settle()
         return self._receiver.digests
 
     @property
     def elements(self) -> Mapping[str, int]:
-        """How many weights each checkpoint tensor has."""
+        """Number of weights of each checkpoint tensor."""
         return {name: tensor.bits.size for name, tensor in self.tensors.items()}
 
     def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:

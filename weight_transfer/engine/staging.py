@@ -68,7 +68,7 @@ def _scatter(flat: Bits, indices: Int64s, values: Bits, device: torch.device) ->
     transposed = Rectangle("", "", 0, 0, (_ROWS, _COLUMNS), (_COLUMNS, 1), (1, _ROWS))
     picked, places = transposed.locate(indices)
     transposed.digest_part(flat)
-    # What a device runs under a pause has to be there too, kernels of its own included.
+    # Also compile the kernels that a device runs under a pause.
     signed = torch.from_numpy(flat.view(f"<i{flat.itemsize}")).to(device)
     target = live_bits(signed)
     change = RangeChange(target, places, values[picked], values[picked])
@@ -106,11 +106,11 @@ class Staging:
         self._work = work
         self._pieces: Generator[None, None, Prepared] | None = None
         self.prepared: Prepared | None = None
-        """What became of it, None as long as something is left to do."""
+        """Update that is ready to commit, None until then."""
 
     @property
     def decoded(self) -> bool:
-        """Whether the thread is through; `step` then tells how it went."""
+        """True once the thread has ended; `step` then raises its error, if any."""
         return self._decoded.done()
 
     def step(self, pieces: int | None = None) -> bool:

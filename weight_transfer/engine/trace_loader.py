@@ -41,7 +41,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Where the elements of `tensor` lie in its storage."""
+        """Return the view of its storage that `tensor` is."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -55,12 +55,12 @@ class Copy:
     """Identity of the storage, see `storage_id`."""
     target_view: View
     cast: bool
-    """Whether source and target differ in type."""
+    """True if source and target differ in type."""
 
 
 @dataclass(slots=True)
 class Tape:
-    """What the loaders did, in order."""
+    """Record of the copies by loaders, in order."""
 
     copies: list[Copy] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ def _followed(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What all views of one storage have in common, on the meta device too."""
+    """Return the identity that all views of one storage share, on the meta device too."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -168,7 +168,7 @@ def _record(target: torch.Tensor, traced: Any) -> torch.Tensor:  # noqa: ANN401 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a loader does with a checkpoint.
+    """Record of what a loader does with a checkpoint.
 
     `transformed`: checkpoint tensors that it computes with, and how; no rectangle is complete for
     them. `casts`: those that it converts to another type, a part of the transformed ones.

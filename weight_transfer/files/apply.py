@@ -178,7 +178,7 @@ def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
 
 
 def mismatches(checkpoint: Checkpoint, tensors: Sequence[TensorUpdate]) -> Iterator[str]:
-    """What of a checkpoint is not as `tensors` have it after their update; nothing when all is."""
+    """Yield a line for each tensor of a checkpoint that differs from the updated `tensors`."""
     wanted = {tensor.name: tensor for tensor in tensors}
     for name in sorted(wanted.keys() | set(checkpoint.names)):
         entry, tensor = checkpoint.entry(name), wanted.get(name)

@@ -114,12 +114,12 @@ class Checkpoint:
 
     @property
     def single(self) -> bool:
-        """Whether it is one file and no folder."""
+        """True for a checkpoint of one file, False for a folder."""
         return self.root.is_file()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return tuple(sorted(self._places))
 
     @property
@@ -128,12 +128,11 @@ class Checkpoint:
         return sum(entry.end - entry.begin for _, entry in self._places.values())
 
     def entry(self, name: str) -> CheckpointEntry | None:
-        """What a tensor is like, None where there is none of that name."""
+        """Return the entry of a tensor, None if there is none of that name."""
         place = self._places.get(name)
         return place[1] if place else None
 
     def file(self, path: str) -> Path:
-        """Where a file of this checkpoint lies."""
         return self.root if self.single else self.root / path
 
     def tensor(self, name: str) -> TensorBits:
@@ -247,7 +246,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 def _unindexed(folder: Path) -> list[str]:
     """Return the names of the shards of a folder without an index, sorted."""
-    # What lies deeper is another checkpoint, or a copy of this one.
+    # A subfolder may hold another checkpoint, or a copy of this one.
     found = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
     if not found:
         raise TensorFormatError(f"{folder}: no *{SUFFIX} in it; save the model there first")

@@ -73,7 +73,7 @@ class _Format(Struct):
 
 @dataclass(frozen=True, slots=True)
 class DeltaIndex:
-    """What a delta says of itself. `blobs`: offset and length by name."""
+    """Index of a delta. `blobs`: offset and length by name."""
 
     level: str
     single: bool
@@ -162,7 +162,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file."""
         return len(self._data)
 
     def blob(self, name: str) -> bytes:
@@ -185,12 +185,12 @@ def tail_of(offset: int, stored: bytes) -> bytes:
 
 
 def compressed(raw: bytes) -> bytes:
-    """As blobs that are no chunks are stored."""
+    """Compress a blob that is not a chunk."""
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
 def decompressed(packed: bytes, most: int) -> bytes:
-    """The reverse for untrusted bytes; never more than `most`. Raises DeltaFormatError."""
+    """Decompress untrusted bytes, to at most `most`. Raises DeltaFormatError."""
     try:
         size = zstandard.frame_content_size(packed)
         if not 0 <= size <= most:

@@ -249,5 +249,5 @@ def _part(tensor: TensorBits, rows: Rows) -> int:
 
 
 def whole_digest(tensor: TensorBits) -> str:
-    """Of a tensor, as a manifest writes it."""
+    """Return the digest of a tensor as a manifest writes it."""
     return hex_digest(digest_of(tensor.bits))

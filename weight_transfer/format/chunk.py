@@ -44,7 +44,7 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What a chunk says of itself; rows are [first_row, end_row) of its tensor.
+    """Header of a chunk; rows are [first_row, end_row) of its tensor.
 
     `columns`: [first, end) of each row, None for all of them.
     """
@@ -61,7 +61,7 @@ class ChunkHeader:
 
     @property
     def block(self) -> Block:
-        """What of its tensor it covers."""
+        """Part of the tensor that the chunk covers."""
         columns = (0, self.row_elements) if self.columns is None else self.columns
         return Block((self.first_row, self.end_row), columns, self.row_elements)
 
@@ -197,7 +197,7 @@ def _check_columns(header: ChunkHeader) -> None:
     if header.columns is None:
         return
     first, end = header.columns
-    some = end - first < header.row_elements  # All of them have one way to be said.
+    some = end - first < header.row_elements  # All columns are written as (0, 0).
     if not (some and first < end <= header.row_elements):
         raise ChunkFormatError(f"chunk covers columns {first}..{end} of {header.row_elements}")
 

@@ -37,7 +37,6 @@ class DeviceTensor(Layout):
             )
 
     def zeros(self) -> DeviceTensor:
-        """What a fresh tensor builds on, beside this one."""
         zeros = DeviceBits(self.bits.flat.new_zeros(self.bits.size))
         return DeviceTensor(self.name, self.dtype, self.shape, zeros)
 
@@ -46,7 +45,7 @@ AnyTensor: TypeAlias = TensorBits | DeviceTensor
 
 
 def zeros_like(tensor: AnyTensor) -> AnyTensor:
-    """What a fresh tensor builds on, in the same memory."""
+    """Return a tensor of zeros on the same device, the base of a fresh tensor."""
     return tensor.zeros() if isinstance(tensor, DeviceTensor) else tensors.zeros_like(tensor)
 
 

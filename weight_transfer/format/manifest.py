@@ -39,7 +39,7 @@ MOST_TENSORS: Final = 1 << 17
 MOST_CHUNKS: Final = 1 << 18
 _FREED_AT_ONCE: Final = 256
 MALFORMED: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What typed decoding raises for untrusted bytes."""
+"""Exceptions that typed decoding raises for untrusted bytes."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=1_024)]
@@ -144,7 +144,7 @@ class Manifest:
 
     @property
     def is_base(self) -> bool:
-        """Whether it builds on nothing."""
+        """True for a version with all of its weights, which builds on no other."""
         return self.parent == self.version
 
     @property
@@ -170,7 +170,7 @@ class Manifest:
         self._envelope().verify(key)
 
     def says_as_much_as(self, other: Manifest) -> bool:
-        """Whether both are of the same weights, whenever they were signed."""
+        """Return True if both describe the same weights, whenever they were signed."""
         timeless = [
             msgspec.structs.replace(each._head(), created_s=0.0, expires_s=0.0)
             for each in (self, other)
@@ -191,7 +191,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes, stored and sent."""
+        """Bytes of the manifest, as it is stored and sent."""
         return sum(map(len, self.parts()))
 
     @classmethod
@@ -266,12 +266,12 @@ class Manifest:
 
 
 def expiry_of(raw: bytes | bytearray) -> float:
-    """When a manifest expires, read from its first line alone; raises ManifestError."""
+    """Return a manifest's expiry, read from its first line alone; raises ManifestError."""
     return _first_of(raw).expires_s
 
 
 def job_of(raw: bytes | bytearray) -> str:
-    """Whose version a manifest is, read from its first line alone; raises ManifestError."""
+    """Return a manifest's job, read from its first line alone; raises ManifestError."""
     return _first_of(raw).job
 
 

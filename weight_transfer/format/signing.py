@@ -114,7 +114,7 @@ def _head(kind: Kind) -> bytes:
 
 
 HEAD_BYTES: Final = len(_head(Kind.MANIFEST)) + SIGNATURE_BYTES
-"""What an envelope adds to its payload."""
+"""Bytes that an envelope adds to its payload."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Difference(Protocol):
 
     @property
     def growth(self) -> int:
-        """What the digest of the tensor grows by, mod 2^64."""
+        """Increase of the tensor's digest, mod 2^64."""
 
     @property
     def gaps(self) -> NDArray[np.uint32]:
@@ -126,7 +126,7 @@ class Processor(Protocol[Range]):
         """All weights of a range, in host memory; may be the range itself."""
 
     def digest(self, bits: Range, first: int) -> int:
-        """What a range that begins at index `first` adds to the digest of its tensor."""
+        """Return what a range that begins at index `first` adds to its tensor's digest."""
 
     def stage(self, changes: Sequence[RangeChange[Any]], resident_bytes: int) -> Exchange:
         """Bring changes, at least one, to the memory of their targets; nothing is written.

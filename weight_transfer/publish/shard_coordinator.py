@@ -58,7 +58,6 @@ class ShardTensor(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def spec(self) -> Spec:
-        """What all ranks must agree on."""
         return self.dtype, self.shape
 
 
@@ -112,7 +111,7 @@ class ShardCoordinator:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Of each tensor in the version that the ranks hold."""
+        """Digest of each tensor in the version that the ranks hold."""
         return self._begun()[1]
 
     def begin(self, parts: Iterable[ShardReport]) -> Mapping[str, int]:
@@ -227,7 +226,7 @@ class ShardCoordinator:
     def _placed(self, update: TensorUpdate, rank: int, ref: ChunkRef) -> ChunkRef:
         if ref.changed:
             return replace(ref, origin=self._origins[rank])
-        # It says no more than its header does: no rank needs to keep a file for it.
+        # Such a chunk is a header alone: no rank needs to keep a file for it.
         width, before = WIDTHS[update.dtype], int(update.digest_before, 16)
         nothing = encode_nothing(update.shape, ref, width, before)
         if self._store.put(nothing) != ref.id:

@@ -66,7 +66,10 @@ class SglangModel(SglangLoader):
 
     @classmethod
     def of(cls, runner: Any) -> SglangModel:  # noqa: ANN401 -- SGLang's ModelRunner
-        """Of a runner whose KV cache exists. Raises LoaderMapError for packed weights."""
+        """Return the model of a runner whose KV cache exists.
+
+        Raises LoaderMapError for packed weights.
+        """
         import torch
 
         packed = next((n for n, p in runner.model.named_parameters() if not p.numel()), None)

@@ -49,7 +49,7 @@ class VllmLoader:
         return model
 
     def loading(self) -> AbstractContextManager[Any]:
-        """What vLLM's loaders and their processing run in."""
+        """Return the context in which vLLM's loaders and their processing run."""
         from vllm.config import set_current_vllm_config
 
         context: AbstractContextManager[Any] = set_current_vllm_config(self.vllm_config)

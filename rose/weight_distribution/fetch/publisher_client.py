@@ -35,19 +35,22 @@ from weight_transfer.format.manifest import MALFORMED
 from weight_transfer.format.signing import Envelope, Kind
 from weight_transfer.store.catalog import Catalog, Published
 
-# It is written for whoever asks: long enough for clocks that differ, and for relays of tomorrow.
+# A catalog is signed for each request; the lifetime allows for clocks that differ.
 LIFETIME_S: Final = 3_600.0
 
 
 class IndexFormatError(RoseError):
-    """What was sent is no catalog of this job."""
+    """Reply that is not a catalog of this job."""
 
 
 _read = msgspec.json.Decoder(Listing).decode
 
 
 def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
-    """As it is sent: the newest versions, where there are too many; unsigned without a key."""
+    """Return a catalog's bytes, of the newest versions if there are too many.
+
+    Without a key they are unsigned.
+    """
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
     listed = Listing(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
@@ -56,7 +59,7 @@ def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) ->
 
 
 def read(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Catalog:
-    """From untrusted bytes, of which nothing is parsed before the key has vouched for them.
+    """Read untrusted bytes; nothing is parsed before `verify_key` has verified them.
 
     Raises IndexFormatError.
     """
@@ -91,7 +94,7 @@ class PublisherClient:
         self._verify_key = verify_key
 
     async def catalog(self, url: str, job: str) -> Catalog:
-        """What is published of a job; raises FetchError, IndexFormatError."""
+        """Fetch the catalog of a job's published versions. Raises FetchError, IndexFormatError."""
         try:
             raw = await self._raw(f"{url}{CATALOG}")
         except ATTEMPT_FAILURES as error:

@@ -158,7 +158,7 @@ class Member:
         return 0
 
     def weights(self) -> dict[str, TensorBits]:
-        """What an engine at version 0 has after this node's version 1."""
+        """Return the weights of an engine at version 0 after this node's version 1."""
         manifest = self.store.get_manifest(1)
         receiver = Receiver(tensors(0))
         chunks = {ref.id: self.store.get(ref.id) for ref in manifest.chunks}

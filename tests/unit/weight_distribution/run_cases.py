@@ -29,7 +29,7 @@ def tensors(step: int) -> dict[str, TensorBits]:
 
 @dataclass
 class Cluster:
-    """What outlives a trainer: the scheduler, its store, the job's key."""
+    """Parts that outlive a trainer: the scheduler, its store, the job's key."""
 
     folder: Path
     store: InMemoryStore
@@ -47,12 +47,12 @@ class Cluster:
 
     @property
     def chain(self) -> list[VersionRecord]:
-        """What a scheduler would start from."""
+        """Return the state that a scheduler would start from."""
         return sorted(load(self.store.entries).versions, key=lambda record: record.version)
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
-        """Of the chain: (version, parent)."""
+        """Return (version, parent) of the chain."""
         return [(record.version, record.parent) for record in self.chain]
 
     @asynccontextmanager

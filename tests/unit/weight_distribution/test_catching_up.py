@@ -1,4 +1,4 @@
-"""Who joins at any version, with bases at any place, ends bit-exact; what readers need stays."""
+"""A reader that joins at any version, with any bases, ends bit-exact; what readers need stays."""
 
 import asyncio
 import time

@@ -45,7 +45,7 @@ async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     await (origin if role == "publisher" else victim).kill()
     sent = dict(origin.sent)
     survivors = [m for m in cluster.members if role == "publisher" or m is not victim]
-    # Of a chunk that no survivor has whole, what the next one to ask has is left.
+    # A chunk that no survivor has whole: only the part that the next member has is left.
     torn = [n for n in names if not any(m.store.has(n) for m in survivors)]
     lost = {n: sent[n] - min(m.landed(n) for m in survivors) for n in torn}
     await asyncio.sleep(0.05)

@@ -157,7 +157,7 @@ async def test_a_server_of_an_unknown_authority_is_not_believed(
     tmp_path: Path, authority: Authority, unused_tcp_port: int
 ) -> None:
     stranger = Authority(tmp_path / "theirs")
-    # It would take our certificate; we do not take its.
+    # The server would take our certificate; we do not take its.
     credentials = stranger.issue("publisher", authority.ca)
     server = VersionServer(published(tmp_path / "o"), unused_tcp_port, credentials=credentials)
     await server.start()

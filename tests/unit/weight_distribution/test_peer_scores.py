@@ -1,4 +1,4 @@
-"""Who relays what, and who is asked next: pure rules."""
+"""Rules of which member relays an object, and which one is asked next."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -163,7 +163,7 @@ async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(
         fetcher = ChunkFetcher(session, receiving, "", members)
         for _ in range(2):  # once from the relay's memory, once from its folder as well
             for each in follows:
-                # What the relay does not give would have to come from here, where nobody is.
+                # An object that the relay lacks would come from here, where nothing listens.
                 fetched = await fetch_version(
                     fetcher,
                     "http://127.0.0.1:9",

@@ -106,7 +106,7 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
 
 
 class JoblessStore(ChunkStore):
-    """As 0.2.0 served it: whichever version has the number."""
+    """Serve whichever version has the number, as 0.2.0 did."""
 
     def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
         return super().manifest_bytes("", version, base=base)

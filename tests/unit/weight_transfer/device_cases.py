@@ -1,4 +1,4 @@
-"""What a device's kernels must give: the CPU's bits. Collected by `test_weight_device`, not alone.
+"""Cases in which a device's kernels must give the CPU's bits, run by `test_weight_device`.
 
 Run on a GPU where there is one, otherwise (TRITON_INTERPRET=1) in Triton's interpreter.
 """

@@ -17,7 +17,7 @@ OLD = tensor("w", (64, 64), seed=1)
 
 
 LEVELS = (Level.FAST, Level.COMPACT)
-"""Of encoded_step: 0.02 stands for the compact one."""
+"""Levels for encoded_step: 0.02 stands for the compact one."""
 
 
 def encoded_step(density: float) -> bytes:

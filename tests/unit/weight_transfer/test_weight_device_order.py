@@ -1,4 +1,4 @@
-"""What happens on a device and when, on a stand-in device that writes down the order of things."""
+"""Order of work on a device, recorded by a stand-in device."""
 
 import gc
 import weakref

@@ -49,7 +49,7 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """What it says first, once it has read the checkpoint."""
+        """Return the first line that the rank prints, once it has read the checkpoint."""
         if self._leads is None:
             self._leads = bool(self.says()["leads"])
         return self._leads

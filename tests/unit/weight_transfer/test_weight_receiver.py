@@ -312,7 +312,7 @@ def test_only_a_base_leads_from_one_jobs_weights_to_anothers(link: Link, tmp_pat
     theirs, store = other_jobs(tmp_path / "theirs")
     other = next_model(link.base, 9)
     base, first = theirs.publish_base(0, link.base), theirs.publish(1, 0, link.base, other)
-    # Of the number that follows, and made for just these weights: it is another job's all the same.
+    # The version follows and was made for these weights, but it is another job's.
     stolen = theirs.publish(4, 3, mine[-1], other)
     for chain in ([first], [stolen]):
         with pytest.raises(WrongBaseError, match="active are job's"):

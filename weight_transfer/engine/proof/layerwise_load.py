@@ -34,7 +34,7 @@ class _LayerWantedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Which checkpoint tensors fill which layer, by the layer's name in the engine's model.
+    """Checkpoint tensors of each layer, by the layer's name in the engine's model.
 
     `filled`: parameters and buffers that get their values from a checkpoint.
     """
@@ -110,7 +110,7 @@ class LayeredModel:
         load_part(self._engine, self.model, module, ((n, self._read(n)) for n in names))
         found = {slot.name: slot.tensor for slot in slots_of(module, top)}
         self.kept |= {name: found[name].detach() for name in self._keep & found.keys()}
-        # Those of a layer are not shared with what comes after it.
+        # A layer shares no tensors with later ones.
         self._made.clear()
 
     def _materialised(self, name: str, meta: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _plain(value: object) -> bool:
 def _constants_known(
     traced: torch.nn.Module, live: torch.nn.Module, filled: frozenset[str]
 ) -> bool:
-    """Whether all that `traced` has, and no checkpoint fills, is in the live model."""
+    """Return True if the live model has all values of `traced` that no checkpoint fills."""
     known = {slot.name: slot.tensor.shape for slot in slots_of(live)}
     return all(
         known.get(slot.name) == slot.tensor.shape

@@ -98,7 +98,7 @@ def layer_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Of one version: the probe's logits by a fresh dense load, and its loose parameters."""
+    """Probe logits of a fresh dense load of one version, and its loose parameters."""
 
     logits: torch.Tensor
     loose: Mapping[str, torch.Tensor]

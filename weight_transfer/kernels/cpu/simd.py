@@ -69,13 +69,13 @@ def trailing_zeros(word: np.uint64) -> int:
 
 @compiled
 def leading_zeros(word: np.uint64) -> int:
-    """How many bits of `word`, u64 and not 0, are above the highest that is set."""
+    """Count the bits of `word`, u64 and not 0, above the highest that is set."""
     return np.int64(_leading_zeros(np.uint64(word)))
 
 
 @compiled
 def ones(word: np.uint64) -> int:
-    """How many bits of `word`, u64, are set."""
+    """Count the set bits of `word`, u64."""
     return np.int64(_ones(np.uint64(word)))
 
 

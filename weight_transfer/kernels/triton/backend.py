@@ -43,7 +43,7 @@ _LEAST_SLOTS = 32
 
 
 def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
-    """Where each of CLASSES is counted: at its place in `present`, or behind all of them.
+    """Return the slot that counts each of CLASSES: its place in `present`, or one behind all.
 
     `ends`, `present`: see `Difference.by_class`.
     """
@@ -60,7 +60,7 @@ def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
 def ranks_by_slot(
     old: DeviceBits, bitmap: torch.Tensor, kind: WeightClass, slots: torch.Tensor, used: int
 ) -> torch.Tensor:
-    """How many weights of its slot come before each one that `bitmap` marks, i32; else anything.
+    """Return the rank within its slot of each weight that `bitmap` marks, i32; else anything.
 
     `slots` i32[CLASSES], of which the first `used` are in use.
     """

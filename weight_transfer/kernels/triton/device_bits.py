@@ -44,7 +44,7 @@ class DeviceBits:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """What the bits are on the host."""
+        """Type of the bits on the host."""
         return np.dtype(f"<u{self.itemsize}")
 
     def __getitem__(self, part: slice) -> DeviceBits:

@@ -57,7 +57,7 @@ class Order(Protocol):
     """Order of work on one device, as one thread uses it."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is begun inside runs beside the engine's steps, and has ended when this does."""
+        """Run work beside the engine's steps; all of it has ended when the context does."""
 
     def settle(self) -> None:
         """Wait for all that this process has begun on the device."""
@@ -147,7 +147,7 @@ class Packed:
 
     @property
     def _starts(self) -> tuple[int, int, int, int]:
-        """Where places, old and new begin, and the end."""
+        """Offsets of places, old and new values, and the end."""
         places = _aligned(self.count * _place_type(self.change.target).itemsize)
         values = _aligned(self.count * self.change.target.itemsize)
         return 0, places, places + values, places + 2 * values
@@ -238,7 +238,7 @@ def stage(changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> De
 
 
 def _first_within(pieces: Sequence[Packed], room: int) -> int:
-    """How many of the first pieces have room together."""
+    """Return the number of first pieces that have room together."""
     for number, piece in enumerate(pieces):
         room -= piece.nbytes
         if room < 0:
