@@ -55,8 +55,9 @@ from weight_transfer.files.checkpoint import Checkpoint, CheckpointEntry, view
 from weight_transfer.format.digest import after_write, digest_of
 from weight_transfer.format.manifest import hex_digest
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter
-from weight_transfer.receiver import Overwrite, StagedTensor, StagedUpdate, UpdatePlan
+from weight_transfer.receiver import StagedTensor, StagedUpdate, UpdatePlan
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Python names it from 3.15 on.
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
@@ -466,13 +467,13 @@ class NodeCopy:
         identity = blake3.blake3(said.encode()).digest()
         return (self._lead if self.leads else self._follow)(plan, decode, identity)
 
-    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+    def write(self, staged: Iterable[StagedTensor], version: int) -> None:
         """See WeightCopy: the leader overwrites the copy, the others wait until it has."""
         if self.leads:
-            for each in overwrites:
+            for each in staged:
                 tensor = self._writable(each.name)
-                scatter(tensor.bits, each.indices, each.values)
-                self._note(each.name, each.digest)
+                scatter(tensor.bits, each.change.indices, each.change.new)
+                self._note(each.name, each.digest_after)
                 self._head.progress += 1
             self._head.version = version
         elif version != self.version:
@@ -623,7 +624,7 @@ class _Arena:
     """Decoded changes of an update, in a segment of their own.
 
     head | u64[tensors, 2]: changed weights, digest after | of each tensor, in pages of its own:
-    indices i64, new values, old values
+    indices i64, new weights, old weights
     """
 
     def __init__(self, segment: SharedSegment, rooms: Sequence[tuple[int, int]]) -> None:
@@ -648,18 +649,15 @@ class _Arena:
 
     def put(self, at: int, tensor: StagedTensor) -> StagedTensor:
         """The leader's: copy a tensor here; returns it as it is here."""
-        count = tensor.indices.size
+        change, count = tensor.change, tensor.change.indices.size
         if count > self._rooms[at][0]:
             raise TensorFormatError(f"{tensor.name}: more weights changed than were announced")
         self._table[at] = np.array((count, tensor.digest_after), np.uint64)
-        parts = self._parts(at, count)
-        for part, values in zip(
-            parts, (tensor.indices, tensor.values, tensor.old_values), strict=True
-        ):
-            part[:] = values
+        shared = self._change(at, count)
+        shared.indices[:], shared.old[:], shared.new[:] = change.indices, change.old, change.new
         # Followers see the parts before the progress: the interpreter's lock orders both writes.
         self.head.progress = at + 1
-        return StagedTensor(tensor.name, *parts, tensor.digest_after)
+        return StagedTensor(tensor.name, shared, tensor.digest_after)
 
     def take(self, at: int, active: TensorBits, digest: int) -> StagedTensor:
         """A follower's: what the leader put, proved to make of `active` what it says.
@@ -669,15 +667,16 @@ class _Arena:
         count, after = (int(word) for word in self._table[at])
         if count > self._rooms[at][0]:
             raise DigestMismatchError(f"{active.name}: {count} changes are out of bounds")
-        indices, values, old = self._parts(at, count)
+        change = self._change(at, count)
+        indices = change.indices
         inside = not count or (indices.min() >= 0 and indices.max() < active.bits.size)
-        if not inside or after_write(digest, active.bits, indices, values) != after:
+        if not inside or after_write(digest, active.bits, indices, change.new) != after:
             raise DigestMismatchError(f"{active.name}: what was decoded for all ranks is damaged")
-        if not np.array_equal(active.bits[indices], old):
+        if not np.array_equal(active.bits[indices], change.old):
             raise DigestMismatchError(f"{active.name}: it was decoded for other weights")
-        return StagedTensor(active.name, indices, values, old, after)
+        return StagedTensor(active.name, change, after)
 
-    def _parts(self, at: int, count: int) -> tuple[NDArray[np.int64], Bits, Bits]:
+    def _change(self, at: int, count: int) -> Change:
         room, width = self._rooms[at]
         begin = self._offsets[at]
         first, second = begin + 8 * room, begin + (8 + width) * room
@@ -686,7 +685,8 @@ class _Arena:
             return self.segment.data[start : start + kind.itemsize * count].view(kind)
 
         indices: NDArray[np.int64] = part(begin, unsigned(8)).view(np.int64)
-        return indices, part(first, unsigned(width)), part(second, unsigned(width))
+        kind = unsigned(width)
+        return Change(indices, old=part(second, kind), new=part(first, kind))
 
     @staticmethod
     def _places(rooms: Sequence[tuple[int, int]]) -> list[int]:

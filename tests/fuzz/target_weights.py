@@ -111,7 +111,7 @@ def run_chunk(data: bytes) -> None:
     """A chunk against its tensor; what it says lies inside."""
     with _within(), suppress(ChunkFormatError, WrongBaseError):
         change = decode_chunk(data, OLD, DIGEST)
-        assert change.indices.size == change.values.size <= OLD.bits.size
+        assert change.indices.size == change.new.size <= OLD.bits.size
         if change.indices.size:
             assert 0 <= change.indices[0] <= change.indices[-1] < OLD.bits.size
             assert (np.diff(change.indices) > 0).all()

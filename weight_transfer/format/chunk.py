@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from math import prod
 
 import blake3
-import numpy as np
-from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
 from weight_transfer.format.delta_codec import (
@@ -30,8 +28,8 @@ from weight_transfer.format.delta_codec import (
 from weight_transfer.format.device_tensor import AnyTensor
 from weight_transfer.format.digest import Block, Range, block_growth
 from weight_transfer.format.manifest import ChunkRef
-from weight_transfer.format.tensors import Bits, TensorBits, WeightClass
-from weight_transfer.kernels.backend import Flat
+from weight_transfer.format.tensors import TensorBits, WeightClass
+from weight_transfer.kernels.backend import Change, Flat
 from weight_transfer.kernels.cpu.digest import scatter_and_sum
 
 MAGIC = b"ROSC"
@@ -86,14 +84,6 @@ class EncodedChunk:
     digest_change: int
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Staged overwrite: `values[k]` belongs at flat index `indices[k]` of the tensor."""
-
-    indices: NDArray[np.int64]
-    values: Bits
-
-
 def chunk_id(encoded: bytes) -> str:
     """Return a chunk's name: BLAKE3 of its encoded bytes, 64 hex digits."""
     return blake3.blake3(encoded).hexdigest()
@@ -144,7 +134,7 @@ def encode_block(
         raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")
     found = encode_payload(old, new, kind, level, block.first)
     # The codec takes a range for contiguous, and the digest wants each weight's own index.
-    growth = found.digest_change if block.is_whole_rows else block_growth(old, new, block)
+    growth = found.growth if block.is_whole_rows else block_growth(old, new, block)
     header = ChunkHeader(
         encoding=found.encoding,
         width=old.itemsize,
@@ -212,7 +202,8 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
     payload = memoryview(encoded)[HEADER.size :]
     base = header.block.cut(old.bits)
     local, values = decode_payload(header.encoding, header.changed, payload, base)
-    return Change(header.block.flat(local), values)
+    replaced = base[local]
+    return Change(header.block.flat(local), replaced, values)
 
 
 def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int:
@@ -226,7 +217,7 @@ def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int
     block = header.block
     if header.encoding is not Encoding.DENSE or not block.is_whole_rows:
         change = decode_chunk(encoded, tensor, base_digest)
-        return int(scatter_and_sum(tensor.bits, change.indices, change.values))
+        return int(scatter_and_sum(tensor.bits, change.indices, change.new))
     old = block.cut(tensor.bits)
     new = decode_dense(header.changed, memoryview(encoded)[HEADER.size :], old)
     growth = block_growth(old, new, block)

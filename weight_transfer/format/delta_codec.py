@@ -21,6 +21,7 @@ a time, and planes are made one after the other, so hardly more memory is held t
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, TypeAlias
@@ -33,7 +34,7 @@ from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.tensors import Bits, WeightClass
 from weight_transfer.kernels.backend import Difference, Flat, processor_of
-from weight_transfer.kernels.cpu.changes import Changes, apply_changes, gaps_of
+from weight_transfer.kernels.cpu.changes import apply_changes, gaps_of
 from weight_transfer.kernels.cpu.simd import all_equal, join_plane, split_plane
 
 PLANE_HEADER = struct.Struct("<BI")
@@ -133,22 +134,39 @@ _SAMPLE = 1 << 16
 _MODULUS = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class Crowded:
-    """`parts` of the payload; `growth` of the tensor's digest, mod 2^64."""
+class Encoding(IntEnum):
+    """Encoding of a chunk's payload."""
 
-    mapped: bool
+    EMPTY = 0
+    SPARSE = 1
+    BITMAP = 2
+    DENSE = 3
+    COMPACT = 4
+
+
+class Level(StrEnum):
+    """Codec level of a sparse chunk: little time, or few bytes."""
+
+    FAST = "fast"
+    COMPACT = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded range. `growth`: of its tensor's digest, mod MODULUS."""
+
+    encoding: Encoding
     changed: int
-    parts: list[Part]
+    parts: Sequence[Part]
     growth: int
 
     @property
     def size(self) -> int:
-        """Bytes of the payload."""
+        """Bytes of the payload, which is all parts joined."""
         return sum(len(part) for part in self.parts)
 
 
-def encode_crowded(old: Flat, new: Flat, first: int) -> Crowded:
+def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor."""
     if old.size <= _SAMPLE:
         return min(_mapped(old, new, first), _anew(old, new, first), key=lambda made: made.size)
@@ -163,7 +181,7 @@ def encode_crowded(old: Flat, new: Flat, first: int) -> Crowded:
     return min((way(old, new, first) for way in (_anew, _mapped)), key=lambda each: each.size)
 
 
-def _mapped(old: Flat, new: Flat, first: int) -> Crowded:
+def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
     """A bit for each weight, then what the marked ones change by."""
     processor = processor_of(old, new)
     bitmap = np.empty((old.size + 7) // 8, np.uint8)
@@ -187,10 +205,10 @@ def _mapped(old: Flat, new: Flat, first: int) -> Crowded:
         assert plane is not None
         parts += pack_planes(plane[:changed], 1)
         del plane
-    return Crowded(True, changed, parts, growth % _MODULUS)
+    return Encoded(Encoding.BITMAP, changed, parts, growth % _MODULUS)
 
 
-def _anew(old: Flat, new: Flat, first: int) -> Crowded:
+def _anew(old: Flat, new: Flat, first: int) -> Encoded:
     """All new weights."""
     processor = processor_of(old, new)
     changed, growth = 0, 0
@@ -199,45 +217,13 @@ def _anew(old: Flat, new: Flat, first: int) -> Crowded:
         marks = processor.mark(old[part], new[part], first + at)
         changed, growth = changed + marks.codes.size, growth + marks.growth
     parts = pack_planes(processor.read(new), new.itemsize)
-    return Crowded(False, changed, parts, growth % _MODULUS)
+    return Encoded(Encoding.DENSE, changed, parts, growth % _MODULUS)
 
 
 _SPARSE_SHARE = 4
 """One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
 _SURELY_COMPACT = 4096
 _GAP_BYTES = 4
-
-
-class Encoding(IntEnum):
-    """Encoding of a chunk's payload."""
-
-    EMPTY = 0
-    SPARSE = 1
-    BITMAP = 2
-    DENSE = 3
-    COMPACT = 4
-
-
-class Level(StrEnum):
-    """Codec level of a sparse chunk: little time, or few bytes."""
-
-    FAST = "fast"
-    COMPACT = "compact"
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An encoded range. `digest_change`: what its tensor's digest grows by, mod MODULUS."""
-
-    encoding: Encoding
-    changed: int
-    parts: tuple[Part, ...]
-    digest_change: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload, which is all parts joined."""
-        return sum(len(part) for part in self.parts)
 
 
 def encode_payload(
@@ -252,10 +238,10 @@ def encode_payload(
     compact = encode_compact(found, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
     if compact is not None and found.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
-    sparse = Encoded(Encoding.SPARSE, found.count, tuple(_sparse(found)), found.growth)
+        return Encoded(Encoding.COMPACT, found.count, [compact], found.growth)
+    sparse = Encoded(Encoding.SPARSE, found.count, _sparse(found), found.growth)
     if compact is not None and len(compact) < sparse.size:
-        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+        return Encoded(Encoding.COMPACT, found.count, [compact], found.growth)
     return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
 
 
@@ -284,7 +270,7 @@ def decode_payload(
         gaps = read(reader, changed, old.size)
         codes = reader.integers(changed, old.itemsize, old.dtype)
         try:
-            indices, new = apply_changes(old, Changes(gaps, codes))
+            indices, new = apply_changes(old, gaps, codes)
         except ValueError as error:
             raise ChunkFormatError(f"{error}; fetch the chunk again") from error
     reader.finish()
@@ -308,12 +294,6 @@ def _sparse(changes: Difference) -> list[Part]:
     planes = planes_needed(changes.gaps)
     codes = pack_planes(changes.codes, changes.codes.itemsize)
     return [bytes([planes]), *pack_planes(changes.gaps, planes), *codes]
-
-
-def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
-    made = encode_crowded(old, new, first)
-    encoding = Encoding.BITMAP if made.mapped else Encoding.DENSE
-    return Encoded(encoding, made.changed, tuple(made.parts), made.growth)
 
 
 def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:

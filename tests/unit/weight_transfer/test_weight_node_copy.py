@@ -189,12 +189,12 @@ def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: Node)
     node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
     leader, follower = node.rank(), node.rank()
     update = leader.decode(leader.plan(1))
-    for values in (update.tensors[0].values, update.tensors[0].old_values):
+    for values in (update.tensors[0].change.new, update.tensors[0].change.old):
         values[0] ^= 1
         with pytest.raises(DigestMismatchError):
             follower.decode(follower.plan(1))
         values[0] ^= 1
-    indices = update.tensors[0].indices
+    indices = update.tensors[0].change.indices
     real, indices[-1] = int(indices[-1]), 1 << 40
     with pytest.raises(DigestMismatchError):
         follower.decode(follower.plan(1))

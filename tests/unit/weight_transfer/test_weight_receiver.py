@@ -94,8 +94,8 @@ def test_committing_again_changes_nothing(link: Link) -> None:
 def test_a_commit_that_broke_off_is_rerun(link: Link) -> None:
     new = next_model(link.base, 5)
     staged = link.stage(*link.publish(1, 0, link.base, new))
-    first = staged.tensors[0]
-    link.receiver.tensors[first.name].bits[first.indices[::2]] = first.values[::2]
+    first, change = staged.tensors[0], staged.tensors[0].change
+    link.receiver.tensors[first.name].bits[change.indices[::2]] = change.new[::2]
     link.receiver.commit(staged)
     assert_holds(link.receiver, new, 1)
 

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from weight_transfer.kernels.backend import (
     CLASSES,
+    Change,
     Difference,
     Exchange,
     Marks,
     Processor,
-    RangeChange,
 )
 from weight_transfer.kernels.triton import kernels
 from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device, to_host
@@ -241,7 +241,7 @@ class DeviceProcessor:
     def digest(self, bits: DeviceBits, first: int) -> int:
         return sum_all(bits, first)
 
-    def stage(self, changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
+    def stage(self, changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> Exchange:
         """Bring changes to the device, beside what it computes; see `Processor`."""
         return stage(changes, resident_bytes)
 
