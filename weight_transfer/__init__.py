@@ -26,7 +26,13 @@ from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.format.chunk import ChunkHeader, chunk_id, decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Encoding
 from weight_transfer.format.digest import Block, digest_of, updated
-from weight_transfer.format.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
+from weight_transfer.format.manifest import (
+    ChunkRef,
+    Manifest,
+    OnUpdate,
+    TensorUpdate,
+    VerifiedManifest,
+)
 from weight_transfer.format.signing import SigningKey, VerifyKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 from weight_transfer.kernels.backend import Change
@@ -91,6 +97,7 @@ __all__ = [
     "TensorBits",
     "TensorFormatError",
     "TensorUpdate",
+    "VerifiedManifest",
     "VerifyKey",
     "WeightError",
     "WrongBaseError",

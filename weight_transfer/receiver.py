@@ -1,6 +1,6 @@
 """Receiver: the sans-IO core of a replica's side.
 
-decode  manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
+decode  verified manifests + chunks → StagedUpdate, nothing written: expiry, base, every chunk,
         and every tensor's digest after each version are checked first
 commit  overwrite with absolute values, then move the version: rerunning it is harmless
 """
@@ -24,7 +24,14 @@ from weight_transfer.errors import (
 )
 from weight_transfer.format.chunk import check_id, decode_chunk, overwrite_chunk, parse_header
 from weight_transfer.format.digest import MODULUS, after_write, digest_of
-from weight_transfer.format.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
+from weight_transfer.format.manifest import (
+    CODEC,
+    ChunkRef,
+    Manifest,
+    TensorUpdate,
+    VerifiedManifest,
+    hex_digest,
+)
 from weight_transfer.format.signing import VerifyKey
 from weight_transfer.format.tensors import Bits, TensorBits, copy_tensors
 from weight_transfer.kernels.backend import Change
@@ -178,17 +185,17 @@ class Receiver:
         to what it was is not touched. Only the last manifest must not have expired: those before
         it are on the way.
         """
-        plan = self.plan(manifests, verify_key, now_s)
+        checked = [VerifiedManifest.check(manifest, verify_key) for manifest in manifests]
+        plan = self.plan(checked, now_s)
         return plan.update(self.decode_tensor(plan, name, chunks) for name in plan.tensors)
 
-    def plan(
-        self, manifests: Sequence[Manifest], verify_key: VerifyKey | None, now_s: float
-    ) -> UpdatePlan:
-        """Check all that manifests say: signatures, expiry, order, tensors. No chunk is needed."""
-        if not manifests:
+    def plan(self, verified: Sequence[VerifiedManifest], now_s: float) -> UpdatePlan:
+        """Check the contents of manifests: expiry, order, tensors. No chunk is needed."""
+        if not verified:
             raise ManifestError("no version to decode; give at least one manifest")
+        manifests = [each.manifest for each in verified]
         for manifest in manifests:
-            self._check(manifest, verify_key)
+            self._check(manifest)
         last = manifests[-1]
         if now_s >= last.expires_s:
             raise ManifestExpired(f"version {last.version} expired; fetch the newest manifest")
@@ -222,9 +229,7 @@ class Receiver:
         self._copy.write(staged.tensors, staged.version)
         self.job = staged.job
 
-    def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
-        if verify_key is not None:
-            manifest.verify(verify_key)
+    def _check(self, manifest: Manifest) -> None:
         if manifest.codec != CODEC:
             raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
         listed = {tensor.name for tensor in manifest.tensors}

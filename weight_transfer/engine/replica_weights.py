@@ -44,7 +44,7 @@ from weight_transfer.engine.staging import Decoded, Prepared, Staging, warm_kern
 from weight_transfer.engine.trace_loader import trace_loader
 from weight_transfer.errors import StoreError, WeightError, WrongBaseError
 from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest, VerifiedManifest
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
 from weight_transfer.node_copy import NodeCopy
@@ -243,22 +243,19 @@ class ReplicaWeights:
     def _verified(
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
-        manifests = self._manifests(manifest_paths)
-        plan = self._receiver.plan(manifests, self._verify_key, time.time())
+        manifests = [
+            VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in manifest_paths
+        ]
+        plan = self._receiver.plan(manifests, time.time())
         if self._shared and self._receiver.job not in ("", plan.job):
             raise WrongBaseError(
                 "ranks that share a copy do not change jobs; start the engine anew"
             )
-        chunks = _ChunkFiles(self._files, chunks_dir, manifests)
+        chunks = _ChunkFiles(self._files, chunks_dir, [each.manifest for each in manifests])
         return self._copy.decode(
             plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
         )
-
-    def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
-        return [
-            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
-            for path in paths
-        ]
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         with named_shortage(self.engine.device, "a fresh load of the new version"):

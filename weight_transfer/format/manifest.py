@@ -265,6 +265,28 @@ class Manifest:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedManifest:
+    """A manifest whose signature was checked, once, where it entered this process.
+
+    Made by `read` and `check` alone. With a key of None no signature is required.
+    """
+
+    manifest: Manifest
+
+    @classmethod
+    def read(cls, raw: bytes | bytearray, verify_key: VerifyKey | None) -> VerifiedManifest:
+        """Read untrusted bytes. Raises like `Manifest.from_bytes`."""
+        return cls(Manifest.from_bytes(raw, verify_key))
+
+    @classmethod
+    def check(cls, manifest: Manifest, verify_key: VerifyKey | None) -> VerifiedManifest:
+        """Check a manifest that was read before. Raises SignatureError."""
+        if verify_key is not None:
+            manifest.verify(verify_key)
+        return cls(manifest)
+
+
 def expiry_of(raw: bytes | bytearray) -> float:
     """Return a manifest's expiry, read from its first line alone; raises ManifestError."""
     return _first_of(raw).expires_s

@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose.bench.weights.steps import adam_step, rate_for
-from weight_transfer import ChunkStore, Publisher, Receiver, SigningKey, StagedTensor, TensorBits
+from weight_transfer import (
+    ChunkStore,
+    Publisher,
+    Receiver,
+    SigningKey,
+    StagedTensor,
+    TensorBits,
+    VerifiedManifest,
+)
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.node_copy import NodeCopy
 
@@ -123,7 +131,7 @@ def _rank(root: Path, ranks: int, rank: int) -> None:
         chunks = {ref.id: store.get(ref.id) for each in plan.tensors[name] for ref in each.chunks}
         return receiver.decode_tensor(plan, name, chunks)
 
-    plan = receiver.plan([manifest], None, time.time())
+    plan = receiver.plan([VerifiedManifest(manifest)], time.time())
     staged = copy.decode(plan, decode, "first")
     measure("decoded")
     receiver.commit(staged)

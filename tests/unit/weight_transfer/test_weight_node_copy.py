@@ -24,6 +24,7 @@ from weight_transfer import (
     StagedUpdate,
     StoreError,
     TensorBits,
+    VerifiedManifest,
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import Checkpoint
@@ -75,7 +76,9 @@ class Rank:
         found = [self._node.store.get_manifest(version) for version in versions]
         if base is not None:
             found.insert(0, self._node.store.get_manifest(base, base=True))
-        return self.receiver.plan(found, KEY.verify_key, 0.0)
+        return self.receiver.plan(
+            [VerifiedManifest.check(each, KEY.verify_key) for each in found], 0.0
+        )
 
     def decode(self, plan: UpdatePlan, attempt: str = "first") -> StagedUpdate:
         def one(name: str) -> StagedTensor:

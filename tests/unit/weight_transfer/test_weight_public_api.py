@@ -40,6 +40,7 @@ StoredFile
 TensorBits
 TensorFormatError
 TensorUpdate
+VerifiedManifest
 VerifyKey
 WeightError
 WrongBaseError
