@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from weight_transfer.engine.loader_map import LoaderMap
 from weight_transfer.engine.rectangle import flat_view
-from weight_transfer.kernels.backend import Change, Exchange, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change, Exchange
 from weight_transfer.receiver import StagedUpdate
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, bits_of
 if TYPE_CHECKING:
     import torch
 
-    from weight_transfer.kernels.backend import Flat
+    from weight_transfer.kernels import Flat
 
 FreshLoad = Callable[[], "torch.nn.Module"]
 """Makes a second instance of the engine's model, the base loaded into it by its own loader."""

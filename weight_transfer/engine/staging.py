@@ -27,7 +27,8 @@ from weight_transfer.format.chunk import decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import after_write, digest_of, updated
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
-from weight_transfer.kernels.backend import Change, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter
 from weight_transfer.receiver import StagedUpdate
 

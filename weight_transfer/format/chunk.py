@@ -29,7 +29,8 @@ from weight_transfer.format.device_tensor import AnyTensor
 from weight_transfer.format.digest import Block, Range, block_growth
 from weight_transfer.format.manifest import ChunkRef
 from weight_transfer.format.tensors import TensorBits, WeightClass
-from weight_transfer.kernels.backend import Change, Flat
+from weight_transfer.kernels import Flat
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter_and_sum
 
 MAGIC = b"ROSC"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.backend import Flat, processor_of
+from weight_transfer.kernels import Flat, processor_of
 from weight_transfer.kernels.cpu.digest import sum_block, sum_difference, sum_pending
 
 Range: TypeAlias = tuple[int, int]

@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
-    from weight_transfer.format.tensors import Bits, WeightClass
+    from weight_transfer.format.tensors import WeightClass
 
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -98,7 +96,7 @@ class Exchange(Protocol):
         """
 
 
-def check_indices(changes: Sequence[tuple[Flat, Change]]) -> None:
+def check_indices(changes: Sequence[tuple[Any, Change]]) -> None:
     """Raise IndexError for an index outside of its target."""
     for target, change in changes:
         at, size = change.indices, target.size
@@ -106,8 +104,6 @@ def check_indices(changes: Sequence[tuple[Flat, Change]]) -> None:
             raise IndexError(f"a change lies outside its {size} weights; stage the update again")
 
 
-Flat: TypeAlias = Bits | DeviceBits
-"""Flat weights, wherever they are."""
 Range = TypeVar("Range", contravariant=True)
 
 
@@ -133,19 +129,3 @@ class Processor(Protocol[Range]):
         at most, and 64 MiB; what is beyond passes through these under the pause. Raises IndexError
         for an index outside and DeviceMemoryError.
         """
-
-
-def processor_of(*ranges: Flat) -> Processor[Any]:
-    """Return the processor that works where all `ranges` are; TensorFormatError for several."""
-    places = {"the host" if isinstance(bits, np.ndarray) else bits.place for bits in ranges}
-    if len(places) > 1:
-        raise TensorFormatError(
-            f"weights to be compared are on {' and '.join(sorted(places))}; put both on one"
-        )
-    if isinstance(ranges[0], np.ndarray):
-        from weight_transfer.kernels.cpu.backend import CPU
-
-        return CPU
-    from weight_transfer.kernels.triton.backend import DEVICE
-
-    return DEVICE

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_transfer.engine.staging import Decoded, Staging
 from weight_transfer.errors import DeviceMemoryError
-from weight_transfer.kernels.backend import Change, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.triton import exchange
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.device_bits import DeviceBits

@@ -28,8 +28,9 @@ from weight_transfer import (
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import SILENT_S, Address, NodeCopy, SharedSegment, elect
+from weight_transfer.node_copy import SILENT_S, NodeCopy
 from weight_transfer.receiver import UpdatePlan
+from weight_transfer.shared_segment import Address, SharedSegment, elect
 
 KEY = SigningKey.from_hex("04" * 32)
 
