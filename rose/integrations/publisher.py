@@ -23,7 +23,7 @@ from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.named_weights import Named, NamedWeights, ties_embeddings
 from rose.integrations.settings import TrainerSettings
-from rose.weight_distribution import Receipt, WeightPublisher
+from rose.weight_distribution import PublisherSettings, Receipt, WeightPublisher
 from weight_transfer import TensorBits, WeightError, read_model_dir
 
 _log = logging.getLogger(__name__)
@@ -191,10 +191,12 @@ class PolicyPublisher:
             settings.port or free_ports(1)[0],
             settings.signing_key(),
             settings.max_staleness,
-            host=settings.host,
-            certificates=settings.certificates(),
-            take_over=settings.take_over,
-            checkpoint=settings.checkpoint,
+            PublisherSettings(
+                host=settings.host,
+                certificates=settings.certificates(),
+                take_over=settings.take_over,
+                checkpoint=settings.checkpoint,
+            ),
         )
         begun = await self._publisher.start()
         if begun.resumed is not None:

@@ -5,7 +5,7 @@ from rose.weight_distribution.fetch.download import FetchError
 from rose.weight_distribution.fetch.fetcher import ChunkFetcher, Fetched, fetch_version
 from rose.weight_distribution.fetch.limits import Caps, DownloadLimits, StorageError
 from rose.weight_distribution.fetch.publisher_client import IndexFormatError, PublisherClient
-from rose.weight_distribution.publisher import Begun, Receipt, WeightPublisher
+from rose.weight_distribution.publisher import Begun, PublisherSettings, Receipt, WeightPublisher
 from rose.weight_distribution.relay import Relay
 from rose.weight_distribution.version_server import Signer, VersionServer
 
@@ -19,6 +19,7 @@ __all__ = [
     "Fetched",
     "IndexFormatError",
     "PublisherClient",
+    "PublisherSettings",
     "Receipt",
     "Relay",
     "Signer",

@@ -93,6 +93,38 @@ class Begun:
     why_anew: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PublisherSettings:
+    """Settings of a WeightPublisher beside its job, scheduler, root, port and key.
+
+    host: address of this machine that all nodes reach. credentials: what nodes must show.
+    certificates: the trainer's own, of its job, for the scheduler, and for nodes where
+    `credentials` names none. insecure: other machines may reach it without certificates.
+    on_update: treatment of turns in flight when a replica takes a version. level: `fast`,
+    `compact` (fewer bytes, more work), or `auto`, by the rate at which readers take chunks.
+    model: name of version 0 on nodes; empty: the model that replicas start with. weight,
+    max_guests: the job's share beside other jobs', and its quota (0 for none). run: name of the
+    run for people. take_over: fence a trainer that has the job, instead of being refused.
+    checkpoint: folder of version 0, from which a run is restored until its root has a base.
+    """
+
+    host: str = "127.0.0.1"
+    credentials: Credentials = OPEN
+    certificates: CertificateFiles | None = None
+    insecure: bool = False
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
+    level: LevelChoice = AUTO
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+    run: str = ""
+    take_over: bool = False
+    checkpoint: Path | None = None
+
+
+DEFAULTS = PublisherSettings()
+
+
 def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> LeaderChannel:
     """Make a trainer's way to the scheduler. ConfigError for a certificate of another role."""
     if certificates is not None:
@@ -120,71 +152,49 @@ class WeightPublisher:
         port: int,
         key: SigningKey,
         max_staleness: int = 1,
-        *,
-        host: str = "127.0.0.1",
-        credentials: Credentials = OPEN,
-        on_update: OnUpdate = OnUpdate.RECOMPUTE,
-        insecure: bool = False,
-        level: LevelChoice = AUTO,
-        certificates: CertificateFiles | None = None,
-        model: str = "",
-        weight: float = 1.0,
-        max_guests: int = 0,
-        run: str = "",
-        take_over: bool = False,
-        checkpoint: Path | None = None,
+        settings: PublisherSettings = DEFAULTS,
     ) -> None:
-        """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
+        """`scheduler`: HOST:PORT, several with commas.
 
-        `credentials`: what they must show.
-
-        `certificates`: the trainer's own, of its job; used towards the scheduler, and towards nodes
-        where `credentials` name none.
-
-        `insecure`: other machines may reach it without certificates. ConfigError without.
-        `on_update`: what becomes of turns in flight when a replica takes a version.
-        `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
-        `model`: version 0, by the name that nodes know it by; empty: what replicas start with.
-        `weight`, `max_guests`: the job's share beside other jobs', and its quota (0 for none).
-        `run`: what people shall read where this run is named. `take_over`: fence a trainer that
-        has the job, instead of being refused.
-        `checkpoint`: folder of version 0, the model that replicas start with; a run is restored
-        from it until its root has a base.
+        Raises ConfigError where other machines reach it without certificates.
         """
         store = self._store = ChunkStore(root)
-        self._root, self._run_name = root, run
-        self._checkpoint = checkpoint
+        self._root = root
+        self._settings = settings
         self._held: RunRoot | None = None
         self._keeper: RunKeeper | None = None
-        # Durable, and told to nobody: in their order, each before the next.
+        # Durable versions that are not announced yet, in their order.
         self._unannounced: list[tuple[int, int]] = []
         self._announcing = asyncio.Lock()
         self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
+        certificates, credentials = settings.certificates, settings.credentials
         if certificates is not None and credentials.ca is None:
             credentials = credentials.proving(certificates)
-        self._level = level
         self._job = job
         self._key = key
         self._registration = rose_pb2.RegisterJobRequest(
             job=job,
             max_staleness=max_staleness,
-            model=model,
-            weight=weight,
-            max_guests=max_guests,
-            take_over=take_over,
+            model=settings.model,
+            weight=settings.weight,
+            max_guests=settings.max_guests,
+            take_over=settings.take_over,
         )
-        self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
+        # Retention has a publisher of its own: it works beside the training.
+        self._publisher, bases = (
+            Publisher(store, job, "rose-trainer", key, on_update=settings.on_update)
+            for _ in range(2)
+        )
         self._server = self._server_class(
             store,
             port,
             credentials=credentials,
-            host=host,
+            host=settings.host,
             leases=leases,
             signer=Signer(job, key),
-            insecure=insecure,
+            insecure=settings.insecure,
         )
-        bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
         # A channel of its own: a renewal must not disturb an announcement.
@@ -211,7 +221,7 @@ class WeightPublisher:
         seconds at most. The run is renewed on this event loop: one that stands still for longer may
         lose the job to whoever comes meanwhile.
         """
-        self._held = await asyncio.to_thread(RunRoot.take, self._root, self._run_name)
+        self._held = await asyncio.to_thread(RunRoot.take, self._root, self._settings.run)
         try:
             return await self._start()
         except BaseException:
@@ -285,7 +295,9 @@ class WeightPublisher:
         damaged: list[str] = []
         while True:
             try:
-                plan = way_to(self._store.catalog(), version, model=self._checkpoint is not None)
+                plan = way_to(
+                    self._store.catalog(), version, model=self._settings.checkpoint is not None
+                )
             except CatalogError as error:
                 if not damaged:
                     raise
@@ -362,9 +374,9 @@ class WeightPublisher:
         try:
             return restore(self._store, version)
         except CatalogError:
-            if self._checkpoint is None:
+            if self._settings.checkpoint is None:
                 raise
-        return restore(self._store, version, read_model_dir(self._checkpoint))
+        return restore(self._store, version, read_model_dir(self._settings.checkpoint))
 
     async def publish(
         self,
@@ -383,7 +395,7 @@ class WeightPublisher:
         started_s = time.perf_counter()
         async with self._retention.publishing:
             level = await asyncio.to_thread(
-                level_for, self._level, self._server.link_bytes_s, old, new
+                level_for, self._settings.level, self._server.link_bytes_s, old, new
             )
             publish = partial(self._publisher.publish, level=level)
             manifest = await asyncio.to_thread(publish, version, parent, old, new)
