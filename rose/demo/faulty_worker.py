@@ -34,7 +34,7 @@ class StaleWeights(ReplicaWeights):
     def _verified(
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
-        last = self._manifests(manifest_paths)[-1]
+        last = self._manifests(manifest_paths)[-1].manifest
         return StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes, last.job)
 
     def _activate(self, prepared: Prepared) -> CommitReport:

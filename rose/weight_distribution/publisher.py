@@ -25,11 +25,10 @@ from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
-from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.retention import Latest, RetentionTask
 from rose.weight_distribution.run_keeper import WAIT_S, RunKeeper, run_error, until_free
 from rose.weight_distribution.run_root import RunRoot
-from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
+from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import (
     CatalogError,
     ChunkDigestError,
@@ -46,6 +45,9 @@ from weight_transfer import (
     restore,
 )
 from weight_transfer.format.delta_codec import Level
+from weight_transfer.serve.leases import ReadLeases
+from weight_transfer.serve.level import AUTO, LevelChoice, level_for
+from weight_transfer.serve.version_routes import Signer
 from weight_transfer.store.restore import way_to
 
 if TYPE_CHECKING:

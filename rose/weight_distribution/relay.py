@@ -17,10 +17,10 @@ from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
-from rose.weight_distribution.fetch.fetcher import ChunkFetcher
-from rose.weight_distribution.fetch.limits import Caps, DownloadLimits
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import ChunkStore, VerifyKey
+from weight_transfer.fetch.fetcher import ChunkFetcher
+from weight_transfer.fetch.limits import Caps, DownloadLimits
 
 
 @dataclass(frozen=True, slots=True)

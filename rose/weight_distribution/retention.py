@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from rose.contract.weights import LONGEST_TTL_S
-from rose.errors import RefusedError
 from rose.process.background_tasks import described
-from rose.weight_distribution.version_server import ReadLeases
 from weight_transfer import ChunkStore, Publisher, TensorBits, WeightError
+from weight_transfer.errors import LeaseError
+from weight_transfer.format.messages import LONGEST_TTL_S
+from weight_transfer.serve.leases import ReadLeases
 from weight_transfer.store.catalog import Catalog
 
 # Signatures live for a day and are renewed from half of that on.
@@ -124,5 +124,5 @@ class RetentionTask:
     def _hold(self, name: str, version: int) -> None:
         try:
             self._leases.take(name, version, LONGEST_TTL_S, time.monotonic())
-        except RefusedError as error:
+        except LeaseError as error:
             self._on_trouble(str(error))

@@ -19,20 +19,20 @@ from typing import Final
 import numpy as np
 
 from rose.addresses import free_port
-from rose.weight_distribution import IndexFormatError, VersionServer
+from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import Credentials
-from rose.weight_distribution.fetch import publisher_client
-from rose.weight_distribution.version_server import ReadLeases, Signer
 from weight_transfer.errors import (
     CatalogError,
     ChunkFormatError,
     DeltaFormatError,
+    IndexFormatError,
     ManifestError,
     ShardError,
     SignatureError,
     TensorFormatError,
     WrongBaseError,
 )
+from weight_transfer.fetch import publisher_client
 from weight_transfer.files.checkpoint import parse_head
 from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
@@ -49,6 +49,8 @@ from weight_transfer.format.manifest import (
 from weight_transfer.format.signing import Envelope, Kind, SigningKey
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.shard_coordinator import ShardReport, ShardTensor
+from weight_transfer.serve.leases import ReadLeases
+from weight_transfer.serve.version_routes import Signer
 from weight_transfer.store.catalog import Catalog, Published
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -95,7 +97,7 @@ _TENSORS = (
 _MANIFEST = Manifest("job", 2, 1, CODEC, "t", 10.0, 4e9, _TENSORS, origins=("http://a",)).signed(
     KEY
 )
-_CATALOG = publisher_client.written(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
+_CATALOG = publisher_client.encode_catalog(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
 _INDEX = DeltaIndex(
     "fast",
     single=True,
@@ -175,14 +177,14 @@ def run_envelope(data: bytes) -> None:
 def run_catalog(data: bytes) -> None:
     """A catalog, and every way through it."""
     with _within(), suppress(IndexFormatError):
-        _walk(publisher_client.read(data, "job", None, 60.0))
+        _walk(publisher_client.decode_catalog(data, "job", None, 60.0))
 
 
 def run_catalog_payload(data: bytes) -> None:
     """A payload in an envelope that fits."""
     raw = Envelope(Kind.CATALOG, data).signed(KEY).to_bytes()
     with _within(), suppress(IndexFormatError):
-        _walk(publisher_client.read(raw, "job", KEY.verify_key, 60.0))
+        _walk(publisher_client.decode_catalog(raw, "job", KEY.verify_key, 60.0))
 
 
 def _walk(catalog: Catalog) -> None:

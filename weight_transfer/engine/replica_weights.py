@@ -243,10 +243,7 @@ class ReplicaWeights:
     def _verified(
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
-        manifests = [
-            VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
-            for path in manifest_paths
-        ]
+        manifests = self._manifests(manifest_paths)
         plan = self._receiver.plan(manifests, time.time())
         if self._shared and self._receiver.job not in ("", plan.job):
             raise WrongBaseError(
@@ -256,6 +253,12 @@ class ReplicaWeights:
         return self._copy.decode(
             plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
         )
+
+    def _manifests(self, paths: Sequence[Path]) -> list[VerifiedManifest]:
+        return [
+            VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in paths
+        ]
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         with named_shortage(self.engine.device, "a fresh load of the new version"):

@@ -28,8 +28,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
-from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, VersionServer
+from rose.weight_distribution import VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.format.tensors import WIDTHS, unsigned
 
 JOB = "bench"

@@ -14,10 +14,10 @@ from rose.errors import ConfigError
 from rose.node import NodeConfig, NodeDaemon
 from rose.node.guest import supervisor
 from rose.rpc import rose_pb2 as pb
-from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 NEIGHBOUR = "http://10.0.0.9:1"
 

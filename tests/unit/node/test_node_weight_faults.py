@@ -25,16 +25,7 @@ from rose.node.weight_updates import (
     Updates,
     WeightSource,
 )
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    PublisherClient,
-    Signer,
-    VersionServer,
-)
-from rose.weight_distribution.fetch import download as download_module
-from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution import VersionServer
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
@@ -47,7 +38,11 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient
+from weight_transfer.fetch import download as download_module
+from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.format.signing import SIGNATURE_BYTES
+from weight_transfer.serve.version_routes import Signer
 
 KEY = SigningKey.generate()
 

@@ -13,16 +13,11 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch.relay_order import order
+from rose.weight_distribution import VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.relay_order import order
 
 KEY = SigningKey.from_hex("06" * 32)
 CHUNK_BYTES, CHUNKS = 100_000, 5

@@ -13,14 +13,9 @@ import aiohttp
 from crash_cluster import CHUNK_BYTES, KEY, tensors
 
 from rose.errors import RoseError
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    VersionServer,
-    fetch_version,
-)
+from rose.weight_distribution import VersionServer
 from weight_transfer import ChunkStore, Publisher
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 LINK_BYTES_PER_S = 400_000
 

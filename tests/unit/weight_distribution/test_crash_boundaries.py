@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
-from rose.weight_distribution import forwarding
-from rose.weight_distribution.fetch import download, fetcher
 from weight_transfer import ChunkStore, Publisher
+from weight_transfer.fetch import download, fetcher
+from weight_transfer.serve import forwarding
 
 ROLES = ("publisher", "relay", "receiver")
 

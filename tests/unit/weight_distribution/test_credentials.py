@@ -15,19 +15,12 @@ from cryptography.x509.oid import NameOID
 from rose.errors import ConfigError
 from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    FetchError,
-    Relay,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution import Credentials, Relay, VersionServer
 from tests.certificates import Certificates
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import fetcher as fetcher_module
 
 KEY = SigningKey.generate()
 

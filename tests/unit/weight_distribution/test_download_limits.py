@@ -12,15 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch.limits import CacheFullError, ChunkCache, TokenBucket, evictions
+from rose.weight_distribution import VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
+from weight_transfer.errors import CacheFullError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.limits import ChunkCache, TokenBucket, evictions
 
 ELEMENTS = 64_000
 

@@ -13,7 +13,9 @@ from rose.addresses import free_port
 from rose.bench.weights.steps import adam_step, rate_for
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
-from rose.weight_distribution.level import (
+from weight_transfer import ChunkStore, SigningKey, TensorBits
+from weight_transfer.format.delta_codec import Level
+from weight_transfer.serve.level import (
     BURST_BYTES,
     FRESH_S,
     MOST_PEERS,
@@ -21,8 +23,6 @@ from rose.weight_distribution.level import (
     LinkMeter,
     level_for,
 )
-from weight_transfer import ChunkStore, SigningKey, TensorBits
-from weight_transfer.format.delta_codec import Level
 
 MIB = 1 << 20
 

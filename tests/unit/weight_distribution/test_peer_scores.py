@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.weight_distribution.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, order
+from weight_transfer.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, order
 
 MEMBERS = [f"http://node-{n}:1" for n in range(8)]
 

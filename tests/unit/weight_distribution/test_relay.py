@@ -13,27 +13,14 @@ from prometheus_client import generate_latest
 
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    Relay,
-    VersionServer,
-    fetch_version,
-    forwarding,
-)
-from rose.weight_distribution.fetch.relay_order import Route, order
+from rose.weight_distribution import Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from rose.weight_distribution.relay_metrics import RelayMetrics
-from rose.weight_distribution.traffic import (
-    MOST_PEERS,
-    READER_S,
-    Answer,
-    Asked,
-    Source,
-    Traffic,
-)
 from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.relay_order import Route, order
+from weight_transfer.fetch.traffic import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
+from weight_transfer.serve import forwarding
 
 KEY = SigningKey.generate()
 

@@ -8,15 +8,10 @@ import pytest
 
 from rose.addresses import free_port
 from rose.demo.corrupt_publisher import CorruptServer
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
-)
+from rose.weight_distribution import VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, SignatureError, SigningKey, TensorBits
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 
 def _tensors(step: int) -> dict[str, TensorBits]:

@@ -10,18 +10,11 @@ from test_credentials import Authority, fetch, published
 from yarl import URL
 
 from rose.errors import ConfigError
-from rose.weight_distribution import (
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    PublisherClient,
-    Relay,
-    VersionServer,
-    fetch_version,
-)
+from rose.weight_distribution import Credentials, Relay, VersionServer
 from rose.weight_distribution.credentials import OriginRefused
-from rose.weight_distribution.fetch.limits import Caps
 from weight_transfer import ChunkStore
+from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from weight_transfer.fetch.limits import Caps
 
 TOKEN = "s3cret"
 

@@ -36,13 +36,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.contract.weights import GROUP, MOST_NAME_BYTES, GroupName
-from rose.errors import ConfigError, RoseError
-from rose.weight_distribution.fetch.download import FetchError
-from rose.weight_distribution.fetch.limits import DownloadLimits, StorageError
-from rose.weight_distribution.fetch.relay_order import order
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
+from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, StorageError
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.relay_order import order
 from weight_transfer.format.chunk import check_id
+from weight_transfer.format.messages import GROUP, MOST_NAME_BYTES, GroupName
 
 # Members get word of a version within a second of each other.
 WAIT_S = 3.0
@@ -119,10 +118,6 @@ _MOST_BYTES = 1 << 32
 _NOT_HERE = (1 << 64) - 1
 
 
-class GroupBrokenError(RoseError):
-    """The members do not make the same calls: nothing can be handed around any more."""
-
-
 class Communicator(Protocol):
     """Communicator of a group, as a fan-out uses it."""
 
@@ -160,7 +155,7 @@ class Fanout:
         the name says, GroupBrokenError where what came is no chunk.
         """
         if self.rank != root and body is not None:
-            raise ConfigError("only the root of a fan-out hands in the chunk")
+            raise FanoutError("only the root of a fan-out hands in the chunk")
         length = _NOT_HERE if body is None else len(body)
         head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
         told = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
@@ -217,7 +212,7 @@ def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU i
         import cupy
         import cupy.cuda.nccl
     except ImportError as error:
-        raise ConfigError(
+        raise FanoutError(
             "fan-out over NCCL needs CuPy and a GPU; without them neighbours share over HTTP"
         ) from error
     return cupy
@@ -376,7 +371,7 @@ class Membership:
 
 
 def lead(size: int) -> Lead:
-    """Make rank 0's part of a group. Raises ConfigError without CuPy and a GPU."""
+    """Make rank 0's part of a group. Raises FanoutError without CuPy and a GPU."""
     return Lead(NcclCommunicator.new_id(), LocalBarrier(size))
 
 

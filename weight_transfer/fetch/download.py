@@ -13,10 +13,10 @@ from urllib.parse import quote
 import aiohttp
 import blake3
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.relay_order import PeerScores, Route
 from weight_transfer import ChunkRef
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.relay_order import PeerScores, Route
 
 BLOCK_BYTES = 1 << 18
 ATTEMPTS_PER_SOURCE = 4
@@ -37,10 +37,6 @@ MANIFEST, JOB = "Rose-Manifest", "Rose-Job"
 
 _CALL = aiohttp.ClientTimeout(total=5.0)
 GateOf = Callable[[str], AbstractAsyncContextManager[object]]
-
-
-class FetchError(RoseError):
-    """A version could not be fetched whole; received parts stay and are not fetched again."""
 
 
 class SourceError(Exception):

@@ -27,20 +27,6 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.download import (
-    ATTEMPT_FAILURES,
-    ATTEMPTS_PER_SOURCE,
-    RETRY_PAUSE_S,
-    SILENCE_TIMEOUT_S,
-    Download,
-    FetchError,
-    SourceError,
-    refusal,
-)
-from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.relay_order import PeerScores, Route
-from rose.weight_distribution.nccl import FixedGroup
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
@@ -50,6 +36,19 @@ from weight_transfer import (
     VerifyKey,
     WeightError,
 )
+from weight_transfer.errors import FetchError, TransferError
+from weight_transfer.fetch.download import (
+    ATTEMPT_FAILURES,
+    ATTEMPTS_PER_SOURCE,
+    RETRY_PAUSE_S,
+    SILENCE_TIMEOUT_S,
+    Download,
+    SourceError,
+    refusal,
+)
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.nccl import FixedGroup
+from weight_transfer.fetch.relay_order import PeerScores, Route
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
 
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
@@ -241,7 +240,7 @@ class ChunkFetcher:
         followed = self._following.get(of)
         if followed and named and self._fresh(of, path) is None:
             origin, key = followed
-            with contextlib.suppress(RoseError, WeightError):
+            with contextlib.suppress(WeightError):
                 await self.manifest(of, int(named[1]), origin, key, base=bool(named[2]))
         else:
             await self._learns(lambda: self._named(path, job) is not None)
@@ -279,7 +278,7 @@ class ChunkFetcher:
         try:
             route = self.route(ref.id, where.origin)
             await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
-        except RoseError:
+        except TransferError:
             raise
         except Exception as error:
             raise _unexpected(f"chunk {ref.id}", error) from error
@@ -310,7 +309,7 @@ class ChunkFetcher:
                     # A relay of 0.2.0, which knows nothing of jobs: that is no damage.
                     failure = error
                     self._scores.failed(source, time.monotonic())
-                except (WeightError, FetchError) as error:
+                except WeightError as error:
                     if source == sources[-1]:  # Nobody has another one than its publisher.
                         raise
                     failure = error
@@ -318,8 +317,6 @@ class ChunkFetcher:
                 except ATTEMPT_FAILURES as error:
                     failure = error
                     self._scores.failed(source, time.monotonic())
-                except RoseError:
-                    raise
                 except Exception as error:
                     raise _unexpected(f"{source}/{path}", error) from error
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
-from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from weight_transfer import ChunkRef, ChunkStore
+from weight_transfer.errors import TransferError
+from weight_transfer.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
+from weight_transfer.fetch.fetcher import ChunkFetcher
 
 HELD_BACK_BYTES = 1 << 16
 # A caller whose chunk waits for its turn on the slow link hears so after that long.
@@ -57,7 +57,7 @@ class ChunkForwarder:
             if download is None:
                 return web.Response(status=202, text="in line; ask again")
             return await self._stream(request, download, wanted)
-        except RoseError as error:
+        except TransferError as error:
             raise web.HTTPBadGateway(text=str(error)) from error
         finally:
             wanted.cancel()
@@ -125,7 +125,7 @@ class ChunkForwarder:
                 return False
         try:
             await wanted
-        except RoseError:
+        except TransferError:
             return False
         with (self._store.chunks_dir / download.ref.id).open("rb") as file:
             while at < size:

@@ -15,13 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rose.errors import RoseError
-from rose.weight_distribution.traffic import Traffic
 from weight_transfer import ChunkStore, Manifest, StoredFile
-
-
-class CacheFullError(RoseError):
-    """A version does not fit, even after everything evictable was evicted."""
+from weight_transfer.errors import CacheFullError, StorageError
+from weight_transfer.fetch.traffic import Traffic
 
 
 def evictions(
@@ -110,10 +106,6 @@ BURST_S = 0.1
 MIN_BURST_BYTES = 64 << 10
 
 Result = TypeVar("Result")
-
-
-class StorageError(RoseError):
-    """The disk refuses what arrives."""
 
 
 @dataclass(frozen=True, slots=True)
