@@ -117,7 +117,6 @@ class _Head:
         raise StoreError(f"the rank that decodes failed: {name}: {message}")
 
     def announce(self, address: Address) -> None:
-        """Say where the newest update is."""
         self.words[11] += np.uint64(1)
         found = address.device, address.inode, address.nbytes, address.descriptor
         self.words[12:16] = np.array(found, np.uint64)

@@ -60,7 +60,6 @@ class StagedUpdate:
 
     @property
     def changed(self) -> int:
-        """Elements that change."""
         return sum(tensor.change.indices.size for tensor in self.tensors)
 
 
@@ -155,7 +154,6 @@ class Receiver:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each active tensor."""
         return self._copy.digests
 
     def decode(

@@ -52,7 +52,6 @@ class Address:
 
     @property
     def path(self) -> str:
-        """Path of the maker's descriptor."""
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
     @property

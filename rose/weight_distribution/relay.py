@@ -82,11 +82,9 @@ class Relay:
         return self._server.url
 
     def enrol(self, members: Iterable[str]) -> None:
-        """Replace the members."""
         self.fetcher.enrol(members)
 
     async def start(self) -> None:
-        """Serve. Raises ConfigError when it cannot."""
         await self._server.start()
 
     async def close(self) -> None:

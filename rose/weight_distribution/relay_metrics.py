@@ -43,7 +43,6 @@ class RelayMetrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         traffic = self._traffic
         yield CounterMetricFamily(
             "rose_relay_served_bytes",

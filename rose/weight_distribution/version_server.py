@@ -50,7 +50,6 @@ class VersionServer(VersionRoutes):
 
     @property
     def url(self) -> str:
-        """Base address."""
         return f"{self._credentials.scheme}://{host_port(self._host, self._port)}"
 
     async def start(self) -> None:
@@ -73,7 +72,6 @@ class VersionServer(VersionRoutes):
         self._listening = port
 
     async def close(self) -> None:
-        """Stop serving."""
         if self._listening:
             await self._listening.close()
             self._listening = None

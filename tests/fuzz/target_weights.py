@@ -34,7 +34,14 @@ from weight_transfer.errors import (
 )
 from weight_transfer.fetch import publisher_client
 from weight_transfer.files.checkpoint import parse_head
-from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
+from weight_transfer.files.delta_file import (
+    FORMAT,
+    MAGIC,
+    DeltaFile,
+    DeltaIndex,
+    compressed,
+    decompressed,
+)
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
@@ -99,11 +106,12 @@ _MANIFEST = Manifest("job", 2, 1, CODEC, "t", 10.0, 4e9, _TENSORS, origins=("htt
 )
 _CATALOG = publisher_client.encode_catalog(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
 _INDEX = DeltaIndex(
+    FORMAT,
     "fast",
     single=True,
     files=(DeltaFile("m.safetensors", 100, head="ab" * 32),),
     tensors=_TENSORS,
-    fresh=frozenset(),
+    fresh=(),
     blobs={"ab" * 32: (len(MAGIC), 10)},
 )
 _REPORT = ShardReport(0, 2, 1, (ShardTensor("w", "bfloat16", (8, 4), 7, _REFS),))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_transfer.format.tensors import Bits, unsigned
+from weight_transfer.format.tensors import SIGNED, Bits, unsigned
 from weight_transfer.kernels.cpu.changes import Int64s, locate, sum_rectangle
 from weight_transfer.kernels.triton.device_bits import DeviceBits
 
@@ -26,7 +26,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as signed integers of its width, writable, on its device."""
     import torch
 
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    signed: torch.dtype = getattr(torch, SIGNED[tensor.element_size()])
     raw = tensor.detach()
     if raw.numel() == 0:
         return raw.view(-1).view(signed)
@@ -71,7 +71,6 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
-        """Weights that it maps."""
         return math.prod(self.shape)
 
     @property

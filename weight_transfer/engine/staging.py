@@ -85,11 +85,9 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Decoded):
     """All that the pause needs; `placement` and `reference` belong to `update`."""
 
-    update: StagedUpdate
-    placement: Placement
     reference: Reference
 
 

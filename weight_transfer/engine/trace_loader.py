@@ -93,7 +93,6 @@ class TracedTensor(torch.Tensor):
     def whole(
         cls, source: str, dtype: torch.dtype, shape: tuple[int, ...], tape: Tape
     ) -> TracedTensor:
-        """A whole checkpoint tensor."""
         return cls(source, tape, torch.empty(shape, dtype=dtype, device="meta"))
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

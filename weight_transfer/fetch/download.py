@@ -237,7 +237,6 @@ class Download:
             raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
 
     async def _take(self, block: bytearray) -> None:
-        """Write and empty `block`."""
         if not block:
             return
         received = bytes(block)

@@ -171,7 +171,6 @@ class Fanout:
         return encoded
 
     def abort(self) -> None:
-        """End all calls that wait."""
         self._communicator.abort()
 
 
@@ -189,7 +188,6 @@ class NcclCommunicator:
 
     @staticmethod
     def new_id() -> tuple[int, ...]:
-        """Name of a new group."""
         made: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
         return made
 

@@ -82,6 +82,7 @@ class _Chain:
         self._deltas = deltas
         self._pool = pool
         self._updates = [{t.name: t for t in delta.index.tensors} for delta in deltas]
+        self._fresh = [frozenset(delta.index.fresh) for delta in deltas]
         self._left = set(self._updates[-1])
 
     def head(self, file: DeltaFile) -> bytes:
@@ -108,7 +109,7 @@ class _Chain:
     def _begin(self, tensor: TensorBits) -> int:
         """Put what the chain builds on in place; returns the first delta to apply."""
         for at in range(len(self._deltas) - 1, -1, -1):
-            if tensor.name in self._deltas[at].index.fresh:
+            if tensor.name in self._fresh[at]:
                 return at
             update = self._updates[at].get(tensor.name)
             if update is None or (update.dtype, update.shape) != (tensor.dtype, tensor.shape):

@@ -124,7 +124,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.end - entry.begin for _, entry in self._places.values())
 
     def entry(self, name: str) -> CheckpointEntry | None:

@@ -80,7 +80,6 @@ class PlaneReader:
         self._at = 0
 
     def byte(self) -> int:
-        """Read one byte."""
         return self._take(1)[0]
 
     def plane(self, size: int) -> NDArray[np.uint8]:

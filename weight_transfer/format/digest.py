@@ -64,7 +64,6 @@ class Block:
 
     @property
     def elements(self) -> int:
-        """Weights in it."""
         return (self.rows[1] - self.rows[0]) * self.width
 
     @property

@@ -154,7 +154,6 @@ class Manifest:
 
     @property
     def changed(self) -> int:
-        """Elements that change."""
         return sum(chunk.changed for chunk in self.chunks)
 
     def signed(self, key: SigningKey) -> Manifest:
@@ -207,19 +206,8 @@ class Manifest:
             envelope.verify(verify_key)
         lines = _lines(raw)
         head = _head_of(next(lines, b""))
-        manifest = cls(
-            job=head.job,
-            version=head.version,
-            parent=head.parent,
-            codec=head.codec,
-            trainer=head.trainer,
-            created_s=head.created_s,
-            expires_s=head.expires_s,
-            tensors=_tensors(lines, head),
-            signature=envelope.signature,
-            origins=head.origins,
-            on_update=head.on_update,
-        )
+        fields = msgspec.structs.asdict(head) | {"tensors": _tensors(lines, head)}
+        manifest = cls(**fields, signature=envelope.signature)
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
             raise ManifestError("a tensor is listed twice; fetch the manifest again")
         return manifest
@@ -236,18 +224,8 @@ class Manifest:
         return msgspec.json.encode(self._head())
 
     def _head(self) -> _Head:
-        return _Head(
-            job=self.job,
-            version=self.version,
-            parent=self.parent,
-            codec=self.codec,
-            trainer=self.trainer,
-            created_s=self.created_s,
-            expires_s=self.expires_s,
-            tensors=len(self.tensors),
-            origins=self.origins,
-            on_update=self.on_update,
-        )
+        fields = {name: getattr(self, name) for name in _Head.__struct_fields__}
+        return _Head(**fields | {"tensors": len(self.tensors)})
 
     def _check_bounds(self) -> None:
         chunks = sum(len(tensor.chunks) for tensor in self.tensors)

@@ -64,7 +64,7 @@ SAFETENSORS = {
 }
 WIDTHS = dict(SAFETENSORS.values())
 """Bytes of one element by dtype name (torch's names)."""
-_SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -126,7 +126,7 @@ def bits_of(tensor: torch.Tensor) -> Bits:
     width = WIDTHS.get(str(tensor.dtype).removeprefix("torch."))
     if width is None:
         raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
-    signed: torch.dtype = getattr(torch, _SIGNED[width])
+    signed: torch.dtype = getattr(torch, SIGNED[width])
     flat = tensor.detach().cpu().contiguous().view(-1)
     bits: Bits = flat.view(signed).numpy().view(unsigned(width))
     return bits

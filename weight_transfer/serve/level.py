@@ -86,7 +86,6 @@ class LinkMeter:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
     def __len__(self) -> int:
-        """Peers that anything is remembered of."""
         return len(self._peers)
 
     def began(self, peer: str, now_s: float) -> None:

@@ -93,7 +93,6 @@ class CpuProcessor:
         return Marks(bitmap, codes, growth)
 
     def read(self, bits: Bits) -> Bits:
-        """The range itself."""
         return bits
 
     def digest(self, bits: Bits, first: int) -> int:

@@ -128,7 +128,6 @@ class Deltas:
 
     @property
     def count(self) -> int:
-        """Changed weights."""
         return int(self.codes.size)
 
 

@@ -235,7 +235,6 @@ class DeviceProcessor:
             return Marks(bitmap, to_host(described.codes), described.growth)
 
     def read(self, bits: DeviceBits) -> Bits:
-        """A copy of the range."""
         return to_host(bits.flat)
 
     def digest(self, bits: DeviceBits, first: int) -> int:

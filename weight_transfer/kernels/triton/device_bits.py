@@ -29,17 +29,14 @@ class DeviceBits:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one weight."""
         return self.flat.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
         return self.size * self.itemsize
 
     @property
     def place(self) -> str:
-        """Name of the device."""
         return str(self.flat.device)
 
     @property

@@ -84,7 +84,6 @@ class HostOrder:
     """Order of work on host memory, in Triton's interpreter: all has ended when it returns."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Nothing runs beside anything."""
         return nullcontext()
 
     def settle(self) -> None:
@@ -113,7 +112,6 @@ class Packed:
 
     @property
     def count(self) -> int:
-        """Changes in it."""
         return self.end - self.first
 
     @property
@@ -123,7 +121,6 @@ class Packed:
 
     @property
     def host(self) -> NDArray[np.uint8]:
-        """The bytes, made anew."""
         part = slice(self.first, self.end)
         change = self.change
         places = change.indices[part].astype(_place_type(self.target))
