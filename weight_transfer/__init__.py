@@ -36,7 +36,6 @@ from weight_transfer.format.manifest import (
 from weight_transfer.format.signing import SigningKey, VerifyKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 from weight_transfer.kernels.backend import Change
-from weight_transfer.publish.publisher import Publisher
 from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
 from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import (
@@ -53,6 +52,7 @@ from weight_transfer.publish.sharding import (
     vocabulary,
     whole,
 )
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.store.restore import newest_version, restore
@@ -81,7 +81,6 @@ __all__ = [
     "OnUpdate",
     "Piece",
     "ProbeError",
-    "Publisher",
     "Receiver",
     "ShardCoordinator",
     "ShardEncoder",
@@ -99,6 +98,7 @@ __all__ = [
     "TensorUpdate",
     "VerifiedManifest",
     "VerifyKey",
+    "VersionPublisher",
     "WeightError",
     "WrongBaseError",
     "bits_of",

@@ -4,7 +4,7 @@ Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors
 
 A chunk at a time crosses to the host and becomes bits.
 
-Publisher for a trainer with several ranks: every rank calls it, all together.
+Publication by a trainer with several ranks: every rank calls it, all together.
 
 begin    rank: its blocks → first rank: which of the replicas publishes → all
          rank: parts of digests → first rank: digests → all
@@ -38,10 +38,10 @@ from weight_transfer.format.digest import Range
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import Bits, bits_of
-from weight_transfer.publish.publisher import DEFAULT_LIFETIME_S
 from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
 from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
+from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
 from weight_transfer.store.chunk_store import ChunkStore
 
 __all__ = ["ShardedPublisher", "local_weights", "state_pieces"]

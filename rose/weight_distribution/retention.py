@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rose.process.background_tasks import described
-from weight_transfer import ChunkStore, Publisher, TensorBits, WeightError
+from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
 from weight_transfer.errors import LeaseError
 from weight_transfer.format.messages import LONGEST_TTL_S
 from weight_transfer.serve.leases import ReadLeases
@@ -42,7 +42,7 @@ class RetentionTask:
     def __init__(
         self,
         store: ChunkStore,
-        publisher: Publisher,
+        publisher: VersionPublisher,
         leases: ReadLeases,
         on_trouble: Callable[[str], None],
     ) -> None:

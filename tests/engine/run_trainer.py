@@ -15,7 +15,8 @@ from typing import Any
 from little_cluster import JOB, tensors
 
 from rose.errors import RoseError
-from rose.weight_distribution import PublisherSettings, WeightPublisher, publisher
+from rose.weight_distribution import PublisherSettings, WeightPublisher
+from rose.weight_distribution import weight_publisher as publisher
 from weight_transfer import SigningKey
 
 

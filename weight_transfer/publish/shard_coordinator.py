@@ -36,7 +36,7 @@ from weight_transfer.format.manifest import (
 )
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import WIDTHS
-from weight_transfer.publish.publisher import DEFAULT_LIFETIME_S, Publisher
+from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S, VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 Spec = tuple[str, tuple[int, ...]]
@@ -106,7 +106,9 @@ class ShardCoordinator:
         self._urls = tuple(dict.fromkeys(url for url in origins if url))
         self._origins = [self._urls.index(url) if url else None for url in origins]
         self._origins = self._origins or [None] * ranks
-        self._publisher = Publisher(store, job, trainer, key, lifetime_s=lifetime_s, clock=clock)
+        self._publisher = VersionPublisher(
+            store, job, trainer, key, lifetime_s=lifetime_s, clock=clock
+        )
         self._known: tuple[int, Mapping[str, int]] | None = None
 
     @property

@@ -20,12 +20,12 @@ from pathlib import Path
 from rose.bench.weights.steps import adam_step, rate_for
 from weight_transfer import (
     ChunkStore,
-    Publisher,
     Receiver,
     SigningKey,
     StagedTensor,
     TensorBits,
     VerifiedManifest,
+    VersionPublisher,
 )
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.node_copy import NodeCopy
@@ -59,7 +59,7 @@ def _publish(root: Path, seed: int) -> int:
     )
     (root / "model").mkdir()
     write_safetensors(root / "model" / _FILE, old)
-    Publisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
+    VersionPublisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
         1, 0, old, new
     )
     return sum(tensor.bits.nbytes for tensor in old.values())
@@ -146,7 +146,7 @@ def _warm_up() -> None:
     step = adam_step(64, 64, 1e-4, 0)
     with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
         store = ChunkStore(Path(folder))
-        publisher = Publisher(store, "bench", "bench", SigningKey.generate())
+        publisher = VersionPublisher(store, "bench", "bench", SigningKey.generate())
         manifest = publisher.publish(1, 0, {"w": step.old}, {"w": step.new})
         receiver = Receiver({"w": step.old})
         chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}

@@ -167,7 +167,9 @@ async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> Non
 async def _publish_base(bench: Bench, version: int) -> None:
     from node_bench import tensors
 
-    from weight_transfer import Publisher
+    from weight_transfer import VersionPublisher
 
-    publisher = Publisher(ChunkStore(bench.folder / "published"), "job", "trainer", bench.key)
+    publisher = VersionPublisher(
+        ChunkStore(bench.folder / "published"), "job", "trainer", bench.key
+    )
     await asyncio.to_thread(publisher.publish_base, version, tensors(version))

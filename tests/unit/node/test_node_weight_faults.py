@@ -31,10 +31,10 @@ from weight_transfer import (
     ChunkStore,
     Manifest,
     OnUpdate,
-    Publisher,
     Receiver,
     SigningKey,
     TensorBits,
+    VersionPublisher,
     WeightError,
     WrongBaseError,
 )
@@ -118,7 +118,7 @@ class Case:
         )
 
     def publish(self, version: int, key: SigningKey = KEY, lifetime_s: float = 60.0) -> None:
-        publisher = Publisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
+        publisher = VersionPublisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
         publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
 
     def announce(self, version: int) -> None:
@@ -291,7 +291,7 @@ async def test_a_wrong_base_is_healed_by_a_base(case: Case) -> None:
     case.engine.receiver = Receiver(
         {"w": TensorBits("w", "bfloat16", (64, 64), np.ones(4_096, "<u2"))}, 1
     )
-    Publisher(case.origin, "job", "trainer", KEY).publish_base(2, tensors(2))
+    VersionPublisher(case.origin, "job", "trainer", KEY).publish_base(2, tensors(2))
     case.announce(3)
     await case.noted("wrong_base")
     await case.active(3)

@@ -14,7 +14,7 @@ import numpy as np
 from aiohttp import web
 
 from rose.weight_distribution import VersionServer
-from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from weight_transfer.fetch.relay_order import order
@@ -47,7 +47,7 @@ class Origin:
 
     def __init__(self, root: Path, port: int, rate: float) -> None:
         self.store = ChunkStore(root)
-        publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
         self.manifest: Manifest = publisher.publish(1, 0, tensors(0), tensors(1))
         self.url = f"http://127.0.0.1:{port}"
         self.sent = dict.fromkeys((ref.id for ref in self.manifest.chunks), 0)

@@ -26,10 +26,10 @@ from weight_transfer import (
     CatalogError,
     ChunkStore,
     Manifest,
-    Publisher,
     Receiver,
     SigningKey,
     TensorBits,
+    VersionPublisher,
 )
 from weight_transfer.errors import IndexFormatError, LeaseError
 from weight_transfer.fetch import (
@@ -64,7 +64,7 @@ class Trainer:
     def __init__(self, root: Path, port: int) -> None:
         self.store = ChunkStore(root)
         self.leases = ReadLeases(time.monotonic() - LONGEST_TTL_S)
-        self.publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
+        self.publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
         self.server = VersionServer(self.store, port, leases=self.leases, signer=Signer("job", KEY))
         self.troubles: list[str] = []
         self.retention = RetentionTask(

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import Credentials
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from weight_transfer.fetch import download as download_module
@@ -32,7 +32,7 @@ class Origin:
 
     def __init__(self, root: Path, port: int) -> None:
         self.store = ChunkStore(root)
-        publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
         old, new = (self.tensors(step) for step in (0, 1))
         self.manifest: Manifest = publisher.publish(1, 0, old, new)
         self.url = f"http://127.0.0.1:{port}"

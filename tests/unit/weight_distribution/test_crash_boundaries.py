@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
-from weight_transfer import ChunkStore, Publisher
+from weight_transfer import ChunkStore, VersionPublisher
 from weight_transfer.fetch import download, fetcher
 from weight_transfer.serve import forwarding
 
@@ -79,8 +79,8 @@ def test_a_publisher_that_dies_while_it_writes_publishes_the_same_version_again(
         def put_manifest(self, manifest: object) -> Path:
             raise KeyboardInterrupt
 
-    def publisher(store: ChunkStore) -> Publisher:
-        return Publisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+    def publisher(store: ChunkStore) -> VersionPublisher:
+        return VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
 
     with pytest.raises(KeyboardInterrupt):
         publisher(DyingStore(tmp_path)).publish(1, 0, tensors(0), tensors(1))

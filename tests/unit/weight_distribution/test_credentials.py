@@ -17,7 +17,7 @@ from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import Credentials, Relay, VersionServer
 from tests.certificates import Certificates
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from weight_transfer.fetch import fetcher as fetcher_module
@@ -94,7 +94,7 @@ def published(root: Path) -> ChunkStore:
     bits = np.arange(4_096, dtype=np.uint16)
     old, new = ({"w": TensorBits("w", "bfloat16", (64, 64), bits + np.uint16(n))} for n in (0, 1))
     store = ChunkStore(root)
-    Publisher(store, "job", "trainer", KEY, chunk_bytes=1_024).publish(1, 0, old, new)
+    VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=1_024).publish(1, 0, old, new)
     return store
 
 

@@ -17,11 +17,11 @@ from weight_transfer import (
     ChunkRef,
     ChunkStore,
     Manifest,
-    Publisher,
     SignatureError,
     SigningKey,
     TensorBits,
     VerifyKey,
+    VersionPublisher,
 )
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
@@ -58,7 +58,7 @@ class Publishing:
     def __init__(self, root: Path) -> None:
         self.now_s = time.time()
         self.store = ChunkStore(root)
-        self.publisher = Publisher(
+        self.publisher = VersionPublisher(
             self.store, "job", "trainer", KEY, chunk_bytes=1_024, clock=lambda: self.now_s
         )
         self.publisher.publish_base(1, tensors(1))

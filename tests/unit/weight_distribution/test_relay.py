@@ -16,7 +16,7 @@ from rose.errors import ConfigError
 from rose.weight_distribution import Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from rose.weight_distribution.relay_metrics import RelayMetrics
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from weight_transfer.fetch.relay_order import Route, order
 from weight_transfer.fetch.traffic import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
@@ -34,7 +34,7 @@ def published(
         for _ in range(2)
     )
     store = ChunkStore(root)
-    return store, Publisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
+    return store, VersionPublisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
 
 
 async def test_relays_with_fixed_members_share_the_origin(

@@ -29,7 +29,7 @@ from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.backend import DEVICE
 from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
 from weight_transfer.kernels.triton.exchange import PIECE_BYTES
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
@@ -301,7 +301,7 @@ def test_a_publisher_takes_tensors_of_a_device(tmp_path: Path) -> None:
     key = SigningKey.generate()
     manifests = []
     for name, held_model in (("host", dict), ("device", held_all)):
-        publisher = Publisher(
+        publisher = VersionPublisher(
             ChunkStore(tmp_path / name), "job", "trainer", key, clock=lambda: 1000.0
         )
         manifests.append(

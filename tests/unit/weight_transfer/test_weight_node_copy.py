@@ -17,7 +17,6 @@ from rose.bench.weights.ranks import write_safetensors
 from weight_transfer import (
     ChunkStore,
     DigestMismatchError,
-    Publisher,
     Receiver,
     SigningKey,
     StagedTensor,
@@ -25,6 +24,7 @@ from weight_transfer import (
     StoreError,
     TensorBits,
     VerifiedManifest,
+    VersionPublisher,
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ class Node:
         (root / "model").mkdir()
         write_safetensors(root / "model" / "model.safetensors", self.base)
         self.store = ChunkStore(root / "store")
-        self.publisher = Publisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
+        self.publisher = VersionPublisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
         self.place = root / "ranks" / "engine"
 
     def rank(self, place: Path | None = None) -> "Rank":

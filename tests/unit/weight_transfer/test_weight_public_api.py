@@ -24,7 +24,6 @@ ManifestExpired
 OnUpdate
 Piece
 ProbeError
-Publisher
 Receiver
 ShardCoordinator
 ShardEncoder
@@ -42,6 +41,7 @@ TensorFormatError
 TensorUpdate
 VerifiedManifest
 VerifyKey
+VersionPublisher
 WeightError
 WrongBaseError
 bits_of

@@ -24,7 +24,7 @@ from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store.catalog import ReaderPin
 from weight_transfer.store.chunk_store import ChunkStore
@@ -40,7 +40,7 @@ class Link:
         self.base = model(seed)
         self.store = ChunkStore(root)
         self.receiver = Receiver(self.base)
-        self.publisher = Publisher(
+        self.publisher = VersionPublisher(
             self.store, "job", "trainer", KEY, chunk_bytes=256, lifetime_s=60, clock=lambda: NOW_S
         )
 
@@ -299,9 +299,9 @@ def test_what_nobody_needs_is_deleted_and_nothing_else(link: Link) -> None:
     assert link.store.has(chunk_id(b"a chunk of a version that is being published"))
 
 
-def other_jobs(folder: Path, job: str = "other") -> tuple[Publisher, ChunkStore]:
+def other_jobs(folder: Path, job: str = "other") -> tuple[VersionPublisher, ChunkStore]:
     store = ChunkStore(folder)
-    return Publisher(store, job, "trainer", KEY), store
+    return VersionPublisher(store, job, "trainer", KEY), store
 
 
 def test_only_a_base_leads_from_one_jobs_weights_to_anothers(link: Link, tmp_path: Path) -> None:

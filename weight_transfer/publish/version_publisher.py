@@ -1,4 +1,4 @@
-"""Publisher: the trainer's side. Diffs, encodes, stores, signs; the manifest goes last."""
+"""VersionPublisher: diffs, encodes, stores, signs for a trainer; the manifest goes last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weight_transfer.store.chunk_store import ChunkStore
 DEFAULT_LIFETIME_S = 24 * 3600.0
 
 
-class Publisher:
+class VersionPublisher:
     """Publishes versions of one job into a store."""
 
     def __init__(

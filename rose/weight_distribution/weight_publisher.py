@@ -36,9 +36,9 @@ from weight_transfer import (
     Manifest,
     ManifestError,
     OnUpdate,
-    Publisher,
     SigningKey,
     TensorBits,
+    VersionPublisher,
     WeightError,
     newest_version,
     read_model_dir,
@@ -185,7 +185,7 @@ class WeightPublisher:
         )
         # Retention has a publisher of its own: it works beside the training.
         self._publisher, bases = (
-            Publisher(store, job, "rose-trainer", key, on_update=settings.on_update)
+            VersionPublisher(store, job, "rose-trainer", key, on_update=settings.on_update)
             for _ in range(2)
         )
         self._server = self._server_class(
