@@ -85,8 +85,8 @@ class _Head:
         self.words[0] = _MAGIC
 
     def is_about(self, identity: bytes) -> bool:
-        said = self.words[1 : 1 + _IDENTITY_WORDS].tobytes()
-        return bool(self.words[0] == _MAGIC) and said == identity
+        stored = self.words[1 : 1 + _IDENTITY_WORDS].tobytes()
+        return bool(self.words[0] == _MAGIC) and stored == identity
 
     def _get(self, at: int) -> int:
         return int(self.words[at])
@@ -118,8 +118,8 @@ class _Head:
 
     def announce(self, address: Address) -> None:
         self.words[11] += np.uint64(1)
-        found = address.device, address.inode, address.nbytes, address.descriptor
-        self.words[12:16] = np.array(found, np.uint64)
+        fields = address.device, address.inode, address.nbytes, address.descriptor
+        self.words[12:16] = np.array(fields, np.uint64)
         self.words[11] += np.uint64(1)
 
     def announced(self, leader: Address) -> Address | None:
@@ -221,8 +221,8 @@ class NodeCopy:
         """
         if not (attempt or self._alone):
             raise StoreError("ranks that share a copy have to be told a name of each attempt")
-        said = f"{attempt} {plan.version} {plan.parent} {plan.wire_bytes}"
-        identity = blake3.blake3(said.encode()).digest()
+        name = f"{attempt} {plan.version} {plan.parent} {plan.wire_bytes}"
+        identity = blake3.blake3(name.encode()).digest()
         return (self._lead if self.leads else self._follow)(plan, decode, identity)
 
     def write(self, staged: Iterable[StagedTensor], version: int) -> None:

@@ -263,9 +263,9 @@ class Receiver:
         if len(updates) == 1 and not based:
             return _changed(active, digest, updates[0], chunks)
         scratch, after = self._replayed(active, updates, chunks, based=based)
-        found = find_changes(active.bits, scratch, active.bits.size)
-        assert found is not None
-        indices, values = apply_changes(active.bits, found.gaps, found.codes)
+        deltas = find_changes(active.bits, scratch, active.bits.size)
+        assert deltas is not None
+        indices, values = apply_changes(active.bits, deltas.gaps, deltas.codes)
         return StagedTensor(active.name, Change(indices, active.bits[indices], values), after)
 
     def _replayed(
@@ -334,7 +334,7 @@ def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:
         raise ChunkMissingError(f"chunk {ref.id} was not handed in; fetch it first")
     check_id(ref.id, encoded)
     header = parse_header(encoded)
-    found = header.ref(ref.id)
-    if found != replace(ref, origin=None):
-        raise ChunkFormatError(f"chunk {ref.id} holds {found}, its manifest says otherwise")
+    actual = header.ref(ref.id)
+    if actual != replace(ref, origin=None):
+        raise ChunkFormatError(f"chunk {ref.id} holds {actual}, its manifest says otherwise")
     return encoded

@@ -58,10 +58,10 @@ class Address:
     def exists(self) -> bool:
         """True if the maker lives and still has the segment."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
 
 class SharedSegment:

@@ -186,8 +186,8 @@ class Ranks:
         def merged() -> bytes:
             for rank, raw in enumerate(gathered):
                 if not raw.startswith(_GOOD):
-                    said = raw[len(_BAD) :].decode()
-                    raise ShardError(f"rank {rank} could not take part: {said}")
+                    reason = raw[len(_BAD) :].decode()
+                    raise ShardError(f"rank {rank} could not take part: {reason}")
             return merge([raw[len(_GOOD) :] for raw in gathered])
 
         answer = self._broadcast(_attempt(merged) if self.rank == 0 else b"")
@@ -238,9 +238,9 @@ def _alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise ShardError(
-            f"a rank is gone or late ({said[-1] if said else error!r:.200}); restart the ranks "
+            f"a rank is gone or late ({lines[-1] if lines else error!r:.200}); restart the ranks "
             "from the newest version"
         ) from error
 
@@ -362,9 +362,9 @@ class ShardedPublisher:
             return json.dumps([self._origin, blocks]).encode("ascii")
 
         def merge(raws: list[bytes]) -> bytes:
-            told = [json.loads(raw) for raw in raws]
-            self._origins = [origin for origin, _ in told]
-            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in told]
+            reports = [json.loads(raw) for raw in raws]
+            self._origins = [origin for origin, _ in reports]
+            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in reports]
             return json.dumps(first_holders(keys)).encode("ascii")
 
         kept = json.loads(self._ranks.agree(held, merge))[self._ranks.rank]

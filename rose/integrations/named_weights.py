@@ -147,9 +147,9 @@ class NamedWeights:
         )
 
     def _trouble(self, what: str, names: Iterable[str]) -> None:
-        found = sorted(names)
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        self._troubles.append(f"{what} {', '.join(found[:SHOWN])}{more}")
+        ordered = sorted(names)
+        more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+        self._troubles.append(f"{what} {', '.join(ordered[:SHOWN])}{more}")
 
 
 def _cast_equal(one: TensorBits, other: TensorBits) -> bool:

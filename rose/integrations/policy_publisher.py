@@ -170,8 +170,8 @@ class PolicyPublisher:
         return self._version, self._first
 
     @known.setter
-    def known(self, told: tuple[int, int]) -> None:
-        self._version, self._first = told
+    def known(self, versions: tuple[int, int]) -> None:
+        self._version, self._first = versions
 
     # ---- on the first rank ----
 
@@ -269,7 +269,7 @@ class PolicyPublisher:
             ):
                 while True:
                     try:
-                        found = await client.versions()
+                        reply = await client.versions()
                     except RequestRefused as error:
                         raise RefusedError(
                             f"the gateway cannot say what is served: {error}"
@@ -277,10 +277,10 @@ class PolicyPublisher:
                     except RolloutError as error:
                         seen = f"the gateway does not answer: {error}"
                     else:
-                        serving = found.serving(version, self.settings.job)
+                        serving = reply.serving(version, self.settings.job)
                         if serving >= wanted:
                             return
-                        seen = f"{serving} of {wanted} do ({len(found.replicas)} replicas known)"
+                        seen = f"{serving} of {wanted} do ({len(reply.replicas)} replicas known)"
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise UnavailableError(
@@ -310,15 +310,15 @@ def _on_first_rank(publisher: PolicyPublisher, work: Callable[[], None]) -> None
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             failed = error
     trouble = failed and (str(failed) or repr(failed))
-    said: list[object] = [(trouble, *publisher.known)]
-    dist.broadcast_object_list(said, src=0)
+    message: list[object] = [(trouble, *publisher.known)]
+    dist.broadcast_object_list(message, src=0)
     if failed is not None:
         raise failed
-    (told,) = said
-    assert isinstance(told, tuple)
-    if told[0] is not None:
-        raise RefusedError(f"the first rank published nothing: {told[0]}")
-    publisher.known = told[1:]
+    (received,) = message
+    assert isinstance(received, tuple)
+    if received[0] is not None:
+        raise RefusedError(f"the first rank published nothing: {received[0]}")
+    publisher.known = received[1:]
 
 
 def _layout(tensors: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...]]]:

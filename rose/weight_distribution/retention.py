@@ -109,10 +109,10 @@ class RetentionTask:
 
     def base_due(self, size: int) -> bool:
         """Return True if to join takes too much without a base; `size`: bytes of all weights."""
-        found = self._store.catalog()
+        catalog = self._store.catalog()
         # Version 0 is the model that every engine starts from: a base too. Any other version that
         # a chain begins with has lost its base.
-        return Catalog({0: size, **found.bases}, found.deltas).base_due()
+        return Catalog({0: size, **catalog.bases}, catalog.deltas).base_due()
 
     async def _collect(self) -> None:
         now_s = time.monotonic()

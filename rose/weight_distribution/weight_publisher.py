@@ -336,27 +336,29 @@ class WeightPublisher:
         known = int(reply.latest_version)
         if resumed == known:
             # The announced parent: its delta may be collected. An older scheduler does not say.
-            said = bool(reply.run_ttl_s)
-            parent = int(reply.latest_parent) if said else self._manifest(resumed).parent
+            has_parent = bool(reply.run_ttl_s)
+            parent = int(reply.latest_parent) if has_parent else self._manifest(resumed).parent
             return [(resumed, parent)]
-        found: list[tuple[int, int]] = []
+        news: list[tuple[int, int]] = []
         version = resumed
         while version > known:
             parent = self._manifest(version).parent
-            found.append((version, parent))
+            news.append((version, parent))
             # A scheduler that knows no version needs the newest alone: nodes find its parts in
             # the catalog. A base replaces all versions before it.
             if not known or parent == version:
                 break
             version = parent
-        return found[::-1]
+        return news[::-1]
 
     def _manifest(self, version: int) -> Manifest:
         """Return the manifest that a version was announced by: its delta, if it has both."""
-        found = self._store.find_manifest(version) or self._store.find_manifest(version, base=True)
-        if found is None:
+        manifest = self._store.find_manifest(version) or self._store.find_manifest(
+            version, base=True
+        )
+        if manifest is None:
             raise ManifestError(f"the manifest of version {version} is damaged")
-        return found
+        return manifest
 
     async def restore(self) -> Mapping[str, TensorBits]:
         """Return the weights of the version that is gone on from, proved against its digests.
@@ -482,11 +484,11 @@ class WeightPublisher:
         try:
             return await self._scheduler.call(ask, ANNOUNCE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, UnavailableError) as error:
-            told = run_error(error)
-            if isinstance(told, RunFencedError) and self._keeper is not None:
-                self._keeper.lost(told)
-            if told is not None:
-                raise told from error
+            typed = run_error(error)
+            if isinstance(typed, RunFencedError) and self._keeper is not None:
+                self._keeper.lost(typed)
+            if typed is not None:
+                raise typed from error
             raise UnavailableError(f"{failure}: {_details(error)}") from error
 
     @staticmethod

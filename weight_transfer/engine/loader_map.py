@@ -118,13 +118,13 @@ def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor
 
     All parameters; buffers where a loader was seen to fill them, or might have been.
     """
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     filled = {rectangle.target for rectangle in trace.rectangles}
     persistent = set(model.state_dict()) if trace.transformed else set()
     for name, buffer in model.named_buffers():
         if (name in filled or name in persistent) and buffer.numel():
-            found[name] = buffer
-    return _once(found)
+            tensors[name] = buffer
+    return _once(tensors)
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -94,8 +94,8 @@ class Rectangle:
             if self.target_strides == (1,):
                 return np.arange(first, end), indices[first:end] + shift
         picked, places = np.empty((2, end - first + 1), np.int64)
-        found = locate(indices[first:end], *self._arrays(), picked, places)
-        return picked[:found] + first, places[:found].copy()
+        count = locate(indices[first:end], *self._arrays(), picked, places)
+        return picked[:count] + first, places[:count].copy()
 
     def digest_part(self, flat: Bits) -> int:
         """Return what its weights, read from the parameter `flat`, add to the source's digest."""
@@ -146,11 +146,11 @@ def rectangles(
     sizes, sources, targets = (tuple(d[k] for d in merged) for k in range(3))
     if any(s <= _reach(sizes[k + 1 :], sources[k + 1 :]) for k, s in enumerate(sources)):
         raise UnmappableError(f"parts of {names[0]} overlap")
-    found = []
+    parts = []
     for at in itertools.product(*(range(n) for n, _ in repeats)):
         shift = sum(a * t for a, (_, t) in zip(at, repeats, strict=True))
-        found.append(Rectangle(*names, offsets[0], offsets[1] + shift, sizes, sources, targets))
-    return found
+        parts.append(Rectangle(*names, offsets[0], offsets[1] + shift, sizes, sources, targets))
+    return parts
 
 
 def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -188,18 +188,18 @@ def trace_loader(skeleton: torch.nn.Module, base: Mapping[str, TensorBits]) -> T
     targets = dict(_destinations(skeleton))
     homes = {storage_id(tensor): (name, tensor) for name, tensor in reversed(targets.items())}
     copies, refused = _run(skeleton, base)
-    found: list[Rectangle] = []
+    traced: list[Rectangle] = []
     casts = {copy.source for copy in copies if copy.cast}
     transformed = refused | dict.fromkeys(casts, "is converted to another type")
     for copy in copies:
         if copy.source in transformed:
             continue
         try:
-            found += _rectangles(copy, homes)
+            traced += _rectangles(copy, homes)
         except UnmappableError as error:
             transformed[copy.source] = str(error)
     return Trace(
-        tuple(rect for rect in found if rect.source not in transformed),
+        tuple(rect for rect in traced if rect.source not in transformed),
         transformed,
         frozenset(casts),
         {name: (tuple(t.shape), tuple(t.stride())) for name, t in targets.items()},

@@ -244,8 +244,8 @@ class ChunkFetcher:
                 await self.manifest(of, int(named[1]), origin, key, base=bool(named[2]))
         else:
             await self._learns(lambda: self._named(path, job) is not None)
-        found = self._named(path, job)
-        return None if found is None else found.raw
+        known = self._named(path, job)
+        return None if known is None else known.raw
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return (number of known versions, newest version or 0) of each followed job."""
@@ -476,11 +476,11 @@ async def _obtained(
     A task for each would be a quarter of a million, which the collector looks at all at once.
     """
     # Neighbours' requests are outside of this limit: this node may be waiting for a neighbour.
-    left = iter(refs)
+    pending = iter(refs)
 
     async def some() -> int:
         size = 0
-        for ref in left:
+        for ref in pending:
             size += await fetcher.obtain(ref, on_reject)
         return size
 

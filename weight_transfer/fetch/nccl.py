@@ -69,18 +69,18 @@ class LocalBarrier:
             return False
         if what not in self._here:
             loop = asyncio.get_running_loop()
-            made: asyncio.Future[bool] = loop.create_future()
-            self._here[what] = (set(), made)
-            loop.call_later(self._wait_s, self._settle, what, made, False)
+            future: asyncio.Future[bool] = loop.create_future()
+            self._here[what] = (set(), future)
+            loop.call_later(self._wait_s, self._settle, what, future, False)
         ranks, all_came = self._here[what]
         ranks.add(rank)
         if len(ranks) == self._size:
             self._settle(what, all_came, True)
         return await asyncio.shield(all_came)
 
-    def _settle(self, what: str, all_came: asyncio.Future[bool], came: bool) -> None:
+    def _settle(self, what: str, all_came: asyncio.Future[bool], joined: bool) -> None:
         if not all_came.done():
-            all_came.set_result(came)
+            all_came.set_result(joined)
             del self._here[what]
 
 
@@ -158,14 +158,14 @@ class Fanout:
             raise FanoutError("only the root of a fan-out hands in the chunk")
         length = _NOT_HERE if body is None else len(body)
         head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-        told = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
-        if told == _NOT_HERE:
+        nbytes = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
+        if nbytes == _NOT_HERE:
             return None
-        if told > _MOST_BYTES:
+        if nbytes > _MOST_BYTES:
             raise GroupBrokenError(
-                f"a chunk of {told} bytes was announced; the group is out of step"
+                f"a chunk of {nbytes} bytes was announced; the group is out of step"
             )
-        buffer = np.zeros(told, np.uint8) if body is None else np.frombuffer(body, np.uint8)
+        buffer = np.zeros(nbytes, np.uint8) if body is None else np.frombuffer(body, np.uint8)
         encoded = self._communicator.broadcast(buffer, root).tobytes()
         check_id(name, encoded)
         return encoded
@@ -188,8 +188,8 @@ class NcclCommunicator:
 
     @staticmethod
     def new_id() -> tuple[int, ...]:
-        made: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
-        return made
+        unique_id: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
+        return unique_id
 
     def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
         """Through this process's device; returns once all of it is here."""
@@ -198,8 +198,8 @@ class NcclCommunicator:
             stream = self._cupy.cuda.get_current_stream()
             device = self._cupy.asarray(body)
             self._group.bcast(device.data.ptr, device.size, nccl.NCCL_UINT8, root, stream.ptr)
-            got: NDArray[np.uint8] = self._cupy.asnumpy(device)
-        return got
+            received: NDArray[np.uint8] = self._cupy.asnumpy(device)
+        return received
 
     def abort(self) -> None:
         self._group.abort()
@@ -251,13 +251,13 @@ class FixedGroup:
         async with self._lock:
             if self.broken:
                 return 0
-            said = await receiving.read(partial(_named, manifest))
-            if not await self._barrier.join(said, self._fanout.rank):
+            version = await receiving.read(partial(_named, manifest))
+            if not await self._barrier.join(version, self._fanout.rank):
                 return 0
-            came: list[int] = []
+            received: list[int] = []
 
             async def counted(ref: ChunkRef) -> None:
-                came.append(await obtain(ref))
+                received.append(await obtain(ref))
 
             try:
                 await self._hand_around(manifest, receiving, counted, on_reject)
@@ -271,7 +271,7 @@ class FixedGroup:
             except asyncio.CancelledError:
                 self._break("this member was stopped")
                 raise
-            return sum(came)
+            return sum(received)
 
     def close(self) -> None:
         """Leave: the others go on over HTTP."""

@@ -144,8 +144,8 @@ class _Chain:
 def _overwritten(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> int:
     encoded = delta.blob(ref.id)
     header = parse_header(encoded)
-    found = header.ref(ref.id)
-    if (found.rows, found.columns) != (ref.rows, ref.columns):
+    actual = header.ref(ref.id)
+    if (actual.rows, actual.columns) != (ref.rows, ref.columns):
         raise ChunkFormatError(f"{delta.path}: chunk {ref.id} holds other rows than its index says")
     return overwrite_chunk(encoded, tensor, digest)
 
@@ -166,11 +166,11 @@ def _write_shard(path: Path, file: DeltaFile, chain: _Chain, progress: Progress)
 def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
     """A file without tensors: of the delta that last said it anew, or of the base."""
     for delta in reversed(deltas):
-        found = next((f for f in delta.index.files if f.path == file.path), None)
-        if found is None:
+        entry = next((f for f in delta.index.files if f.path == file.path), None)
+        if entry is None:
             break
-        if found.blob:
-            return delta.unpacked(found.blob, found.size)
+        if entry.blob:
+            return delta.unpacked(entry.blob, entry.size)
     if file.path in base.others:
         raw = base.file(file.path).read_bytes()
         if blake3.blake3(raw).hexdigest() == file.same:

@@ -246,14 +246,14 @@ def _index(folder: Path) -> dict[str, str]:
 def _unindexed(folder: Path) -> list[str]:
     """Return the names of the shards of a folder without an index, sorted."""
     # A subfolder may hold another checkpoint, or a copy of this one.
-    found = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
-    if not found:
+    names = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
+    if not names:
         raise TensorFormatError(f"{folder}: no *{SUFFIX} in it; save the model there first")
-    numbered = [match for name in found if (match := NUMBERED.fullmatch(name))]
+    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
     wanted = max((int(match[1]) for match in numbered), default=0)
     if len(numbered) < wanted:
         raise TensorFormatError(f"{folder} has {len(numbered)} of {wanted} files; save all of them")
-    return found
+    return names
 
 
 def _others(folder: Path) -> Iterator[str]:

@@ -133,21 +133,21 @@ def encode_block(
     """
     if not block.is_whole_rows and block.columns[1] >> _COLUMN_BITS:
         raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")
-    found = encode_payload(old, new, kind, level, block.first)
+    payload = encode_payload(old, new, kind, level, block.first)
     # The codec takes a range for contiguous, and the digest wants each weight's own index.
-    growth = found.growth if block.is_whole_rows else block_growth(old, new, block)
+    growth = payload.growth if block.is_whole_rows else block_growth(old, new, block)
     header = ChunkHeader(
-        encoding=found.encoding,
+        encoding=payload.encoding,
         width=old.itemsize,
         first_row=block.rows[0],
         end_row=block.rows[1],
         row_elements=block.row_elements,
-        changed=found.changed,
+        changed=payload.changed,
         base_digest=base_digest,
-        payload_bytes=found.size,
+        payload_bytes=payload.size,
         columns=None if block.is_whole_rows else block.columns,
     )
-    return EncodedChunk(header, b"".join((_pack(header), *found.parts)), growth)
+    return EncodedChunk(header, b"".join((_pack(header), *payload.parts)), growth)
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:

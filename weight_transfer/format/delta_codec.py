@@ -169,15 +169,17 @@ class Encoded:
 def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor."""
     if old.size <= _SAMPLE:
-        return min(_mapped(old, new, first), _anew(old, new, first), key=lambda made: made.size)
+        return min(
+            _mapped(old, new, first), _anew(old, new, first), key=lambda encoded: encoded.size
+        )
     some = slice(0, _SAMPLE)
     sample = old[some], new[some], first
     ways = (_mapped, _anew) if _mapped(*sample).size <= _anew(*sample).size else (_anew, _mapped)
-    made = ways[0](old, new, first)
+    encoded = ways[0](old, new, first)
     raw_bytes = old.nbytes + old.itemsize * PLANE_HEADER.size
-    if made.size <= raw_bytes:
-        return made
-    del made
+    if encoded.size <= raw_bytes:
+        return encoded
+    del encoded
     return min((way(old, new, first) for way in (_anew, _mapped)), key=lambda each: each.size)
 
 
@@ -230,18 +232,18 @@ def encode_payload(
     old: Flat, new: Flat, kind: WeightClass, level: Level = Level.FAST, first: int = 0
 ) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
-    found = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
-    if found is None:
+    difference = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
+    if difference is None:
         return _crowded(old, new, first)
-    if not found.count:
+    if not difference.count:
         return Encoded(Encoding.EMPTY, 0, (), 0)
-    compact = encode_compact(found, kind) if level is Level.COMPACT else None
+    compact = encode_compact(difference, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
-    if compact is not None and found.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, found.count, [compact], found.growth)
-    sparse = Encoded(Encoding.SPARSE, found.count, _sparse(found), found.growth)
+    if compact is not None and difference.count > _SURELY_COMPACT:
+        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
+    sparse = Encoded(Encoding.SPARSE, difference.count, _sparse(difference), difference.growth)
     if compact is not None and len(compact) < sparse.size:
-        return Encoded(Encoding.COMPACT, found.count, [compact], found.growth)
+        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
     return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
 
 
@@ -284,9 +286,9 @@ def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
     reader = PlaneReader(payload)
     dense: Bits = reader.integers(old.size, old.itemsize, old.dtype)
     reader.finish()
-    found = np.count_nonzero(dense != old)
-    if found != changed:
-        raise ChunkFormatError(f"{found} changes found where {changed} were claimed")
+    count = np.count_nonzero(dense != old)
+    if count != changed:
+        raise ChunkFormatError(f"{count} changes found where {changed} were claimed")
     return dense
 
 

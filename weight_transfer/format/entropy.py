@@ -57,10 +57,10 @@ class _Classes:
         return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def encode_compact(found: Difference, kind: WeightClass) -> bytes:
+def encode_compact(difference: Difference, kind: WeightClass) -> bytes:
     """Encode changes, at least one."""
-    classes = _gathered(found.class_counts(kind))
-    gaps, codes = found.by_class(kind, classes.ends(), classes.numbers, classes.starts())
+    classes = _gathered(difference.class_counts(kind))
+    gaps, codes = difference.by_class(kind, classes.ends(), classes.numbers, classes.starts())
     parts = classes.parts()
     classes.rice.extend(_rice(gaps[part]) for part in parts)
     coded, raw = _entropy_coded(gaps, codes, parts, classes.rice)

@@ -183,8 +183,8 @@ class VersionRoutes:
 
     async def _barrier(self, request: web.Request) -> web.Response:
         what, rank = request.match_info["what"], int(request.match_info["rank"])
-        came = await self._leading(request).barrier.join(what, rank)
-        return web.Response(text="all" if came else "not all")
+        joined = await self._leading(request).barrier.join(what, rank)
+        return web.Response(text="all" if joined else "not all")
 
     def _leading(self, request: web.Request) -> Lead:
         self._admit(request)

@@ -49,11 +49,11 @@ def draft(out: Path, *, folder: bool = False) -> Iterator[Path]:
         raise StoreError(f"{out.parent} is no folder; make it first")
     path = Path(tempfile.mkdtemp(dir=out.parent, prefix=DRAFT))
     try:
-        made = path / out.name
+        target = path / out.name
         if folder:
-            made.mkdir()
-        yield made
-        made.rename(out)
+            target.mkdir()
+        yield target
+        target.rename(out)
         sync(out.parent)
     finally:
         shutil.rmtree(path, ignore_errors=True)

@@ -69,23 +69,23 @@ class CpuExchange:
 
     def run(self, *, back: bool = False) -> Int64s:
         """Write all new values, or all old ones `back`; see `Exchange`."""
-        found = np.zeros((len(self.changes), 2), np.int64)
+        counts = np.zeros((len(self.changes), 2), np.int64)
         for row, (target, change) in enumerate(self.changes):
             old, new = (change.new, change.old) if back else (change.old, change.new)
             # Unsigned indices spare the kernel the check whether they count from the end.
             at = change.indices.view(np.uint64)
-            found[row] = np.array(exchange(target, at, old, new)) != 0
-        return found
+            counts[row] = np.array(exchange(target, at, old, new)) != 0
+        return counts
 
 
 class CpuProcessor:
     """Kernel backend of host memory; see `Processor`."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
-        found = changes.find_changes(old, new, room, first)
-        if found is None:
+        deltas = changes.find_changes(old, new, room, first)
+        if deltas is None:
             return None
-        return CpuDifference(found.gaps, found.codes, found.growth, old)
+        return CpuDifference(deltas.gaps, deltas.codes, deltas.growth, old)
 
     def mark(self, old: Bits, new: Bits, first: int) -> Marks:
         bitmap, codes = changes.mark_changes(old, new)

@@ -156,8 +156,8 @@ def _ones(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
 
 
 def _item(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:  # noqa: ANN401
-    made = context.make_array(kind)(context, builder, array)
-    return cgutils.get_item_pointer(context, builder, kind, made, [at])
+    struct = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, struct, [at])
 
 
 def _vector(

@@ -202,16 +202,16 @@ class DeviceDifference:
         return (self.old.flat[self.described.indices].to(torch.int64) >> kind.shift) & kind.mask
 
 
-def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Described:
+def describe(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> Described:
     """List what `found` marks; the range's first weight has index `first`."""
-    indices = found.indices()
-    programs = -(-found.count // _LIST_TILE)
-    gaps = torch.empty(found.count, dtype=torch.int32, device=indices.device)
-    codes = torch.empty(found.count, dtype=old.flat.dtype, device=indices.device)
+    indices = marks.indices()
+    programs = -(-marks.count // _LIST_TILE)
+    gaps = torch.empty(marks.count, dtype=torch.int32, device=indices.device)
+    codes = torch.empty(marks.count, dtype=old.flat.dtype, device=indices.device)
     sums = torch.empty(programs, dtype=torch.int64, device=indices.device)
     if programs:
         kernels.describe[(programs,)](
-            old.flat, new.flat, indices, gaps, codes, sums, found.count, first,
+            old.flat, new.flat, indices, gaps, codes, sums, marks.count, first,
             width_bits=8 * old.itemsize, tile_size=_LIST_TILE,
         )  # fmt: skip
     return Described(indices, gaps, codes, total(sums))
@@ -222,16 +222,16 @@ class DeviceProcessor:
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            found = mark(old, new)
-            if found.count > room:
+            marks = mark(old, new)
+            if marks.count > room:
                 return None
-            return DeviceDifference(old, found, describe(old, new, found, first))
+            return DeviceDifference(old, marks, describe(old, new, marks, first))
 
     def mark(self, old: DeviceBits, new: DeviceBits, first: int) -> Marks:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            found = mark(old, new)
-            described = describe(old, new, found, first)
-            bitmap = to_host(found.bitmap)[: (old.size + 7) // 8]
+            marks = mark(old, new)
+            described = describe(old, new, marks, first)
+            bitmap = to_host(marks.bitmap)[: (old.size + 7) // 8]
             return Marks(bitmap, to_host(described.codes), described.growth)
 
     def read(self, bits: DeviceBits) -> Bits:
