@@ -25,7 +25,10 @@ from weight_transfer.fetch.limits import Caps, DownloadLimits
 
 @dataclass(frozen=True, slots=True)
 class FollowedJob:
-    """A job whose versions a relay passes on, its publisher, and its trainer's key."""
+    """A job whose versions a relay passes on, its publisher, and its trainer's key.
+
+    verify_key: None passes on unsigned versions.
+    """
 
     job: str
     origin: str
@@ -42,28 +45,22 @@ class Relay:
     def __init__(
         self,
         root: Path,
-        origin: str,
-        job: str,
+        jobs: Sequence[FollowedJob],
         host: str,
         port: int,
-        members: Iterable[str] = (),
+        members: Sequence[str] = (),
         *,
-        verify_key: VerifyKey | None,
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
         insecure: bool = False,
-        others: Iterable[FollowedJob] = (),
     ) -> None:
-        """`verify_key`: of the job's trainer; None passes on what nobody signed.
-
-        others: further jobs; who asks says whose version it wants.
+        """`jobs`: the last one is meant by a request that names no job.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         """
         credentials.check_exposure(host, insecure=insecure)
-        members, others = tuple(members), tuple(others)
         # Whoever configures this relay names them; no announcement does.
-        credentials = credentials.naming((origin, *(each.origin for each in others), *members))
+        credentials = credentials.naming((*(each.origin for each in jobs), *members))
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host_port(host, port)}"
@@ -73,7 +70,7 @@ class Relay:
         self._server = VersionServer(
             store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
         )
-        for each in (*others, FollowedJob(job, origin, verify_key)):
+        for each in jobs:
             self.fetcher.follow(each.job, each.origin, each.verify_key)
 
     @property
@@ -124,16 +121,13 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         check_exposure(args.metrics_host, args.insecure, "read names of jobs and their versions")
     relay = Relay(
         args.store,
-        first.origin,
-        first.job,
+        [*others, first],
         args.host,
         args.port,
         args.members,
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
-        verify_key=first.verify_key,
         insecure=args.insecure,
-        others=others,
     )
     page = None
     try:

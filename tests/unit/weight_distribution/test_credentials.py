@@ -16,6 +16,7 @@ from rose.errors import ConfigError
 from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import Credentials, Relay, VersionServer
+from rose.weight_distribution.relay import FollowedJob
 from tests.certificates import Certificates
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
@@ -115,12 +116,10 @@ async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_
     await server.start()
     relay = Relay(
         tmp_path / "relay",
-        server.url,
-        "job",
+        [FollowedJob("job", server.url, KEY.verify_key)],
         "127.0.0.1",
         unused_tcp_port_factory(),
         credentials=authority.issue("relay"),
-        verify_key=KEY.verify_key,
     )
     async with relay:
         node = authority.issue("node")
@@ -202,7 +201,7 @@ def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
     with pytest.raises(ConfigError, match="reached from other machines"):
         VersionServer(store, 1, credentials=token_alone, host=host)
     with pytest.raises(ConfigError, match="reached from other machines"):
-        Relay(tmp_path / "relay", "http://127.0.0.1:9", "job", host, 1, verify_key=None)
+        Relay(tmp_path / "relay", [FollowedJob("job", "http://127.0.0.1:9", None)], host, 1)
     certified = Authority(tmp_path / "ca").issue("relay")
     VersionServer(store, 1, credentials=certified, host=host)
     VersionServer(store, 1, host=host, insecure=True)

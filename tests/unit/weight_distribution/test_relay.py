@@ -48,12 +48,10 @@ async def test_relays_with_fixed_members_share_the_origin(
     relays = [
         Relay(
             tmp_path / str(port),
-            origin.url,
-            "job",
+            [FollowedJob("job", origin.url, KEY.verify_key)],
             "127.0.0.1",
             port,
             members,
-            verify_key=KEY.verify_key,
         )
         for port in ports
     ]
@@ -81,7 +79,10 @@ async def test_a_relay_counts_what_crosses_it(
     await origin.start()
     port = unused_tcp_port_factory()
     relay = Relay(
-        tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=KEY.verify_key
+        tmp_path / "relay",
+        [FollowedJob("job", origin.url, KEY.verify_key)],
+        "127.0.0.1",
+        port,
     )
     async with relay, aiohttp.ClientSession() as session:
         for reader in ("one", "two"):
@@ -137,13 +138,10 @@ async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(
     first, *others = follows
     relay = Relay(
         tmp_path / "relay",
-        first.origin,
-        first.job,
+        [*others, first],
         "127.0.0.1",
         port,
         members,
-        verify_key=first.verify_key,
-        others=others,
     )
     async with relay, aiohttp.ClientSession() as session:
         receiving = DownloadLimits(ChunkStore(tmp_path / "node"), Caps())
@@ -276,7 +274,9 @@ async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(
     await origin.start()
     port = unused_tcp_port_factory()
     async with (
-        Relay(tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=None) as relay,
+        Relay(
+            tmp_path / "relay", [FollowedJob("job", origin.url, None)], "127.0.0.1", port
+        ) as relay,
         aiohttp.ClientSession() as session,
     ):
         name = manifest.chunks[0].id
