@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose.client import RolloutClient, Sampling
-from rose.weight_distribution import WeightPublisher
+from rose.weight_distribution import PublisherSettings, WeightPublisher
 from weight_transfer import SigningKey, TensorBits, read_model_dir
 
 Weights = dict[str, TensorBits]
@@ -41,7 +41,8 @@ async def train(model: Path, steps: int = 3) -> None:
     weights = read_model_dir(model)
     key = SigningKey.load(Path("run/trainer.key"))
     root = Path("run/published")
-    publisher = WeightPublisher("job", "127.0.0.1:7400", root, 7500, key, checkpoint=model)
+    settings = PublisherSettings(checkpoint=model)
+    publisher = WeightPublisher("job", "127.0.0.1:7400", root, 7500, key, settings=settings)
     async with RolloutClient("http://127.0.0.1:8000", timeout_s=600) as client, publisher:
         first, weights = await begin(publisher, weights)
         for version in range(first, first + steps):

@@ -38,7 +38,7 @@ from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
-from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.traffic import Answer, Asked, Source, Traffic
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"

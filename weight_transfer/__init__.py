@@ -23,13 +23,19 @@ from weight_transfer.errors import (
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
-from weight_transfer.format.chunk import Change, ChunkHeader, chunk_id, decode_chunk, encode_chunk
+from weight_transfer.format.chunk import ChunkHeader, chunk_id, decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Encoding
 from weight_transfer.format.digest import Block, digest_of, updated
-from weight_transfer.format.manifest import ChunkRef, Manifest, OnUpdate, TensorUpdate
+from weight_transfer.format.manifest import (
+    ChunkRef,
+    Manifest,
+    OnUpdate,
+    TensorUpdate,
+    VerifiedManifest,
+)
 from weight_transfer.format.signing import SigningKey, VerifyKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.kernels.backend import Change
 from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
 from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import (
@@ -46,6 +52,7 @@ from weight_transfer.publish.sharding import (
     vocabulary,
     whole,
 )
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.store.restore import newest_version, restore
@@ -74,7 +81,6 @@ __all__ = [
     "OnUpdate",
     "Piece",
     "ProbeError",
-    "Publisher",
     "Receiver",
     "ShardCoordinator",
     "ShardEncoder",
@@ -90,7 +96,9 @@ __all__ = [
     "TensorBits",
     "TensorFormatError",
     "TensorUpdate",
+    "VerifiedManifest",
     "VerifyKey",
+    "VersionPublisher",
     "WeightError",
     "WrongBaseError",
     "bits_of",

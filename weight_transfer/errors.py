@@ -17,7 +17,15 @@ WeightError
 ├── LoaderMapError      a checkpoint tensor cannot be found, byte for byte, in the engine
 ├── ProbeError          the probe cannot run in this engine
 ├── DeviceMemoryError   a device has no room for what an update needs there
-└── StoreError          the store refuses: a chunk is not durable or a version exists already
+├── StoreError          the store refuses: a chunk is not durable or a version exists already
+└── TransferError       weights cannot be fetched or served
+    ├── FetchError          a version could not be fetched whole
+    ├── IndexFormatError    a reply is not a catalog of the job
+    ├── StorageError        the disk refuses what is received
+    ├── CacheFullError      a version does not fit into the cache
+    ├── LeaseError          a lease is asked for without a reader, a version or a time
+    └── FanoutError         a group of GPUs cannot hand chunks around
+        └── GroupBrokenError    its members do not make the same calls
 """
 
 
@@ -62,7 +70,7 @@ class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the
 
 
 class ShardError(WeightError):
-    """What a trainer's ranks hold, or report, does not make a version."""
+    """Shards, or reports, of a trainer's ranks that do not make a version."""
 
 
 class WrongBaseError(WeightError):
@@ -74,7 +82,7 @@ class DigestMismatchError(WeightError):
 
 
 class CatalogError(WeightError):
-    """What is published does not lead to the wanted version."""
+    """Published versions that do not lead to the wanted one."""
 
 
 class LoaderMapError(WeightError):
@@ -91,3 +99,35 @@ class DeviceMemoryError(WeightError):
 
 class StoreError(WeightError):
     """The store refuses: a chunk is not durable, or a version exists already."""
+
+
+class TransferError(WeightError):
+    """Weights cannot be fetched or served."""
+
+
+class FetchError(TransferError):
+    """A version could not be fetched whole; received parts stay and are not fetched again."""
+
+
+class IndexFormatError(TransferError):
+    """Reply that is not a catalog of this job."""
+
+
+class StorageError(TransferError):
+    """The disk refuses what is received."""
+
+
+class CacheFullError(TransferError):
+    """A version does not fit, even after everything evictable was evicted."""
+
+
+class LeaseError(TransferError):
+    """A lease needs a reader, a version and a time."""
+
+
+class FanoutError(TransferError):
+    """A group of GPUs cannot hand chunks around."""
+
+
+class GroupBrokenError(FanoutError):
+    """The members do not make the same calls: nothing can be handed around any more."""

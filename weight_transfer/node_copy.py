@@ -8,34 +8,17 @@ leader     decode: each tensor into a segment of the update, `progress` goes up 
            the copy with it, then its `version`
 followers  decode: wait for each tensor, prove it against the signed manifest → commit: wait for
            `version`, then look where tensors are
-Whoever waits sees the leader's failure, its end, or a minute without progress; each of them is an
-error, and what was decoded until then is nothing that could be committed. A rank without others
-leads alone.
-
-A segment is memory that one process fills and other processes of its owner read.
-
-make    a memfd: it has no name in any file system, so nothing is left of it when its last process
-        ends, however that ends; sealed, so that nobody else can write to it or change its size
-open    by another process, through the maker's /proc/PID/fd; a copy-on-write mapping, so that
-        nothing that a reader does reaches the maker
-elect   of processes that start together, one whose segment all of them use: a file that names it
-        appears once, with all that it says, by `link`
+A waiting rank sees the leader's failure, its end, or a minute without progress; each is an error,
+and nothing that was decoded until then can be committed. A rank without others leads alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import mmap
-import os
-import select
-import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -55,244 +38,20 @@ from weight_transfer.files.checkpoint import Checkpoint, CheckpointEntry, view
 from weight_transfer.format.digest import after_write, digest_of
 from weight_transfer.format.manifest import hex_digest
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter
-from weight_transfer.receiver import Overwrite, StagedTensor, StagedUpdate, UpdatePlan
-
-_F_SEAL_FUTURE_WRITE: Final = 0x10  # Python names it from 3.15 on.
-_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-_MAP_NORESERVE: Final = 0x4000  # Not named by every Python; nothing is promised to be written.
-_MAX_RECORD_BYTES: Final = 1024
-_DRAFT: Final = ".draft-"
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """How other processes find a segment, and how they tell that it is still that one.
-
-    `namespace`: of process ids, in which `pid` means something. `device`, `inode`: the kernel's
-    name of the memory behind the maker's `descriptor`.
-    """
-
-    namespace: int
-    pid: int
-    descriptor: int
-    device: int
-    inode: int
-    nbytes: int
-
-    @property
-    def path(self) -> str:
-        """Where its maker's descriptor is."""
-        return f"/proc/{self.pid}/fd/{self.descriptor}"
-
-    @property
-    def exists(self) -> bool:
-        """Whether its maker lives and has it."""
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
-
-
-class SharedSegment:
-    """One of them, mapped. `data`: its bytes; a reader's own changes stay its own."""
-
-    def __init__(self, descriptor: int, mapped: mmap.mmap, address: Address) -> None:
-        self._descriptor = descriptor
-        self.address = address
-        self.data: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
-
-    @classmethod
-    def make(cls, label: str, nbytes: int) -> SharedSegment:
-        """Make one of zeros, which takes memory only where it is written to.
-
-        `label` is what /proc/PID/maps shows. Raises StoreError.
-        """
-        try:
-            descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise StoreError(f"no shared memory can be made: {error}") from error
-        try:
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, nbytes)
-            # The one mapping that may write has to be there before the seals.
-            mapped = mmap.mmap(descriptor, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            status = os.fstat(descriptor)
-        except OSError as error:
-            os.close(descriptor)
-            raise StoreError(f"{nbytes} bytes of shared memory cannot be had: {error}") from error
-        ids = _namespace(), os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes
-        return cls(descriptor, mapped, Address(*ids))
-
-    @classmethod
-    def open(cls, address: Address) -> SharedSegment:
-        """Map what another process made. Raises StoreError for anything else."""
-        if address.namespace != _namespace():
-            raise StoreError(
-                "the ranks of this node do not see each other's processes; give their containers"
-                " one namespace of process ids"
-            )
-        try:
-            descriptor = os.open(address.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(
-                f"process {address.pid} shares no weights any more: {error}"
-            ) from error
-        try:
-            _check(descriptor, address)
-            mapped = map_private(descriptor, address.nbytes)
-        except OSError as error:
-            raise StoreError(
-                f"what process {address.pid} shares cannot be read: {error}"
-            ) from error
-        finally:
-            os.close(descriptor)
-        return cls(-1, mapped, address)
-
-    def withdraw(self) -> None:
-        """Let nobody open it any more; who has it keeps it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.withdraw()
-
-
-def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map a file to be read, with its pages shared; what is written there is this process's own.
-
-    It looks writable: for arrays that are not, each kernel would be compiled once more.
-    """
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-class ProcessWatch:
-    """Tells whether the maker of a segment lives; its process id may mean another one later."""
-
-    def __init__(self, address: Address) -> None:
-        """Raises StoreError when it has ended."""
-        try:
-            self._descriptor = os.pidfd_open(address.pid)
-        except OSError as error:
-            raise StoreError(f"process {address.pid} has ended: {error}") from error
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
-        if not address.exists:
-            raise StoreError(f"process {address.pid} shares no weights any more")
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has, however it did."""
-        return bool(self._poll.poll(0))
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            os.close(self._descriptor)
-
-
-def ranks_folder() -> Path:
-    """Where the ranks of this machine's engines find each other: its owner's, in memory."""
-    shared = Path("/dev/shm")  # noqa: S108 -- entered only where it is this user's alone
-    root = shared if shared.is_dir() else Path(tempfile.gettempdir())
-    return root / f"rose-ranks-{os.geteuid()}"
-
-
-def elect(place: Path, mine: Address) -> Address:
-    """Have one segment for all who come to `place`; returns its address, perhaps `mine`.
-
-    What dead processes left in its folder is removed. Raises StoreError for a folder or a file of
-    somebody else.
-    """
-    folder = place.parent
-    _own(folder)
-    _sweep(folder)
-    try:
-        descriptor, draft = tempfile.mkstemp(dir=folder, prefix=_DRAFT)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(mine), file)
-        try:
-            os.link(draft, place)
-        except FileExistsError:
-            return _read(place)
-        finally:
-            os.unlink(draft)
-    except OSError as error:
-        raise StoreError(f"ranks cannot meet at {place}: {error}") from error
-    return mine
-
-
-def _own(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be made: {error}") from error
-    alone = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not alone or status.st_uid != os.geteuid():
-        raise StoreError(f"{folder} is not this user's alone; remove it")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove records of processes of this namespace that have ended."""
-    for path in _files(folder):
-        with contextlib.suppress(StoreError, OSError):
-            address = _read(path)
-            if address.namespace == _namespace() and not address.exists:
-                path.unlink()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    with os.scandir(folder) as entries:
-        yield from [Path(entry.path) for entry in entries]
-
-
-def _read(path: Path) -> Address:
-    """Read a record. StoreError for what is none, or is somebody else's."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            raw = file.read(_MAX_RECORD_BYTES) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise StoreError(f"{path} is not this user's alone; remove it")
-    try:
-        fields = json.loads(raw)
-        address = Address(**fields)
-        numbers = all(type(value) is int and value >= 0 for value in fields.values())
-    except (ValueError, TypeError) as error:
-        raise StoreError(f"{path} names no segment: {error}; remove it") from error
-    if not numbers:
-        raise StoreError(f"{path} names no segment; remove it")
-    return address
-
-
-def _check(descriptor: int, address: Address) -> None:
-    status = os.fstat(descriptor)
-    same = (status.st_dev, status.st_ino) == (address.device, address.inode)
-    mine = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    if not (same and mine and status.st_size == address.nbytes):
-        raise StoreError(f"what process {address.pid} has there is not the segment that it shared")
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise StoreError(f"process {address.pid} shares no sealed memory: {error}") from error
-    if seals & _SEALS != _SEALS:
-        raise StoreError(f"what process {address.pid} shares may still be changed by others")
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
+from weight_transfer.receiver import StagedTensor, StagedUpdate, UpdatePlan
+from weight_transfer.shared_segment import (
+    Address,
+    ProcessWatch,
+    SharedSegment,
+    elect,
+    map_private,
+)
 
 POLL_S: Final = 0.005
 SILENT_S: Final = 60.0
-"""So long may a leader make no progress: a tensor is decoded in seconds."""
+"""Longest time without progress of a leader: a tensor is decoded in seconds."""
 _PAGE: Final = mmap.PAGESIZE
 _LINE: Final = 64
 _MAGIC: Final = int.from_bytes(b"ROSENODE", "little")
@@ -319,18 +78,15 @@ class _Head:
 
     @classmethod
     def nbytes(cls) -> int:
-        """What it takes."""
         return 8 * cls.WORDS + _ERROR_BYTES
 
     def begin(self, identity: bytes) -> None:
-        """Of a new segment."""
         self.words[1 : 1 + _IDENTITY_WORDS] = np.frombuffer(identity, np.uint64)
         self.words[0] = _MAGIC
 
     def is_about(self, identity: bytes) -> bool:
-        """Whether that is what the segment was made for."""
-        said = self.words[1 : 1 + _IDENTITY_WORDS].tobytes()
-        return bool(self.words[0] == _MAGIC) and said == identity
+        stored = self.words[1 : 1 + _IDENTITY_WORDS].tobytes()
+        return bool(self.words[0] == _MAGIC) and stored == identity
 
     def _get(self, at: int) -> int:
         return int(self.words[at])
@@ -361,14 +117,13 @@ class _Head:
         raise StoreError(f"the rank that decodes failed: {name}: {message}")
 
     def announce(self, address: Address) -> None:
-        """Say where the newest update is."""
         self.words[11] += np.uint64(1)
-        found = address.device, address.inode, address.nbytes, address.descriptor
-        self.words[12:16] = np.array(found, np.uint64)
+        fields = address.device, address.inode, address.nbytes, address.descriptor
+        self.words[12:16] = np.array(fields, np.uint64)
         self.words[11] += np.uint64(1)
 
     def announced(self, leader: Address) -> Address | None:
-        """Where the leader's newest update is, None while there is none or just another comes."""
+        """Return the leader's newest update, None if there is none or it is being replaced."""
         sequence = self._get(11)
         device, inode, nbytes, descriptor = (int(word) for word in self.words[12:16])
         if not sequence or sequence % 2 or self._get(11) != sequence:
@@ -378,7 +133,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything is in the copy's segment: head, digests, moved flags, tensors by page."""
+    """Layout of the copy's segment: head, digests, moved flags, tensors by page."""
 
     names: tuple[str, ...]
     offsets: Mapping[str, int]
@@ -454,7 +209,7 @@ class NodeCopy:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decodes for the others."""
+        """True if this rank decodes for the others."""
         return self._watch is None
 
     def decode(self, plan: UpdatePlan, decode: DecodeTensor, attempt: str = "") -> StagedUpdate:
@@ -466,17 +221,17 @@ class NodeCopy:
         """
         if not (attempt or self._alone):
             raise StoreError("ranks that share a copy have to be told a name of each attempt")
-        said = f"{attempt} {plan.version} {plan.parent} {plan.wire_bytes}"
-        identity = blake3.blake3(said.encode()).digest()
+        name = f"{attempt} {plan.version} {plan.parent} {plan.wire_bytes}"
+        identity = blake3.blake3(name.encode()).digest()
         return (self._lead if self.leads else self._follow)(plan, decode, identity)
 
-    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+    def write(self, staged: Iterable[StagedTensor], version: int) -> None:
         """See WeightCopy: the leader overwrites the copy, the others wait until it has."""
         if self.leads:
-            for each in overwrites:
+            for each in staged:
                 tensor = self._writable(each.name)
-                scatter(tensor.bits, each.indices, each.values)
-                self._note(each.name, each.digest)
+                scatter(tensor.bits, each.change.indices, each.change.new)
+                self._note(each.name, each.digest_after)
                 self._head.progress += 1
             self._head.version = version
         elif version != self.version:
@@ -624,10 +379,10 @@ class _Files:
 
 
 class _Arena:
-    """What an update makes of each tensor, in a segment of its own.
+    """Decoded changes of an update, in a segment of their own.
 
     head | u64[tensors, 2]: changed weights, digest after | of each tensor, in pages of its own:
-    indices i64, new values, old values
+    indices i64, new weights, old weights
     """
 
     def __init__(self, segment: SharedSegment, rooms: Sequence[tuple[int, int]]) -> None:
@@ -647,23 +402,20 @@ class _Arena:
 
     @classmethod
     def nbytes(cls, rooms: Sequence[tuple[int, int]]) -> int:
-        """What it takes at most: only what is written takes memory."""
+        """Return the segment's size; only written pages take memory."""
         return cls._places(rooms)[-1]
 
     def put(self, at: int, tensor: StagedTensor) -> StagedTensor:
         """The leader's: copy a tensor here; returns it as it is here."""
-        count = tensor.indices.size
+        change, count = tensor.change, tensor.change.indices.size
         if count > self._rooms[at][0]:
             raise TensorFormatError(f"{tensor.name}: more weights changed than were announced")
         self._table[at] = np.array((count, tensor.digest_after), np.uint64)
-        parts = self._parts(at, count)
-        for part, values in zip(
-            parts, (tensor.indices, tensor.values, tensor.old_values), strict=True
-        ):
-            part[:] = values
-        # What was written is seen before this is: the interpreter's lock lies between.
+        shared = self._change(at, count)
+        shared.indices[:], shared.old[:], shared.new[:] = change.indices, change.old, change.new
+        # Followers see the parts before the progress: the interpreter's lock orders both writes.
         self.head.progress = at + 1
-        return StagedTensor(tensor.name, *parts, tensor.digest_after)
+        return StagedTensor(tensor.name, shared, tensor.digest_after)
 
     def take(self, at: int, active: TensorBits, digest: int) -> StagedTensor:
         """A follower's: what the leader put, proved to make of `active` what it says.
@@ -673,15 +425,16 @@ class _Arena:
         count, after = (int(word) for word in self._table[at])
         if count > self._rooms[at][0]:
             raise DigestMismatchError(f"{active.name}: {count} changes are out of bounds")
-        indices, values, old = self._parts(at, count)
+        change = self._change(at, count)
+        indices = change.indices
         inside = not count or (indices.min() >= 0 and indices.max() < active.bits.size)
-        if not inside or after_write(digest, active.bits, indices, values) != after:
+        if not inside or after_write(digest, active.bits, indices, change.new) != after:
             raise DigestMismatchError(f"{active.name}: what was decoded for all ranks is damaged")
-        if not np.array_equal(active.bits[indices], old):
+        if not np.array_equal(active.bits[indices], change.old):
             raise DigestMismatchError(f"{active.name}: it was decoded for other weights")
-        return StagedTensor(active.name, indices, values, old, after)
+        return StagedTensor(active.name, change, after)
 
-    def _parts(self, at: int, count: int) -> tuple[NDArray[np.int64], Bits, Bits]:
+    def _change(self, at: int, count: int) -> Change:
         room, width = self._rooms[at]
         begin = self._offsets[at]
         first, second = begin + 8 * room, begin + (8 + width) * room
@@ -690,11 +443,12 @@ class _Arena:
             return self.segment.data[start : start + kind.itemsize * count].view(kind)
 
         indices: NDArray[np.int64] = part(begin, unsigned(8)).view(np.int64)
-        return indices, part(first, unsigned(width)), part(second, unsigned(width))
+        kind = unsigned(width)
+        return Change(indices, old=part(second, kind), new=part(first, kind))
 
     @staticmethod
     def _places(rooms: Sequence[tuple[int, int]]) -> list[int]:
-        """Where each tensor begins, and where the last one ends."""
+        """Return the offset of each tensor, and the end of the last one."""
         at = _up(_Head.nbytes() + 16 * len(rooms), _PAGE)
         places = [at]
         for room, width in rooms:

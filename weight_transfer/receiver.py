@@ -1,6 +1,6 @@
 """Receiver: the sans-IO core of a replica's side.
 
-decode  manifests + chunks → StagedUpdate, nothing written: signature, expiry, base, every chunk,
+decode  verified manifests + chunks → StagedUpdate, nothing written: expiry, base, every chunk,
         and every tensor's digest after each version are checked first
 commit  overwrite with absolute values, then move the version: rerunning it is harmless
 """
@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from weight_transfer.errors import (
     ChunkFormatError,
@@ -25,21 +24,27 @@ from weight_transfer.errors import (
 )
 from weight_transfer.format.chunk import check_id, decode_chunk, overwrite_chunk, parse_header
 from weight_transfer.format.digest import MODULUS, after_write, digest_of
-from weight_transfer.format.manifest import CODEC, ChunkRef, Manifest, TensorUpdate, hex_digest
+from weight_transfer.format.manifest import (
+    CODEC,
+    ChunkRef,
+    Manifest,
+    TensorUpdate,
+    VerifiedManifest,
+    hex_digest,
+)
 from weight_transfer.format.signing import VerifyKey
 from weight_transfer.format.tensors import Bits, TensorBits, copy_tensors
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.changes import apply_changes, find_changes
 from weight_transfer.kernels.cpu.digest import scatter
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """Changes of one tensor: at flat `indices` (ascending), from `old_values` to `values`."""
+    """Proved change of one tensor, its indices ascending, and the tensor's digest after it."""
 
     name: str
-    indices: NDArray[np.int64]
-    values: Bits
-    old_values: Bits
+    change: Change
     digest_after: int
 
 
@@ -55,8 +60,7 @@ class StagedUpdate:
 
     @property
     def changed(self) -> int:
-        """Elements that change."""
-        return sum(tensor.indices.size for tensor in self.tensors)
+        return sum(tensor.change.indices.size for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +84,8 @@ class UpdatePlan:
 
     def update(self, tensors: Iterable[StagedTensor]) -> StagedUpdate:
         """The update that its decoded tensors make."""
-        changed = tuple(tensor for tensor in tensors if tensor.indices.size)
+        changed = tuple(tensor for tensor in tensors if tensor.change.indices.size)
         return StagedUpdate(self.version, self.parent, changed, self.wire_bytes, self.job)
-
-
-@dataclass(frozen=True, slots=True)
-class Overwrite:
-    """Values that belong at `indices` of a tensor, and the digest of all of it afterwards."""
-
-    name: str
-    indices: NDArray[np.int64]
-    values: Bits
-    digest: int
 
 
 class WeightCopy(Protocol):
@@ -109,7 +103,7 @@ class WeightCopy(Protocol):
     def digests(self) -> Mapping[str, int]:
         """Digest of each tensor."""
 
-    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+    def write(self, staged: Iterable[StagedTensor], version: int) -> None:
         """Come to `version`; doing it again is harmless."""
 
 
@@ -121,11 +115,11 @@ class PrivateCopy:
         self.digests = {name: digest_of(t.bits) for name, t in self.tensors.items()}
         self.version = version
 
-    def write(self, overwrites: Iterable[Overwrite], version: int) -> None:
+    def write(self, staged: Iterable[StagedTensor], version: int) -> None:
         """See WeightCopy."""
-        for each in overwrites:
-            scatter(self.tensors[each.name].bits, each.indices, each.values)
-            self.digests[each.name] = each.digest
+        for each in staged:
+            scatter(self.tensors[each.name].bits, each.change.indices, each.change.new)
+            self.digests[each.name] = each.digest_after
         self.version = version
 
 
@@ -160,7 +154,6 @@ class Receiver:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each active tensor."""
         return self._copy.digests
 
     def decode(
@@ -190,17 +183,17 @@ class Receiver:
         to what it was is not touched. Only the last manifest must not have expired: those before
         it are on the way.
         """
-        plan = self.plan(manifests, verify_key, now_s)
+        checked = [VerifiedManifest.check(manifest, verify_key) for manifest in manifests]
+        plan = self.plan(checked, now_s)
         return plan.update(self.decode_tensor(plan, name, chunks) for name in plan.tensors)
 
-    def plan(
-        self, manifests: Sequence[Manifest], verify_key: VerifyKey | None, now_s: float
-    ) -> UpdatePlan:
-        """Check all that manifests say: signatures, expiry, order, tensors. No chunk is needed."""
-        if not manifests:
+    def plan(self, verified: Sequence[VerifiedManifest], now_s: float) -> UpdatePlan:
+        """Check the contents of manifests: expiry, order, tensors. No chunk is needed."""
+        if not verified:
             raise ManifestError("no version to decode; give at least one manifest")
+        manifests = [each.manifest for each in verified]
         for manifest in manifests:
-            self._check(manifest, verify_key)
+            self._check(manifest)
         last = manifests[-1]
         if now_s >= last.expires_s:
             raise ManifestExpired(f"version {last.version} expired; fetch the newest manifest")
@@ -231,13 +224,10 @@ class Receiver:
             raise WrongBaseError(
                 f"decoded on version {staged.parent}, active is {self.version}; decode it again"
             )
-        new = (Overwrite(t.name, t.indices, t.values, t.digest_after) for t in staged.tensors)
-        self._copy.write(new, staged.version)
+        self._copy.write(staged.tensors, staged.version)
         self.job = staged.job
 
-    def _check(self, manifest: Manifest, verify_key: VerifyKey | None) -> None:
-        if verify_key is not None:
-            manifest.verify(verify_key)
+    def _check(self, manifest: Manifest) -> None:
         if manifest.codec != CODEC:
             raise ManifestError(f"codec {manifest.codec} is unknown here; {CODEC} is known")
         listed = {tensor.name for tensor in manifest.tensors}
@@ -271,15 +261,12 @@ class Receiver:
         active = self.tensors[updates[0].name]
         digest = self.digests[active.name]
         if len(updates) == 1 and not based:
-            change = _changed(active, digest, updates[0], chunks)
-            indices, values, after = change.indices, change.values, change.digest_after
-        else:
-            scratch, after = self._replayed(active, updates, chunks, based=based)
-            found = find_changes(active.bits, scratch, active.bits.size)
-            assert found is not None
-            indices, values = apply_changes(active.bits, found.changes)
-        old_values = active.bits[indices]
-        return StagedTensor(active.name, indices, values, old_values, after)
+            return _changed(active, digest, updates[0], chunks)
+        scratch, after = self._replayed(active, updates, chunks, based=based)
+        deltas = find_changes(active.bits, scratch, active.bits.size)
+        assert deltas is not None
+        indices, values = apply_changes(active.bits, deltas.gaps, deltas.codes)
+        return StagedTensor(active.name, Change(indices, active.bits[indices], values), after)
 
     def _replayed(
         self,
@@ -298,27 +285,21 @@ class Receiver:
         return bits, digest
 
 
-@dataclass(frozen=True, slots=True)
-class _Changed:
-    indices: NDArray[np.int64]
-    values: Bits
-    digest_after: int
-
-
 def _changed(
     old: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
-) -> _Changed:
-    """What one version makes of a tensor, decoded and proved."""
+) -> StagedTensor:
+    """Decode one version of a tensor and prove it."""
     _check_base(old, digest, update)
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
-    values = np.concatenate([old.bits[:0], *(c.values for c in changes)])
+    values = np.concatenate([old.bits[:0], *(c.new for c in changes)])
+    replaced = np.concatenate([old.bits[:0], *(c.old for c in changes)])
     if any(ref.columns for ref in update.chunks):
         order = np.argsort(indices, kind="stable")  # Quick where it meets ascending runs.
-        indices, values = indices[order], values[order]
+        indices, values, replaced = indices[order], values[order], replaced[order]
     after = after_write(digest, old.bits, indices, values)
     _check_after(update, after)
-    return _Changed(indices, values, after)
+    return StagedTensor(old.name, Change(indices, replaced, values), after)
 
 
 def overwritten(
@@ -353,7 +334,7 @@ def _fetch(ref: ChunkRef, chunks: Mapping[str, bytes]) -> bytes:
         raise ChunkMissingError(f"chunk {ref.id} was not handed in; fetch it first")
     check_id(ref.id, encoded)
     header = parse_header(encoded)
-    found = header.ref(ref.id)
-    if found != replace(ref, origin=None):
-        raise ChunkFormatError(f"chunk {ref.id} holds {found}, its manifest says otherwise")
+    actual = header.ref(ref.id)
+    if actual != replace(ref, origin=None):
+        raise ChunkFormatError(f"chunk {ref.id} holds {actual}, its manifest says otherwise")
     return encoded

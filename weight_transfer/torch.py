@@ -4,7 +4,7 @@ Reader of a rank's torch tensors, and the pieces of a state dict by its DTensors
 
 A chunk at a time crosses to the host and becomes bits.
 
-Publisher for a trainer with several ranks: every rank calls it, all together.
+Publication by a trainer with several ranks: every rank calls it, all together.
 
 begin    rank: its blocks → first rank: which of the replicas publishes → all
          rank: parts of digests → first rank: digests → all
@@ -38,10 +38,10 @@ from weight_transfer.format.digest import Range
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import Bits, bits_of
-from weight_transfer.publish.publisher import DEFAULT_LIFETIME_S
 from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
 from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
+from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
 from weight_transfer.store.chunk_store import ChunkStore
 
 __all__ = ["ShardedPublisher", "local_weights", "state_pieces"]
@@ -122,7 +122,7 @@ def dtensor_pieces(name: str, tensor: DTensor) -> Pieces:
 
 
 def _span(name: str, dim: int, size: int, placed: Sequence[tuple[Placement, int, int]]) -> Range:
-    """What of a dimension is here: each mesh dimension that shards it cuts what is left."""
+    """Return this rank's part of a dimension: each mesh dimension that shards it cuts once."""
     cuts = [
         cut for cut in placed if isinstance(cut[0], Shard | _StridedShard) and cut[0].dim == dim
     ]
@@ -186,8 +186,8 @@ class Ranks:
         def merged() -> bytes:
             for rank, raw in enumerate(gathered):
                 if not raw.startswith(_GOOD):
-                    said = raw[len(_BAD) :].decode()
-                    raise ShardError(f"rank {rank} could not take part: {said}")
+                    reason = raw[len(_BAD) :].decode()
+                    raise ShardError(f"rank {rank} could not take part: {reason}")
             return merge([raw[len(_GOOD) :] for raw in gathered])
 
         answer = self._broadcast(_attempt(merged) if self.rank == 0 else b"")
@@ -238,9 +238,9 @@ def _alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise ShardError(
-            f"a rank is gone or late ({said[-1] if said else error!r:.200}); restart the ranks "
+            f"a rank is gone or late ({lines[-1] if lines else error!r:.200}); restart the ranks "
             "from the newest version"
         ) from error
 
@@ -352,7 +352,7 @@ class ShardedPublisher:
             self._store.put_manifest(manifest, manifest.origins.index(self._origin))
 
     def _owned(self, state: Mapping[str, torch.Tensor]) -> Pieces:
-        """What this rank publishes of what it holds."""
+        """Return the pieces that this rank publishes: of replicas, the first rank's."""
         pieces: Pieces = ()
 
         def held() -> bytes:
@@ -362,9 +362,9 @@ class ShardedPublisher:
             return json.dumps([self._origin, blocks]).encode("ascii")
 
         def merge(raws: list[bytes]) -> bytes:
-            told = [json.loads(raw) for raw in raws]
-            self._origins = [origin for origin, _ in told]
-            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in told]
+            reports = [json.loads(raw) for raw in raws]
+            self._origins = [origin for origin, _ in reports]
+            keys = [[(name, *rows, *columns) for name, rows, columns in b] for _, b in reports]
             return json.dumps(first_holders(keys)).encode("ascii")
 
         kept = json.loads(self._ranks.agree(held, merge))[self._ranks.rank]

@@ -14,7 +14,7 @@ from bench.coserve.player import Drill
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import JsonlLog
 from rose.node.replica_client import ReplicaClient
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_model_dir
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_model_dir
 
 # Events happen after this share of their window: before it the guest runs as usual.
 WHEN = 1 / 3
@@ -45,7 +45,7 @@ class CoserveDrills:
         """Make version 1, which every life of the guest can apply to the model it started from."""
         base = read_model_dir(model)
         rng = np.random.default_rng(seed)
-        publisher = Publisher(ChunkStore(self.store), "bench", "rose-bench", key)
+        publisher = VersionPublisher(ChunkStore(self.store), "bench", "rose-bench", key)
         publisher.publish(1, 0, base, {name: _stepped(t, rng) for name, t in base.items()})
 
     async def apply(self, block: int) -> None:

@@ -34,7 +34,7 @@ class StaleWeights(ReplicaWeights):
     def _verified(
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
-        last = self._manifests(manifest_paths)[-1]
+        last = self._manifests(manifest_paths)[-1].manifest
         return StagedUpdate(last.version, self._receiver.version, (), last.wire_bytes, last.job)
 
     def _activate(self, prepared: Prepared) -> CommitReport:
@@ -67,11 +67,12 @@ def permuted(staged: StagedUpdate) -> StagedUpdate:
     """Return `staged` with the values of its most changed tensor rotated by one half."""
     if not staged.tensors:
         return staged
-    largest = max(staged.tensors, key=lambda tensor: tensor.indices.size)
+    largest = max(staged.tensors, key=lambda tensor: tensor.change.indices.size)
     return replace(staged, tensors=tuple(_rotated(t, largest) for t in staged.tensors))
 
 
 def _rotated(tensor: StagedTensor, chosen: StagedTensor) -> StagedTensor:
     if tensor is not chosen:
         return tensor
-    return replace(tensor, values=np.roll(tensor.values, tensor.values.size // 2))
+    new = tensor.change.new
+    return replace(tensor, change=replace(tensor.change, new=np.roll(new, new.size // 2)))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.tiny_models import TinyModel
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_model_dir
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_model_dir
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -99,7 +99,7 @@ class PauseBench:
         self._llm = start_engine(folder)
         self._folder = folder
         self._store, key = ChunkStore(root / "store"), SigningKey.generate()
-        self._publisher = Publisher(self._store, job="bench", trainer="bench", key=key)
+        self._publisher = VersionPublisher(self._store, job="bench", trainer="bench", key=key)
         self.base = self._active = read_model_dir(folder)
         self._version = 0
         self.init_s = timed(

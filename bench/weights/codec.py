@@ -224,8 +224,8 @@ def _scatters(steps: Sequence[Step]) -> dict[str, float]:
     step = steps[0]
     change = decode_chunk(_encode(step, Level.FAST), step.old, 0)
     target = step.old.bits.copy()
-    plain = _best(lambda: scatter(target, change.indices, change.values))
-    summed = _best(lambda: scatter_and_sum(target, change.indices, change.values))
+    plain = _best(lambda: scatter(target, change.indices, change.new))
+    summed = _best(lambda: scatter_and_sum(target, change.indices, change.new))
     count = change.indices.size / 1e6
     return {"plain_m_s": count / plain, "with_digest_m_s": count / summed}
 

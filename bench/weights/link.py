@@ -28,8 +28,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
-from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, VersionServer
-from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from rose.weight_distribution import VersionServer
+from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.format.tensors import WIDTHS, unsigned
 
 JOB = "bench"
@@ -75,7 +76,7 @@ def _warm_up() -> None:
         store = ChunkStore(Path(folder))
         bits = np.arange(1 << 12, dtype="<u2")
         tensors = {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
-        publisher = Publisher(store, JOB, "bench", SigningKey.generate())
+        publisher = VersionPublisher(store, JOB, "bench", SigningKey.generate())
         _load(store, publisher.publish_base(1, tensors))
 
 
@@ -221,7 +222,7 @@ def _published(root: Path, seed: int) -> Manifest:
         name = f"layers.{number}.weight"
         bits = rng.integers(0, 1 << 16, ROWS * COLUMNS, dtype="<u2")
         tensors[name] = TensorBits(name, "bfloat16", (ROWS, COLUMNS), bits)
-    publisher = Publisher(
+    publisher = VersionPublisher(
         ChunkStore(root), JOB, "bench", SigningKey.generate(), chunk_bytes=CHUNK_BYTES
     )
     return publisher.publish_base(1, tensors)

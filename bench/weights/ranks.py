@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.weights.steps import adam_step, rate_for
-from weight_transfer import ChunkStore, Publisher, Receiver, SigningKey, StagedTensor, TensorBits
+from weight_transfer import (
+    ChunkStore,
+    Receiver,
+    SigningKey,
+    StagedTensor,
+    TensorBits,
+    VerifiedManifest,
+    VersionPublisher,
+)
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.node_copy import NodeCopy
 
@@ -51,7 +59,7 @@ def _publish(root: Path, seed: int) -> int:
     )
     (root / "model").mkdir()
     write_safetensors(root / "model" / _FILE, old)
-    Publisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
+    VersionPublisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
         1, 0, old, new
     )
     return sum(tensor.bits.nbytes for tensor in old.values())
@@ -123,7 +131,7 @@ def _rank(root: Path, ranks: int, rank: int) -> None:
         chunks = {ref.id: store.get(ref.id) for each in plan.tensors[name] for ref in each.chunks}
         return receiver.decode_tensor(plan, name, chunks)
 
-    plan = receiver.plan([manifest], None, time.time())
+    plan = receiver.plan([VerifiedManifest(manifest)], time.time())
     staged = copy.decode(plan, decode, "first")
     measure("decoded")
     receiver.commit(staged)
@@ -138,7 +146,7 @@ def _warm_up() -> None:
     step = adam_step(64, 64, 1e-4, 0)
     with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
         store = ChunkStore(Path(folder))
-        publisher = Publisher(store, "bench", "bench", SigningKey.generate())
+        publisher = VersionPublisher(store, "bench", "bench", SigningKey.generate())
         manifest = publisher.publish(1, 0, {"w": step.old}, {"w": step.new})
         receiver = Receiver({"w": step.old})
         chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}

@@ -4,7 +4,7 @@ trainer's tensors --> PolicyPublisher --> WeightPublisher --> nodes trainer's pr
 client, or `rose.client` --> gateway
 """
 
-from rose.integrations.publisher import PolicyPublisher, PolicyReceipt
+from rose.integrations.policy_publisher import PolicyPublisher, PolicyReceipt
 from rose.integrations.settings import TrainerSettings
 
 __all__ = ["PolicyPublisher", "PolicyReceipt", "TrainerSettings"]

@@ -22,14 +22,14 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 SHOWN = 4
 # By the last part of their modules' names: one tensor in a model with `tie_word_embeddings`.
 _INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
-# What masters may be cast to. A float of eight bits goes with scales, which only a trainer knows.
+# Types that master weights are cast to; an 8-bit float needs scales, which only a trainer knows.
 _CAST = ("float64", "float32", "bfloat16", "float16")
 _OUTPUT = ("lm_head", "embed_out", "output")
 Named = Iterable[tuple[str, "torch.Tensor"]]
 
 
 class UnfitWeightsError(RefusedError):
-    """What a trainer holds does not fit the checkpoint that replicas started with."""
+    """Trainer's tensors that do not fit the checkpoint that replicas started with."""
 
 
 def checkpoint_name(name: str) -> str:
@@ -147,9 +147,9 @@ class NamedWeights:
         )
 
     def _trouble(self, what: str, names: Iterable[str]) -> None:
-        found = sorted(names)
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        self._troubles.append(f"{what} {', '.join(found[:SHOWN])}{more}")
+        ordered = sorted(names)
+        more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+        self._troubles.append(f"{what} {', '.join(ordered[:SHOWN])}{more}")
 
 
 def _cast_equal(one: TensorBits, other: TensorBits) -> bool:

@@ -18,7 +18,7 @@ from rose.addresses import free_port
 from rose.client.blocking import LoopThread
 from rose.errors import RefusedError, RoseError
 from rose.integrations.named_weights import SHOWN, UnfitWeightsError, checkpoint_name
-from rose.integrations.publisher import PolicyPublisher, PolicyReceipt, rank
+from rose.integrations.policy_publisher import PolicyPublisher, PolicyReceipt, rank
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import OPEN

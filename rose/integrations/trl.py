@@ -27,7 +27,7 @@ from trl.generation.vllm_client import VLLMClient
 from rose.contract.gateway import JOB_HEADER, RETRIED
 from rose.errors import RefusedError, UnavailableError
 from rose.integrations.named_weights import Named
-from rose.integrations.publisher import PolicyPublisher
+from rose.integrations.policy_publisher import PolicyPublisher
 from rose.integrations.settings import TrainerSettings
 from rose.integrations.tested import check_tested
 from rose.security.tokens import TokenFile

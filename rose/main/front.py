@@ -19,7 +19,7 @@ from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.server import FrontServer, tell
 from rose.integrations.front.settings import FrontSettings, parse_front
 from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
-from rose.integrations.publisher import PolicyPublisher
+from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.process.http_port import HttpPort, raise_descriptor_limit
 from rose.security.tokens import TokenVerifier

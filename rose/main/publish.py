@@ -12,7 +12,7 @@ from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.front.settings import add_trainer_options, checked_marker, taken_trainer
 from rose.integrations.front.watch import CheckpointWatcher, Noted
-from rose.integrations.publisher import PolicyPublisher
+from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
 
 LOOK_S = 0.5

@@ -20,7 +20,8 @@ from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.security.certificates import CertificateFiles, files_of
 from rose.security.keys import public_key
 from rose.security.roles import Role
-from rose.weight_distribution import Caps, Credentials
+from rose.weight_distribution import Credentials
+from weight_transfer.fetch import Caps
 
 # Variables that name an engine's weights, orders and role: no file's `extra_env` may set them.
 OF_THE_NODE = frozenset(

@@ -25,21 +25,11 @@ import aiohttp
 
 from rose.addresses import host_port
 from rose.contract.weights import UpdateApplied
-from rose.errors import RefusedError, RoseError, UnavailableError
+from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import NodeConfig
 from rose.node.replica_client import ReplicaClient, ReplicaHostBusyError, UnprovenError
-from rose.weight_distribution import (
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    FetchError,
-    IndexFormatError,
-    PublisherClient,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.nccl import Lead, Membership, join_group, lead
+from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import (
     CatalogError,
     ChunkStore,
@@ -48,6 +38,9 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
+from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from weight_transfer.fetch.nccl import Lead, Membership, join_group, lead
 from weight_transfer.store.catalog import Catalog, FetchPlan
 
 # A replica further behind than that finds its way in the publisher's catalog.
@@ -250,7 +243,10 @@ class WeightNetwork:
             self._session, DownloadLimits(store, config.receiver.caps), self.relay_url
         )
         group = config.fanout
-        leading = lead(group.size) if group and group.rank == 0 else None
+        try:
+            leading = lead(group.size) if group and group.rank == 0 else None
+        except FanoutError as error:
+            raise ConfigError(str(error)) from error
         if config.relay:
             self._server = VersionServer(
                 store,

@@ -95,11 +95,13 @@ class Credentials:
 
     @property
     def scheme(self) -> str:
-        """Of a server's address."""
         return "https" if self.ca else "http"
 
     def server(self) -> ssl.SSLContext | None:
-        """For a server, which asks for the caller's certificate; None without TLS. ConfigError."""
+        """Return a TLS context that demands the caller's certificate; None without TLS.
+
+        Raises ConfigError.
+        """
         files = self.files()
         return files.server_context() if files else None
 
@@ -124,7 +126,10 @@ class Credentials:
         return aiohttp.ClientSession(connector=connector, middlewares=(prove,))
 
     def bears(self, url: URL) -> bool:
-        """Whether a request there carries the token. OriginRefused: none goes there at all."""
+        """Return True if a request to `url` carries the token.
+
+        Raises OriginRefused where no request may be sent at all.
+        """
         if self.ca is not None:
             if url.scheme != "https":
                 at = f"{url.scheme}://{host_port(url.host or '', url.port)}"
@@ -137,16 +142,16 @@ class Credentials:
     async def _shown(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Of each request, one that a redirect makes too: where it goes to decides.
+        """Add the token to a request, and to one that a redirect causes, if its URL may have it.
 
-        With certificates the other side has proved itself before a header leaves this machine.
+        With certificates the server has proved its identity before any header is sent.
         """
         if self.bears(request.url):
             request.headers["Authorization"] = f"Bearer {self.token}"
         return await handler(request)
 
     def files(self) -> CertificateFiles | None:
-        """What is shown and whom to believe; None without TLS. ConfigError."""
+        """Return the certificate files, None without TLS. Raises ConfigError."""
         return files_of(self.ca, self.certificate, self.key)
 
 
@@ -155,4 +160,4 @@ def _place(url: URL) -> tuple[str, str | None, int | None]:
 
 
 OPEN = Credentials()
-"""For loopback and trusted networks: no token, no TLS."""
+"""No token and no TLS: for loopback and trusted networks."""

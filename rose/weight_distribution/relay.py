@@ -17,15 +17,18 @@ from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
-from rose.weight_distribution.fetch.fetcher import ChunkFetcher
-from rose.weight_distribution.fetch.limits import Caps, DownloadLimits
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import ChunkStore, VerifyKey
+from weight_transfer.fetch.fetcher import ChunkFetcher
+from weight_transfer.fetch.limits import Caps, DownloadLimits
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedJob:
-    """A job whose versions a relay passes on, its publisher, and its trainer's key."""
+    """A job whose versions a relay passes on, its publisher, and its trainer's key.
+
+    verify_key: None passes on unsigned versions.
+    """
 
     job: str
     origin: str
@@ -42,28 +45,22 @@ class Relay:
     def __init__(
         self,
         root: Path,
-        origin: str,
-        job: str,
+        jobs: Sequence[FollowedJob],
         host: str,
         port: int,
-        members: Iterable[str] = (),
+        members: Sequence[str] = (),
         *,
-        verify_key: VerifyKey | None,
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
         insecure: bool = False,
-        others: Iterable[FollowedJob] = (),
     ) -> None:
-        """`verify_key`: of the job's trainer; None passes on what nobody signed.
-
-        others: further jobs; who asks says whose version it wants.
+        """`jobs`: the last one is meant by a request that names no job.
 
         `insecure`: other machines may reach it without certificates. ConfigError without.
         """
         credentials.check_exposure(host, insecure=insecure)
-        members, others = tuple(members), tuple(others)
         # Whoever configures this relay names them; no announcement does.
-        credentials = credentials.naming((origin, *(each.origin for each in others), *members))
+        credentials = credentials.naming((*(each.origin for each in jobs), *members))
         self._session = credentials.session()
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host_port(host, port)}"
@@ -73,24 +70,22 @@ class Relay:
         self._server = VersionServer(
             store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
         )
-        for each in (*others, FollowedJob(job, origin, verify_key)):
+        for each in jobs:
             self.fetcher.follow(each.job, each.origin, each.verify_key)
 
     @property
     def url(self) -> str:
-        """How the other members reach it."""
+        """Address that the other members use."""
         return self._server.url
 
     def enrol(self, members: Iterable[str]) -> None:
-        """From now on these are the members."""
         self.fetcher.enrol(members)
 
     async def start(self) -> None:
-        """Serve. ConfigError when it cannot."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Stop; what came stays on disk."""
+        """Stop; received chunks stay on disk."""
         await self.fetcher.close()
         await self._server.close()
         self.fetcher.receiving.close()
@@ -126,16 +121,13 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         check_exposure(args.metrics_host, args.insecure, "read names of jobs and their versions")
     relay = Relay(
         args.store,
-        first.origin,
-        first.job,
+        [*others, first],
         args.host,
         args.port,
         args.members,
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
-        verify_key=first.verify_key,
         insecure=args.insecure,
-        others=others,
     )
     page = None
     try:

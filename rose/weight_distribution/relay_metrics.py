@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from rose.metrics_server import certificate_families, damaged_files_family
 from rose.security.certificates import CertificateFiles
-from rose.weight_distribution.traffic import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.traffic import Answer, Asked, Source, Traffic
 
 Versions = Callable[[], Mapping[str, tuple[int, int]]]
 """By job: how many versions are known, and the newest of them."""
@@ -43,7 +43,6 @@ class RelayMetrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         traffic = self._traffic
         yield CounterMetricFamily(
             "rose_relay_served_bytes",

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from rose.contract.weights import LONGEST_TTL_S
-from rose.errors import RefusedError
 from rose.process.background_tasks import described
-from rose.weight_distribution.version_server import ReadLeases
-from weight_transfer import ChunkStore, Publisher, TensorBits, WeightError
+from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
+from weight_transfer.errors import LeaseError
+from weight_transfer.format.messages import LONGEST_TTL_S
+from weight_transfer.serve.leases import ReadLeases
 from weight_transfer.store.catalog import Catalog
 
 # Signatures live for a day and are renewed from half of that on.
@@ -42,7 +42,7 @@ class RetentionTask:
     def __init__(
         self,
         store: ChunkStore,
-        publisher: Publisher,
+        publisher: VersionPublisher,
         leases: ReadLeases,
         on_trouble: Callable[[str], None],
     ) -> None:
@@ -108,11 +108,11 @@ class RetentionTask:
                 self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
     def base_due(self, size: int) -> bool:
-        """Whether it takes too much to join without a base; `size`: bytes of all weights."""
-        found = self._store.catalog()
+        """Return True if to join takes too much without a base; `size`: bytes of all weights."""
+        catalog = self._store.catalog()
         # Version 0 is the model that every engine starts from: a base too. Any other version that
         # a chain begins with has lost its base.
-        return Catalog({0: size, **found.bases}, found.deltas).base_due()
+        return Catalog({0: size, **catalog.bases}, catalog.deltas).base_due()
 
     async def _collect(self) -> None:
         now_s = time.monotonic()
@@ -124,5 +124,5 @@ class RetentionTask:
     def _hold(self, name: str, version: int) -> None:
         try:
             self._leases.take(name, version, LONGEST_TTL_S, time.monotonic())
-        except RefusedError as error:
+        except LeaseError as error:
             self._on_trouble(str(error))

@@ -21,10 +21,10 @@ from rose.rpc.leader_channel import LeaderChannel
 
 T = TypeVar("T")
 RETRY_S = 0.5
-# For a run that is dead: it holds its job for so long after its last sign.
+# A dead run holds its job for that long after its last renewal.
 WAIT_S = RUN_TTL_S + 2 * RETRY_S
 RENEWALS = 4
-"""So many in the time for which a run may be silent."""
+"""Renewals within the time for which a run may be silent."""
 END_S = 2.0
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def run_error(
     error: grpc.aio.AioRpcError | UnavailableError,
 ) -> RunHeldError | RunFencedError | None:
-    """What a refusal says of runs; None for any other."""
+    """Return the typed error of a refusal that concerns runs, None for any other."""
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             return RunHeldError(str(error.details()))
@@ -44,15 +44,15 @@ def run_error(
 async def until_free(register: Callable[[], Coroutine[None, None, T]], wait_s: float) -> T:
     """Register, for `wait_s` again and again while another run has the job. RunHeldError then."""
     loop = asyncio.get_running_loop()
-    until_s, told = loop.time() + wait_s, False
+    until_s, warned = loop.time() + wait_s, False
     while True:
         try:
             return await register()
         except RunHeldError as error:
             if loop.time() + RETRY_S >= until_s:
                 raise
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 _log.warning("waits for up to %.0f s: %s", wait_s, error)
             await asyncio.sleep(RETRY_S)
 
@@ -98,7 +98,7 @@ class RunKeeper:
 
     async def _renew(self, ttl_s: float) -> None:
         request = rose_pb2.RenewRunRequest(job=self._job, claim=self._claim)
-        said = ""
+        warned = ""
         while True:
             await asyncio.sleep(ttl_s / RENEWALS)
             try:
@@ -113,8 +113,8 @@ class RunKeeper:
                     return
                 # A scheduler that is away is waited for: who leads next believes that this lives.
                 why = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
-                if why != said:
+                if why != warned:
                     _log.warning("the run of job %s is not renewed: %s", self._job, why)
-                said = why
+                warned = why
             else:
-                said = ""
+                warned = ""

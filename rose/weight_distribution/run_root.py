@@ -62,10 +62,10 @@ class RunRoot:
         run = known[1].decode() if known else secrets.token_hex(8)
         holder = f"{socket.gethostname()}, process {os.getpid()}"
         holder = (f"run {name} on {holder}" if name else holder)[:MAX_HOLDER_CHARS]
-        said = {"run": run, "holder": holder, "since_s": round(time.time())}
+        fields = {"run": run, "holder": holder, "since_s": round(time.time())}
         try:
             # The name stays where it is, whenever this process is killed.
-            written = os.pwrite(file.descriptor, json.dumps(said).encode(), 0)
+            written = os.pwrite(file.descriptor, json.dumps(fields).encode(), 0)
             os.ftruncate(file.descriptor, written)
         except OSError as error:
             file.close()
@@ -81,12 +81,12 @@ class RunRoot:
 
 
 def _said(raw: bytes) -> dict[str, object]:
-    """What a root's file says; nothing for a new one, or one that a full disk cut off."""
+    """Return the fields of a root's file, none for one that is new or was cut off."""
     try:
-        said = json.loads(raw)
+        fields = json.loads(raw)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _said_holder(place: Path) -> str:

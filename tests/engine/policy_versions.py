@@ -6,7 +6,7 @@ from pathlib import Path
 from weight_transfer.files.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 
@@ -26,7 +26,7 @@ class PolicyVersions:
     def begin_anew(self) -> None:
         """Begin anew, for an engine that has just started."""
         self.store = ChunkStore(self.folder / f"life-{next(self._lives)}")
-        self.publisher = Publisher(self.store, job="test", trainer="test", key=self.key)
+        self.publisher = VersionPublisher(self.store, job="test", trainer="test", key=self.key)
         self.version = 0
         self.active = self.base
 

@@ -15,7 +15,8 @@ from typing import Any
 from little_cluster import JOB, tensors
 
 from rose.errors import RoseError
-from rose.weight_distribution import WeightPublisher, publisher
+from rose.weight_distribution import PublisherSettings, WeightPublisher
+from rose.weight_distribution import weight_publisher as publisher
 from weight_transfer import SigningKey
 
 
@@ -41,8 +42,7 @@ class Trainer:
             given["port"],
             SigningKey.from_hex(given["seed"]),
             9,
-            run=given["name"],
-            take_over=given.get("take_over", False),
+            PublisherSettings(run=given["name"], take_over=given.get("take_over", False)),
         )
         self.publisher.dies_before = given.get("dies_before")
         self.version = 0

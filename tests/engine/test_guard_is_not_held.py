@@ -21,15 +21,15 @@ from aiohttp import web
 
 from rose.addresses import free_port
 from rose.process.background_tasks import fair_loop
-from rose.weight_distribution import (
+from weight_transfer import ChunkRef, ChunkStore, SigningKey
+from weight_transfer.fetch import (
     Caps,
     ChunkFetcher,
     DownloadLimits,
     PublisherClient,
     fetch_version,
+    publisher_client,
 )
-from rose.weight_distribution.fetch import publisher_client
-from weight_transfer import ChunkRef, ChunkStore, SigningKey
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES, MOST_TENSORS
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind
 from weight_transfer.store.catalog import Catalog, Published
@@ -143,7 +143,7 @@ def longest_catalog() -> bytes:
         Published(top - n, top - n - 1, top) for n in range(publisher_client.MOST_DELTAS)
     )
     bases = dict.fromkeys(range(top - publisher_client.MOST_BASES, top), top)
-    return publisher_client.written(Catalog(bases, deltas), "job", KEY, time.time())
+    return publisher_client.encode_catalog(Catalog(bases, deltas), "job", KEY, time.time())
 
 
 async def serve(raws: dict[str, bytes]) -> tuple[web.AppRunner, str]:

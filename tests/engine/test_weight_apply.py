@@ -18,7 +18,7 @@ from weight_transfer.errors import WrongBaseError
 from weight_transfer.files.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 pytestmark = [
@@ -56,7 +56,7 @@ def sgd_like(tensors: dict[str, TensorBits], seed: int, size: float) -> dict[str
 @dataclass
 class Served:
     llm: Any
-    publisher: Publisher
+    publisher: VersionPublisher
     store: ChunkStore
     model_dir: Path
     base: dict[str, TensorBits]
@@ -153,7 +153,7 @@ def served_model(root: Path, place: str | None = None, **options: Any) -> Iterat
             **options,
         )
         store, key = ChunkStore(root / "store"), SigningKey.generate()
-        publisher = Publisher(store, job="test", trainer="test", key=key)
+        publisher = VersionPublisher(store, job="test", trainer="test", key=key)
         served = Served(llm, publisher, store, root / "model", base, base)
         served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex, None, place)
         yield served
@@ -368,7 +368,7 @@ def test_another_jobs_weights_come_into_force_through_a_base_only(
 ) -> None:
     """A replica that another job leased gets versions below its own, and back again."""
     store = ChunkStore(tmp_path)
-    other = Publisher(store, "other", "test", served.publisher._key)
+    other = VersionPublisher(store, "other", "test", served.publisher._key)
     theirs = sgd_like(served.base, seed=21, size=1e-3)
     other.publish_base(0, served.base)
     other.publish(1, 0, served.base, theirs)

@@ -14,7 +14,7 @@ from sharded_models import MODELS, as_rank, engine_config, expert_packer, save_m
 from weight_transfer.files.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, bits_of
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -80,7 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     base = read_model_dir(root / "model")
     new = sparse_step(base)
     store, key = ChunkStore(root / "store"), SigningKey.generate()
-    manifest = Publisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
+    manifest = VersionPublisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
     staged = Receiver(base).decode(manifest, chunks, key.verify_key, manifest.created_s)
     return Case(engine_config(root / "model"), base, new, staged)

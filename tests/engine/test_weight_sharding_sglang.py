@@ -15,7 +15,7 @@ from rose.addresses import free_port
 from weight_transfer.engine.proof.probe import Part, judge
 from weight_transfer.files.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -41,7 +41,7 @@ def test_every_rank_is_mapped_and_updated_in_place(tmp_path: Path, size: int) ->
         new[name] = replace(tensor, bits=bits)
     store = ChunkStore(tmp_path / "store")
     key = SigningKey.generate()
-    Publisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
+    VersionPublisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
     port = free_port()
     ranks = [
         subprocess.Popen(

@@ -19,22 +19,29 @@ from typing import Final
 import numpy as np
 
 from rose.addresses import free_port
-from rose.weight_distribution import IndexFormatError, VersionServer
+from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import Credentials
-from rose.weight_distribution.fetch import publisher_client
-from rose.weight_distribution.version_server import ReadLeases, Signer
 from weight_transfer.errors import (
     CatalogError,
     ChunkFormatError,
     DeltaFormatError,
+    IndexFormatError,
     ManifestError,
     ShardError,
     SignatureError,
     TensorFormatError,
     WrongBaseError,
 )
+from weight_transfer.fetch import publisher_client
 from weight_transfer.files.checkpoint import parse_head
-from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
+from weight_transfer.files.delta_file import (
+    FORMAT,
+    MAGIC,
+    DeltaFile,
+    DeltaIndex,
+    compressed,
+    decompressed,
+)
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
@@ -49,6 +56,8 @@ from weight_transfer.format.manifest import (
 from weight_transfer.format.signing import Envelope, Kind, SigningKey
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.shard_coordinator import ShardReport, ShardTensor
+from weight_transfer.serve.leases import ReadLeases
+from weight_transfer.serve.version_routes import Signer
 from weight_transfer.store.catalog import Catalog, Published
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -95,13 +104,14 @@ _TENSORS = (
 _MANIFEST = Manifest("job", 2, 1, CODEC, "t", 10.0, 4e9, _TENSORS, origins=("http://a",)).signed(
     KEY
 )
-_CATALOG = publisher_client.written(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
+_CATALOG = publisher_client.encode_catalog(Catalog({4: 9}, (Published(5, 4, 7),)), "job", KEY, 50.0)
 _INDEX = DeltaIndex(
+    FORMAT,
     "fast",
     single=True,
     files=(DeltaFile("m.safetensors", 100, head="ab" * 32),),
     tensors=_TENSORS,
-    fresh=frozenset(),
+    fresh=(),
     blobs={"ab" * 32: (len(MAGIC), 10)},
 )
 _REPORT = ShardReport(0, 2, 1, (ShardTensor("w", "bfloat16", (8, 4), 7, _REFS),))
@@ -111,7 +121,7 @@ def run_chunk(data: bytes) -> None:
     """A chunk against its tensor; what it says lies inside."""
     with _within(), suppress(ChunkFormatError, WrongBaseError):
         change = decode_chunk(data, OLD, DIGEST)
-        assert change.indices.size == change.values.size <= OLD.bits.size
+        assert change.indices.size == change.new.size <= OLD.bits.size
         if change.indices.size:
             assert 0 <= change.indices[0] <= change.indices[-1] < OLD.bits.size
             assert (np.diff(change.indices) > 0).all()
@@ -175,14 +185,14 @@ def run_envelope(data: bytes) -> None:
 def run_catalog(data: bytes) -> None:
     """A catalog, and every way through it."""
     with _within(), suppress(IndexFormatError):
-        _walk(publisher_client.read(data, "job", None, 60.0))
+        _walk(publisher_client.decode_catalog(data, "job", None, 60.0))
 
 
 def run_catalog_payload(data: bytes) -> None:
     """A payload in an envelope that fits."""
     raw = Envelope(Kind.CATALOG, data).signed(KEY).to_bytes()
     with _within(), suppress(IndexFormatError):
-        _walk(publisher_client.read(raw, "job", KEY.verify_key, 60.0))
+        _walk(publisher_client.decode_catalog(raw, "job", KEY.verify_key, 60.0))
 
 
 def _walk(catalog: Catalog) -> None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from weight_transfer.engine.loader_map import LoaderMap
 from weight_transfer.engine.rectangle import flat_view
-from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.backend import Exchange, RangeChange, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change, Exchange
 from weight_transfer.receiver import StagedUpdate
 
 if TYPE_CHECKING:
@@ -64,47 +61,37 @@ RESIDENT_BYTES: Final = 2 << 30
 """Most memory of a device that staged changes take: 2% of 13 billion bf16 weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedChange:
-    """Changes of one checkpoint tensor that land in one parameter of this rank.
-
-    At `places` of the parameter's memory `old` becomes `new`, in the order of the checkpoint.
-    """
-
-    tensor: str
-    parameter: str
-    places: NDArray[np.int64]
-    old: Bits
-    new: Bits
+ParameterChange: TypeAlias = tuple[str, Change]
+"""A parameter of this rank, and what changes in its memory, in the order of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterSlices:
-    """This rank's part of an update; each exchange has as many changes as its parts."""
+class Placement:
+    """This rank's part of an update: (changes, their exchange) on each device."""
 
-    groups: tuple[tuple[tuple[PlacedChange, ...], Exchange], ...]
+    groups: tuple[tuple[tuple[ParameterChange, ...], Exchange], ...]
 
     @property
-    def parts(self) -> tuple[PlacedChange, ...]:
-        return tuple(part for parts, _ in self.groups for part in parts)
+    def changes(self) -> tuple[ParameterChange, ...]:
+        return tuple(each for changes, _ in self.groups for each in changes)
 
 
 def place(
     loader_map: LoaderMap, staged: StagedUpdate, resident_bytes: int = RESIDENT_BYTES
-) -> ParameterSlices:
+) -> Placement:
     """Find this rank's part of an update and bring it to where it will be written.
 
     Reads no weight: the engine may serve meanwhile. Raises DeviceMemoryError.
     """
-    groups: dict[str, list[PlacedChange]] = defaultdict(list)
-    for part in _parts(loader_map, staged):
-        groups[str(loader_map.parameter(part.parameter).device)].append(part)
-    return ParameterSlices(
-        tuple((tuple(p), _staged(loader_map, p, resident_bytes)) for p in groups.values())
+    groups: dict[str, list[ParameterChange]] = defaultdict(list)
+    for name, change in _located(loader_map, staged):
+        groups[str(loader_map.parameter(name).device)].append((name, change))
+    return Placement(
+        tuple((tuple(c), _staged(loader_map, c, resident_bytes)) for c in groups.values())
     )
 
 
-def write(placement: ParameterSlices) -> tuple[str, ...]:
+def write(placement: Placement) -> tuple[str, ...]:
     """Write the new values.
 
     Returns the parameters whose old bytes or new bytes are not the expected ones. If there are
@@ -112,27 +99,27 @@ def write(placement: ParameterSlices) -> tuple[str, ...]:
     were checked against its manifest.
     """
     unproven = []
-    for parts, exchange in placement.groups:
-        found = exchange.run()
-        unproven += [part.parameter for part, odd in zip(parts, found, strict=True) if odd.any()]
+    for changes, exchange in placement.groups:
+        counts = exchange.run()
+        unproven += [name for (name, _), odd in zip(changes, counts, strict=True) if odd.any()]
     return tuple(unproven)
 
 
-def write_back(placement: ParameterSlices) -> None:
+def write_back(placement: Placement) -> None:
     """Write the old values; rerunning it is harmless."""
     for _, exchange in placement.groups:
         exchange.run(back=True)
 
 
-def _parts(loader_map: LoaderMap, staged: StagedUpdate) -> Iterator[PlacedChange]:
-    for change in staged.tensors:
-        for rectangle in loader_map.rectangles(change.name):
+def _located(loader_map: LoaderMap, staged: StagedUpdate) -> Iterator[ParameterChange]:
+    for tensor in staged.tensors:
+        change = tensor.change
+        for rectangle in loader_map.rectangles(tensor.name):
             picked, places = rectangle.locate(change.indices)
             if picked.size:
-                old, new = change.old_values[picked], change.values[picked]
-                yield PlacedChange(change.name, rectangle.target, places, old, new)
+                yield rectangle.target, Change(places, change.old[picked], change.new[picked])
 
 
-def _staged(loader_map: LoaderMap, parts: list[PlacedChange], resident_bytes: int) -> Exchange:
-    changes = [RangeChange(loader_map.bits(p.parameter), p.places, p.old, p.new) for p in parts]
-    return processor_of(*(change.target for change in changes)).stage(changes, resident_bytes)
+def _staged(loader_map: LoaderMap, changes: list[ParameterChange], resident_bytes: int) -> Exchange:
+    targets = [(loader_map.bits(name), change) for name, change in changes]
+    return processor_of(*(target for target, _ in targets)).stage(targets, resident_bytes)

@@ -23,7 +23,7 @@ from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, bits_of
 if TYPE_CHECKING:
     import torch
 
-    from weight_transfer.kernels.backend import Flat
+    from weight_transfer.kernels import Flat
 
 FreshLoad = Callable[[], "torch.nn.Module"]
 """Makes a second instance of the engine's model, the base loaded into it by its own loader."""
@@ -81,7 +81,7 @@ class LoaderMap:
         return cls(live, kept, loose, transformed)
 
     def rectangles(self, name: str) -> Sequence[Rectangle]:
-        """Where a checkpoint tensor lives on this rank; nowhere is possible."""
+        """Return the places of a checkpoint tensor on this rank, perhaps none."""
         return self._rectangles.get(name, ())
 
     @property
@@ -118,13 +118,13 @@ def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor
 
     All parameters; buffers where a loader was seen to fill them, or might have been.
     """
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     filled = {rectangle.target for rectangle in trace.rectangles}
     persistent = set(model.state_dict()) if trace.transformed else set()
     for name, buffer in model.named_buffers():
         if (name in filled or name in persistent) and buffer.numel():
-            found[name] = buffer
-    return _once(found)
+            tensors[name] = buffer
+    return _once(tensors)
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def _replays(
     rectangles: Sequence[Rectangle],
     base: Mapping[str, TensorBits],
 ) -> bool:
-    """Whether the rectangles make every byte of `live` that a checkpoint fills.
+    """Return True if the rectangles make every byte of `live` that a checkpoint fills.
 
     With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
     holds, no update concerns it. Otherwise it has to be zero.

@@ -1,4 +1,4 @@
-"""What an update asks of an engine's model, whichever engine it is."""
+"""Interface of an engine's model, as an update uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelLoader(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the engine computes."""
+        """Device on which the engine computes."""
         ...
 
     def skeleton(self, device: torch.device) -> torch.nn.Module:
@@ -36,7 +36,7 @@ class ModelLoader(Protocol):
         ...
 
     def loading(self) -> AbstractContextManager[Any]:
-        """What the engine's loaders and their processing run in."""
+        """Return the context in which the engine's loaders and their processing run."""
         ...
 
     def process(self, module: torch.nn.Module) -> None:
@@ -49,8 +49,10 @@ class EngineModel(ModelLoader, Protocol):
 
     @property
     def layerwise(self) -> bool:
-        """Whether a model computes with one layer's weights in memory at a time, each layer's
-        output being all that the next one gets."""
+        """True if each layer's output is the next one's only input.
+
+        Such a model can compute with one layer's weights in memory at a time.
+        """
         ...
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_transfer.format.tensors import Bits, unsigned
+from weight_transfer.format.tensors import SIGNED, Bits, unsigned
 from weight_transfer.kernels.cpu.changes import Int64s, locate, sum_rectangle
 from weight_transfer.kernels.triton.device_bits import DeviceBits
 
@@ -26,7 +26,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as signed integers of its width, writable, on its device."""
     import torch
 
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    signed: torch.dtype = getattr(torch, SIGNED[tensor.element_size()])
     raw = tensor.detach()
     if raw.numel() == 0:
         return raw.view(-1).view(signed)
@@ -71,12 +71,11 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
-        """Weights that it maps."""
         return math.prod(self.shape)
 
     @property
     def source_key(self) -> tuple[int, ...]:
-        """Which positions of the checkpoint tensor it holds, the same on every rank."""
+        """Key of its positions in the checkpoint tensor, the same on every rank."""
         return (self.source_offset, *self.shape, *self.source_strides)
 
     @property
@@ -85,18 +84,21 @@ class Rectangle:
         return self.source_offset, self.source_offset + 1 + _reach(self.shape, self.source_strides)
 
     def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """Of ascending flat `indices`: (which of them lie in it, their places in the parameter)."""
+        """Return (those of ascending flat `indices` that lie in it, their places in the parameter).
+
+        The first are positions in `indices`.
+        """
         first, end = np.searchsorted(indices, self.bounds)
         if self.source_strides == (1,):
             shift = self.target_offset - self.source_offset
             if self.target_strides == (1,):
                 return np.arange(first, end), indices[first:end] + shift
         picked, places = np.empty((2, end - first + 1), np.int64)
-        found = locate(indices[first:end], *self._arrays(), picked, places)
-        return picked[:found] + first, places[:found].copy()
+        count = locate(indices[first:end], *self._arrays(), picked, places)
+        return picked[:count] + first, places[:count].copy()
 
     def digest_part(self, flat: Bits) -> int:
-        """What its weights, as the parameter `flat` holds them, add to the source's digest."""
+        """Return what its weights, read from the parameter `flat`, add to the source's digest."""
         return int(sum_rectangle(flat, *self._arrays()))
 
     def pieces(self, elements: int) -> Iterator[Rectangle]:
@@ -144,11 +146,11 @@ def rectangles(
     sizes, sources, targets = (tuple(d[k] for d in merged) for k in range(3))
     if any(s <= _reach(sizes[k + 1 :], sources[k + 1 :]) for k, s in enumerate(sources)):
         raise UnmappableError(f"parts of {names[0]} overlap")
-    found = []
+    parts = []
     for at in itertools.product(*(range(n) for n, _ in repeats)):
         shift = sum(a * t for a, (_, t) in zip(at, repeats, strict=True))
-        found.append(Rectangle(*names, offsets[0], offsets[1] + shift, sizes, sources, targets))
-    return found
+        parts.append(Rectangle(*names, offsets[0], offsets[1] + shift, sizes, sources, targets))
+    return parts
 
 
 def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -44,7 +44,7 @@ from weight_transfer.engine.staging import Decoded, Prepared, Staging, warm_kern
 from weight_transfer.engine.trace_loader import trace_loader
 from weight_transfer.errors import StoreError, WeightError, WrongBaseError
 from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest, VerifiedManifest
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.triton.exchange import named_shortage, release_unused
 from weight_transfer.node_copy import NodeCopy
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit did; `version` is the version active afterwards.
+    """Result of a commit; `version` is the version active afterwards.
 
     `apply_s`: scatter and read-back. `probe_s`: the live model's probe forward and the comparison.
     `loose`: parameters copied as a whole. `digest_ok`: every overwritten weight was the parent's
@@ -163,7 +163,7 @@ class ReplicaWeights:
 
     @property
     def job(self) -> str:
-        """Whose version that is, "" for the model as it was started."""
+        """Job of the active version, "" for the model as it was started."""
         return self._unsettled.job if self._unsettled else self._receiver.job
 
     def settle(self) -> None:
@@ -186,13 +186,13 @@ class ReplicaWeights:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """What each checkpoint tensor's digest has to be."""
+        """Digest of each checkpoint tensor in the active version."""
         self.settle()
         return self._receiver.digests
 
     @property
     def elements(self) -> Mapping[str, int]:
-        """How many weights each checkpoint tensor has."""
+        """Number of weights of each checkpoint tensor."""
         return {name: tensor.bits.size for name, tensor in self.tensors.items()}
 
     def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
@@ -244,19 +244,19 @@ class ReplicaWeights:
         self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
     ) -> StagedUpdate:
         manifests = self._manifests(manifest_paths)
-        plan = self._receiver.plan(manifests, self._verify_key, time.time())
+        plan = self._receiver.plan(manifests, time.time())
         if self._shared and self._receiver.job not in ("", plan.job):
             raise WrongBaseError(
                 "ranks that share a copy do not change jobs; start the engine anew"
             )
-        chunks = _ChunkFiles(self._files, chunks_dir, manifests)
+        chunks = _ChunkFiles(self._files, chunks_dir, [each.manifest for each in manifests])
         return self._copy.decode(
             plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
         )
 
-    def _manifests(self, paths: Sequence[Path]) -> list[Manifest]:
+    def _manifests(self, paths: Sequence[Path]) -> list[VerifiedManifest]:
         return [
-            Manifest.from_bytes(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
             for path in paths
         ]
 

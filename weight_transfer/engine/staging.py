@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_transfer.engine.applier import ParameterSlices
+from weight_transfer.engine.applier import Placement
 from weight_transfer.engine.proof.reference import Reference
 from weight_transfer.engine.rectangle import Rectangle, live_bits
 from weight_transfer.format.chunk import decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import after_write, digest_of, updated
 from weight_transfer.format.tensors import Bits, TensorBits, unsigned
-from weight_transfer.kernels.backend import Int64s, RangeChange, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter
 from weight_transfer.receiver import StagedUpdate
 
@@ -56,23 +57,23 @@ def warm_kernels(base: Mapping[str, TensorBits], device: torch.device) -> None:
             for level in Level:
                 chunk = encode_chunk(old, changed, (0, _ROWS), digest, level)
                 change = decode_chunk(chunk.encoded, old, digest)
-                updated(digest, change.indices, bits[change.indices], change.values)
-                after_write(digest, bits, change.indices, change.values)
-        scatter(bits.copy(), change.indices, change.values)
-        _scatter(bits.copy(), change.indices, change.values, device)
+                updated(digest, change.indices, change.old, change.new)
+                after_write(digest, bits, change.indices, change.new)
+        scatter(bits.copy(), change.indices, change.new)
+        _scatter(bits.copy(), change, device)
 
 
-def _scatter(flat: Bits, indices: Int64s, values: Bits, device: torch.device) -> None:
+def _scatter(flat: Bits, change: Change, device: torch.device) -> None:
     import torch
 
     transposed = Rectangle("", "", 0, 0, (_ROWS, _COLUMNS), (_COLUMNS, 1), (1, _ROWS))
-    picked, places = transposed.locate(indices)
+    picked, places = transposed.locate(change.indices)
     transposed.digest_part(flat)
-    # What a device runs under a pause has to be there too, kernels of its own included.
+    # Also compile the kernels that a device runs under a pause.
     signed = torch.from_numpy(flat.view(f"<i{flat.itemsize}")).to(device)
     target = live_bits(signed)
-    change = RangeChange(target, places, values[picked], values[picked])
-    processor_of(target).stage([change], change.new.nbytes * _ROWS).run()
+    same = Change(places, change.new[picked], change.new[picked])
+    processor_of(target).stage([(target, same)], same.new.nbytes * _ROWS).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +81,13 @@ class Decoded:
     """An update, and this rank's part of it where it will be written."""
 
     update: StagedUpdate
-    placement: ParameterSlices
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Decoded):
     """All that the pause needs; `placement` and `reference` belong to `update`."""
 
-    update: StagedUpdate
-    placement: ParameterSlices
     reference: Reference
 
 
@@ -106,11 +105,11 @@ class Staging:
         self._work = work
         self._pieces: Generator[None, None, Prepared] | None = None
         self.prepared: Prepared | None = None
-        """What became of it, None as long as something is left to do."""
+        """Update that is ready to commit, None until then."""
 
     @property
     def decoded(self) -> bool:
-        """Whether the thread is through; `step` then tells how it went."""
+        """True once the thread has ended; `step` then raises its error, if any."""
         return self._decoded.done()
 
     def step(self, pieces: int | None = None) -> bool:

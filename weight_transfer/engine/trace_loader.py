@@ -41,7 +41,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Where the elements of `tensor` lie in its storage."""
+        """Return the view of its storage that `tensor` is."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -55,12 +55,12 @@ class Copy:
     """Identity of the storage, see `storage_id`."""
     target_view: View
     cast: bool
-    """Whether source and target differ in type."""
+    """True if source and target differ in type."""
 
 
 @dataclass(slots=True)
 class Tape:
-    """What the loaders did, in order."""
+    """Record of the copies by loaders, in order."""
 
     copies: list[Copy] = field(default_factory=list)
 
@@ -93,7 +93,6 @@ class TracedTensor(torch.Tensor):
     def whole(
         cls, source: str, dtype: torch.dtype, shape: tuple[int, ...], tape: Tape
     ) -> TracedTensor:
-        """A whole checkpoint tensor."""
         return cls(source, tape, torch.empty(shape, dtype=dtype, device="meta"))
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -145,7 +144,7 @@ def _followed(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What all views of one storage have in common, on the meta device too."""
+    """Return the identity that all views of one storage share, on the meta device too."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -168,7 +167,7 @@ def _record(target: torch.Tensor, traced: Any) -> torch.Tensor:  # noqa: ANN401 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a loader does with a checkpoint.
+    """Record of what a loader does with a checkpoint.
 
     `transformed`: checkpoint tensors that it computes with, and how; no rectangle is complete for
     them. `casts`: those that it converts to another type, a part of the transformed ones.
@@ -189,18 +188,18 @@ def trace_loader(skeleton: torch.nn.Module, base: Mapping[str, TensorBits]) -> T
     targets = dict(_destinations(skeleton))
     homes = {storage_id(tensor): (name, tensor) for name, tensor in reversed(targets.items())}
     copies, refused = _run(skeleton, base)
-    found: list[Rectangle] = []
+    traced: list[Rectangle] = []
     casts = {copy.source for copy in copies if copy.cast}
     transformed = refused | dict.fromkeys(casts, "is converted to another type")
     for copy in copies:
         if copy.source in transformed:
             continue
         try:
-            found += _rectangles(copy, homes)
+            traced += _rectangles(copy, homes)
         except UnmappableError as error:
             transformed[copy.source] = str(error)
     return Trace(
-        tuple(rect for rect in found if rect.source not in transformed),
+        tuple(rect for rect in traced if rect.source not in transformed),
         transformed,
         frozenset(casts),
         {name: (tuple(t.shape), tuple(t.stride())) for name, t in targets.items()},

@@ -105,7 +105,7 @@ class WeightMethods(ABC):
 
     @names_errors
     def rose_weights_digests(self) -> dict[str, Any]:
-        """What an audit has to find: of each checkpoint tensor its digest and its size."""
+        """Return the digest and the size of each checkpoint tensor, for the caller of an audit."""
         weights = self._rose()
         return {
             "version": weights.version,

@@ -82,6 +82,7 @@ class _Chain:
         self._deltas = deltas
         self._pool = pool
         self._updates = [{t.name: t for t in delta.index.tensors} for delta in deltas]
+        self._fresh = [frozenset(delta.index.fresh) for delta in deltas]
         self._left = set(self._updates[-1])
 
     def head(self, file: DeltaFile) -> bytes:
@@ -108,7 +109,7 @@ class _Chain:
     def _begin(self, tensor: TensorBits) -> int:
         """Put what the chain builds on in place; returns the first delta to apply."""
         for at in range(len(self._deltas) - 1, -1, -1):
-            if tensor.name in self._deltas[at].index.fresh:
+            if tensor.name in self._fresh[at]:
                 return at
             update = self._updates[at].get(tensor.name)
             if update is None or (update.dtype, update.shape) != (tensor.dtype, tensor.shape):
@@ -143,8 +144,8 @@ class _Chain:
 def _overwritten(delta: Delta, ref: ChunkRef, tensor: TensorBits, digest: int) -> int:
     encoded = delta.blob(ref.id)
     header = parse_header(encoded)
-    found = header.ref(ref.id)
-    if (found.rows, found.columns) != (ref.rows, ref.columns):
+    actual = header.ref(ref.id)
+    if (actual.rows, actual.columns) != (ref.rows, ref.columns):
         raise ChunkFormatError(f"{delta.path}: chunk {ref.id} holds other rows than its index says")
     return overwrite_chunk(encoded, tensor, digest)
 
@@ -165,11 +166,11 @@ def _write_shard(path: Path, file: DeltaFile, chain: _Chain, progress: Progress)
 def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
     """A file without tensors: of the delta that last said it anew, or of the base."""
     for delta in reversed(deltas):
-        found = next((f for f in delta.index.files if f.path == file.path), None)
-        if found is None:
+        entry = next((f for f in delta.index.files if f.path == file.path), None)
+        if entry is None:
             break
-        if found.blob:
-            return delta.unpacked(found.blob, found.size)
+        if entry.blob:
+            return delta.unpacked(entry.blob, entry.size)
     if file.path in base.others:
         raw = base.file(file.path).read_bytes()
         if blake3.blake3(raw).hexdigest() == file.same:
@@ -178,7 +179,7 @@ def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
 
 
 def mismatches(checkpoint: Checkpoint, tensors: Sequence[TensorUpdate]) -> Iterator[str]:
-    """What of a checkpoint is not as `tensors` have it after their update; nothing when all is."""
+    """Yield a line for each tensor of a checkpoint that differs from the updated `tensors`."""
     wanted = {tensor.name: tensor for tensor in tensors}
     for name in sorted(wanted.keys() | set(checkpoint.names)):
         entry, tensor = checkpoint.entry(name), wanted.get(name)

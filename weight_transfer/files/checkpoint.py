@@ -114,26 +114,24 @@ class Checkpoint:
 
     @property
     def single(self) -> bool:
-        """Whether it is one file and no folder."""
+        """True for a checkpoint of one file, False for a folder."""
         return self.root.is_file()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return tuple(sorted(self._places))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.end - entry.begin for _, entry in self._places.values())
 
     def entry(self, name: str) -> CheckpointEntry | None:
-        """What a tensor is like, None where there is none of that name."""
+        """Return the entry of a tensor, None if there is none of that name."""
         place = self._places.get(name)
         return place[1] if place else None
 
     def file(self, path: str) -> Path:
-        """Where a file of this checkpoint lies."""
         return self.root if self.single else self.root / path
 
     def tensor(self, name: str) -> TensorBits:
@@ -247,15 +245,15 @@ def _index(folder: Path) -> dict[str, str]:
 
 def _unindexed(folder: Path) -> list[str]:
     """Return the names of the shards of a folder without an index, sorted."""
-    # What lies deeper is another checkpoint, or a copy of this one.
-    found = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
-    if not found:
+    # A subfolder may hold another checkpoint, or a copy of this one.
+    names = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
+    if not names:
         raise TensorFormatError(f"{folder}: no *{SUFFIX} in it; save the model there first")
-    numbered = [match for name in found if (match := NUMBERED.fullmatch(name))]
+    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
     wanted = max((int(match[1]) for match in numbered), default=0)
     if len(numbered) < wanted:
         raise TensorFormatError(f"{folder} has {len(numbered)} of {wanted} files; save all of them")
-    return found
+    return names
 
 
 def _others(folder: Path) -> Iterator[str]:

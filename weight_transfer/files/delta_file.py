@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -57,7 +55,13 @@ class DeltaFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     same: _Blob = ""
 
 
-class _Index(Struct, frozen=True, forbid_unknown_fields=True):
+class _Format(Struct):
+    format: int
+
+
+class DeltaIndex(Struct, frozen=True, forbid_unknown_fields=True):
+    """Index of a delta. `fresh`: names, sorted. `blobs`: offset and length by name."""
+
     format: int
     level: Word
     single: bool
@@ -66,38 +70,12 @@ class _Index(Struct, frozen=True, forbid_unknown_fields=True):
     fresh: tuple[str, ...]
     blobs: dict[Hex64, tuple[Count, Count]]
 
-
-class _Format(Struct):
-    format: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaIndex:
-    """What a delta says of itself. `blobs`: offset and length by name."""
-
-    level: str
-    single: bool
-    files: tuple[DeltaFile, ...]
-    tensors: tuple[TensorUpdate, ...]
-    fresh: frozenset[str]
-    blobs: Mapping[str, tuple[int, int]]
-
     @property
     def changed(self) -> int:
-        """Weights that differ."""
         return sum(chunk.changed for tensor in self.tensors for chunk in tensor.chunks)
 
     def to_bytes(self) -> bytes:
-        index = _Index(
-            format=FORMAT,
-            level=self.level,
-            single=self.single,
-            files=self.files,
-            tensors=self.tensors,
-            fresh=tuple(sorted(self.fresh)),
-            blobs=dict(self.blobs),
-        )
-        return compressed(msgspec.json.encode(index))
+        return compressed(msgspec.json.encode(self))
 
     @classmethod
     def from_bytes(cls, stored: bytes, most: int) -> DeltaIndex:
@@ -107,26 +85,19 @@ class DeltaIndex:
             form = msgspec.json.decode(raw, type=_Format).format
             if form != FORMAT:
                 raise DeltaFormatError(f"delta of format {form}; {FORMAT} is known here")
-            plain = msgspec.json.decode(raw, type=_Index)
-            for tensor in plain.tensors:
+            index = msgspec.json.decode(raw, type=cls)
+            for tensor in index.tensors:
                 check_tiling(tensor)
         except (*MALFORMED, ManifestError) as error:
             raise DeltaFormatError(f"its index cannot be read: {error!s:.200}") from error
-        for file in plain.files:
+        for file in index.files:
             _check_file(file)
-        if len({file.path for file in plain.files}) != len(plain.files):
+        if len({file.path for file in index.files}) != len(index.files):
             raise DeltaFormatError("its index lists a file twice")
-        for offset, length in plain.blobs.values():
+        for offset, length in index.blobs.values():
             if offset < len(MAGIC) or offset + length > most:
                 raise DeltaFormatError("its index names bytes that the file has not")
-        return cls(
-            level=plain.level,
-            single=plain.single,
-            files=plain.files,
-            tensors=plain.tensors,
-            fresh=frozenset(plain.fresh),
-            blobs=plain.blobs,
-        )
+        return index
 
 
 class Delta:
@@ -162,7 +133,6 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
         return len(self._data)
 
     def blob(self, name: str) -> bytes:
@@ -185,12 +155,12 @@ def tail_of(offset: int, stored: bytes) -> bytes:
 
 
 def compressed(raw: bytes) -> bytes:
-    """As blobs that are no chunks are stored."""
+    """Compress a blob that is not a chunk."""
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
 def decompressed(packed: bytes, most: int) -> bytes:
-    """The reverse for untrusted bytes; never more than `most`. Raises DeltaFormatError."""
+    """Decompress untrusted bytes, to at most `most`. Raises DeltaFormatError."""
     try:
         size = zstandard.frame_content_size(packed)
         if not 0 <= size <= most:

@@ -20,6 +20,7 @@ from weight_transfer.bounded_map import in_order
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.files.delta_file import (
+    FORMAT,
     MAGIC,
     Delta,
     DeltaFile,
@@ -148,11 +149,12 @@ class _Writer:
         files += [self._other(path) for path in self._new.others]
         tensors = tuple(self._tensor(name) for name in self._new.names)
         index = DeltaIndex(
+            format=FORMAT,
             level=self._level.value,
             single=self._new.single,
             files=tuple(files),
             tensors=tensors,
-            fresh=frozenset(self._fresh),
+            fresh=tuple(sorted(self._fresh)),
             blobs=self._blobs,
         ).to_bytes()
         offset = self._at
@@ -249,5 +251,5 @@ def _part(tensor: TensorBits, rows: Rows) -> int:
 
 
 def whole_digest(tensor: TensorBits) -> str:
-    """Of a tensor, as a manifest writes it."""
+    """Return the digest of a tensor as a manifest writes it."""
     return hex_digest(digest_of(tensor.bits))

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from math import prod
 
 import blake3
-import numpy as np
-from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkDigestError, ChunkFormatError, WrongBaseError
 from weight_transfer.format.delta_codec import (
@@ -30,8 +28,9 @@ from weight_transfer.format.delta_codec import (
 from weight_transfer.format.device_tensor import AnyTensor
 from weight_transfer.format.digest import Block, Range, block_growth
 from weight_transfer.format.manifest import ChunkRef
-from weight_transfer.format.tensors import Bits, TensorBits, WeightClass
-from weight_transfer.kernels.backend import Flat
+from weight_transfer.format.tensors import TensorBits, WeightClass
+from weight_transfer.kernels import Flat
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.digest import scatter_and_sum
 
 MAGIC = b"ROSC"
@@ -44,7 +43,7 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What a chunk says of itself; rows are [first_row, end_row) of its tensor.
+    """Header of a chunk; rows are [first_row, end_row) of its tensor.
 
     `columns`: [first, end) of each row, None for all of them.
     """
@@ -61,7 +60,7 @@ class ChunkHeader:
 
     @property
     def block(self) -> Block:
-        """What of its tensor it covers."""
+        """Part of the tensor that the chunk covers."""
         columns = (0, self.row_elements) if self.columns is None else self.columns
         return Block((self.first_row, self.end_row), columns, self.row_elements)
 
@@ -84,14 +83,6 @@ class EncodedChunk:
     header: ChunkHeader
     encoded: bytes
     digest_change: int
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Staged overwrite: `values[k]` belongs at flat index `indices[k]` of the tensor."""
-
-    indices: NDArray[np.int64]
-    values: Bits
 
 
 def chunk_id(encoded: bytes) -> str:
@@ -142,21 +133,21 @@ def encode_block(
     """
     if not block.is_whole_rows and block.columns[1] >> _COLUMN_BITS:
         raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")
-    found = encode_payload(old, new, kind, level, block.first)
+    payload = encode_payload(old, new, kind, level, block.first)
     # The codec takes a range for contiguous, and the digest wants each weight's own index.
-    growth = found.digest_change if block.is_whole_rows else block_growth(old, new, block)
+    growth = payload.growth if block.is_whole_rows else block_growth(old, new, block)
     header = ChunkHeader(
-        encoding=found.encoding,
+        encoding=payload.encoding,
         width=old.itemsize,
         first_row=block.rows[0],
         end_row=block.rows[1],
         row_elements=block.row_elements,
-        changed=found.changed,
+        changed=payload.changed,
         base_digest=base_digest,
-        payload_bytes=found.size,
+        payload_bytes=payload.size,
         columns=None if block.is_whole_rows else block.columns,
     )
-    return EncodedChunk(header, b"".join((_pack(header), *found.parts)), growth)
+    return EncodedChunk(header, b"".join((_pack(header), *payload.parts)), growth)
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:
@@ -197,7 +188,7 @@ def _check_columns(header: ChunkHeader) -> None:
     if header.columns is None:
         return
     first, end = header.columns
-    some = end - first < header.row_elements  # All of them have one way to be said.
+    some = end - first < header.row_elements  # All columns are written as (0, 0).
     if not (some and first < end <= header.row_elements):
         raise ChunkFormatError(f"chunk covers columns {first}..{end} of {header.row_elements}")
 
@@ -212,7 +203,8 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
     payload = memoryview(encoded)[HEADER.size :]
     base = header.block.cut(old.bits)
     local, values = decode_payload(header.encoding, header.changed, payload, base)
-    return Change(header.block.flat(local), values)
+    replaced = base[local]
+    return Change(header.block.flat(local), replaced, values)
 
 
 def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int:
@@ -226,7 +218,7 @@ def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int
     block = header.block
     if header.encoding is not Encoding.DENSE or not block.is_whole_rows:
         change = decode_chunk(encoded, tensor, base_digest)
-        return int(scatter_and_sum(tensor.bits, change.indices, change.values))
+        return int(scatter_and_sum(tensor.bits, change.indices, change.new))
     old = block.cut(tensor.bits)
     new = decode_dense(header.changed, memoryview(encoded)[HEADER.size :], old)
     growth = block_growth(old, new, block)

@@ -21,6 +21,7 @@ a time, and planes are made one after the other, so hardly more memory is held t
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, TypeAlias
@@ -32,8 +33,9 @@ from numpy.typing import NDArray
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.tensors import Bits, WeightClass
-from weight_transfer.kernels.backend import Difference, Flat, processor_of
-from weight_transfer.kernels.cpu.changes import Changes, apply_changes, gaps_of
+from weight_transfer.kernels import Flat, processor_of
+from weight_transfer.kernels.backend import Difference
+from weight_transfer.kernels.cpu.changes import apply_changes, gaps_of
 from weight_transfer.kernels.cpu.simd import all_equal, join_plane, split_plane
 
 PLANE_HEADER = struct.Struct("<BI")
@@ -78,7 +80,6 @@ class PlaneReader:
         self._at = 0
 
     def byte(self) -> int:
-        """Read one byte."""
         return self._take(1)[0]
 
     def plane(self, size: int) -> NDArray[np.uint8]:
@@ -133,37 +134,56 @@ _SAMPLE = 1 << 16
 _MODULUS = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class Crowded:
-    """`parts` of the payload; `growth` of the tensor's digest, mod 2^64."""
+class Encoding(IntEnum):
+    """Encoding of a chunk's payload."""
 
-    mapped: bool
+    EMPTY = 0
+    SPARSE = 1
+    BITMAP = 2
+    DENSE = 3
+    COMPACT = 4
+
+
+class Level(StrEnum):
+    """Codec level of a sparse chunk: little time, or few bytes."""
+
+    FAST = "fast"
+    COMPACT = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded range. `growth`: of its tensor's digest, mod MODULUS."""
+
+    encoding: Encoding
     changed: int
-    parts: list[Part]
+    parts: Sequence[Part]
     growth: int
 
     @property
     def size(self) -> int:
-        """Bytes of the payload."""
+        """Bytes of the payload, which is all parts joined."""
         return sum(len(part) for part in self.parts)
 
 
-def encode_crowded(old: Flat, new: Flat, first: int) -> Crowded:
+def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor."""
     if old.size <= _SAMPLE:
-        return min(_mapped(old, new, first), _anew(old, new, first), key=lambda made: made.size)
+        return min(
+            _mapped(old, new, first), _anew(old, new, first), key=lambda encoded: encoded.size
+        )
     some = slice(0, _SAMPLE)
     sample = old[some], new[some], first
     ways = (_mapped, _anew) if _mapped(*sample).size <= _anew(*sample).size else (_anew, _mapped)
-    made = ways[0](old, new, first)
+    encoded = ways[0](old, new, first)
     raw_bytes = old.nbytes + old.itemsize * PLANE_HEADER.size
-    if made.size <= raw_bytes:
-        return made
-    del made
+    if encoded.size <= raw_bytes:
+        return encoded
+    del encoded
     return min((way(old, new, first) for way in (_anew, _mapped)), key=lambda each: each.size)
 
 
-def _mapped(old: Flat, new: Flat, first: int) -> Crowded:
+def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
     """A bit for each weight, then what the marked ones change by."""
     processor = processor_of(old, new)
     bitmap = np.empty((old.size + 7) // 8, np.uint8)
@@ -187,10 +207,10 @@ def _mapped(old: Flat, new: Flat, first: int) -> Crowded:
         assert plane is not None
         parts += pack_planes(plane[:changed], 1)
         del plane
-    return Crowded(True, changed, parts, growth % _MODULUS)
+    return Encoded(Encoding.BITMAP, changed, parts, growth % _MODULUS)
 
 
-def _anew(old: Flat, new: Flat, first: int) -> Crowded:
+def _anew(old: Flat, new: Flat, first: int) -> Encoded:
     """All new weights."""
     processor = processor_of(old, new)
     changed, growth = 0, 0
@@ -199,7 +219,7 @@ def _anew(old: Flat, new: Flat, first: int) -> Crowded:
         marks = processor.mark(old[part], new[part], first + at)
         changed, growth = changed + marks.codes.size, growth + marks.growth
     parts = pack_planes(processor.read(new), new.itemsize)
-    return Crowded(False, changed, parts, growth % _MODULUS)
+    return Encoded(Encoding.DENSE, changed, parts, growth % _MODULUS)
 
 
 _SPARSE_SHARE = 4
@@ -208,54 +228,22 @@ _SURELY_COMPACT = 4096
 _GAP_BYTES = 4
 
 
-class Encoding(IntEnum):
-    """Encoding of a chunk's payload."""
-
-    EMPTY = 0
-    SPARSE = 1
-    BITMAP = 2
-    DENSE = 3
-    COMPACT = 4
-
-
-class Level(StrEnum):
-    """Codec level of a sparse chunk: little time, or few bytes."""
-
-    FAST = "fast"
-    COMPACT = "compact"
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An encoded range. `digest_change`: what its tensor's digest grows by, mod MODULUS."""
-
-    encoding: Encoding
-    changed: int
-    parts: tuple[Part, ...]
-    digest_change: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload, which is all parts joined."""
-        return sum(len(part) for part in self.parts)
-
-
 def encode_payload(
     old: Flat, new: Flat, kind: WeightClass, level: Level = Level.FAST, first: int = 0
 ) -> Encoded:
     """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
-    found = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
-    if found is None:
+    difference = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
+    if difference is None:
         return _crowded(old, new, first)
-    if not found.count:
+    if not difference.count:
         return Encoded(Encoding.EMPTY, 0, (), 0)
-    compact = encode_compact(found, kind) if level is Level.COMPACT else None
+    compact = encode_compact(difference, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
-    if compact is not None and found.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
-    sparse = Encoded(Encoding.SPARSE, found.count, tuple(_sparse(found)), found.growth)
+    if compact is not None and difference.count > _SURELY_COMPACT:
+        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
+    sparse = Encoded(Encoding.SPARSE, difference.count, _sparse(difference), difference.growth)
     if compact is not None and len(compact) < sparse.size:
-        return Encoded(Encoding.COMPACT, found.count, (compact,), found.growth)
+        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
     return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
 
 
@@ -284,7 +272,7 @@ def decode_payload(
         gaps = read(reader, changed, old.size)
         codes = reader.integers(changed, old.itemsize, old.dtype)
         try:
-            indices, new = apply_changes(old, Changes(gaps, codes))
+            indices, new = apply_changes(old, gaps, codes)
         except ValueError as error:
             raise ChunkFormatError(f"{error}; fetch the chunk again") from error
     reader.finish()
@@ -298,9 +286,9 @@ def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
     reader = PlaneReader(payload)
     dense: Bits = reader.integers(old.size, old.itemsize, old.dtype)
     reader.finish()
-    found = np.count_nonzero(dense != old)
-    if found != changed:
-        raise ChunkFormatError(f"{found} changes found where {changed} were claimed")
+    count = np.count_nonzero(dense != old)
+    if count != changed:
+        raise ChunkFormatError(f"{count} changes found where {changed} were claimed")
     return dense
 
 
@@ -308,12 +296,6 @@ def _sparse(changes: Difference) -> list[Part]:
     planes = planes_needed(changes.gaps)
     codes = pack_planes(changes.codes, changes.codes.itemsize)
     return [bytes([planes]), *pack_planes(changes.gaps, planes), *codes]
-
-
-def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
-    made = encode_crowded(old, new, first)
-    encoding = Encoding.BITMAP if made.mapped else Encoding.DENSE
-    return Encoded(encoding, made.changed, tuple(made.parts), made.growth)
 
 
 def _read_gaps(reader: PlaneReader, changed: int, size: int) -> NDArray[np.uint32]:

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format import tensors
-from weight_transfer.format.tensors import WIDTHS, Layout, TensorBits
+from weight_transfer.format.tensors import SIGNED, WIDTHS, Layout, TensorBits
 from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
     import torch
-
-_SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,6 @@ class DeviceTensor(Layout):
             )
 
     def zeros(self) -> DeviceTensor:
-        """What a fresh tensor builds on, beside this one."""
         zeros = DeviceBits(self.bits.flat.new_zeros(self.bits.size))
         return DeviceTensor(self.name, self.dtype, self.shape, zeros)
 
@@ -46,7 +43,7 @@ AnyTensor: TypeAlias = TensorBits | DeviceTensor
 
 
 def zeros_like(tensor: AnyTensor) -> AnyTensor:
-    """What a fresh tensor builds on, in the same memory."""
+    """Return a tensor of zeros on the same device, the base of a fresh tensor."""
     return tensor.zeros() if isinstance(tensor, DeviceTensor) else tensors.zeros_like(tensor)
 
 
@@ -63,7 +60,7 @@ def device_bits(tensor: torch.Tensor) -> DeviceBits:
         raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
     if not tensor.is_contiguous():
         raise TensorFormatError(f"a tensor of strides {tensor.stride()} is not contiguous; copy it")
-    signed: torch.dtype = getattr(torch, _SIGNED[width])
+    signed: torch.dtype = getattr(torch, SIGNED[width])
     return DeviceBits(tensor.detach().view(-1).view(signed))
 
 

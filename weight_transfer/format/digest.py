@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.backend import Flat, processor_of
+from weight_transfer.kernels import Flat, processor_of
 from weight_transfer.kernels.cpu.digest import sum_block, sum_difference, sum_pending
 
 Range: TypeAlias = tuple[int, int]
@@ -54,7 +54,7 @@ class Block:
 
     @property
     def is_whole_rows(self) -> bool:
-        """Whether it is one flat range of the tensor."""
+        """True if the block is one flat range of the tensor."""
         return self.columns == (0, self.row_elements)
 
     @property
@@ -64,7 +64,6 @@ class Block:
 
     @property
     def elements(self) -> int:
-        """Weights in it."""
         return (self.rows[1] - self.rows[0]) * self.width
 
     @property
@@ -90,7 +89,7 @@ class Block:
         return local
 
     def parts(self, most_elements: int) -> Iterator[Block]:
-        """It, cut between rows into blocks of at most so many weights, or of one row."""
+        """Cut the block by rows into ones of at most `most_elements` weights, or of one row."""
         first, end = self.rows
         step = max(1, most_elements // max(1, self.width))
         for row in range(first, end, step):
@@ -98,7 +97,7 @@ class Block:
 
 
 def tiling_fault(rows: int, row_elements: int, blocks: Iterable[tuple[Range, Range]]) -> str:
-    """Say where (rows, columns) pairs fail to cover each weight once; empty when they do.
+    """Return where (rows, columns) pairs fail to cover each weight once; empty when they do.
 
     They must come in order of (first row, first column): then each has to begin where the lowest
     and leftmost weight is that none before it covers. So it is enough to remember how far down each

@@ -29,7 +29,7 @@ from weight_transfer.kernels.cpu import range_coder as kernels
 _HEAD = struct.Struct("<BBBBHII")
 _CLASS = struct.Struct("<BBI")
 _MOST_RICE = 30
-# Of all changes, those of the smallest and of the largest weights: each class is looked for in all.
+# Share of changes at either end of the classes that are merged: decoding scans all per class.
 _RARE = 0.005
 
 
@@ -44,25 +44,23 @@ class _Classes:
     counts: NDArray[np.int64]
 
     def ends(self) -> NDArray[np.uint8]:
-        """Which weights belong to the first class and to the last one."""
+        """Return (lowest, first, last, highest) class; the outer ones belong to first or last."""
         first, last = int(self.numbers[0]), int(self.numbers[-1])
         return np.array([self.lowest, first, last, self.highest], np.uint8)
 
     def starts(self) -> NDArray[np.int64]:
-        """Where each class begins."""
         starts: NDArray[np.int64] = np.cumsum(self.counts) - self.counts
         return starts
 
     def parts(self) -> list[slice]:
-        """Where each class lies."""
         ends = [0, *(int(end) for end in np.cumsum(self.counts))]
         return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def encode_compact(found: Difference, kind: WeightClass) -> bytes:
+def encode_compact(difference: Difference, kind: WeightClass) -> bytes:
     """Encode changes, at least one."""
-    classes = _gathered(found.class_counts(kind))
-    gaps, codes = found.by_class(kind, classes.ends(), classes.numbers, classes.starts())
+    classes = _gathered(difference.class_counts(kind))
+    gaps, codes = difference.by_class(kind, classes.ends(), classes.numbers, classes.starts())
     parts = classes.parts()
     classes.rice.extend(_rice(gaps[part]) for part in parts)
     coded, raw = _entropy_coded(gaps, codes, parts, classes.rice)

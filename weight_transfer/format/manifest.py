@@ -39,7 +39,7 @@ MOST_TENSORS: Final = 1 << 17
 MOST_CHUNKS: Final = 1 << 18
 _FREED_AT_ONCE: Final = 256
 MALFORMED: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What typed decoding raises for untrusted bytes."""
+"""Exceptions that typed decoding raises for untrusted bytes."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=1_024)]
@@ -144,7 +144,7 @@ class Manifest:
 
     @property
     def is_base(self) -> bool:
-        """Whether it builds on nothing."""
+        """True for a version with all of its weights, which builds on no other."""
         return self.parent == self.version
 
     @property
@@ -154,7 +154,6 @@ class Manifest:
 
     @property
     def changed(self) -> int:
-        """Elements that change."""
         return sum(chunk.changed for chunk in self.chunks)
 
     def signed(self, key: SigningKey) -> Manifest:
@@ -170,7 +169,7 @@ class Manifest:
         self._envelope().verify(key)
 
     def says_as_much_as(self, other: Manifest) -> bool:
-        """Whether both are of the same weights, whenever they were signed."""
+        """Return True if both describe the same weights, whenever they were signed."""
         timeless = [
             msgspec.structs.replace(each._head(), created_s=0.0, expires_s=0.0)
             for each in (self, other)
@@ -191,7 +190,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes, stored and sent."""
+        """Bytes of the manifest, as it is stored and sent."""
         return sum(map(len, self.parts()))
 
     @classmethod
@@ -207,19 +206,8 @@ class Manifest:
             envelope.verify(verify_key)
         lines = _lines(raw)
         head = _head_of(next(lines, b""))
-        manifest = cls(
-            job=head.job,
-            version=head.version,
-            parent=head.parent,
-            codec=head.codec,
-            trainer=head.trainer,
-            created_s=head.created_s,
-            expires_s=head.expires_s,
-            tensors=_tensors(lines, head),
-            signature=envelope.signature,
-            origins=head.origins,
-            on_update=head.on_update,
-        )
+        fields = msgspec.structs.asdict(head) | {"tensors": _tensors(lines, head)}
+        manifest = cls(**fields, signature=envelope.signature)
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
             raise ManifestError("a tensor is listed twice; fetch the manifest again")
         return manifest
@@ -236,18 +224,8 @@ class Manifest:
         return msgspec.json.encode(self._head())
 
     def _head(self) -> _Head:
-        return _Head(
-            job=self.job,
-            version=self.version,
-            parent=self.parent,
-            codec=self.codec,
-            trainer=self.trainer,
-            created_s=self.created_s,
-            expires_s=self.expires_s,
-            tensors=len(self.tensors),
-            origins=self.origins,
-            on_update=self.on_update,
-        )
+        fields = {name: getattr(self, name) for name in _Head.__struct_fields__}
+        return _Head(**fields | {"tensors": len(self.tensors)})
 
     def _check_bounds(self) -> None:
         chunks = sum(len(tensor.chunks) for tensor in self.tensors)
@@ -265,13 +243,35 @@ class Manifest:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedManifest:
+    """A manifest whose signature was checked, once, where it entered this process.
+
+    Made by `read` and `check` alone. With a key of None no signature is required.
+    """
+
+    manifest: Manifest
+
+    @classmethod
+    def read(cls, raw: bytes | bytearray, verify_key: VerifyKey | None) -> VerifiedManifest:
+        """Read untrusted bytes. Raises like `Manifest.from_bytes`."""
+        return cls(Manifest.from_bytes(raw, verify_key))
+
+    @classmethod
+    def check(cls, manifest: Manifest, verify_key: VerifyKey | None) -> VerifiedManifest:
+        """Check a manifest that was read before. Raises SignatureError."""
+        if verify_key is not None:
+            manifest.verify(verify_key)
+        return cls(manifest)
+
+
 def expiry_of(raw: bytes | bytearray) -> float:
-    """When a manifest expires, read from its first line alone; raises ManifestError."""
+    """Return a manifest's expiry, read from its first line alone; raises ManifestError."""
     return _first_of(raw).expires_s
 
 
 def job_of(raw: bytes | bytearray) -> str:
-    """Whose version a manifest is, read from its first line alone; raises ManifestError."""
+    """Return a manifest's job, read from its first line alone; raises ManifestError."""
     return _first_of(raw).job
 
 

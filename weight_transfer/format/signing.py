@@ -55,7 +55,6 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """Make a new key."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -90,7 +89,6 @@ class SigningKey:
         return VerifyKey(self._key.public_key().public_bytes_raw().hex())
 
     def sign(self, message: bytes) -> bytes:
-        """Return the signature of `message`."""
         return self._key.sign(message)
 
 
@@ -114,7 +112,7 @@ def _head(kind: Kind) -> bytes:
 
 
 HEAD_BYTES: Final = len(_head(Kind.MANIFEST)) + SIGNATURE_BYTES
-"""What an envelope adds to its payload."""
+"""Bytes that an envelope adds to its payload."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,19 +21,19 @@ Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class WeightClass:
-    """Which bits of a weight say how coarse it is: `bits` of them from bit `shift` on (0: none)."""
+    """Bits of a weight that give its magnitude: `bits` of them from bit `shift` on (0: none)."""
 
     shift: int
     bits: int
 
     @property
     def mask(self) -> int:
-        """Of the bits once they are shifted down."""
+        """Mask of the bits once they are shifted down."""
         return (1 << self.bits) - 1
 
 
 _EXPONENTS = {
-    # Of eleven bits the lower eight: no tensor's weights span more.
+    # The lower eight of eleven exponent bits: no tensor's weights span more.
     "float64": WeightClass(52, 8),
     "float32": WeightClass(23, 8),
     "bfloat16": WeightClass(7, 8),
@@ -64,7 +64,7 @@ SAFETENSORS = {
 }
 WIDTHS = dict(SAFETENSORS.values())
 """Bytes of one element by dtype name (torch's names)."""
-_SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -91,12 +91,11 @@ class Layout:
 
     @property
     def weight_class(self) -> WeightClass:
-        """What tells its weights' coarseness; integers have one class."""
         return weight_class_of(self.dtype)
 
 
 def weight_class_of(dtype: str) -> WeightClass:
-    """What tells the coarseness of weights of a dtype; integers have one class."""
+    """Return the bits that classify weights of a dtype; integers have one class."""
     return _EXPONENTS.get(dtype, WeightClass(0, 0))
 
 
@@ -127,7 +126,7 @@ def bits_of(tensor: torch.Tensor) -> Bits:
     width = WIDTHS.get(str(tensor.dtype).removeprefix("torch."))
     if width is None:
         raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
-    signed: torch.dtype = getattr(torch, _SIGNED[width])
+    signed: torch.dtype = getattr(torch, SIGNED[width])
     flat = tensor.detach().cpu().contiguous().view(-1)
     bits: Bits = flat.view(signed).numpy().view(unsigned(width))
     return bits
@@ -150,7 +149,7 @@ def tensor_of(tensor: TensorBits) -> torch.Tensor:
 
 
 def zeros_like(tensor: TensorBits) -> TensorBits:
-    """What a fresh tensor builds on; takes no memory until it is written to."""
+    """Return a tensor of zeros, which takes no memory until it is written to."""
     bits = np.zeros(tensor.bits.size, unsigned(WIDTHS[tensor.dtype]))
     return TensorBits(tensor.name, tensor.dtype, tensor.shape, bits)
 

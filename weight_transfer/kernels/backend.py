@@ -16,17 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels.triton.device_bits import DeviceBits
 
 if TYPE_CHECKING:
-    from weight_transfer.format.tensors import Bits, WeightClass
+    from weight_transfer.format.tensors import WeightClass
 
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -42,7 +40,7 @@ class Difference(Protocol):
 
     @property
     def growth(self) -> int:
-        """What the digest of the tensor grows by, mod 2^64."""
+        """Increase of the tensor's digest, mod 2^64."""
 
     @property
     def gaps(self) -> NDArray[np.uint32]:
@@ -75,16 +73,14 @@ class Marks:
     growth: int
 
 
-RangeT = TypeVar("RangeT")
 Int64s: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class RangeChange(Generic[RangeT]):
-    """At distinct `places` i64[n] of `target` the weights `old` [n] become `new` [n]."""
+class Change:
+    """At distinct `indices` i64[n] of flat weights `old` [n] become `new` [n]."""
 
-    target: RangeT
-    places: Int64s
+    indices: Int64s
     old: Bits
     new: Bits
 
@@ -100,16 +96,14 @@ class Exchange(Protocol):
         """
 
 
-def check_places(changes: Sequence[RangeChange[RangeT]], sizes: Sequence[int]) -> None:
-    """Raise IndexError for a place outside of its target, which has so many weights."""
-    for change, size in zip(changes, sizes, strict=True):
-        places = change.places
-        if places.size and (int(places.min()) < 0 or int(places.max()) >= size):
+def check_indices(changes: Sequence[tuple[Any, Change]]) -> None:
+    """Raise IndexError for an index outside of its target."""
+    for target, change in changes:
+        at, size = change.indices, target.size
+        if at.size and (int(at.min()) < 0 or int(at.max()) >= size):
             raise IndexError(f"a change lies outside its {size} weights; stage the update again")
 
 
-Flat: TypeAlias = Bits | DeviceBits
-"""Flat weights, wherever they are."""
 Range = TypeVar("Range", contravariant=True)
 
 
@@ -126,28 +120,12 @@ class Processor(Protocol[Range]):
         """All weights of a range, in host memory; may be the range itself."""
 
     def digest(self, bits: Range, first: int) -> int:
-        """What a range that begins at index `first` adds to the digest of its tensor."""
+        """Return what a range that begins at index `first` adds to its tensor's digest."""
 
-    def stage(self, changes: Sequence[RangeChange[Any]], resident_bytes: int) -> Exchange:
-        """Bring changes, at least one, to the memory of their targets; nothing is written.
+    def stage(self, changes: Sequence[tuple[Any, Change]], resident_bytes: int) -> Exchange:
+        """Bring changes of targets, at least one, to their memory; nothing is written.
 
         While weights are used, and from any thread. On a device it takes `resident_bytes` of memory
         at most, and 64 MiB; what is beyond passes through these under the pause. Raises IndexError
-        for a place outside and DeviceMemoryError.
+        for an index outside and DeviceMemoryError.
         """
-
-
-def processor_of(*ranges: Flat) -> Processor[Any]:
-    """Return the processor that works where all `ranges` are; TensorFormatError for several."""
-    places = {"the host" if isinstance(bits, np.ndarray) else bits.place for bits in ranges}
-    if len(places) > 1:
-        raise TensorFormatError(
-            f"weights to be compared are on {' and '.join(sorted(places))}; put both on one"
-        )
-    if isinstance(ranges[0], np.ndarray):
-        from weight_transfer.kernels.cpu.backend import CPU
-
-        return CPU
-    from weight_transfer.kernels.triton.backend import DEVICE
-
-    return DEVICE

@@ -36,7 +36,7 @@ from weight_transfer.format.manifest import (
 )
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import WIDTHS
-from weight_transfer.publish.publisher import DEFAULT_LIFETIME_S, Publisher
+from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S, VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 Spec = tuple[str, tuple[int, ...]]
@@ -58,7 +58,6 @@ class ShardTensor(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def spec(self) -> Spec:
-        """What all ranks must agree on."""
         return self.dtype, self.shape
 
 
@@ -107,12 +106,14 @@ class ShardCoordinator:
         self._urls = tuple(dict.fromkeys(url for url in origins if url))
         self._origins = [self._urls.index(url) if url else None for url in origins]
         self._origins = self._origins or [None] * ranks
-        self._publisher = Publisher(store, job, trainer, key, lifetime_s=lifetime_s, clock=clock)
+        self._publisher = VersionPublisher(
+            store, job, trainer, key, lifetime_s=lifetime_s, clock=clock
+        )
         self._known: tuple[int, Mapping[str, int]] | None = None
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Of each tensor in the version that the ranks hold."""
+        """Digest of each tensor in the version that the ranks hold."""
         return self._begun()[1]
 
     def begin(self, parts: Iterable[ShardReport]) -> Mapping[str, int]:
@@ -227,7 +228,7 @@ class ShardCoordinator:
     def _placed(self, update: TensorUpdate, rank: int, ref: ChunkRef) -> ChunkRef:
         if ref.changed:
             return replace(ref, origin=self._origins[rank])
-        # It says no more than its header does: no rank needs to keep a file for it.
+        # Such a chunk is a header alone: no rank needs to keep a file for it.
         width, before = WIDTHS[update.dtype], int(update.digest_before, 16)
         nothing = encode_nothing(update.shape, ref, width, before)
         if self._store.put(nothing) != ref.id:

@@ -69,15 +69,15 @@ def hold(
 def check_fit(pieces: Sequence[Piece], weights: Mapping[str, LocalTensor]) -> None:
     """Raise ShardError unless each piece lies inside its parameter."""
     for piece in pieces:
-        found = weights.get(piece.parameter)
-        if found is None:
+        parameter = weights.get(piece.parameter)
+        if parameter is None:
             raise ShardError(f"{piece.tensor}: this rank has no parameter {piece.parameter}")
-        if found.dtype not in WIDTHS:
-            raise ShardError(f"{piece.parameter}: dtype {found.dtype} is not carried")
-        if piece.offset < 0 or piece.end > found.elements:
+        if parameter.dtype not in WIDTHS:
+            raise ShardError(f"{piece.parameter}: dtype {parameter.dtype} is not carried")
+        if piece.offset < 0 or piece.end > parameter.elements:
             raise ShardError(
-                f"{piece.tensor}: {piece.parameter} has {found.elements} weights here, its piece"
-                f" takes {piece.offset}..{piece.end}; is it sharded in another way?"
+                f"{piece.tensor}: {piece.parameter} has {parameter.elements} weights here, its"
+                f" piece takes {piece.offset}..{piece.end}; is it sharded in another way?"
             )
 
 
@@ -159,14 +159,14 @@ class ShardEncoder:
         for part in self._held:
             if weights[part.piece.parameter].dtype != part.dtype:
                 raise ShardError(f"{part.piece.parameter} is not {part.dtype} any more")
-        made = self._encoded(digests, lambda part: (part.bits, part.read(weights)))
-        self._pending = version, tuple(ref for ref, _ in made)
-        return ShardReport(self._rank, version, parent, self._by_tensor(made))
+        encoded = self._encoded(digests, lambda part: (part.bits, part.read(weights)))
+        self._pending = version, tuple(ref for ref, _ in encoded)
+        return ShardReport(self._rank, version, parent, self._by_tensor(encoded))
 
     def encode_base(self, digests: Mapping[str, int]) -> ShardReport:
         """Encode all of the baseline, for those who join; `digests`: of tensors of zeros."""
-        made = self._encoded(digests, lambda part: (np.zeros_like(part.bits), part.bits))
-        return ShardReport(self._rank, self.version, self.version, self._by_tensor(made))
+        encoded = self._encoded(digests, lambda part: (np.zeros_like(part.bits), part.bits))
+        return ShardReport(self._rank, self.version, self.version, self._by_tensor(encoded))
 
     def advance(self, manifest: Manifest) -> None:
         """The version that was encoded last is published: hold it from now on.
@@ -225,11 +225,11 @@ class ShardEncoder:
         with ThreadPoolExecutor(self._settings.threads) as pool:
             yield from in_order(pool, self._settings.threads, work, self._held)
 
-    def _by_tensor(self, found: Iterable[tuple[ChunkRef | None, int]]) -> tuple[ShardTensor, ...]:
+    def _by_tensor(self, results: Iterable[tuple[ChunkRef | None, int]]) -> tuple[ShardTensor, ...]:
         parts = {part.tensor: part for part in self._held}
         digests = dict.fromkeys(parts, 0)
         chunks: dict[str, list[ChunkRef]] = {name: [] for name in parts}
-        for part, (ref, digest) in zip(self._held, found, strict=True):
+        for part, (ref, digest) in zip(self._held, results, strict=True):
             digests[part.tensor] = (digests[part.tensor] + digest) % MODULUS
             chunks[part.tensor] += [] if ref is None else [ref]
         return tuple(

@@ -32,7 +32,7 @@ class LocalTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As it is published."""
+        """Type in which the weights are published."""
         ...
 
     @property
@@ -123,7 +123,7 @@ def whole(tensor: str, shape: tuple[int, ...], parameter: str, replica: int = 0)
 
 
 def share(size: int, rank: int, ranks: int) -> Range:
-    """What of `size` belongs to a rank: as much as to any before it, the last ones less or none."""
+    """Return the part of `size` that belongs to a rank: equal parts, the last ones less or none."""
     each = -(-size // ranks)
     return min(size, rank * each), min(size, (rank + 1) * each)
 
@@ -158,7 +158,7 @@ def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
 
 
 def first_holders(held: Sequence[Sequence[Hashable]]) -> list[list[int]]:
-    """Of what each rank holds, the positions of what no rank before it holds too."""
+    """Return, for each rank, the positions of the entries that no rank before it holds."""
     seen: set[Hashable] = set()
     kept: list[list[int]] = []
     for mine in held:

@@ -1,1 +1,1 @@
-"""What of a weight update is SGLang's own: its models, and how the probe runs through them."""
+"""SGLang's part of a weight update: its models, and the probe that runs through them."""

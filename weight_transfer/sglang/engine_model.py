@@ -66,7 +66,10 @@ class SglangModel(SglangLoader):
 
     @classmethod
     def of(cls, runner: Any) -> SglangModel:  # noqa: ANN401 -- SGLang's ModelRunner
-        """Of a runner whose KV cache exists. Raises LoaderMapError for packed weights."""
+        """Return the model of a runner whose KV cache exists.
+
+        Raises LoaderMapError for packed weights.
+        """
         import torch
 
         packed = next((n for n, p in runner.model.named_parameters() if not p.numel()), None)
@@ -120,10 +123,10 @@ class SglangProber:
                 ),
             ):
                 forward: Any = model.forward
-                said = forward(batch.input_ids, batch.positions, batch)
-            parts = (said.hidden_states, said.next_token_logits)
-            found: torch.Tensor = torch.cat([part.flatten().float() for part in parts])
-        return found
+                output = forward(batch.input_ids, batch.positions, batch)
+            parts = (output.hidden_states, output.next_token_logits)
+            numbers: torch.Tensor = torch.cat([part.flatten().float() for part in parts])
+        return numbers
 
     def _batch(self, slots: torch.Tensor) -> Any:  # noqa: ANN401 -- SGLang's ForwardBatch
         """One sequence, all of it new, in the first row of requests."""

@@ -120,10 +120,10 @@ class Catalog:
         return len(plan.deltas) > MOST_DELTAS or plan.wire_bytes - size > MOST_SHARE * size
 
     def needed(self, leases: Iterable[ReaderPin], now_s: float) -> Needed:
-        """What must stay: the way to the newest version for a joiner and for every leased reader.
+        """Return what must stay: the way to the newest version for a joiner and each leased reader.
 
-        Also of a reader whose way is a base now: its chain stays while its lease lives, since it
-        may be in the middle of it. But never more than the newest MOST_LEASED deltas for leases.
+        This includes a reader whose way is a base now: its chain stays while its lease lives, since
+        it may be in the middle of it. Leases keep at most the newest MOST_LEASED deltas.
         """
         newest = self.newest
         # Without a base that leads to the newest a joiner begins with the first delta.
@@ -151,7 +151,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a version is reached: by a delta from `before`, or as the base or what is held."""
+    """Last step to a version: a delta from `before`, or the base or what is held."""
 
     wire_bytes: int
     from_base: bool
@@ -160,5 +160,5 @@ class _Way:
 
     @property
     def worth(self) -> tuple[int, bool, int]:
-        """Of two ways the smaller is taken."""
+        """Sort key: the smaller of two ways is taken."""
         return self.wire_bytes, self.from_base, self.steps

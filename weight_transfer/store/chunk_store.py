@@ -49,11 +49,11 @@ def draft(out: Path, *, folder: bool = False) -> Iterator[Path]:
         raise StoreError(f"{out.parent} is no folder; make it first")
     path = Path(tempfile.mkdtemp(dir=out.parent, prefix=DRAFT))
     try:
-        made = path / out.name
+        target = path / out.name
         if folder:
-            made.mkdir()
-        yield made
-        made.rename(out)
+            target.mkdir()
+        yield target
+        target.rename(out)
         sync(out.parent)
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -114,7 +114,7 @@ class ChunkStore:
         return name
 
     def part_path(self, name: str) -> Path:
-        """Where a chunk that is on its way is written to."""
+        """Return the path of a chunk that is being received."""
         return self._parts_dir / name
 
     def open_part(self, name: str) -> BinaryIO:
@@ -129,7 +129,7 @@ class ChunkStore:
         sync(self.chunks_dir)
 
     def has(self, name: str) -> bool:
-        """Whether a chunk is here; a file appears under its name only when it is durable."""
+        """Return True if a chunk is stored; a file has its name only once it is durable."""
         return (self.chunks_dir / name).is_file()
 
     def get(self, name: str) -> bytes:
@@ -137,7 +137,7 @@ class ChunkStore:
         return read_chunk(self.chunks_dir, name)
 
     def sound(self, name: str) -> bool:
-        """Whether a chunk is here and is what its name says."""
+        """Return True if a chunk is stored and has the bytes that its name promises."""
         try:
             self.get(name)
         except (ChunkMissingError, ChunkDigestError):
@@ -379,7 +379,7 @@ def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _is_of(raw: bytes, job: str) -> bool:
-    """Whether a manifest is of the job, or so damaged that its reader has to say so."""
+    """Return True for a manifest of the job, or one so damaged that its reader must raise."""
     try:
         return job_of(raw) == job
     except ManifestError:

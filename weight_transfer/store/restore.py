@@ -61,7 +61,7 @@ def restore(
     manifests = [store.get_manifest(step, base=base) for step, base in steps]
     if not manifests:
         raise CatalogError("version 0 is the model itself; nothing of it was published")
-    begun = None if manifests[0].is_base else model
+    start = None if manifests[0].is_base else model
     by_name = [{tensor.name: tensor for tensor in each.tensors} for each in manifests]
     chunks = _StoredChunks(store)
 
@@ -72,7 +72,7 @@ def restore(
         if missing:
             raise ManifestError(f"version {missing[0]} does not say what {name} is")
         updates = [tensors[name] for tensors in by_name]
-        tensor = _begun(updates[0], begun)
+        tensor = _begun(updates[0], start)
         digest = digest_of(tensor.bits)
         for update in updates:
             digest = overwritten(tensor, digest, update, chunks)

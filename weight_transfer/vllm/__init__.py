@@ -1,1 +1,1 @@
-"""What of a weight update is vLLM's own: its workers, its models, its packed weights."""
+"""vLLM's part of a weight update: its workers, its models, its packed weights."""

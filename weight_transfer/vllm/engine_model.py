@@ -49,7 +49,7 @@ class VllmLoader:
         return model
 
     def loading(self) -> AbstractContextManager[Any]:
-        """What vLLM's loaders and their processing run in."""
+        """Return the context in which vLLM's loaders and their processing run."""
         from vllm.config import set_current_vllm_config
 
         context: AbstractContextManager[Any] = set_current_vllm_config(self.vllm_config)
@@ -127,11 +127,11 @@ class VllmProber:
             called: Any = model
             hidden = called(input_ids=tokens, positions=rotary)
             if config.model_config.runner_type == "pooling":
-                found = [hidden, *_pooled(called, config.model_config, hidden, tokens)]
+                outputs = [hidden, *_pooled(called, config.model_config, hidden, tokens)]
             else:
-                found = [called.compute_logits(hidden)]
-            found += [part for batch in self._media for part in called.embed_multimodal(**batch)]
-            return found[0].clone() if len(found) == 1 else _flat(found)
+                outputs = [called.compute_logits(hidden)]
+            outputs += [part for batch in self._media for part in called.embed_multimodal(**batch)]
+            return outputs[0].clone() if len(outputs) == 1 else _flat(outputs)
 
     def _attention(self, positions: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return metadata and slots by layer: one new sequence, from block 1 on.
@@ -216,8 +216,8 @@ def _scratch(cache: Any, blocks: int) -> Any:  # noqa: ANN401 -- a tensor, or a 
     shape = [blocks if at == axis else size for at, size in enumerate(cache.shape)]
     strides = cache.stride()
     order = sorted(range(cache.dim()), key=lambda at: (at == axis, strides[at]), reverse=True)
-    made = torch.zeros([shape[axis] for axis in order], dtype=cache.dtype, device=cache.device)
-    return made.permute([order.index(axis) for axis in range(cache.dim())])
+    zeros = torch.zeros([shape[axis] for axis in order], dtype=cache.dtype, device=cache.device)
+    return zeros.permute([order.index(axis) for axis in range(cache.dim())])
 
 
 def _cached(layer: Any) -> bool:  # noqa: ANN401 -- vLLM's
@@ -251,7 +251,7 @@ def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> list[
     from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
     count = len(tokens)
-    found: list[torch.Tensor | None] = []
+    outputs: list[torch.Tensor | None] = []
     for task in sorted(model.pooler.get_supported_tasks()):
         params = PoolingParams(task=task)
         params.verify(config)
@@ -265,5 +265,5 @@ def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> list[
             pooling_states=[PoolingStates()],
         )
         metadata.build_pooling_cursor(lengths.numpy(), seq_lens_cpu=lengths, device=hidden.device)
-        found += model.pooler(hidden_states=hidden, pooling_metadata=metadata)
-    return [part for part in found if part is not None]
+        outputs += model.pooler(hidden_states=hidden, pooling_metadata=metadata)
+    return [part for part in outputs if part is not None]

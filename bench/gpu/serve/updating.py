@@ -25,7 +25,7 @@ from bench.gpu.pieces import Measured, PieceError
 from bench.gpu.serve.session import ServingSession
 from bench.load.protocol import Request
 from rose.compare.bootstrap import percentile
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_safetensors
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_safetensors
 
 PROMPT = tuple(range(3, 35))
 TURN_TIMEOUT_S = 120.0
@@ -100,7 +100,7 @@ class GuestVersions:
     def __init__(self, weights: Path, folder: Path, key: SigningKey, seed: int) -> None:
         """`weights`: version 0, a safetensors file. Reads all of it."""
         self.store = ChunkStore(folder)
-        self._publisher = Publisher(self.store, job="gpu", trainer="bench", key=key)
+        self._publisher = VersionPublisher(self.store, job="gpu", trainer="bench", key=key)
         base = read_safetensors(weights)
         self._sets = base, stepped(base, seed)
         self.published = 0

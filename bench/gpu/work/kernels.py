@@ -145,7 +145,7 @@ def _ranking(old: Any, new: Any) -> Work:  # noqa: ANN401
 def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
     import torch
 
-    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.backend import Change
     from weight_transfer.kernels.triton.backend import DEVICE
     from weight_transfer.kernels.triton.device_bits import DeviceBits
 
@@ -159,7 +159,7 @@ def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
     at = np.concatenate(places)
     target = DeviceBits(old.flat.clone())
     was = DEVICE.read(DeviceBits(old.flat[torch.from_numpy(at).to(old.flat.device)]))
-    exchange = DEVICE.stage([RangeChange(target, at, was, np.concatenate(values))], 1 << 40)
+    exchange = DEVICE.stage([(target, Change(at, was, np.concatenate(values)))], 1 << 40)
     if exchange.run().any() or not torch.equal(target.flat, new.flat):
         raise PieceError("the overwritten weights are not the new ones")
     if old.flat.is_cuda:

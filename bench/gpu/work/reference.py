@@ -151,12 +151,12 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
 
 def _overwritten(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
-    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.backend import Change
     from weight_transfer.kernels.triton.backend import DEVICE
 
     changed = np.flatnonzero(old != new)
     live = _held(old, place)
-    exchange = DEVICE.stage([RangeChange(live, changed, old[changed], new[changed])], 0)
+    exchange = DEVICE.stage([(live, Change(changed, old[changed], new[changed]))], 0)
     return {
         "exchanged": (exchange.run(), [[0, 0]]),
         "read back": (DEVICE.read(live), new),

@@ -50,7 +50,7 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
         "model": sizes.model,
         "tensors": len(live),
         "weights": sum(tensor.numel() for tensor in live.values()),
-        "changed": sum(change.places.size for change in changes),
+        "changed": sum(change.indices.size for _, change in changes),
         "staged_s": staged_s,
         "staged_bytes": exchange.device_bytes,
         "streamed_pieces": len(exchange.streamed),
@@ -64,14 +64,15 @@ def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
     import torch
 
     allow_kernels_alone()
-    from weight_transfer.kernels.backend import RangeChange
+    from weight_transfer.kernels.backend import Change
     from weight_transfer.kernels.triton.device_bits import DeviceBits, to_host
 
     for tensor in live.values():
         bits = DeviceBits(tensor.view(torch.int16))
         where = (torch.rand(bits.size, device=tensor.device) < density).nonzero().view(-1)
         before = bits.flat[where]
-        yield RangeChange(bits, where.cpu().numpy(), to_host(before), to_host(before ^ _LOWEST_BIT))
+        after = to_host(before ^ _LOWEST_BIT)
+        yield bits, Change(where.cpu().numpy(), to_host(before), after)
 
 
 def _staged(changes: list[Any]) -> Any:  # noqa: ANN401 -- a type of the package under test
@@ -86,9 +87,9 @@ def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
 
     from weight_transfer.kernels.triton.device_bits import to_device
 
-    for change in changes:
-        live = change.target.flat
+    for target, change in changes:
+        live = target.flat
         wanted = to_device(change.old if back else change.new, live)
-        odd += int((live[torch.from_numpy(change.places).to(live.device)] != wanted).sum())
+        odd += int((live[torch.from_numpy(change.indices).to(live.device)] != wanted).sum())
     if odd:
         raise PieceError(f"{odd} weights do not read as they were written")

@@ -40,7 +40,7 @@ def delta_report(delta: Delta, model_bytes: int) -> Report:
 
 def inspect_report(delta: Delta) -> Report:
     """Return the report of any delta."""
-    index = delta.index
+    index, fresh = delta.index, frozenset(delta.index.fresh)
     tensors = [
         {
             "name": tensor.name,
@@ -48,7 +48,7 @@ def inspect_report(delta: Delta) -> Report:
             "shape": list(tensor.shape),
             "changed": sum(chunk.changed for chunk in tensor.chunks),
             "encoded_bytes": sum(chunk.encoded_bytes for chunk in tensor.chunks),
-            "fresh": tensor.name in index.fresh,
+            "fresh": tensor.name in fresh,
         }
         for tensor in index.tensors
     ]

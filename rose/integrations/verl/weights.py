@@ -17,7 +17,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
 from rose.errors import RefusedError
-from rose.integrations.publisher import PolicyPublisher, rank
+from rose.integrations.policy_publisher import PolicyPublisher, rank
 from rose.integrations.settings import TrainerSettings
 from rose.integrations.verl.configuration import overlaid, refuse_unfit, settings_of
 from rose.integrations.verl.replica import SERVER

@@ -175,7 +175,7 @@ def test_a_node_daemon_leases_freezes_balloons_updates_drains_and_ends_it(
     cluster: Cluster, contract_engine: ContractEngine
 ) -> None:
     torch = pytest.importorskip("torch")
-    from rose.integrations.publisher import PolicyPublisher
+    from rose.integrations.policy_publisher import PolicyPublisher
     from weight_transfer.files.checkpoint import read_model_dir
     from weight_transfer.format.tensors import tensor_of
 

@@ -15,7 +15,7 @@ from bench.demo.stack import Ports, Stack
 from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node import NodeConfig
-from weight_transfer import SigningKey
+from weight_transfer import Change, SigningKey
 from weight_transfer.receiver import StagedTensor, StagedUpdate
 from weight_transfer.vllm.worker import WeightWorker
 
@@ -52,12 +52,12 @@ def test_without_such_a_control_the_guest_is_one_of_the_product(tmp_path: Path) 
 def test_permuted_values_are_those_of_the_most_changed_tensor_alone() -> None:
     def staged(name: str, count: int) -> StagedTensor:
         values = np.arange(count, dtype=np.uint16)
-        return StagedTensor(name, np.arange(count), values, values, 0)
+        return StagedTensor(name, Change(np.arange(count), values, values), 0)
 
     few, many = staged("few", 2), staged("many", 5)
     [kept, moved] = permuted(StagedUpdate(2, 1, (few, many), 10)).tensors
     assert kept is few
-    assert moved.values.tolist() == [3, 4, 0, 1, 2]
-    assert moved.indices is many.indices
+    assert moved.change.new.tolist() == [3, 4, 0, 1, 2]
+    assert moved.change.indices is many.change.indices
     nothing = StagedUpdate(2, 1, (), 0)
     assert permuted(nothing) is nothing

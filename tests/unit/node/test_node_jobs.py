@@ -13,6 +13,7 @@ from rose.node import NodeDaemon
 from rose.node.guest import supervisor
 from rose.node.replica import same_architecture
 from rose.rpc import rose_pb2 as pb
+from rose.weight_distribution import PublisherSettings
 
 OTHER = "other"
 
@@ -32,8 +33,10 @@ class JobsBench(Bench):
 
     async def register(self, model: str = "") -> AllCorruptPublisher:
         folder = self.folder / "published-other"
-        options = {"model": model}
-        other = AllCorruptPublisher(OTHER, self.address, folder, free_port(), self.key, **options)
+        settings = PublisherSettings(model=model)
+        other = AllCorruptPublisher(
+            OTHER, self.address, folder, free_port(), self.key, settings=settings
+        )
         self.others.append(other)
         await other.start()
         return other

@@ -14,10 +14,10 @@ from rose.errors import ConfigError
 from rose.node import NodeConfig, NodeDaemon
 from rose.node.guest import supervisor
 from rose.rpc import rose_pb2 as pb
-from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, fetch_version
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 from weight_transfer import ChunkStore
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 NEIGHBOUR = "http://10.0.0.9:1"
 
@@ -167,7 +167,9 @@ async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> Non
 async def _publish_base(bench: Bench, version: int) -> None:
     from node_bench import tensors
 
-    from weight_transfer import Publisher
+    from weight_transfer import VersionPublisher
 
-    publisher = Publisher(ChunkStore(bench.folder / "published"), "job", "trainer", bench.key)
+    publisher = VersionPublisher(
+        ChunkStore(bench.folder / "published"), "job", "trainer", bench.key
+    )
     await asyncio.to_thread(publisher.publish_base, version, tensors(version))

@@ -25,29 +25,24 @@ from rose.node.weight_updates import (
     Updates,
     WeightSource,
 )
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    PublisherClient,
-    Signer,
-    VersionServer,
-)
-from rose.weight_distribution.fetch import download as download_module
-from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution import VersionServer
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
     Manifest,
     OnUpdate,
-    Publisher,
     Receiver,
     SigningKey,
     TensorBits,
+    VersionPublisher,
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient
+from weight_transfer.fetch import download as download_module
+from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.format.signing import SIGNATURE_BYTES
+from weight_transfer.serve.version_routes import Signer
 
 KEY = SigningKey.generate()
 
@@ -130,7 +125,7 @@ class Case:
         self.foreign.append(why)
 
     def publish(self, version: int, key: SigningKey = KEY, lifetime_s: float = 60.0) -> None:
-        publisher = Publisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
+        publisher = VersionPublisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
         publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
 
     def announce(self, version: int) -> None:
@@ -303,7 +298,7 @@ async def test_a_wrong_base_is_healed_by_a_base(case: Case) -> None:
     case.engine.receiver = Receiver(
         {"w": TensorBits("w", "bfloat16", (64, 64), np.ones(4_096, "<u2"))}, 1
     )
-    Publisher(case.origin, "job", "trainer", KEY).publish_base(2, tensors(2))
+    VersionPublisher(case.origin, "job", "trainer", KEY).publish_base(2, tensors(2))
     case.announce(3)
     await case.noted("wrong_base")
     await case.active(3)

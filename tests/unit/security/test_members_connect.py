@@ -21,7 +21,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.security import CertificateFiles, Role
 from rose.security.audit_log import audit_file, verify
 from rose.security.certificates import add_certificate_options, taken_certificates
-from rose.weight_distribution.publisher import trainers_channel
+from rose.weight_distribution.weight_publisher import trainers_channel
 from tests.awaited import until_async
 from tests.certificates import Certificates
 from tests.patience import PATIENCE_S

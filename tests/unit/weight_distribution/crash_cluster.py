@@ -13,16 +13,11 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch.relay_order import order
-from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
+from rose.weight_distribution import VersionServer
+from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.relay_order import order
 
 KEY = SigningKey.from_hex("06" * 32)
 CHUNK_BYTES, CHUNKS = 100_000, 5
@@ -52,7 +47,7 @@ class Origin:
 
     def __init__(self, root: Path, port: int, rate: float) -> None:
         self.store = ChunkStore(root)
-        publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
         self.manifest: Manifest = publisher.publish(1, 0, tensors(0), tensors(1))
         self.url = f"http://127.0.0.1:{port}"
         self.sent = dict.fromkeys((ref.id for ref in self.manifest.chunks), 0)
@@ -158,7 +153,7 @@ class Member:
         return 0
 
     def weights(self) -> dict[str, TensorBits]:
-        """What an engine at version 0 has after this node's version 1."""
+        """Return the weights of an engine at version 0 after this node's version 1."""
         manifest = self.store.get_manifest(1)
         receiver = Receiver(tensors(0))
         chunks = {ref.id: self.store.get(ref.id) for ref in manifest.chunks}

@@ -13,14 +13,9 @@ import aiohttp
 from crash_cluster import CHUNK_BYTES, KEY, tensors
 
 from rose.errors import RoseError
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    VersionServer,
-    fetch_version,
-)
-from weight_transfer import ChunkStore, Publisher
+from rose.weight_distribution import VersionServer
+from weight_transfer import ChunkStore, VersionPublisher
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 LINK_BYTES_PER_S = 400_000
 
@@ -28,7 +23,7 @@ LINK_BYTES_PER_S = 400_000
 async def origin(folder: Path, url: str) -> None:
     store = ChunkStore(folder)
     if 1 not in store.versions():
-        publisher = Publisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        publisher = VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
         publisher.publish(1, 0, tensors(0), tensors(1))
     server = VersionServer(store, urlsplit(url).port or 0)
     await server.start()

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class StandInLinks:
-    """What a group's members share. `flip`: one bit changes on the way to others."""
+    """State that a group's members share. `flip`: one bit changes on the way to others."""
 
     def __init__(self, size: int, flip: bool = False) -> None:
         self.size = size

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import add_SchedulerServicer_to_server
 from rose.scheduler import SchedulerCore, SchedulerService
 from rose.scheduler.persistence import VersionRecord, load
-from rose.weight_distribution import WeightPublisher
+from rose.weight_distribution import PublisherSettings, WeightPublisher
 from tests.fakes.memory_store import InMemoryStore
 from weight_transfer import SigningKey, TensorBits
 
@@ -29,7 +30,7 @@ def tensors(step: int) -> dict[str, TensorBits]:
 
 @dataclass
 class Cluster:
-    """What outlives a trainer: the scheduler, its store, the job's key."""
+    """Parts that outlive a trainer: the scheduler, its store, the job's key."""
 
     folder: Path
     store: InMemoryStore
@@ -37,22 +38,23 @@ class Cluster:
     key: SigningKey
     run_ttl_s: float = 10.0
 
-    def trainer(self, root: str = "root", **options: object) -> WeightPublisher:
+    def trainer(
+        self, root: str = "root", job: str = JOB, key: SigningKey | None = None, **options: Any
+    ) -> WeightPublisher:
         """A trainer of the job, not started yet."""
-        address = f"127.0.0.1:{self.port}"
-        options = {"job": JOB, "key": self.key, **options}
+        address, settings = f"127.0.0.1:{self.port}", PublisherSettings(**options)
         return WeightPublisher(
-            scheduler=address, root=self.folder / root, port=free_port(), **options
-        )  # type: ignore[arg-type]
+            job, address, self.folder / root, free_port(), key or self.key, settings=settings
+        )
 
     @property
     def chain(self) -> list[VersionRecord]:
-        """What a scheduler would start from."""
+        """Return the state that a scheduler would start from."""
         return sorted(load(self.store.entries).versions, key=lambda record: record.version)
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
-        """Of the chain: (version, parent)."""
+        """Return (version, parent) of the chain."""
         return [(record.version, record.parent) for record in self.chain]
 
     @asynccontextmanager

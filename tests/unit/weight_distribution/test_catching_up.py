@@ -1,4 +1,4 @@
-"""Who joins at any version, with bases at any place, ends bit-exact; what readers need stays."""
+"""A reader that joins at any version, with any bases, ends bit-exact; what readers need stays."""
 
 import asyncio
 import time
@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from rose.contract.weights import LONGEST_TTL_S
-from rose.errors import RefusedError
 from rose.node.weight_updates import (
     AnnouncedVersions,
     KnownVersion,
@@ -21,29 +19,31 @@ from rose.node.weight_updates import (
     fetch_update,
     rebased,
 )
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    IndexFormatError,
-    PublisherClient,
-    Signer,
-    VersionServer,
-)
-from rose.weight_distribution.fetch import publisher_client
+from rose.weight_distribution import VersionServer
 from rose.weight_distribution.retention import Latest, RetentionTask
-from rose.weight_distribution.version_server import MOST_OF_A_PEER, MOST_READERS, ReadLeases
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     CatalogError,
     ChunkStore,
     Manifest,
-    Publisher,
     Receiver,
     SigningKey,
     TensorBits,
+    VersionPublisher,
 )
+from weight_transfer.errors import IndexFormatError, LeaseError
+from weight_transfer.fetch import (
+    Caps,
+    ChunkFetcher,
+    DownloadLimits,
+    PublisherClient,
+    publisher_client,
+)
+from weight_transfer.fetch.publisher_client import decode_catalog, encode_catalog
+from weight_transfer.format.messages import LONGEST_TTL_S
 from weight_transfer.format.signing import Envelope, Kind
+from weight_transfer.serve.leases import MOST_OF_A_PEER, MOST_READERS, ReadLeases
+from weight_transfer.serve.version_routes import Signer
 from weight_transfer.store.catalog import Catalog, Published
 
 KEY = SigningKey.generate()
@@ -64,7 +64,7 @@ class Trainer:
     def __init__(self, root: Path, port: int) -> None:
         self.store = ChunkStore(root)
         self.leases = ReadLeases(time.monotonic() - LONGEST_TTL_S)
-        self.publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
+        self.publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=2_048)
         self.server = VersionServer(self.store, port, leases=self.leases, signer=Signer("job", KEY))
         self.troubles: list[str] = []
         self.retention = RetentionTask(
@@ -255,7 +255,7 @@ def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
     assert [lease.version for lease in leases.live(1.0)] == [3]
     assert leases.live(LONGEST_TTL_S) == []
     for bad in (("", 1, 1.0), ("a", -1, 1.0), ("a", 1, 0.0), ("a", 1, float("nan"))):
-        with pytest.raises(RefusedError):
+        with pytest.raises(LeaseError):
             leases.take(*bad, 0.0)
 
 
@@ -303,14 +303,9 @@ async def test_a_lease_that_says_nothing_is_refused(trainer: Trainer) -> None:
 
 def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7), Published(6, 5, 8)))
-    raw = publisher_client.written(catalog, "job", KEY, 50.0)
-    assert publisher_client.read(raw, "job", KEY.verify_key, 60.0) == catalog
-    assert (
-        publisher_client.read(
-            publisher_client.written(catalog, "job", None, 50.0), "job", None, 60.0
-        )
-        == catalog
-    )
+    raw = encode_catalog(catalog, "job", KEY, 50.0)
+    assert decode_catalog(raw, "job", KEY.verify_key, 60.0) == catalog
+    assert decode_catalog(encode_catalog(catalog, "job", None, 50.0), "job", None, 60.0) == catalog
     good = b'{"job":"job","expires_s":99.0,"bases":%s,"deltas":%s}'
     refused = (
         b"",
@@ -327,26 +322,26 @@ def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
     for payload in refused:
         envelope = Envelope(Kind.CATALOG, payload)
         with pytest.raises(IndexFormatError):
-            publisher_client.read(envelope.signed(KEY).to_bytes(), "job", KEY.verify_key, 60.0)
+            decode_catalog(envelope.signed(KEY).to_bytes(), "job", KEY.verify_key, 60.0)
         with pytest.raises(IndexFormatError):
-            publisher_client.read(payload, "job", None, 60.0)
+            decode_catalog(payload, "job", None, 60.0)
     with pytest.raises(IndexFormatError, match="are allowed"):
-        publisher_client.read(bytes(publisher_client.MAX_CATALOG_BYTES + 1), "job", None, 60.0)
+        decode_catalog(bytes(publisher_client.MAX_CATALOG_BYTES + 1), "job", None, 60.0)
 
 
 def test_a_catalog_of_another_key_job_or_time_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7),))
-    raw = publisher_client.written(catalog, "job", KEY, 50.0)
+    raw = encode_catalog(catalog, "job", KEY, 50.0)
     for args, why in (
         (("job", SigningKey.generate().verify_key, 60.0), "does not match key"),
         (("other", KEY.verify_key, 60.0), "versions of other"),
         (("job", KEY.verify_key, 50.0 + publisher_client.LIFETIME_S), "expired"),
     ):
         with pytest.raises(IndexFormatError, match=why):
-            publisher_client.read(raw, *args)
-    unsigned = publisher_client.written(catalog, "job", None, 50.0)
+            decode_catalog(raw, *args)
+    unsigned = encode_catalog(catalog, "job", None, 50.0)
     with pytest.raises(IndexFormatError, match="no signature"):
-        publisher_client.read(unsigned, "job", KEY.verify_key, 60.0)
+        decode_catalog(unsigned, "job", KEY.verify_key, 60.0)
 
 
 def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> None:
@@ -355,8 +350,8 @@ def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> Non
         Published(top - n, top - n - 1, top) for n in range(2 * publisher_client.MOST_DELTAS)
     )
     bases = {top - n: top for n in range(2 * publisher_client.MOST_BASES)}
-    raw = publisher_client.written(Catalog(bases, deltas), "job", KEY, 50.0)
-    read = publisher_client.read(raw, "job", KEY.verify_key, 60.0)
+    raw = encode_catalog(Catalog(bases, deltas), "job", KEY, 50.0)
+    read = decode_catalog(raw, "job", KEY.verify_key, 60.0)
     assert read.newest == top
     assert len(read.deltas) == publisher_client.MOST_DELTAS
 
@@ -390,7 +385,7 @@ def test_a_catalog_lists_so_many_deltas_and_no_more(deltas: int, taken: bool) ->
     raw = Envelope(Kind.CATALOG, msgspec.json.encode(listed)).to_bytes()
     assert len(raw) < publisher_client.MAX_CATALOG_BYTES
     if taken:
-        assert publisher_client.read(raw, "job", None, 0.0).newest == deltas
+        assert decode_catalog(raw, "job", None, 0.0).newest == deltas
     else:
         with pytest.raises(IndexFormatError, match="deltas"):
-            publisher_client.read(raw, "job", None, 0.0)
+            decode_catalog(raw, "job", None, 0.0)

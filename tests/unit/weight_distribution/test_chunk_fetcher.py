@@ -13,19 +13,14 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
-)
+from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import Credentials
-from rose.weight_distribution.fetch import download as download_module
-from rose.weight_distribution.fetch import fetcher as fetcher_module
-from rose.weight_distribution.fetch.relay_order import order
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import download as download_module
+from weight_transfer.fetch import fetcher as fetcher_module
+from weight_transfer.fetch.relay_order import order
 
 KEY = SigningKey.from_hex("05" * 32)
 CHUNK_BYTES = 200_000
@@ -37,7 +32,7 @@ class Origin:
 
     def __init__(self, root: Path, port: int) -> None:
         self.store = ChunkStore(root)
-        publisher = Publisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+        publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
         old, new = (self.tensors(step) for step in (0, 1))
         self.manifest: Manifest = publisher.publish(1, 0, old, new)
         self.url = f"http://127.0.0.1:{port}"

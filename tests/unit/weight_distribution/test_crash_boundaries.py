@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
-from rose.weight_distribution import forwarding
-from rose.weight_distribution.fetch import download, fetcher
-from weight_transfer import ChunkStore, Publisher
+from weight_transfer import ChunkStore, VersionPublisher
+from weight_transfer.fetch import download, fetcher
+from weight_transfer.serve import forwarding
 
 ROLES = ("publisher", "relay", "receiver")
 
@@ -45,7 +45,7 @@ async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     await (origin if role == "publisher" else victim).kill()
     sent = dict(origin.sent)
     survivors = [m for m in cluster.members if role == "publisher" or m is not victim]
-    # Of a chunk that no survivor has whole, what the next one to ask has is left.
+    # A chunk that no survivor has whole: only the part that the next member has is left.
     torn = [n for n in names if not any(m.store.has(n) for m in survivors)]
     lost = {n: sent[n] - min(m.landed(n) for m in survivors) for n in torn}
     await asyncio.sleep(0.05)
@@ -79,8 +79,8 @@ def test_a_publisher_that_dies_while_it_writes_publishes_the_same_version_again(
         def put_manifest(self, manifest: object) -> Path:
             raise KeyboardInterrupt
 
-    def publisher(store: ChunkStore) -> Publisher:
-        return Publisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
+    def publisher(store: ChunkStore) -> VersionPublisher:
+        return VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
 
     with pytest.raises(KeyboardInterrupt):
         publisher(DyingStore(tmp_path)).publish(1, 0, tensors(0), tensors(1))

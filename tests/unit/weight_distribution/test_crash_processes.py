@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNKS, KEY, tensors
 
-from rose.weight_distribution.fetch.relay_order import order
 from tests.forked import Forked
 from weight_transfer import ChunkStore, Receiver
+from weight_transfer.fetch.relay_order import order
 
 HERE = Path(__file__).parent
 PATIENCE_S = 30.0

@@ -15,19 +15,13 @@ from cryptography.x509.oid import NameOID
 from rose.errors import ConfigError
 from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    FetchError,
-    Relay,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch import fetcher as fetcher_module
+from rose.weight_distribution import Credentials, Relay, VersionServer
+from rose.weight_distribution.relay import FollowedJob
 from tests.certificates import Certificates
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import fetcher as fetcher_module
 
 KEY = SigningKey.generate()
 
@@ -101,7 +95,7 @@ def published(root: Path) -> ChunkStore:
     bits = np.arange(4_096, dtype=np.uint16)
     old, new = ({"w": TensorBits("w", "bfloat16", (64, 64), bits + np.uint16(n))} for n in (0, 1))
     store = ChunkStore(root)
-    Publisher(store, "job", "trainer", KEY, chunk_bytes=1_024).publish(1, 0, old, new)
+    VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=1_024).publish(1, 0, old, new)
     return store
 
 
@@ -122,12 +116,10 @@ async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_
     await server.start()
     relay = Relay(
         tmp_path / "relay",
-        server.url,
-        "job",
+        [FollowedJob("job", server.url, KEY.verify_key)],
         "127.0.0.1",
         unused_tcp_port_factory(),
         credentials=authority.issue("relay"),
-        verify_key=KEY.verify_key,
     )
     async with relay:
         node = authority.issue("node")
@@ -157,7 +149,7 @@ async def test_a_server_of_an_unknown_authority_is_not_believed(
     tmp_path: Path, authority: Authority, unused_tcp_port: int
 ) -> None:
     stranger = Authority(tmp_path / "theirs")
-    # It would take our certificate; we do not take its.
+    # The server would take our certificate; we do not take its.
     credentials = stranger.issue("publisher", authority.ca)
     server = VersionServer(published(tmp_path / "o"), unused_tcp_port, credentials=credentials)
     await server.start()
@@ -209,7 +201,7 @@ def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
     with pytest.raises(ConfigError, match="reached from other machines"):
         VersionServer(store, 1, credentials=token_alone, host=host)
     with pytest.raises(ConfigError, match="reached from other machines"):
-        Relay(tmp_path / "relay", "http://127.0.0.1:9", "job", host, 1, verify_key=None)
+        Relay(tmp_path / "relay", [FollowedJob("job", "http://127.0.0.1:9", None)], host, 1)
     certified = Authority(tmp_path / "ca").issue("relay")
     VersionServer(store, 1, credentials=certified, host=host)
     VersionServer(store, 1, host=host, insecure=True)

@@ -12,15 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    VersionServer,
-    fetch_version,
+from rose.weight_distribution import VersionServer
+from weight_transfer import (
+    ChunkStore,
+    Manifest,
+    SigningKey,
+    StoredFile,
+    TensorBits,
+    VersionPublisher,
 )
-from rose.weight_distribution.fetch.limits import CacheFullError, ChunkCache, TokenBucket, evictions
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, StoredFile, TensorBits
+from weight_transfer.errors import CacheFullError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.limits import ChunkCache, TokenBucket, evictions
 
 ELEMENTS = 64_000
 
@@ -69,7 +72,9 @@ class Trainer:
     def __init__(self, root: Path, port: int) -> None:
         self.key = SigningKey.generate()
         self.store = ChunkStore(root)
-        self.publisher = Publisher(self.store, "job", "trainer", self.key, chunk_bytes=16_384)
+        self.publisher = VersionPublisher(
+            self.store, "job", "trainer", self.key, chunk_bytes=16_384
+        )
         self.server = VersionServer(self.store, port)
         self.manifests: list[Manifest] = []
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from group_cases import stand_in_group
 
-from rose.errors import ConfigError
-from rose.weight_distribution.nccl import Fanout, NcclCommunicator
 from weight_transfer import ChunkDigestError, chunk_id
+from weight_transfer.errors import FanoutError
+from weight_transfer.fetch.nccl import Fanout, NcclCommunicator
 
 
 def group(size: int, *, flip: bool = False) -> list[Fanout]:
@@ -47,11 +47,11 @@ def test_a_chunk_that_its_root_could_not_get_is_nobodys() -> None:
 
 def test_a_wrong_call_is_said_before_anybody_waits() -> None:
     member = Fanout(stand_in_group(2)[1])
-    with pytest.raises(ConfigError, match="only the root of a fan-out"):
+    with pytest.raises(FanoutError, match="only the root of a fan-out"):
         member.hand("00" * 32, b"x", 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is here")
 def test_without_cupy_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="share over HTTP"):
+    with pytest.raises(FanoutError, match="share over HTTP"):
         NcclCommunicator.new_id()

@@ -14,15 +14,11 @@ import pytest
 from group_cases import StandInCommunicator, stand_in_group
 
 from rose.addresses import free_port
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.nccl import (
+from rose.weight_distribution import VersionServer
+from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.nccl import (
     Fanout,
     FixedGroup,
     Lead,
@@ -31,7 +27,6 @@ from rose.weight_distribution.nccl import (
     RemoteBarrier,
     join_group,
 )
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
 
 SIZE = 3
 
@@ -73,7 +68,7 @@ class Cluster:
     """A publisher, and members of which the first leads."""
 
     url: str
-    publisher: Publisher
+    publisher: VersionPublisher
     members: list[Member]
 
     def publish(self, version: int) -> Manifest:
@@ -102,7 +97,9 @@ async def cluster(
             stack.callback(receiving.close)
             stack.push_async_callback(fetcher.close)
             members.append(Member(fetcher, communicator))
-        publisher = Publisher(store, "job", "trainer", SigningKey.generate(), chunk_bytes=1_024)
+        publisher = VersionPublisher(
+            store, "job", "trainer", SigningKey.generate(), chunk_bytes=1_024
+        )
         yield Cluster(server.url, publisher, members)
 
 

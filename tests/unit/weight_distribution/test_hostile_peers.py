@@ -11,29 +11,23 @@ import numpy as np
 import pytest
 
 from rose.addresses import free_port
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    FetchError,
-    PublisherClient,
-    VersionServer,
-    fetch_version,
-)
-from rose.weight_distribution.fetch import fetcher as fetcher_module
-from rose.weight_distribution.version_server import ReadLeases, Signer
+from rose.weight_distribution import Credentials, VersionServer
 from tests.patience import PATIENCE_S
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
     Manifest,
-    Publisher,
     SignatureError,
     SigningKey,
     TensorBits,
     VerifyKey,
+    VersionPublisher,
 )
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from weight_transfer.fetch import fetcher as fetcher_module
+from weight_transfer.serve.leases import ReadLeases
+from weight_transfer.serve.version_routes import Signer
 
 KEY = SigningKey.from_hex("08" * 32)
 NO_ADDRESSES = (
@@ -64,7 +58,7 @@ class Publishing:
     def __init__(self, root: Path) -> None:
         self.now_s = time.time()
         self.store = ChunkStore(root)
-        self.publisher = Publisher(
+        self.publisher = VersionPublisher(
             self.store, "job", "trainer", KEY, chunk_bytes=1_024, clock=lambda: self.now_s
         )
         self.publisher.publish_base(1, tensors(1))
@@ -76,7 +70,7 @@ class Publishing:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr("rose.weight_distribution.fetch.download.RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr("weight_transfer.fetch.download.RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.2)
 
 

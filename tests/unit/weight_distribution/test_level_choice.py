@@ -13,7 +13,9 @@ from bench.weights.steps import adam_step, rate_for
 from rose.addresses import free_port
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
-from rose.weight_distribution.level import (
+from weight_transfer import ChunkStore, SigningKey, TensorBits
+from weight_transfer.format.delta_codec import Level
+from weight_transfer.serve.level import (
     BURST_BYTES,
     FRESH_S,
     MOST_PEERS,
@@ -21,8 +23,6 @@ from rose.weight_distribution.level import (
     LinkMeter,
     level_for,
 )
-from weight_transfer import ChunkStore, SigningKey, TensorBits
-from weight_transfer.format.delta_codec import Level
 
 MIB = 1 << 20
 
@@ -90,7 +90,7 @@ def test_an_answer_that_broke_off_and_a_flood_of_peers_leave_the_rest_as_it_is()
 
 @pytest.fixture(scope="module")
 def step() -> tuple[dict[str, TensorBits], dict[str, TensorBits]]:
-    """Of the largest tensor nothing changes: it is no sample."""
+    """Return a step in which the largest tensor does not change, so the sample is another one."""
     made = adam_step(256, 1024, rate_for(0.02), seed=1)
     still = TensorBits("still", "bfloat16", (512, 1024), np.zeros(512 * 1024, "<u2"))
     return {"still": still, "w": made.old}, {"still": still, "w": made.new}

@@ -1,9 +1,9 @@
-"""Who relays what, and who is asked next: pure rules."""
+"""Rules of which member relays an object, and which one is asked next."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.weight_distribution.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, order
+from weight_transfer.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, order
 
 MEMBERS = [f"http://node-{n}:1" for n in range(8)]
 

@@ -23,12 +23,13 @@ from rose.errors import (
 )
 from rose.scheduler import SchedulerService
 from rose.scheduler.core.messages import JobDropped
-from rose.weight_distribution import WeightPublisher, publisher, run_keeper
+from rose.weight_distribution import WeightPublisher, run_keeper
+from rose.weight_distribution import weight_publisher as publisher
 from rose.weight_distribution.run_root import RunRoot
 from tests.awaited import until_async
 from tests.fakes.memory_store import InMemoryStore
 from tests.patience import PATIENCE_S
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, WeightError
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, WeightError
 
 
 @pytest.fixture
@@ -353,7 +354,7 @@ async def test_a_trainer_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path)
 
 async def test_versions_that_ranks_put_into_the_root_are_announced(cluster: Cluster) -> None:
     async with cluster.trainer() as trainer:
-        ranks = Publisher(ChunkStore(cluster.folder / "root"), "grpo", "ranks", cluster.key)
+        ranks = VersionPublisher(ChunkStore(cluster.folder / "root"), "grpo", "ranks", cluster.key)
         with pytest.raises(RefusedError, match=r"version 1 is not in .*; publish it there first"):
             await trainer.announce(1, 1)
         ranks.publish_base(1, tensors(1))

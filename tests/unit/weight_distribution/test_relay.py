@@ -13,27 +13,14 @@ from prometheus_client import generate_latest
 
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    Relay,
-    VersionServer,
-    fetch_version,
-    forwarding,
-)
-from rose.weight_distribution.fetch.relay_order import Route, order
+from rose.weight_distribution import Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from rose.weight_distribution.relay_metrics import RelayMetrics
-from rose.weight_distribution.traffic import (
-    MOST_PEERS,
-    READER_S,
-    Answer,
-    Asked,
-    Source,
-    Traffic,
-)
-from weight_transfer import ChunkStore, Manifest, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.relay_order import Route, order
+from weight_transfer.fetch.traffic import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
+from weight_transfer.serve import forwarding
 
 KEY = SigningKey.generate()
 
@@ -47,7 +34,7 @@ def published(
         for _ in range(2)
     )
     store = ChunkStore(root)
-    return store, Publisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
+    return store, VersionPublisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
 
 
 async def test_relays_with_fixed_members_share_the_origin(
@@ -61,12 +48,10 @@ async def test_relays_with_fixed_members_share_the_origin(
     relays = [
         Relay(
             tmp_path / str(port),
-            origin.url,
-            "job",
+            [FollowedJob("job", origin.url, KEY.verify_key)],
             "127.0.0.1",
             port,
             members,
-            verify_key=KEY.verify_key,
         )
         for port in ports
     ]
@@ -94,7 +79,10 @@ async def test_a_relay_counts_what_crosses_it(
     await origin.start()
     port = unused_tcp_port_factory()
     relay = Relay(
-        tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=KEY.verify_key
+        tmp_path / "relay",
+        [FollowedJob("job", origin.url, KEY.verify_key)],
+        "127.0.0.1",
+        port,
     )
     async with relay, aiohttp.ClientSession() as session:
         for reader in ("one", "two"):
@@ -150,20 +138,17 @@ async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(
     first, *others = follows
     relay = Relay(
         tmp_path / "relay",
-        first.origin,
-        first.job,
+        [*others, first],
         "127.0.0.1",
         port,
         members,
-        verify_key=first.verify_key,
-        others=others,
     )
     async with relay, aiohttp.ClientSession() as session:
         receiving = DownloadLimits(ChunkStore(tmp_path / "node"), Caps())
         fetcher = ChunkFetcher(session, receiving, "", members)
         for _ in range(2):  # once from the relay's memory, once from its folder as well
             for each in follows:
-                # What the relay does not give would have to come from here, where nobody is.
+                # An object that the relay lacks would come from here, where nothing listens.
                 fetched = await fetch_version(
                     fetcher,
                     "http://127.0.0.1:9",
@@ -289,7 +274,9 @@ async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(
     await origin.start()
     port = unused_tcp_port_factory()
     async with (
-        Relay(tmp_path / "relay", origin.url, "job", "127.0.0.1", port, verify_key=None) as relay,
+        Relay(
+            tmp_path / "relay", [FollowedJob("job", origin.url, None)], "127.0.0.1", port
+        ) as relay,
         aiohttp.ClientSession() as session,
     ):
         name = manifest.chunks[0].id

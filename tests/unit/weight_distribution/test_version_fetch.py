@@ -8,15 +8,17 @@ import pytest
 
 from bench.demo.corrupt_publisher import CorruptServer
 from rose.addresses import free_port
-from rose.weight_distribution import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
-    FetchError,
-    VersionServer,
-    fetch_version,
+from rose.weight_distribution import VersionServer
+from weight_transfer import (
+    ChunkStore,
+    Manifest,
+    SignatureError,
+    SigningKey,
+    TensorBits,
+    VersionPublisher,
 )
-from weight_transfer import ChunkStore, Manifest, Publisher, SignatureError, SigningKey, TensorBits
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 
 
 def _tensors(step: int) -> dict[str, TensorBits]:
@@ -27,7 +29,7 @@ def _tensors(step: int) -> dict[str, TensorBits]:
 
 
 def _publish(root: Path, key: SigningKey) -> Manifest:
-    publisher = Publisher(ChunkStore(root), "job", "trainer", key, chunk_bytes=1_024)
+    publisher = VersionPublisher(ChunkStore(root), "job", "trainer", key, chunk_bytes=1_024)
     return publisher.publish(1, 0, _tensors(0), _tensors(1))
 
 

@@ -13,10 +13,11 @@ from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
-from rose.weight_distribution import WeightPublisher, publisher
+from rose.weight_distribution import WeightPublisher
+from rose.weight_distribution import weight_publisher as publisher
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 
 
 class StandInScheduler(SchedulerServicer):
@@ -97,7 +98,7 @@ async def test_a_publisher_signs_its_newest_version_anew_before_that_expires(
 ) -> None:
     key, store = SigningKey.generate(), ChunkStore(tmp_path)
     began_s = time.time()
-    before = Publisher(store, "job", "t", key, clock=lambda: began_s - 80_000.0)
+    before = VersionPublisher(store, "job", "t", key, clock=lambda: began_s - 80_000.0)
     soon_s = before.publish(1, 0, _tensors(0), _tensors(1)).expires_s
     port = free_port()
     server = await _serve(StandInScheduler(), port)

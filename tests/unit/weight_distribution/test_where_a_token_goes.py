@@ -10,18 +10,12 @@ from test_credentials import Authority, fetch, published
 from yarl import URL
 
 from rose.errors import ConfigError
-from rose.weight_distribution import (
-    ChunkFetcher,
-    Credentials,
-    DownloadLimits,
-    PublisherClient,
-    Relay,
-    VersionServer,
-    fetch_version,
-)
+from rose.weight_distribution import Credentials, Relay, VersionServer
 from rose.weight_distribution.credentials import OriginRefused
-from rose.weight_distribution.fetch.limits import Caps
+from rose.weight_distribution.relay import FollowedJob
 from weight_transfer import ChunkStore
+from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from weight_transfer.fetch.limits import Caps
 
 TOKEN = "s3cret"
 
@@ -164,12 +158,10 @@ def test_what_is_no_origin_is_one_line_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Relay(
             tmp_path,
-            "http://a..b",
-            "job",
+            [FollowedJob("job", "http://a..b", None)],
             "127.0.0.1",
             1,
             credentials=Credentials(TOKEN),
-            verify_key=None,
         )
 
 

@@ -1,4 +1,4 @@
-"""What a device's kernels must give: the CPU's bits. Collected by `test_weight_device`, not alone.
+"""Cases in which a device's kernels must give the CPU's bits, run by `test_weight_device`.
 
 Run on a GPU where there is one, otherwise (TRITON_INTERPRET=1) in Triton's interpreter.
 """
@@ -23,13 +23,13 @@ from weight_transfer.format.device_tensor import device_bits, device_tensor
 from weight_transfer.format.digest import Block, digest_of
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import Bits, TensorBits, WeightClass, tensor_of
-from weight_transfer.kernels.backend import RangeChange
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.cpu.backend import CPU
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.backend import DEVICE
 from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
 from weight_transfer.kernels.triton.exchange import PIECE_BYTES
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
@@ -171,8 +171,8 @@ def test_an_exchange_writes_and_says_what_the_cpus_does_and_goes_back(
     old, new = step
     places = np.random.default_rng(seed).permutation(old.size)[: old.size // 2]
     host, live = old.copy(), held(old.copy())
-    change = [RangeChange(t, places, old[places], new[places]) for t in (host, live)]
-    one, other = CPU.stage(change[:1], 0), DEVICE.stage(change[1:], resident_bytes)
+    change = Change(places, old[places], new[places])
+    one, other = CPU.stage([(host, change)], 0), DEVICE.stage([(live, change)], resident_bytes)
     np.testing.assert_array_equal(DEVICE.read(live), old, "nothing is written before its time")
     assert not one.run().any()
     assert not other.run().any()
@@ -191,7 +191,7 @@ def test_changes_are_cut_into_pieces_and_counted_by_their_number(
     lives = [held(np.zeros(5000, "<u2")) for _ in range(3)]
     every, some = np.arange(5000), np.arange(0, 5000, 5)
     changes = [
-        RangeChange(live, at, np.full(at.size, was, "<u2"), np.full(at.size, 9, "<u2"))
+        (live, Change(at, np.full(at.size, was, "<u2"), np.full(at.size, 9, "<u2")))
         for live, at, was in zip(lives, (every, some, every[:0]), (0, 1, 0), strict=True)
     ]
     exchange = DEVICE.stage(changes, 10_000)
@@ -205,7 +205,7 @@ def test_changes_are_cut_into_pieces_and_counted_by_their_number(
 def test_a_device_holds_no_more_of_an_update_than_it_is_granted() -> None:
     live = held(np.zeros(400_000, "<u2"))
     places = np.arange(400_000)
-    change = RangeChange(live, places, np.zeros(400_000, "<u2"), np.ones(400_000, "<u2"))
+    change = live, Change(places, np.zeros(400_000, "<u2"), np.ones(400_000, "<u2"))
     granted = DEVICE.stage([change], 3_200_000)
     assert granted.device_bytes == 8 * 400_000 + 16, "a place of four bytes and two values"
     assert DEVICE.stage([change], 3_199_999).device_bytes == PIECE_BYTES + 16
@@ -216,7 +216,7 @@ def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) ->
     host = np.arange(10, dtype="<u2")
     live = host if processor is CPU else held(host)
     # One place twice: one of both values cannot be there afterwards.
-    change = RangeChange(live, np.array([3, 3]), np.array([3, 3], "<u2"), np.array([7, 8], "<u2"))
+    change = live, Change(np.array([3, 3]), np.array([3, 3], "<u2"), np.array([7, 8], "<u2"))
     assert processor.stage([change], 1 << 20).run()[0, 1] == 1
 
 
@@ -224,7 +224,7 @@ def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) ->
 def test_a_place_outside_is_refused_before_anything_is_written(place: int) -> None:
     bits, places = np.zeros(10, "<u2"), np.array([0, place])
     for processor, live in ((CPU, bits), (DEVICE, held(bits))):
-        change = RangeChange(live, places, np.zeros(2, "<u2"), np.ones(2, "<u2"))
+        change = live, Change(places, np.zeros(2, "<u2"), np.ones(2, "<u2"))
         with pytest.raises(IndexError, match="outside its 10 weights"):
             processor.stage([change], 1 << 20)
 
@@ -250,7 +250,7 @@ def test_fused_sharded_tied_and_transposed_parameters_become_what_numpy_makes_th
     assert applier.write(placement) == ()
     assert loader_cases.everything(live) == loader_cases.everything(host) != before
     again = set(applier.write(placement))
-    assert again == {part.parameter for part in placement.parts}, "not the parent's any more"
+    assert again == {name for name, _ in placement.changes}, "not the parent's any more"
     applier.write_back(placement)
     assert loader_cases.everything(live) == before
 
@@ -261,7 +261,7 @@ def test_parameters_with_gaps_between_their_rows_are_written_where_they_are() ->
     bits = DeviceBits(rectangle.flat_view(view))
     # Position (column, row) of the view is 16·row + column of its memory.
     places = np.array([0, 1, 16 + 4, 7 * 16 + 4])
-    change = RangeChange(bits, places, np.zeros(4, "<u2"), np.full(4, 0x3F80, "<u2"))
+    change = bits, Change(places, np.zeros(4, "<u2"), np.full(4, 0x3F80, "<u2"))
     assert not DEVICE.stage([change], 1 << 20).run().any()
     assert storage.nonzero().tolist() == [[0, 2], [0, 3], [1, 6], [7, 6]]
     assert view.float().sum() == 4
@@ -301,7 +301,7 @@ def test_a_publisher_takes_tensors_of_a_device(tmp_path: Path) -> None:
     key = SigningKey.generate()
     manifests = []
     for name, held_model in (("host", dict), ("device", held_all)):
-        publisher = Publisher(
+        publisher = VersionPublisher(
             ChunkStore(tmp_path / name), "job", "trainer", key, clock=lambda: 1000.0
         )
         manifests.append(

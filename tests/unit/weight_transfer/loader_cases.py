@@ -12,7 +12,7 @@ from weight_transfer.engine.loader_map import LoaderMap
 from weight_transfer.engine.trace_loader import trace_loader
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -113,6 +113,8 @@ def proved(model: FakeEngineModel, base: dict[str, TensorBits]) -> LoaderMap:
 
 def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], folder: Path) -> StagedUpdate:
     store, key = ChunkStore(folder), SigningKey.generate()
-    manifest = Publisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(1, 0, base, new)
+    manifest = VersionPublisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(
+        1, 0, base, new
+    )
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
     return Receiver(base).decode(manifest, chunks, key.verify_key, 0.0)

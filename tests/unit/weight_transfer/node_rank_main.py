@@ -12,7 +12,7 @@ from pathlib import Path
 
 import blake3
 
-from weight_transfer import ChunkStore, Receiver, StagedTensor, WeightError
+from weight_transfer import ChunkStore, Receiver, StagedTensor, VerifiedManifest, WeightError
 from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.node_copy import NodeCopy
 
@@ -30,7 +30,7 @@ class Rank:
         say(leads=self._copy.leads)
 
     def follow(self, version: int) -> None:
-        plan = self._receiver.plan([self._store.get_manifest(version)], None, 0.0)
+        plan = self._receiver.plan([VerifiedManifest(self._store.get_manifest(version))], 0.0)
         decoded: list[str] = []
 
         def decode(name: str) -> StagedTensor:

@@ -132,7 +132,7 @@ def pieces(shape: Shape, rank: int, ranks: int) -> Pieces:
 
 
 def rows_only(model: Dense, rank: int, ranks: int) -> Pieces:
-    """What FSDP makes of any model."""
+    """Return the shards that FSDP makes of any model."""
     return tuple(p for n, t in model.items() for p in row_shard(n, t.shape, n, rank, ranks))
 
 

@@ -1,6 +1,5 @@
 """A delta file whose chunks are column blocks applies like any other; overlaps are refused."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ def rewritten(delta: Delta, out: Path, old: torch.Tensor, new: torch.Tensor, cut
     tensors = tuple(
         structs.replace(t, chunks=refs) if t.name == "w" else t for t in delta.index.tensors
     )
-    index = replace(delta.index, tensors=tensors, blobs=places).to_bytes()
+    index = structs.replace(delta.index, tensors=tensors, blobs=places).to_bytes()
     out.write_bytes(raw + index + tail_of(len(raw), index))
     return out
 
@@ -77,7 +76,7 @@ def test_blocks_that_overlap_in_a_delta_are_refused(
         structs.replace(t, chunks=(t.chunks[0], t.chunks[0])) if t.chunks else t
         for t in good.tensors
     )
-    index = replace(good, tensors=tensors, blobs={}).to_bytes()
+    index = structs.replace(good, tensors=tensors, blobs={}).to_bytes()
     bad = root / "bad.delta"
     bad.write_bytes(MAGIC + index + tail_of(len(MAGIC), index))
     with pytest.raises(DeltaFormatError, match="do not tile"):

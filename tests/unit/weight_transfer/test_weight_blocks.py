@@ -76,7 +76,7 @@ def test_any_tiling_carries_every_bit(
     receiver = Receiver({old.name: old})
     staged = receiver.decode(manifest, chunks, KEY.verify_key, 0.0)
     for staged_tensor in staged.tensors:
-        assert (np.diff(staged_tensor.indices) > 0).all(), "ascending, each once"
+        assert (np.diff(staged_tensor.change.indices) > 0).all(), "ascending, each once"
     receiver.commit(staged)
     np.testing.assert_array_equal(receiver.tensors[old.name].bits, new.bits)
     assert update.digest_after == hex_digest(digest_of(new.bits))

@@ -17,7 +17,7 @@ OLD = tensor("w", (64, 64), seed=1)
 
 
 LEVELS = (Level.FAST, Level.COMPACT)
-"""Of encoded_step: 0.02 stands for the compact one."""
+"""Levels for encoded_step: 0.02 stands for the compact one."""
 
 
 def encoded_step(density: float) -> bytes:
@@ -31,7 +31,7 @@ def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> 
         change = decode_chunk(encoded, old, digest)
     except WeightError:
         return
-    assert change.indices.size == change.values.size <= old.bits.size
+    assert change.indices.size == change.new.size <= old.bits.size
     if change.indices.size:
         assert change.indices.min() >= 0
         assert change.indices.max() < old.bits.size

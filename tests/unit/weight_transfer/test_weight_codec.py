@@ -8,7 +8,7 @@ from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, row
 from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.tensors import Bits, TensorBits
-from weight_transfer.kernels.cpu.changes import Changes, apply_changes
+from weight_transfer.kernels.cpu.changes import apply_changes
 
 
 def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:
@@ -16,7 +16,7 @@ def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = L
     for rows in row_ranges(old, chunk_bytes):
         encoded = encode_chunk(old, new, rows, digest, level).encoded
         change = decode_chunk(encoded, old, digest)
-        bits[change.indices] = change.values
+        bits[change.indices] = change.new
     return bits
 
 
@@ -44,7 +44,7 @@ def test_only_changed_elements_are_staged(step: tuple[TensorBits, TensorBits]) -
     encoded = encode_chunk(old, new, (0, old.rows), 0).encoded
     change = decode_chunk(encoded, old, 0)
     np.testing.assert_array_equal(change.indices, np.flatnonzero(old.bits != new.bits))
-    np.testing.assert_array_equal(change.values, new.bits[change.indices])
+    np.testing.assert_array_equal(change.new, new.bits[change.indices])
 
 
 @given(steps())
@@ -104,6 +104,5 @@ def test_changes_that_no_encoder_lists_are_refused(
     width: int, gaps: list[int], codes: list[int], what: str
 ) -> None:
     old = np.zeros(100, f"<u{width}")
-    listed = Changes(np.array(gaps, "<u4"), np.array(codes, old.dtype))
     with pytest.raises(ValueError, match=what):
-        apply_changes(old, listed)
+        apply_changes(old, np.array(gaps, "<u4"), np.array(codes, old.dtype))

@@ -6,15 +6,23 @@ from typing import Any
 import pytest
 
 from weight_transfer.errors import DeltaFormatError
-from weight_transfer.files.delta_file import MAGIC, DeltaFile, DeltaIndex, compressed, decompressed
+from weight_transfer.files.delta_file import (
+    FORMAT,
+    MAGIC,
+    DeltaFile,
+    DeltaIndex,
+    compressed,
+    decompressed,
+)
 from weight_transfer.format.manifest import TensorUpdate
 
 INDEX = DeltaIndex(
+    FORMAT,
     "fast",
     single=True,
     files=(DeltaFile("model.safetensors", 100, head="ab" * 32),),
     tensors=(TensorUpdate("w", "float32", (8, 4), "2" * 16, "2" * 16, ()),),
-    fresh=frozenset({"w"}),
+    fresh=("w",),
     blobs={"ab" * 32: (len(MAGIC), 10)},
 )
 

@@ -1,4 +1,4 @@
-"""What happens on a device and when, on a stand-in device that writes down the order of things."""
+"""Order of work on a device, recorded by a stand-in device."""
 
 import gc
 import weakref
@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_transfer.engine.staging import Decoded, Staging
 from weight_transfer.errors import DeviceMemoryError
-from weight_transfer.kernels.backend import RangeChange, processor_of
+from weight_transfer.kernels import processor_of
+from weight_transfer.kernels.backend import Change
 from weight_transfer.kernels.triton import exchange
 from weight_transfer.kernels.triton import exchange as packed
 from weight_transfer.kernels.triton.device_bits import DeviceBits
@@ -46,7 +47,7 @@ class LoggedDevice(TorchDispatchMode):
     def launch(self, piece: Any, held: torch.Tensor, counts: torch.Tensor, *, back: bool) -> None:
         self.log.append(f"launch {piece.row}")
         places, old, new = (part.numpy() for part in piece.views(held))
-        live = piece.change.target.flat.numpy()
+        live = piece.target.flat.numpy()
         counts.numpy()[piece.row, 0] += np.count_nonzero(live[places] != (new if back else old))
         live[places] = old if back else new
 
@@ -67,26 +68,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggedDevice:
     return made
 
 
-def changes(count: int, size: int) -> list[RangeChange[DeviceBits]]:
+def changes(count: int, size: int) -> list[tuple[DeviceBits, Change]]:
     places = np.arange(size)
     return [
-        RangeChange(
+        (
             DeviceBits(torch.zeros(size, dtype=torch.int16)),
-            places,
-            np.zeros(size, "<u2"),
-            np.full(size, number + 1, "<u2"),
+            Change(places, np.zeros(size, "<u2"), np.full(size, number + 1, "<u2")),
         )
         for number in range(count)
     ]
 
 
-def live_of(made: list[RangeChange[DeviceBits]]) -> list[int]:
-    return [int(change.target.flat.sum()) for change in made]
+def live_of(made: list[tuple[DeviceBits, Change]]) -> list[int]:
+    return [int(target.flat.sum()) for target, _ in made]
 
 
 def test_staging_goes_beside_the_engine_and_launches_nothing(device: LoggedDevice) -> None:
     made = changes(3, 100)
-    processor_of(*(change.target for change in made)).stage(made, 1 << 20)
+    processor_of(*(target for target, _ in made)).stage(made, 1 << 20)
     assert device.log == ["aside", "upload", "upload", "upload", "ended aside"]
     assert live_of(made) == [0, 0, 0]
 

@@ -81,8 +81,8 @@ def test_a_weight_that_was_not_the_parents_is_noticed_when_it_is_overwritten(
     model = loaded(FakeEngineModel(), base)
     proved = prove(model, base)
     placed = place(proved, staged)
-    part = next(part for part in placed.parts if part.parameter == "qkv.weight")
-    model.qkv["weight"].view(-1).view(torch.int16)[int(part.places[0])] ^= 1
+    change = next(change for name, change in placed.changes if name == "qkv.weight")
+    model.qkv["weight"].view(-1).view(torch.int16)[int(change.indices[0])] ^= 1
     assert write(placed) == ("qkv.weight",)
 
 

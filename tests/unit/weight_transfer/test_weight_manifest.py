@@ -176,7 +176,7 @@ def test_a_signature_of_one_kind_is_none_of_another() -> None:
 
 
 def test_bounds_hold_for_readers_and_for_whoever_signs() -> None:
-    """What no node would take is refused at the trainer, in a line that says what to do."""
+    """The trainer refuses a manifest that no node would take, in a line that says what to do."""
     line = json.dumps(["w", "bfloat16", [8], "0" * 16, "0" * 16, []]).encode()
     for payload in (
         b"x" * (MOST_LINE_BYTES + 2),

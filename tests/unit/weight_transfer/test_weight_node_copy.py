@@ -17,18 +17,20 @@ from bench.weights.ranks import write_safetensors
 from weight_transfer import (
     ChunkStore,
     DigestMismatchError,
-    Publisher,
     Receiver,
     SigningKey,
     StagedTensor,
     StagedUpdate,
     StoreError,
     TensorBits,
+    VerifiedManifest,
+    VersionPublisher,
     WrongBaseError,
 )
 from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import SILENT_S, Address, NodeCopy, SharedSegment, elect
+from weight_transfer.node_copy import SILENT_S, NodeCopy
 from weight_transfer.receiver import UpdatePlan
+from weight_transfer.shared_segment import Address, SharedSegment, elect
 
 KEY = SigningKey.from_hex("04" * 32)
 
@@ -57,7 +59,7 @@ class Node:
         (root / "model").mkdir()
         write_safetensors(root / "model" / "model.safetensors", self.base)
         self.store = ChunkStore(root / "store")
-        self.publisher = Publisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
+        self.publisher = VersionPublisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
         self.place = root / "ranks" / "engine"
 
     def rank(self, place: Path | None = None) -> "Rank":
@@ -75,7 +77,9 @@ class Rank:
         found = [self._node.store.get_manifest(version) for version in versions]
         if base is not None:
             found.insert(0, self._node.store.get_manifest(base, base=True))
-        return self.receiver.plan(found, KEY.verify_key, 0.0)
+        return self.receiver.plan(
+            [VerifiedManifest.check(each, KEY.verify_key) for each in found], 0.0
+        )
 
     def decode(self, plan: UpdatePlan, attempt: str = "first") -> StagedUpdate:
         def one(name: str) -> StagedTensor:
@@ -189,12 +193,12 @@ def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: Node)
     node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
     leader, follower = node.rank(), node.rank()
     update = leader.decode(leader.plan(1))
-    for values in (update.tensors[0].values, update.tensors[0].old_values):
+    for values in (update.tensors[0].change.new, update.tensors[0].change.old):
         values[0] ^= 1
         with pytest.raises(DigestMismatchError):
             follower.decode(follower.plan(1))
         values[0] ^= 1
-    indices = update.tensors[0].indices
+    indices = update.tensors[0].change.indices
     real, indices[-1] = int(indices[-1]), 1 << 40
     with pytest.raises(DigestMismatchError):
         follower.decode(follower.plan(1))

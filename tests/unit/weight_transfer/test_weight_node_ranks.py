@@ -13,7 +13,7 @@ from weight_cases import model, next_model
 
 from bench.weights.ranks import write_safetensors
 from tests.forked import Forked
-from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 
 PROGRAM = str(Path(__file__).with_name("node_rank_main.py"))
 VERSIONS = 3
@@ -28,7 +28,7 @@ class Node:
         base = {n: t for n, t in model(1).items() if t.dtype == "bfloat16"}
         (root / "model").mkdir()
         write_safetensors(root / "model" / "model.safetensors", base)
-        publisher = Publisher(
+        publisher = VersionPublisher(
             ChunkStore(root / "store"), "job", "test", SigningKey.generate(), clock=lambda: 0.0
         )
         self.models = [base]
@@ -49,7 +49,7 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """What it says first, once it has read the checkpoint."""
+        """Return the first line that the rank prints, once it has read the checkpoint."""
         if self._leads is None:
             self._leads = bool(self.says()["leads"])
         return self._leads

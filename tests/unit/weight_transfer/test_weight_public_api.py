@@ -24,7 +24,6 @@ ManifestExpired
 OnUpdate
 Piece
 ProbeError
-Publisher
 Receiver
 ShardCoordinator
 ShardEncoder
@@ -40,7 +39,9 @@ StoredFile
 TensorBits
 TensorFormatError
 TensorUpdate
+VerifiedManifest
 VerifyKey
+VersionPublisher
 WeightError
 WrongBaseError
 bits_of

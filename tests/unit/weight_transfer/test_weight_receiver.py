@@ -24,7 +24,7 @@ from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver, StagedUpdate
 from weight_transfer.store.catalog import ReaderPin
 from weight_transfer.store.chunk_store import ChunkStore
@@ -40,7 +40,7 @@ class Link:
         self.base = model(seed)
         self.store = ChunkStore(root)
         self.receiver = Receiver(self.base)
-        self.publisher = Publisher(
+        self.publisher = VersionPublisher(
             self.store, "job", "trainer", KEY, chunk_bytes=256, lifetime_s=60, clock=lambda: NOW_S
         )
 
@@ -94,8 +94,8 @@ def test_committing_again_changes_nothing(link: Link) -> None:
 def test_a_commit_that_broke_off_is_rerun(link: Link) -> None:
     new = next_model(link.base, 5)
     staged = link.stage(*link.publish(1, 0, link.base, new))
-    first = staged.tensors[0]
-    link.receiver.tensors[first.name].bits[first.indices[::2]] = first.values[::2]
+    first, change = staged.tensors[0], staged.tensors[0].change
+    link.receiver.tensors[first.name].bits[change.indices[::2]] = change.new[::2]
     link.receiver.commit(staged)
     assert_holds(link.receiver, new, 1)
 
@@ -299,9 +299,9 @@ def test_what_nobody_needs_is_deleted_and_nothing_else(link: Link) -> None:
     assert link.store.has(chunk_id(b"a chunk of a version that is being published"))
 
 
-def other_jobs(folder: Path, job: str = "other") -> tuple[Publisher, ChunkStore]:
+def other_jobs(folder: Path, job: str = "other") -> tuple[VersionPublisher, ChunkStore]:
     store = ChunkStore(folder)
-    return Publisher(store, job, "trainer", KEY), store
+    return VersionPublisher(store, job, "trainer", KEY), store
 
 
 def test_only_a_base_leads_from_one_jobs_weights_to_anothers(link: Link, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_only_a_base_leads_from_one_jobs_weights_to_anothers(link: Link, tmp_pat
     theirs, store = other_jobs(tmp_path / "theirs")
     other = next_model(link.base, 9)
     base, first = theirs.publish_base(0, link.base), theirs.publish(1, 0, link.base, other)
-    # Of the number that follows, and made for just these weights: it is another job's all the same.
+    # The version follows and was made for these weights, but it is another job's.
     stolen = theirs.publish(4, 3, mine[-1], other)
     for chain in ([first], [stolen]):
         with pytest.raises(WrongBaseError, match="active are job's"):

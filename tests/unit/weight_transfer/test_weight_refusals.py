@@ -24,7 +24,7 @@ from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import Manifest, TensorUpdate
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.receiver import Receiver
 from weight_transfer.store.chunk_store import ChunkStore
 
@@ -33,8 +33,10 @@ NOW_S = 50.0
 Model = dict[str, TensorBits]
 
 
-def publisher(store: ChunkStore, key: SigningKey = KEY) -> Publisher:
-    return Publisher(store, "job", "t", key, chunk_bytes=256, lifetime_s=60, clock=lambda: NOW_S)
+def publisher(store: ChunkStore, key: SigningKey = KEY) -> VersionPublisher:
+    return VersionPublisher(
+        store, "job", "t", key, chunk_bytes=256, lifetime_s=60, clock=lambda: NOW_S
+    )
 
 
 def assert_whole(receiver: Receiver, wanted: Model, version: int) -> None:

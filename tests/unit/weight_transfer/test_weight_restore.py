@@ -10,9 +10,9 @@ from weight_transfer import (
     CatalogError,
     ChunkDigestError,
     ChunkStore,
-    Publisher,
     SigningKey,
     TensorBits,
+    VersionPublisher,
     WrongBaseError,
     newest_version,
     restore,
@@ -25,7 +25,7 @@ STEPS = 4
 def published(root: Path, first: int = 0) -> tuple[ChunkStore, list[dict[str, TensorBits]]]:
     """A store of STEPS deltas after version `first`, and the weights of each version."""
     store = ChunkStore(root)
-    publisher = Publisher(store, "job", "trainer", KEY, chunk_bytes=512)
+    publisher = VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=512)
     weights = [model(0)]
     for step in range(1, STEPS + 1):
         weights.append(next_model(weights[-1], 10 * step))
@@ -42,7 +42,7 @@ def same(found: dict[str, TensorBits], wanted: dict[str, TensorBits]) -> bool:
 @pytest.mark.parametrize("base", [1, 3, STEPS])
 def test_any_base_leads_to_the_newest_version_bit_for_bit(base: int, tmp_path: Path) -> None:
     store, weights = published(tmp_path)
-    Publisher(store, "job", "trainer", KEY).publish_base(base, weights[base])
+    VersionPublisher(store, "job", "trainer", KEY).publish_base(base, weights[base])
     assert newest_version(store) == STEPS
     assert same(restore(store, STEPS), weights[STEPS])
 
@@ -68,7 +68,7 @@ def test_a_damaged_chunk_is_found_and_nothing_is_restored(tmp_path: Path) -> Non
 
 def test_going_on_from_other_weights_than_were_published_is_refused(tmp_path: Path) -> None:
     store, weights = published(tmp_path)
-    again = Publisher(store, "job", "trainer", KEY)
+    again = VersionPublisher(store, "job", "trainer", KEY)
     with pytest.raises(WrongBaseError, match="was published as"):
         again.publish(STEPS + 1, STEPS, weights[0], weights[1])
     again.publish(STEPS + 1, STEPS, restore(store, STEPS, weights[0]), weights[1])

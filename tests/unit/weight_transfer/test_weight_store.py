@@ -14,14 +14,14 @@ from weight_transfer.errors import (
 )
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
-from weight_transfer.publish.publisher import Publisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.store.chunk_store import ChunkStore, draft
 
 KEY = SigningKey.from_hex("02" * 32)
 
 
-def publisher(store: ChunkStore) -> Publisher:
-    return Publisher(store, "job", "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
+def publisher(store: ChunkStore) -> VersionPublisher:
+    return VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
 
 
 def test_a_chunk_comes_back_verified(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_newest_version_is_signed_anew_before_it_expires(tmp_path: Path) -> 
     now_s = [100.0]
     old, store = model(1), ChunkStore(tmp_path)
     new = next_model(old, 5)
-    trainer = Publisher(store, "job", "t", KEY, lifetime_s=60.0, clock=lambda: now_s[0])
+    trainer = VersionPublisher(store, "job", "t", KEY, lifetime_s=60.0, clock=lambda: now_s[0])
     first = trainer.publish(1, 0, old, new)
     trainer.publish_base(1, new)
     now_s[0] += 29.0
@@ -112,7 +112,7 @@ def test_the_newest_version_is_signed_anew_before_it_expires(tmp_path: Path) -> 
 def test_only_what_this_key_signed_for_this_job_is_signed_anew(tmp_path: Path) -> None:
     old, store = model(1), ChunkStore(tmp_path)
     publisher(store).publish(1, 0, old, next_model(old, 5))
-    late = partial(Publisher, store, clock=lambda: 1e9)
+    late = partial(VersionPublisher, store, clock=lambda: 1e9)
     with pytest.raises(SignatureError):
         late("job", "t", SigningKey.generate()).renew()
     with pytest.raises(ManifestError, match="not of other"):
@@ -124,7 +124,7 @@ def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
     found = {}
     for job in ("a", "b", "a"):
         origin = ChunkStore(tmp_path / job / str(len(found)))
-        made = Publisher(origin, job, "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
+        made = VersionPublisher(origin, job, "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
         manifest = made.publish(1, 0, old, next_model(old, ord(job)))
         for chunk in manifest.chunks:
             store.put(origin.get(chunk.id))
@@ -135,7 +135,7 @@ def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
     assert {file.path for file in store.files()} >= set(found.values())
 
 
-def chained(store: ChunkStore, versions: int) -> Publisher:
+def chained(store: ChunkStore, versions: int) -> VersionPublisher:
     """Publish a base of version 1 and deltas up to `versions`."""
     trainer, weights = publisher(store), model(1)
     trainer.publish_base(1, weights)

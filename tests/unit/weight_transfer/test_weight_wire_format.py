@@ -43,7 +43,7 @@ def test_golden_chunks_decode(case: dict[str, Any]) -> None:
     assert chunk_id(encoded) == case["id"]
     change = decode_chunk(encoded, old, case["base_digest"])
     bits = old.bits.copy()
-    bits[change.indices] = change.values
+    bits[change.indices] = change.new
     np.testing.assert_array_equal(bits, new.bits)
     if case["raw"]:
         level = Level(case.get("level", "fast"))

@@ -34,7 +34,7 @@ class _LayerWantedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Which checkpoint tensors fill which layer, by the layer's name in the engine's model.
+    """Checkpoint tensors of each layer, by the layer's name in the engine's model.
 
     `filled`: parameters and buffers that get their values from a checkpoint.
     """
@@ -53,7 +53,7 @@ class LayerPlan:
         homes: dict[str, set[str]] = {}
         for rectangle in trace.rectangles:
             homes.setdefault(rectangle.source, set()).add(layer_of(rectangle.target))
-        shared = any(len(found) > 1 for found in homes.values())
+        shared = any(len(layers_of) > 1 for layers_of in homes.values())
         filled = frozenset(rectangle.target for rectangle in trace.rectangles)
         if trace.transformed or shared or not _constants_known(traced, live, filled):
             return None
@@ -108,9 +108,9 @@ class LayeredModel:
             if slot.tensor.is_meta:
                 slot.holder[slot.key] = self._materialised(slot.name, slot.tensor)
         load_part(self._engine, self.model, module, ((n, self._read(n)) for n in names))
-        found = {slot.name: slot.tensor for slot in slots_of(module, top)}
-        self.kept |= {name: found[name].detach() for name in self._keep & found.keys()}
-        # Those of a layer are not shared with what comes after it.
+        tensors = {slot.name: slot.tensor for slot in slots_of(module, top)}
+        self.kept |= {name: tensors[name].detach() for name in self._keep & tensors.keys()}
+        # A layer shares no tensors with later ones.
         self._made.clear()
 
     def _materialised(self, name: str, meta: torch.Tensor) -> torch.Tensor:
@@ -123,13 +123,13 @@ class LayeredModel:
         if id(meta) not in self._made:  # Tied ones come twice.
             shape = meta.shape, meta.stride()
             if id(meta) in self._filled_ids:
-                made = torch.empty_strided(*shape, dtype=meta.dtype, device=self._engine.device)
-                made.zero_()
+                memory = torch.empty_strided(*shape, dtype=meta.dtype, device=self._engine.device)
+                memory.zero_()
             else:
-                made = self._live[name].detach().clone()
-            made.__class__ = meta.__class__
-            made.__dict__ = dict(meta.__dict__)
-            self._made[id(meta)] = meta, made
+                memory = self._live[name].detach().clone()
+            memory.__class__ = meta.__class__
+            memory.__dict__ = dict(meta.__dict__)
+            self._made[id(meta)] = meta, memory
         return self._made[id(meta)][1]
 
 
@@ -143,8 +143,8 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = self.holder[self.key]
-        return found
+        tensor: torch.Tensor = self.holder[self.key]
+        return tensor
 
 
 def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
@@ -154,7 +154,7 @@ def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
     """
     import torch
 
-    found = []
+    slots = []
     for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
         parts = [("", holder) for holder in (part._parameters, part._buffers, vars(part))]
         parts += [(f"{key}.", vars(value)) for key, value in vars(part).items() if _plain(value)]
@@ -162,8 +162,8 @@ def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
             for key, value in holder.items():
                 if isinstance(value, torch.Tensor) and value.numel():
                     name = f"{path}.{inner}{key}" if path else f"{inner}{key}"
-                    found.append(Slot(name, cast("dict[str, Any]", holder), key))
-    return found
+                    slots.append(Slot(name, cast("dict[str, Any]", holder), key))
+    return slots
 
 
 def _plain(value: object) -> bool:
@@ -177,7 +177,7 @@ def _plain(value: object) -> bool:
 def _constants_known(
     traced: torch.nn.Module, live: torch.nn.Module, filled: frozenset[str]
 ) -> bool:
-    """Whether all that `traced` has, and no checkpoint fills, is in the live model."""
+    """Return True if the live model has all values of `traced` that no checkpoint fills."""
     known = {slot.name: slot.tensor.shape for slot in slots_of(live)}
     return all(
         known.get(slot.name) == slot.tensor.shape
@@ -210,20 +210,20 @@ def _want(name: str, *_: object, **__: object) -> None:
 
 def _compute(layer: torch.nn.Module, *inputs: object, **more: object) -> Any:  # noqa: ANN401 -- a layer's own
     """Stand for a layer that has: compute once, then forget the weights."""
-    said = type(layer).forward(layer, *inputs, **more)
-    layer.forward = partial(_say, _copied(said))
+    output = type(layer).forward(layer, *inputs, **more)
+    layer.forward = partial(_say, _copied(output))
     for members in (layer._modules, layer._parameters, layer._buffers):
         members.clear()
-    return said
+    return output
 
 
-def _say(said: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
+def _say(output: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
     """Stand for a layer that has computed. Later layers may write into what they are given."""
-    return _copied(said)
+    return _copied(output)
 
 
-def _copied(said: Any) -> Any:  # noqa: ANN401
+def _copied(output: Any) -> Any:  # noqa: ANN401
     import torch
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, said)
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, output)

@@ -58,7 +58,7 @@ class Audit:
 
     @property
     def done(self) -> bool:
-        """Whether every weight was looked at."""
+        """True once every weight was summed."""
         return not self._left
 
     def step(self, elements: int) -> list[Part]:
@@ -122,7 +122,7 @@ PROBE_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether all logits agree bit for bit, and the largest absolute difference.
+    """Result of a probe: bit-for-bit equality, and the largest absolute difference.
 
     Where a difference is no number, the largest float stands for it: reports are JSON.
     """

@@ -98,7 +98,7 @@ def layer_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Of one version: the probe's logits by a fresh dense load, and its loose parameters."""
+    """Probe logits of a fresh dense load of one version, and its loose parameters."""
 
     logits: torch.Tensor
     loose: Mapping[str, torch.Tensor]
@@ -129,14 +129,14 @@ def reference_in_pieces(
     return Reference(logits, {name: known[name].detach() for name in loose})
 
 
-def overlay(tensors: Mapping[str, TensorBits], changes: Mapping[str, StagedTensor]) -> ReadTensor:
-    """Read `tensors` as they are once `changes` are made; `tensors` stay what they are."""
+def overlay(tensors: Mapping[str, TensorBits], staged: Mapping[str, StagedTensor]) -> ReadTensor:
+    """Read `tensors` with the changes of `staged`; `tensors` stay what they are."""
 
     def read(name: str) -> torch.Tensor:
         tensor = tensor_of(tensors[name])
-        change = changes.get(name)
-        if change is not None:
-            bits_of(tensor)[change.indices] = change.values
+        if name in staged:
+            change = staged[name].change
+            bits_of(tensor)[change.indices] = change.new
         return tensor
 
     return read

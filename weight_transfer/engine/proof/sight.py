@@ -59,11 +59,11 @@ def insist_on_sight(
     with ExitStack() as changes:
         for name, places in seen:
             changes.enter_context(_changed(loader_map.parameter(name), places))
-        said = compare(finish(reference()).logits, live)
-    if not said.ok:
+        result = compare(finish(reference()).logits, live)
+    if not result.ok:
         raise ProbeError(
             "a fresh load of the base does not compute what the engine computes, by "
-            f"{said.max_abs_diff:g}: updates of this model cannot be proven on this engine"
+            f"{result.max_abs_diff:g}: updates of this model cannot be proven on this engine"
         )
 
 

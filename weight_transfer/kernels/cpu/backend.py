@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from weight_transfer.kernels.backend import (
     CLASSES,
     Bytes,
+    Change,
     Difference,
     Exchange,
     Int64s,
     Marks,
     Processor,
-    RangeChange,
-    check_places,
+    check_indices,
 )
 from weight_transfer.kernels.cpu import changes, range_coder
 from weight_transfer.kernels.cpu import digest as mixing
-from weight_transfer.kernels.cpu.changes import exchange
+from weight_transfer.kernels.cpu.changes import Deltas, exchange
 
 if TYPE_CHECKING:
     from weight_transfer.format.tensors import Bits, WeightClass
@@ -31,27 +31,10 @@ _MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
-class CpuDifference:
-    """Changes as `kernels.changes` finds them."""
+class CpuDifference(Deltas):
+    """Changes of one range of `old`."""
 
     old: Bits
-    found: changes.Found
-
-    @property
-    def count(self) -> int:
-        return self.found.changes.count
-
-    @property
-    def growth(self) -> int:
-        return self.found.digest_change
-
-    @property
-    def gaps(self) -> NDArray[np.uint32]:
-        return self.found.changes.gaps
-
-    @property
-    def codes(self) -> Bits:
-        return self.found.changes.codes
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
         counts = np.zeros(CLASSES, np.int64)
@@ -82,25 +65,27 @@ class CpuDifference:
 class CpuExchange:
     """Changes of host memory: they are there already."""
 
-    changes: tuple[RangeChange[Bits], ...]
+    changes: tuple[tuple[Bits, Change], ...]
 
     def run(self, *, back: bool = False) -> Int64s:
         """Write all new values, or all old ones `back`; see `Exchange`."""
-        found = np.zeros((len(self.changes), 2), np.int64)
-        for row, change in enumerate(self.changes):
+        counts = np.zeros((len(self.changes), 2), np.int64)
+        for row, (target, change) in enumerate(self.changes):
             old, new = (change.new, change.old) if back else (change.old, change.new)
-            # Unsigned places spare the kernel the question whether they count from the end.
-            places = change.places.view(np.uint64)
-            found[row] = np.array(exchange(change.target, places, old, new)) != 0
-        return found
+            # Unsigned indices spare the kernel the check whether they count from the end.
+            at = change.indices.view(np.uint64)
+            counts[row] = np.array(exchange(target, at, old, new)) != 0
+        return counts
 
 
 class CpuProcessor:
     """Kernel backend of host memory; see `Processor`."""
 
     def compare(self, old: Bits, new: Bits, room: int, first: int) -> Difference | None:
-        found = changes.find_changes(old, new, room, first)
-        return None if found is None else CpuDifference(old, found)
+        deltas = changes.find_changes(old, new, room, first)
+        if deltas is None:
+            return None
+        return CpuDifference(deltas.gaps, deltas.codes, deltas.growth, old)
 
     def mark(self, old: Bits, new: Bits, first: int) -> Marks:
         bitmap, codes = changes.mark_changes(old, new)
@@ -108,16 +93,15 @@ class CpuProcessor:
         return Marks(bitmap, codes, growth)
 
     def read(self, bits: Bits) -> Bits:
-        """The range itself."""
         return bits
 
     def digest(self, bits: Bits, first: int) -> int:
         return int(mixing.sum_all(bits, first))
 
-    def stage(self, changes: Sequence[RangeChange[Bits]], resident_bytes: int) -> Exchange:
-        """Check changes. Raises IndexError for a place outside."""
+    def stage(self, changes: Sequence[tuple[Bits, Change]], resident_bytes: int) -> Exchange:
+        """Check changes. Raises IndexError for an index outside."""
         del resident_bytes
-        check_places(changes, [change.target.size for change in changes])
+        check_indices(changes)
         return CpuExchange(tuple(changes))
 
 

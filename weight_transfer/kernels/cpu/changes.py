@@ -116,27 +116,22 @@ _OUTSIDE, _NOTHING = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """Changes of one range: `gaps` u32[n], `codes` as wide as the weights[n]."""
+class Deltas:
+    """Gaps u32[n] and codes[n], as wide as the weights, of one range's changes.
+
+    `growth`: of the tensor's digest, mod 2^64.
+    """
 
     gaps: NDArray[np.uint32]
     codes: Bits
+    growth: int
 
     @property
     def count(self) -> int:
-        """Changed weights."""
         return int(self.codes.size)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Changes that were found. `digest_change`: what the tensor's digest grows by, mod 2^64."""
-
-    changes: Changes
-    digest_change: int
-
-
-def find_changes(old: Bits, new: Bits, room: int, first: int = 0) -> Found | None:
+def find_changes(old: Bits, new: Bits, room: int, first: int = 0) -> Deltas | None:
     """Compare two flat ranges of one width; None when more than `room` weights changed.
 
     `first`: index of their first weight in its tensor, which the digest depends on.
@@ -147,14 +142,15 @@ def find_changes(old: Bits, new: Bits, room: int, first: int = 0) -> Found | Non
     count, growth = _scan(old, new, gaps, codes, room, first)
     if not 0 <= count <= room:
         return None
-    return Found(Changes(gaps[:count], codes[:count]), int(growth))
+    return Deltas(gaps[:count], codes[:count], int(growth))
 
 
-def apply_changes(old: Bits, changes: Changes) -> tuple[NDArray[np.int64], Bits]:
+def apply_changes(
+    old: Bits, gaps: NDArray[np.uint32], codes: Bits
+) -> tuple[NDArray[np.int64], Bits]:
     """Return (flat indices, new values). Raises ValueError for changes that are none of `old`."""
-    indices = np.empty(changes.count, np.int64)
-    values = np.empty(changes.count, old.dtype)
-    state = _expand(old, changes.gaps, changes.codes, indices, values)
+    indices, values = np.empty(codes.size, np.int64), np.empty(codes.size, old.dtype)
+    state = _expand(old, gaps, codes, indices, values)
     if state == _OUTSIDE:
         raise ValueError("a changed index lies outside the chunk's rows")
     if state == _NOTHING:

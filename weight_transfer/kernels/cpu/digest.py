@@ -22,7 +22,7 @@ _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 @compiled
 def mix(index: np.uint64, value: np.uint64) -> np.uint64:
-    """What one weight adds to the sum."""
+    """Return what one weight adds to the sum."""
     mixed = (index + np.uint64(1)) * _GAMMA + value
     mixed = (mixed ^ (mixed >> _S1)) * _M1
     mixed = (mixed ^ (mixed >> _S2)) * _M2
@@ -40,7 +40,7 @@ def sum_all(bits: Bits, first: int) -> np.uint64:
 
 @compiled
 def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint64:
-    """What the sum grows by when the weights at `indices` go from `old` to `new`."""
+    """Return the increase of the sum when the weights at `indices` go from `old` to `new`."""
     total = np.uint64(0)
     for k in range(indices.size):
         index = np.uint64(indices[k])
@@ -50,7 +50,7 @@ def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint6
 
 @compiled
 def sum_pending(old: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint64:
-    """What the sum grows by when `values` are written to `old` at `indices`."""
+    """Return the increase of the sum when `values` are written to `old` at `indices`."""
     total = np.uint64(0)
     for k in range(indices.size):
         prefetch(old, indices[min(k + AHEAD, indices.size - 1)])

@@ -69,13 +69,13 @@ def trailing_zeros(word: np.uint64) -> int:
 
 @compiled
 def leading_zeros(word: np.uint64) -> int:
-    """How many bits of `word`, u64 and not 0, are above the highest that is set."""
+    """Count the bits of `word`, u64 and not 0, above the highest that is set."""
     return np.int64(_leading_zeros(np.uint64(word)))
 
 
 @compiled
 def ones(word: np.uint64) -> int:
-    """How many bits of `word`, u64, are set."""
+    """Count the set bits of `word`, u64."""
     return np.int64(_ones(np.uint64(word)))
 
 
@@ -156,8 +156,8 @@ def _ones(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
 
 
 def _item(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:  # noqa: ANN401
-    made = context.make_array(kind)(context, builder, array)
-    return cgutils.get_item_pointer(context, builder, kind, made, [at])
+    struct = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, struct, [at])
 
 
 def _vector(

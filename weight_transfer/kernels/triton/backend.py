@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from weight_transfer.kernels.backend import (
     CLASSES,
+    Change,
     Difference,
     Exchange,
     Marks,
     Processor,
-    RangeChange,
 )
 from weight_transfer.kernels.triton import kernels
 from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device, to_host
@@ -43,7 +43,7 @@ _LEAST_SLOTS = 32
 
 
 def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
-    """Where each of CLASSES is counted: at its place in `present`, or behind all of them.
+    """Return the slot that counts each of CLASSES: its place in `present`, or one behind all.
 
     `ends`, `present`: see `Difference.by_class`.
     """
@@ -60,7 +60,7 @@ def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
 def ranks_by_slot(
     old: DeviceBits, bitmap: torch.Tensor, kind: WeightClass, slots: torch.Tensor, used: int
 ) -> torch.Tensor:
-    """How many weights of its slot come before each one that `bitmap` marks, i32; else anything.
+    """Return the rank within its slot of each weight that `bitmap` marks, i32; else anything.
 
     `slots` i32[CLASSES], of which the first `used` are in use.
     """
@@ -202,16 +202,16 @@ class DeviceDifference:
         return (self.old.flat[self.described.indices].to(torch.int64) >> kind.shift) & kind.mask
 
 
-def describe(old: DeviceBits, new: DeviceBits, found: Marked, first: int) -> Described:
+def describe(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> Described:
     """List what `found` marks; the range's first weight has index `first`."""
-    indices = found.indices()
-    programs = -(-found.count // _LIST_TILE)
-    gaps = torch.empty(found.count, dtype=torch.int32, device=indices.device)
-    codes = torch.empty(found.count, dtype=old.flat.dtype, device=indices.device)
+    indices = marks.indices()
+    programs = -(-marks.count // _LIST_TILE)
+    gaps = torch.empty(marks.count, dtype=torch.int32, device=indices.device)
+    codes = torch.empty(marks.count, dtype=old.flat.dtype, device=indices.device)
     sums = torch.empty(programs, dtype=torch.int64, device=indices.device)
     if programs:
         kernels.describe[(programs,)](
-            old.flat, new.flat, indices, gaps, codes, sums, found.count, first,
+            old.flat, new.flat, indices, gaps, codes, sums, marks.count, first,
             width_bits=8 * old.itemsize, tile_size=_LIST_TILE,
         )  # fmt: skip
     return Described(indices, gaps, codes, total(sums))
@@ -222,26 +222,25 @@ class DeviceProcessor:
 
     def compare(self, old: DeviceBits, new: DeviceBits, room: int, first: int) -> Difference | None:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            found = mark(old, new)
-            if found.count > room:
+            marks = mark(old, new)
+            if marks.count > room:
                 return None
-            return DeviceDifference(old, found, describe(old, new, found, first))
+            return DeviceDifference(old, marks, describe(old, new, marks, first))
 
     def mark(self, old: DeviceBits, new: DeviceBits, first: int) -> Marks:
         with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
-            found = mark(old, new)
-            described = describe(old, new, found, first)
-            bitmap = to_host(found.bitmap)[: (old.size + 7) // 8]
+            marks = mark(old, new)
+            described = describe(old, new, marks, first)
+            bitmap = to_host(marks.bitmap)[: (old.size + 7) // 8]
             return Marks(bitmap, to_host(described.codes), described.growth)
 
     def read(self, bits: DeviceBits) -> Bits:
-        """A copy of the range."""
         return to_host(bits.flat)
 
     def digest(self, bits: DeviceBits, first: int) -> int:
         return sum_all(bits, first)
 
-    def stage(self, changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> Exchange:
+    def stage(self, changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> Exchange:
         """Bring changes to the device, beside what it computes; see `Processor`."""
         return stage(changes, resident_bytes)
 

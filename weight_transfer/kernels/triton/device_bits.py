@@ -29,22 +29,19 @@ class DeviceBits:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one weight."""
         return self.flat.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
         return self.size * self.itemsize
 
     @property
     def place(self) -> str:
-        """Name of the device."""
         return str(self.flat.device)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """What the bits are on the host."""
+        """Type of the bits on the host."""
         return np.dtype(f"<u{self.itemsize}")
 
     def __getitem__(self, part: slice) -> DeviceBits:

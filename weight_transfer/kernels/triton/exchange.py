@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from weight_transfer.errors import DeviceMemoryError
-from weight_transfer.kernels.backend import Int64s, RangeChange, check_places
+from weight_transfer.kernels.backend import Change, Int64s, check_indices
 from weight_transfer.kernels.triton import kernels
 from weight_transfer.kernels.triton.device_bits import DeviceBits
 
@@ -57,7 +57,7 @@ class Order(Protocol):
     """Order of work on one device, as one thread uses it."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is begun inside runs beside the engine's steps, and has ended when this does."""
+        """Run work beside the engine's steps; all of it has ended when the context does."""
 
     def settle(self) -> None:
         """Wait for all that this process has begun on the device."""
@@ -84,7 +84,6 @@ class HostOrder:
     """Order of work on host memory, in Triton's interpreter: all has ended when it returns."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Nothing runs beside anything."""
         return nullcontext()
 
     def settle(self) -> None:
@@ -106,13 +105,13 @@ class Packed:
     """Changes `first` to `end` of the change number `row`: places, old and new values, in line."""
 
     row: int
-    change: RangeChange[DeviceBits]
+    target: DeviceBits
+    change: Change
     first: int
     end: int
 
     @property
     def count(self) -> int:
-        """Changes in it."""
         return self.end - self.first
 
     @property
@@ -122,10 +121,9 @@ class Packed:
 
     @property
     def host(self) -> NDArray[np.uint8]:
-        """The bytes, made anew."""
         part = slice(self.first, self.end)
         change = self.change
-        places = change.places[part].astype(_place_type(change.target))
+        places = change.indices[part].astype(_place_type(self.target))
         packed = np.zeros(self.nbytes, np.uint8)
         parts = places, change.old[part], change.new[part]
         for start, values in zip(self._starts[:3], parts, strict=True):
@@ -136,8 +134,8 @@ class Packed:
         """(places, old, new) of the bytes once they are on the device."""
         import torch
 
-        place = torch.int32 if _place_type(self.change.target).itemsize == 4 else torch.int64
-        values = self.change.target.flat.dtype
+        place = torch.int32 if _place_type(self.target).itemsize == 4 else torch.int64
+        values = self.target.flat.dtype
         starts = self._starts
         return (
             packed[: self.count * place.itemsize].view(place),
@@ -147,19 +145,19 @@ class Packed:
 
     @property
     def _starts(self) -> tuple[int, int, int, int]:
-        """Where places, old and new begin, and the end."""
-        places = _aligned(self.count * _place_type(self.change.target).itemsize)
-        values = _aligned(self.count * self.change.target.itemsize)
+        """Offsets of places, old and new values, and the end."""
+        places = _aligned(self.count * _place_type(self.target).itemsize)
+        values = _aligned(self.count * self.target.itemsize)
         return 0, places, places + values, places + 2 * values
 
 
-def pack(changes: list[RangeChange[DeviceBits]]) -> Iterator[Packed]:
+def pack(changes: Sequence[tuple[DeviceBits, Change]]) -> Iterator[Packed]:
     """Cut changes into pieces of at most PIECE_BYTES; nothing is copied yet."""
-    for row, change in enumerate(changes):
-        each = _place_type(change.target).itemsize + 2 * change.target.itemsize
+    for row, (target, change) in enumerate(changes):
+        each = _place_type(target).itemsize + 2 * target.itemsize
         most = PIECE_BYTES // each - _ALIGNED
-        for first in range(0, change.places.size, most):
-            yield Packed(row, change, first, min(first + most, change.places.size))
+        for first in range(0, change.indices.size, most):
+            yield Packed(row, target, change, first, min(first + most, change.indices.size))
 
 
 def _place_type(target: DeviceBits) -> np.dtype[np.signedinteger]:
@@ -210,22 +208,22 @@ def launch(piece: Packed, packed: torch.Tensor, counts: torch.Tensor, *, back: b
     """Exchange one piece and read it back, on the device's current stream."""
     places, old, new = piece.views(packed)
     old, new = (new, old) if back else (old, new)
-    target, row = piece.change.target.flat, counts[piece.row]
+    target, row = piece.target.flat, counts[piece.row]
     grid = (-(-piece.count // _TILE),)
     kernels.exchange[grid](target, places, old, new, row, piece.count, tile_size=_TILE)
     kernels.read_back[grid](target, places, new, row, piece.count, tile_size=_TILE)
 
 
-def stage(changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> DeviceExchange:
+def stage(changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> DeviceExchange:
     """Bring changes to their device; of what is beyond `resident_bytes`, a slot takes its turns.
 
-    Any thread may call it while the engine serves. Raises IndexError for a place outside, and
+    Any thread may call it while the engine serves. Raises IndexError for an index outside, and
     DeviceMemoryError where the device has no room; nothing was written then.
     """
-    check_places(changes, [change.target.size for change in changes])
-    device = changes[0].target.flat.device
+    check_indices(changes)
+    device = changes[0][0].flat.device
     order = order_of(device)
-    pieces = list(pack(list(changes)))
+    pieces = list(pack(changes))
     kept = _first_within(pieces, resident_bytes)
     needed = sum(piece.nbytes for piece in pieces[:kept])
     with named_shortage(device, f"the {needed >> 20} MiB of an update's changes"), order.aside():
@@ -238,7 +236,7 @@ def stage(changes: Sequence[RangeChange[DeviceBits]], resident_bytes: int) -> De
 
 
 def _first_within(pieces: Sequence[Packed], room: int) -> int:
-    """How many of the first pieces have room together."""
+    """Return the number of first pieces that have room together."""
     for number, piece in enumerate(pieces):
         room -= piece.nbytes
         if room < 0:

@@ -182,7 +182,7 @@ def slot_of(
     shift: tl.tensor,
     mask: tl.tensor,
 ) -> tl.tensor:
-    """Where the class of the weight at `index` is counted, as i32; that of class 0 outside."""
+    """Return the slot of the class of the weight at `index`, i32; that of class 0 outside."""
     bits = tl.load(old + index, mask=inside, other=0).to(tl.int64)
     return tl.load(slots + ((bits >> shift) & mask))
 

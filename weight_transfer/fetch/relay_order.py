@@ -55,30 +55,30 @@ class PeerScores:
         return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
 
     def served(self, source: str, size: int, seconds: float, now_s: float) -> None:
-        """It sent so many bytes in that time, until now."""
+        """Record a source that sent `size` bytes in `seconds` until now."""
         record = self._of(source)
         record.strikes = 0
         if size >= LEAST_SAMPLE_BYTES:
             record.samples.append((now_s, size / max(seconds, 1e-6)))
 
     def failed(self, source: str, now_s: float) -> None:
-        """It refused, went silent or broke off."""
+        """Record a source that refused, went silent or broke off."""
         record = self._of(source)
         record.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**record.strikes)
         record.strikes += 1
 
     def corrupt(self, source: str, now_s: float) -> None:
-        """What it sent is not what was asked for."""
+        """Record a source that sent other bytes than the requested ones."""
         record = self._of(source)
         record.until_s = now_s + CORRUPT_PAUSE_S
         record.strikes += 1
 
     def dawdles(self, source: str, rate: float, origin: str, since_s: float) -> bool:
-        """Whether the origin was so much faster, all the time since then, that asking it pays.
+        """Return True if the origin was so much faster since `since_s` that asking it pays.
 
-        Only what it sent meanwhile counts: how much of the slow link one chunk gets depends on how
-        many share it. Neighbours' speed says nothing: they may have had the chunk that this source
-        waits for.
+        Only what the origin sent meanwhile counts: a chunk's share of the slow link depends on how
+        many share it. A neighbour's speed counts for nothing: it may have had the chunk that this
+        source waits for.
         """
         meanwhile = [rate for at_s, rate in self._of(origin).samples if at_s > since_s]
         return source != origin and bool(meanwhile) and rate < SLOW_SHARE * min(meanwhile)
@@ -99,7 +99,7 @@ def _weight(member: str, name: str) -> bytes:
     return digest
 
 
-# Those who took over while this member was away are next in the order.
+# Members that took over while this one was away are next in the order.
 MOST_HOLDERS = 2
 
 
@@ -118,7 +118,7 @@ class Route:
 
     @classmethod
     def of(cls, name: str, me: str, members: Iterable[str], origin: str) -> "Route":
-        """Of an object. `me`: empty for a node that relays nothing: it may ask everybody."""
+        """Return the route of an object; `me` is empty for a node that relays nothing."""
         if not me:
             return cls(tuple(order(members, name)), (), origin)
         everyone = order({*members, me}, name)

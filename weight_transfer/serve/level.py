@@ -86,7 +86,6 @@ class LinkMeter:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
     def __len__(self) -> int:
-        """Peers that anything is remembered of."""
         return len(self._peers)
 
     def began(self, peer: str, now_s: float) -> None:
@@ -111,7 +110,7 @@ class LinkMeter:
             known.bytes_per_s = known.size / (now_s - known.began_s)
 
     def bytes_per_s(self, now_s: float) -> float | None:
-        """What the peers of the last hour take, the median; None as long as it is not known."""
+        """Return the median rate of the peers of the last hour, None without any."""
         fresh = (peer for peer in self._peers.values() if now_s - peer.ended_s <= FRESH_S)
         known = [peer.bytes_per_s for peer in fresh if peer.bytes_per_s is not None]
         return median(known) if known else None

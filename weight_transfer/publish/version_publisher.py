@@ -1,4 +1,4 @@
-"""Publisher: the trainer's side. Diffs, encodes, stores, signs; the manifest goes last."""
+"""VersionPublisher: diffs, encodes, stores, signs for a trainer; the manifest goes last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weight_transfer.store.chunk_store import ChunkStore
 DEFAULT_LIFETIME_S = 24 * 3600.0
 
 
-class Publisher:
+class VersionPublisher:
     """Publishes versions of one job into a store."""
 
     def __init__(
@@ -145,19 +145,19 @@ class Publisher:
         known, digests = self._known
         if known == version and digests.keys() == tensors.keys():
             return digests
-        found = {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
+        digests_now = {name: digest_of(tensor.bits) for name, tensor in tensors.items()}
         for base in (False, True):
             if published := self._store.find_manifest(version, base=base):
-                self._check_held(published, found)
-        return found
+                self._check_held(published, digests_now)
+        return digests_now
 
-    def _check_held(self, published: Manifest, found: Mapping[str, int]) -> None:
+    def _check_held(self, published: Manifest, digests: Mapping[str, int]) -> None:
         if published.job != self._job:
             raise ManifestError(
                 f"the store holds versions of {published.job}; give {self._job} one of its own"
             )
         for tensor in published.tensors:
-            if tensor.name in found and hex_digest(found[tensor.name]) != tensor.digest_after:
+            if tensor.name in digests and hex_digest(digests[tensor.name]) != tensor.digest_after:
                 raise WrongBaseError(
                     f"{tensor.name} is not what version {published.version} was published as;"
                     " go on from the weights that were restored, or publish a new base"
@@ -166,13 +166,13 @@ class Publisher:
     def _tensor(self, old: AnyTensor, new: AnyTensor, before: int, level: Level) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
-        made = [
+        encoded = [
             encode_chunk(old, new, rows, before, level)
             for rows in row_ranges(old, self._chunk_bytes)
         ]
-        after = (before + sum(chunk.digest_change for chunk in made)) % MODULUS
-        changed = any(chunk.header.changed for chunk in made)
-        chunks = tuple(self._stored(chunk) for chunk in made) if changed else ()
+        after = (before + sum(chunk.digest_change for chunk in encoded)) % MODULUS
+        changed = any(chunk.header.changed for chunk in encoded)
+        chunks = tuple(self._stored(chunk) for chunk in encoded) if changed else ()
         return TensorUpdate(
             old.name, old.dtype, old.shape, hex_digest(before), hex_digest(after), chunks
         )

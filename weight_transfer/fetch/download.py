@@ -13,10 +13,10 @@ from urllib.parse import quote
 import aiohttp
 import blake3
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.relay_order import PeerScores, Route
 from weight_transfer import ChunkRef
+from weight_transfer.errors import FetchError
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.relay_order import PeerScores, Route
 
 BLOCK_BYTES = 1 << 18
 ATTEMPTS_PER_SOURCE = 4
@@ -26,12 +26,12 @@ SILENCE_TIMEOUT_S = 10.0
 RELAY_SILENCE_TIMEOUT_S = 15.0
 # A source is judged by its rate once it has sent for that long.
 PATIENCE_S = 2.0
-# How often a relay may say that this chunk is in line there; it answers every IN_LINE_S (`server`).
+# Most replies "in line" of a relay for one chunk; it sends one each IN_LINE_S (`forwarding`).
 MOST_TURNS_IN_LINE = 300
 # Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
 HELD = "Rose-Held"
 ASK_ANOTHER = 409
-# Which manifest names the chunk, and whose it is.
+# Headers: path of a manifest that names the chunk, and the job of that manifest.
 MANIFEST, JOB = "Rose-Manifest", "Rose-Job"
 
 
@@ -39,16 +39,12 @@ _CALL = aiohttp.ClientTimeout(total=5.0)
 GateOf = Callable[[str], AbstractAsyncContextManager[object]]
 
 
-class FetchError(RoseError):
-    """A version could not be fetched whole; what came stays and is not fetched again."""
-
-
 class SourceError(Exception):
     """This source does not serve this chunk now."""
 
 
-# What one source may do to an attempt: the next one is asked. ValueError: of an address that
-# aiohttp, idna or the resolver cannot read, of an answer that is no HTTP.
+# Failures of one source, after which the next one is asked. ValueError: an address that aiohttp,
+# idna or the resolver cannot read, or a reply that is not HTTP.
 ATTEMPT_FAILURES = (SourceError, aiohttp.ClientError, OSError, ValueError)
 
 
@@ -56,8 +52,8 @@ class NotHeldError(Exception):
     """Another is to be asked for the chunk; nothing is wrong with this one."""
 
 
-def answered(url: str, status: int) -> str:
-    """What an answer that gives nothing means, for a person."""
+def refusal(url: str, status: int) -> str:
+    """Return the error line for a reply without content."""
     hint = "; is its origin in `transport.origins`, and the token right?" if status == 401 else ""
     return f"{url}: HTTP {status}{hint}"
 
@@ -100,12 +96,12 @@ class Download:
 
     @property
     def from_origin(self) -> bool:
-        """Whether it comes straight over the slow link, or is in line for that."""
+        """True if the chunk comes from the origin, or waits for its turn on that slow link."""
         return self._route is not None and self._source == self._route.origin
 
     @property
     def from_holder(self) -> bool:
-        """Whether it comes from a member that may ask this one: then it is not passed on."""
+        """True if the chunk comes from a member that may ask this one: it is not passed on then."""
         return self._route is not None and self._source in self._route.holders
 
     @property
@@ -133,7 +129,7 @@ class Download:
             if self._file:
                 self._file.close()
             self.ended = True
-            self._told()
+            self._notify()
 
     async def _bring(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
         failure: Exception | None = None
@@ -169,7 +165,7 @@ class Download:
         ) from failure
 
     async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
-        """Have a relay look at its own copy; whether it does is its own affair."""
+        """Ask a relay to check its own copy."""
         with contextlib.suppress(*ATTEMPT_FAILURES):
             url = f"{source}/chunks/{self.ref.id}/doubt"
             async with session.post(url, timeout=_CALL, allow_redirects=False):
@@ -184,7 +180,7 @@ class Download:
         raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
 
     async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
-        """Take what a source sends; False when it says that the chunk is in line there."""
+        """Receive what a source sends; return False when the chunk waits for its turn there."""
         headers = dict(self._named_by)
         if self.here:
             headers["Range"] = f"bytes={self.here}-"
@@ -203,7 +199,7 @@ class Download:
             if response.status == 200 and self.here:
                 await self._receiving.work(self._restart)  # It does not know ranges.
             elif response.status not in (200, 206):
-                raise SourceError(answered(url, response.status))
+                raise SourceError(refusal(url, response.status))
             self._source = source
             await self._body(source, route.origin, response)
         if self.here != self.ref.encoded_bytes:
@@ -222,7 +218,7 @@ class Download:
                     block.clear()
                     raise SourceError(f"{response.url} sends more than {self.ref.encoded_bytes} B")
                 self._receiving.traffic.fetched(len(part), from_publisher=source == origin)
-                # What is not read stays with the sender: TCP passes the cap on.
+                # Unread bytes stay with the sender: TCP flow control applies the cap to it.
                 await self._receiving.arrived(len(part))
                 if len(block) >= BLOCK_BYTES:
                     await self._take(block)
@@ -233,7 +229,7 @@ class Download:
         self._scores.served(source, self.here - first, now_s - asked_s, now_s)
 
     def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
-        """Leave a relay that keeps us from the origin's own speed; SourceError then."""
+        """Raise SourceError for a relay that is much slower than the origin."""
         seconds = time.monotonic() - began_s
         if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
             return
@@ -241,22 +237,21 @@ class Download:
             raise SourceError(f"{source} is slow: {size / seconds:.0f} B/s")
 
     async def _take(self, block: bytearray) -> None:
-        """Write what has come, and empty `block`."""
         if not block:
             return
-        come = bytes(block)
+        received = bytes(block)
         block.clear()
-        await self._receiving.work(partial(self._write, come))
-        self.received += len(come)
-        self.here += len(come)
-        self._told()
+        await self._receiving.work(partial(self._write, received))
+        self.received += len(received)
+        self.here += len(received)
+        self._notify()
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
     def _open(self) -> None:
-        """Go on with what an earlier try left, however that ended."""
+        """Open the part file and hash what an earlier attempt left."""
         self._file = self._receiving.store.open_part(self.ref.id)
         self._file.seek(0)
         while block := self._file.read(1 << 20):

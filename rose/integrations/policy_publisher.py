@@ -23,7 +23,7 @@ from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.named_weights import Named, NamedWeights, ties_embeddings
 from rose.integrations.settings import TrainerSettings
-from rose.weight_distribution import Receipt, WeightPublisher
+from rose.weight_distribution import PublisherSettings, Receipt, WeightPublisher
 from weight_transfer import TensorBits, WeightError, read_model_dir
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class PolicyPublisher:
         self._first = 0
         self._resumed = False
         self.receipts: list[PolicyReceipt] = []
-        """Of this process, oldest first."""
+        """Receipts of the versions that this process published, oldest first."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.settings,)
@@ -93,7 +93,7 @@ class PolicyPublisher:
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on from a version that an earlier process published."""
+        """True if the job continues from a version that an earlier process published."""
         self._of_base()
         return self._resumed
 
@@ -166,12 +166,12 @@ class PolicyPublisher:
 
     @property
     def known(self) -> tuple[int, int]:
-        """What the first rank tells the others: the newest version, and the first of its run."""
+        """(newest version, first version of its run): the first rank sends them to the others."""
         return self._version, self._first
 
     @known.setter
-    def known(self, told: tuple[int, int]) -> None:
-        self._version, self._first = told
+    def known(self, versions: tuple[int, int]) -> None:
+        self._version, self._first = versions
 
     # ---- on the first rank ----
 
@@ -191,10 +191,12 @@ class PolicyPublisher:
             settings.port or free_ports(1)[0],
             settings.signing_key(),
             settings.max_staleness,
-            host=settings.host,
-            certificates=settings.certificates(),
-            take_over=settings.take_over,
-            checkpoint=settings.checkpoint,
+            PublisherSettings(
+                host=settings.host,
+                certificates=settings.certificates(),
+                take_over=settings.take_over,
+                checkpoint=settings.checkpoint,
+            ),
         )
         begun = await self._publisher.start()
         if begun.resumed is not None:
@@ -207,7 +209,7 @@ class PolicyPublisher:
             self._bits = None if begun.latest else base
 
     async def _restored(self, publisher: WeightPublisher) -> Mapping[str, TensorBits] | None:
-        """What was published last; None where the root's files are not whole: then all is anew."""
+        """Return the version published last, None if the root's files are incomplete or damaged."""
         try:
             return await publisher.restore()
         except (WeightError, OSError) as error:
@@ -243,7 +245,7 @@ class PolicyPublisher:
                 version, old = self._version, self._bits
                 return await self._publisher.publish(version + 1, version, old, new)
         except NotAnnouncedError:
-            # It is durable: whoever publishes again goes on from it.
+            # The version is durable: the next publication continues from it.
             self._version, self._bits = self._version + 1, new
             raise
         except (WeightError, OSError) as error:
@@ -267,7 +269,7 @@ class PolicyPublisher:
             ):
                 while True:
                     try:
-                        found = await client.versions()
+                        reply = await client.versions()
                     except RequestRefused as error:
                         raise RefusedError(
                             f"the gateway cannot say what is served: {error}"
@@ -275,10 +277,10 @@ class PolicyPublisher:
                     except RolloutError as error:
                         seen = f"the gateway does not answer: {error}"
                     else:
-                        serving = found.serving(version, self.settings.job)
+                        serving = reply.serving(version, self.settings.job)
                         if serving >= wanted:
                             return
-                        seen = f"{serving} of {wanted} do ({len(found.replicas)} replicas known)"
+                        seen = f"{serving} of {wanted} do ({len(reply.replicas)} replicas known)"
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise UnavailableError(
@@ -308,15 +310,15 @@ def _on_first_rank(publisher: PolicyPublisher, work: Callable[[], None]) -> None
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             failed = error
     trouble = failed and (str(failed) or repr(failed))
-    said: list[object] = [(trouble, *publisher.known)]
-    dist.broadcast_object_list(said, src=0)
+    message: list[object] = [(trouble, *publisher.known)]
+    dist.broadcast_object_list(message, src=0)
     if failed is not None:
         raise failed
-    (told,) = said
-    assert isinstance(told, tuple)
-    if told[0] is not None:
-        raise RefusedError(f"the first rank published nothing: {told[0]}")
-    publisher.known = told[1:]
+    (received,) = message
+    assert isinstance(received, tuple)
+    if received[0] is not None:
+        raise RefusedError(f"the first rank published nothing: {received[0]}")
+    publisher.known = received[1:]
 
 
 def _layout(tensors: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...]]]:

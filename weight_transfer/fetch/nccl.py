@@ -36,13 +36,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.contract.weights import GROUP, MOST_NAME_BYTES, GroupName
-from rose.errors import ConfigError, RoseError
-from rose.weight_distribution.fetch.download import FetchError
-from rose.weight_distribution.fetch.limits import DownloadLimits, StorageError
-from rose.weight_distribution.fetch.relay_order import order
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
+from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, StorageError
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.relay_order import order
 from weight_transfer.format.chunk import check_id
+from weight_transfer.format.messages import GROUP, MOST_NAME_BYTES, GroupName
 
 # Members get word of a version within a second of each other.
 WAIT_S = 3.0
@@ -70,18 +69,18 @@ class LocalBarrier:
             return False
         if what not in self._here:
             loop = asyncio.get_running_loop()
-            made: asyncio.Future[bool] = loop.create_future()
-            self._here[what] = (set(), made)
-            loop.call_later(self._wait_s, self._settle, what, made, False)
+            future: asyncio.Future[bool] = loop.create_future()
+            self._here[what] = (set(), future)
+            loop.call_later(self._wait_s, self._settle, what, future, False)
         ranks, all_came = self._here[what]
         ranks.add(rank)
         if len(ranks) == self._size:
             self._settle(what, all_came, True)
         return await asyncio.shield(all_came)
 
-    def _settle(self, what: str, all_came: asyncio.Future[bool], came: bool) -> None:
+    def _settle(self, what: str, all_came: asyncio.Future[bool], joined: bool) -> None:
         if not all_came.done():
-            all_came.set_result(came)
+            all_came.set_result(joined)
             del self._here[what]
 
 
@@ -119,10 +118,6 @@ _MOST_BYTES = 1 << 32
 _NOT_HERE = (1 << 64) - 1
 
 
-class GroupBrokenError(RoseError):
-    """The members do not make the same calls: nothing can be handed around any more."""
-
-
 class Communicator(Protocol):
     """Communicator of a group, as a fan-out uses it."""
 
@@ -146,7 +141,7 @@ class Fanout:
 
     @property
     def rank(self) -> int:
-        """Which member this is, from 0."""
+        """Number of this member, from 0."""
         return self._communicator.rank
 
     @property
@@ -160,23 +155,22 @@ class Fanout:
         the name says, GroupBrokenError where what came is no chunk.
         """
         if self.rank != root and body is not None:
-            raise ConfigError("only the root of a fan-out hands in the chunk")
+            raise FanoutError("only the root of a fan-out hands in the chunk")
         length = _NOT_HERE if body is None else len(body)
         head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-        told = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
-        if told == _NOT_HERE:
+        nbytes = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
+        if nbytes == _NOT_HERE:
             return None
-        if told > _MOST_BYTES:
+        if nbytes > _MOST_BYTES:
             raise GroupBrokenError(
-                f"a chunk of {told} bytes was announced; the group is out of step"
+                f"a chunk of {nbytes} bytes was announced; the group is out of step"
             )
-        buffer = np.zeros(told, np.uint8) if body is None else np.frombuffer(body, np.uint8)
+        buffer = np.zeros(nbytes, np.uint8) if body is None else np.frombuffer(body, np.uint8)
         encoded = self._communicator.broadcast(buffer, root).tobytes()
         check_id(name, encoded)
         return encoded
 
     def abort(self) -> None:
-        """End all calls that wait."""
         self._communicator.abort()
 
 
@@ -194,9 +188,8 @@ class NcclCommunicator:
 
     @staticmethod
     def new_id() -> tuple[int, ...]:
-        """Name of a new group."""
-        made: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
-        return made
+        unique_id: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
+        return unique_id
 
     def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
         """Through this process's device; returns once all of it is here."""
@@ -205,8 +198,8 @@ class NcclCommunicator:
             stream = self._cupy.cuda.get_current_stream()
             device = self._cupy.asarray(body)
             self._group.bcast(device.data.ptr, device.size, nccl.NCCL_UINT8, root, stream.ptr)
-            got: NDArray[np.uint8] = self._cupy.asnumpy(device)
-        return got
+            received: NDArray[np.uint8] = self._cupy.asnumpy(device)
+        return received
 
     def abort(self) -> None:
         self._group.abort()
@@ -217,7 +210,7 @@ def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU i
         import cupy
         import cupy.cuda.nccl
     except ImportError as error:
-        raise ConfigError(
+        raise FanoutError(
             "fan-out over NCCL needs CuPy and a GPU; without them neighbours share over HTTP"
         ) from error
     return cupy
@@ -225,7 +218,7 @@ def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU i
 
 # Longer than a chunk takes over the slow link, with its retries.
 CHUNK_S = 120.0
-# Of its own chunks a member obtains so many before they are handed on.
+# Chunks that a member obtains ahead of their broadcast.
 CHUNKS_AHEAD = 16
 
 Result = TypeVar("Result")
@@ -258,13 +251,13 @@ class FixedGroup:
         async with self._lock:
             if self.broken:
                 return 0
-            said = await receiving.read(partial(_named, manifest))
-            if not await self._barrier.join(said, self._fanout.rank):
+            version = await receiving.read(partial(_named, manifest))
+            if not await self._barrier.join(version, self._fanout.rank):
                 return 0
-            came: list[int] = []
+            received: list[int] = []
 
             async def counted(ref: ChunkRef) -> None:
-                came.append(await obtain(ref))
+                received.append(await obtain(ref))
 
             try:
                 await self._hand_around(manifest, receiving, counted, on_reject)
@@ -278,7 +271,7 @@ class FixedGroup:
             except asyncio.CancelledError:
                 self._break("this member was stopped")
                 raise
-            return sum(came)
+            return sum(received)
 
     def close(self) -> None:
         """Leave: the others go on over HTTP."""
@@ -327,7 +320,7 @@ class FixedGroup:
             raise refused
 
     def _root(self, name: str) -> int:
-        """Whose chunk it is: everybody finds the same."""
+        """Return the rank that owns a chunk, the same on all members."""
         return int(order(map(str, range(self._fanout.size)), name)[0])
 
     async def _call(self, call: Callable[[], Result]) -> Result:
@@ -342,7 +335,7 @@ class FixedGroup:
 
 
 def _named(manifest: Manifest) -> str:
-    """Which version it is, said in a word that members compare."""
+    """Return a digest of the manifest, which members compare."""
     digest = hashlib.blake2b(digest_size=32)
     for part in manifest.parts():
         digest.update(part)
@@ -376,7 +369,7 @@ class Membership:
 
 
 def lead(size: int) -> Lead:
-    """What rank 0 needs. Raises ConfigError without CuPy and a GPU."""
+    """Make rank 0's part of a group. Raises FanoutError without CuPy and a GPU."""
     return Lead(NcclCommunicator.new_id(), LocalBarrier(size))
 
 

@@ -27,20 +27,6 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.download import (
-    ATTEMPT_FAILURES,
-    ATTEMPTS_PER_SOURCE,
-    RETRY_PAUSE_S,
-    SILENCE_TIMEOUT_S,
-    Download,
-    FetchError,
-    SourceError,
-    answered,
-)
-from rose.weight_distribution.fetch.limits import DownloadLimits
-from rose.weight_distribution.fetch.relay_order import PeerScores, Route
-from rose.weight_distribution.nccl import FixedGroup
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
@@ -50,22 +36,35 @@ from weight_transfer import (
     VerifyKey,
     WeightError,
 )
+from weight_transfer.errors import FetchError, TransferError
+from weight_transfer.fetch.download import (
+    ATTEMPT_FAILURES,
+    ATTEMPTS_PER_SOURCE,
+    RETRY_PAUSE_S,
+    SILENCE_TIMEOUT_S,
+    Download,
+    SourceError,
+    refusal,
+)
+from weight_transfer.fetch.limits import DownloadLimits
+from weight_transfer.fetch.nccl import FixedGroup
+from weight_transfer.fetch.relay_order import PeerScores, Route
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
 
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
 PARALLEL_CHUNKS = 4
 # Versions whose chunks a neighbour may still ask for before they are here.
 KNOWN_VERSIONS = 32
-# As many as a scheduler has.
+# The limit of a scheduler.
 MOST_JOBS = 256
 MOST_KNOWN_BYTES = 64 << 20
-# How long a neighbour that asks early waits until this node knows what it asks for.
+# Time that an early request of a neighbour waits for a manifest that names its object.
 KNOWN_WITHIN_S = 2.0
 _MANIFEST = re.compile(r"manifests/([0-9]{1,18})(\.base)?")
 _log = logging.getLogger(__name__)
 
 
-def nobody_told(_: str) -> None:
+def ignore_reject(_: str) -> None:
     """Ignore chunks that arrived corrupt."""
 
 
@@ -79,12 +78,11 @@ class _Known:
 
     @classmethod
     def of(cls, raw: bytearray, manifest: Manifest, origin: str) -> Self:
-        """Of a manifest that was checked."""
         refs = {ref.id: ref for ref in manifest.chunks}
         return cls(raw, origin, manifest.origins, refs, manifest.expires_s)
 
     def origin_of(self, ref: ChunkRef) -> str:
-        """Where a chunk was published: several ranks of a trainer may serve a part each."""
+        """Return the address that serves a chunk: each rank of a trainer may serve a part."""
         return self.origin if ref.origin is None else self.origins[ref.origin]
 
 
@@ -97,7 +95,7 @@ class _Where:
 
 
 def path_of(version: int, *, base: bool = False) -> str:
-    """Of a version's manifest, below a server's address."""
+    """Return the path of a version's manifest below a server's address."""
     return f"manifests/{version}{'.base' if base else ''}"
 
 
@@ -134,15 +132,15 @@ class ChunkFetcher:
 
     @property
     def receiving(self) -> DownloadLimits:
-        """Where objects are stored, and what that may cost."""
+        """Store of the fetched objects, with the limits of their download."""
         return self._receiving
 
     def enrol(self, members: Iterable[str]) -> None:
-        """From now on these are the members of the cluster, this node among them or not."""
+        """Replace the members of the cluster, this node among them or not."""
         self._members = frozenset(members)
 
     def route(self, name: str, origin: str) -> Route:
-        """Whom to ask for an object."""
+        """Return the addresses to ask for an object."""
         return Route.of(name, self._me, self._members, origin)
 
     def download(self, name: str) -> Download | None:
@@ -191,14 +189,14 @@ class ChunkFetcher:
         return known if known and time.time() < known.expires_s else None
 
     def _where(self, name: str) -> _Where | None:
-        """Of a chunk, by the newest manifest that names it."""
+        """Return the place of a chunk by the newest manifest that names it."""
         for (job, path), known in reversed(self._manifests.items()):
             if ref := known.refs.get(name):
                 return _Where(ref, known.origin_of(ref), path, job)
         return None
 
-    async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = nobody_told) -> int:
-        """Have a chunk of a known manifest in the store; returns the bytes that came for it.
+    async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = ignore_reject) -> int:
+        """Have a chunk of a known manifest in the store; returns the bytes received for it.
 
         However many ask, it is fetched once; they all get the FetchError of a failed one. A
         manifest is known for sure only within `keeping`.
@@ -217,10 +215,7 @@ class ChunkFetcher:
         return received if mine else 0
 
     def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
-        """From now on what neighbours ask for and is not known here is fetched from there.
-
-        Of other jobs, too: neighbours serve whichever they are leased to.
-        """
+        """Fetch from `origin` what neighbours ask for of a job, this node's own or another."""
         self._following[job] = origin, verify_key
         self._following.move_to_end(job)
         if len(self._following) > MOST_JOBS:
@@ -245,15 +240,15 @@ class ChunkFetcher:
         followed = self._following.get(of)
         if followed and named and self._fresh(of, path) is None:
             origin, key = followed
-            with contextlib.suppress(RoseError, WeightError):
+            with contextlib.suppress(WeightError):
                 await self.manifest(of, int(named[1]), origin, key, base=bool(named[2]))
         else:
             await self._learns(lambda: self._named(path, job) is not None)
-        found = self._named(path, job)
-        return None if found is None else found.raw
+        known = self._named(path, job)
+        return None if known is None else known.raw
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """Of each job that is followed: how many versions are known, and the newest, 0 for none."""
+        """Return (number of known versions, newest version or 0) of each followed job."""
         numbers: dict[str, set[int]] = {job: set() for job in self._following}
         for job, path in self._manifests:
             if job in numbers and (named := _MANIFEST.fullmatch(path)):
@@ -261,12 +256,12 @@ class ChunkFetcher:
         return {job: (len(each), max(each, default=0)) for job, each in numbers.items()}
 
     def _named(self, path: str, job: str) -> _Known | None:
-        """The job's version of that path; without a job the newest one."""
+        """Return the job's manifest of that path; without a job the newest one."""
         known = reversed(self._manifests.items())
         return next((k for (whose, its), k in known if its == path and job in ("", whose)), None)
 
     async def close(self) -> None:
-        """Stop all downloads; what came of them stays."""
+        """Stop all downloads; received parts stay."""
         if self.group is not None:
             self.group.close()
         tasks = list(self._tasks.values())
@@ -283,7 +278,7 @@ class ChunkFetcher:
         try:
             route = self.route(ref.id, where.origin)
             await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
-        except RoseError:
+        except TransferError:
             raise
         except Exception as error:
             raise _unexpected(f"chunk {ref.id}", error) from error
@@ -313,7 +308,7 @@ class ChunkFetcher:
                     # Another job's version of the same number is not damage.
                     failure = error
                     self._scores.failed(source, time.monotonic())
-                except (WeightError, FetchError) as error:
+                except WeightError as error:
                     if source == sources[-1]:  # Nobody has another one than its publisher.
                         raise
                     failure = error
@@ -321,8 +316,6 @@ class ChunkFetcher:
                 except ATTEMPT_FAILURES as error:
                     failure = error
                     self._scores.failed(source, time.monotonic())
-                except RoseError:
-                    raise
                 except Exception as error:
                     raise _unexpected(f"{source}/{path}", error) from error
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
@@ -334,7 +327,7 @@ class ChunkFetcher:
         body = bytearray()
         async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
             if response.status != 200:
-                raise SourceError(answered(url, response.status))
+                raise SourceError(refusal(url, response.status))
             async for part in response.content.iter_any():
                 body += part
                 if len(body) > MAX_MANIFEST_BYTES:
@@ -353,7 +346,7 @@ class ChunkFetcher:
         learned.set()
 
     def _forget(self) -> None:
-        """All but the newest, and those that are kept."""
+        """Forget the oldest manifests beyond the limits, but the newest and those that are kept."""
         size = sum(len(known.raw) for known in self._manifests.values())
         for key in list(self._manifests)[:-1]:
             if len(self._manifests) <= KNOWN_VERSIONS and size <= MOST_KNOWN_BYTES:
@@ -374,7 +367,7 @@ class ChunkFetcher:
 
 
 class _ForeignJobError(FetchError):
-    """A version of another job came."""
+    """Manifest of another job's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +380,7 @@ class _Wanted:
     verify_key: VerifyKey | None
 
     def read(self, raw: bytearray, *, relayed: bool) -> Manifest:
-        """Check what came. Raises ManifestError, FetchError for another one's.
+        """Check a received manifest. Raises ManifestError, FetchError for another one.
 
         relayed: it came from a neighbour, whose copy may be older than the publisher's.
         """
@@ -462,7 +455,7 @@ async def fetch_version(
 async def _chunks(
     fetcher: ChunkFetcher, manifest: Manifest, on_reject: Callable[[str], None]
 ) -> int:
-    """Have all chunks of a kept manifest; returns the bytes that came for them."""
+    """Have all chunks of a kept manifest; returns the bytes received for them."""
     receiving = fetcher.receiving
     await receiving.work(partial(receiving.cache.make_room, manifest))
     size = 0
@@ -477,16 +470,16 @@ async def _chunks(
 async def _obtained(
     fetcher: ChunkFetcher, refs: Iterable[ChunkRef], on_reject: Callable[[str], None]
 ) -> int:
-    """Have chunks, a few at once; returns the bytes that came for them.
+    """Have chunks, a few at once; returns the bytes received for them.
 
     A task for each would be a quarter of a million, which the collector looks at all at once.
     """
-    # What neighbours ask for has no part in this limit: they may be what this node waits for.
-    left = iter(refs)
+    # Neighbours' requests are outside of this limit: this node may be waiting for a neighbour.
+    pending = iter(refs)
 
     async def some() -> int:
         size = 0
-        for ref in left:
+        for ref in pending:
             size += await fetcher.obtain(ref, on_reject)
         return size
 
@@ -501,7 +494,7 @@ async def _obtained(
 def _missing(
     store: ChunkStore, manifest: Manifest, on_reject: Callable[[str], None]
 ) -> dict[str, ChunkRef]:
-    """Chunks that are not here, or not as their names say: disks err too."""
+    """Return the chunks that are not stored, or that the disk has damaged since."""
     missing = {}
     for ref in manifest.chunks:
         if store.mend(ref.id):

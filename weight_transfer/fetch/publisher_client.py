@@ -18,7 +18,11 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from rose.contract.weights import (
+from weight_transfer import SigningKey, VerifyKey, WeightError
+from weight_transfer.errors import FetchError, IndexFormatError
+from weight_transfer.fetch.download import ATTEMPT_FAILURES
+from weight_transfer.format.manifest import MALFORMED
+from weight_transfer.format.messages import (
     CATALOG,
     LEASES,
     MAX_CATALOG_BYTES,
@@ -27,27 +31,21 @@ from rose.contract.weights import (
     LeaseBody,
     Listing,
 )
-from rose.errors import RoseError
-from rose.weight_distribution.fetch import publisher_client
-from rose.weight_distribution.fetch.download import ATTEMPT_FAILURES, FetchError
-from weight_transfer import SigningKey, VerifyKey, WeightError
-from weight_transfer.format.manifest import MALFORMED
 from weight_transfer.format.signing import Envelope, Kind
 from weight_transfer.store.catalog import Catalog, Published
 
-# It is written for whoever asks: long enough for clocks that differ, and for relays of tomorrow.
+# A catalog is signed for each request; the lifetime allows for clocks that differ.
 LIFETIME_S: Final = 3_600.0
-
-
-class IndexFormatError(RoseError):
-    """What was sent is no catalog of this job."""
 
 
 _read = msgspec.json.Decoder(Listing).decode
 
 
-def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
-    """As it is sent: the newest versions, where there are too many; unsigned without a key."""
+def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
+    """Return a catalog's bytes, of the newest versions if there are too many.
+
+    Without a key they are unsigned.
+    """
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
     listed = Listing(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
@@ -55,8 +53,8 @@ def written(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) ->
     return (envelope.signed(key) if key else envelope).to_bytes()
 
 
-def read(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Catalog:
-    """From untrusted bytes, of which nothing is parsed before the key has vouched for them.
+def decode_catalog(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Catalog:
+    """Read untrusted bytes; nothing is parsed before `verify_key` has verified them.
 
     Raises IndexFormatError.
     """
@@ -65,13 +63,14 @@ def read(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Ca
         if verify_key is not None:
             envelope.verify(verify_key)
         listed = _read(envelope.payload)
-        if listed.job != job:
-            raise IndexFormatError(f"asked for versions of {job}, was given those of {listed.job}")
-        if not isfinite(listed.expires_s) or now_s >= listed.expires_s:
-            raise IndexFormatError("a catalog that expired; ask again, or check this clock")
-        return Catalog(dict(listed.bases), tuple(Published(*delta) for delta in listed.deltas))
+        catalog = Catalog(dict(listed.bases), tuple(Published(*delta) for delta in listed.deltas))
     except (WeightError, *MALFORMED) as error:
         raise IndexFormatError(f"no catalog of versions: {error!s:.200}") from error
+    if listed.job != job:
+        raise IndexFormatError(f"asked for versions of {job}, was given those of {listed.job}")
+    if not isfinite(listed.expires_s) or now_s >= listed.expires_s:
+        raise IndexFormatError("a catalog that expired; ask again, or check this clock")
+    return catalog
 
 
 LEASE_TTL_S = 60.0
@@ -91,12 +90,12 @@ class PublisherClient:
         self._verify_key = verify_key
 
     async def catalog(self, url: str, job: str) -> Catalog:
-        """What is published of a job; raises FetchError, IndexFormatError."""
+        """Fetch the catalog of a job's published versions. Raises FetchError, IndexFormatError."""
         try:
             raw = await self._raw(f"{url}{CATALOG}")
         except ATTEMPT_FAILURES as error:
             raise FetchError(f"{url}{CATALOG} cannot be fetched: {error!r:.200}") from error
-        return publisher_client.read(raw, job, self._verify_key, time.time())
+        return decode_catalog(raw, job, self._verify_key, time.time())
 
     async def _raw(self, url: str) -> bytes:
         raw = bytearray()

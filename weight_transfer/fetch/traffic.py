@@ -12,21 +12,21 @@ MOST_PEERS = 4_096
 
 
 class Source(StrEnum):
-    """Where chunks come from."""
+    """Sender of chunks."""
 
     PUBLISHER = "publisher"
     NEIGHBOUR = "neighbour"
 
 
 class Asked(StrEnum):
-    """What a caller may ask for."""
+    """Kind of requested object."""
 
     CHUNK = "chunk"
     MANIFEST = "manifest"
 
 
 class Answer(StrEnum):
-    """How a caller is answered."""
+    """Kind of reply."""
 
     SENT = "sent"
     IN_LINE = "in_line"
@@ -46,7 +46,7 @@ _ANSWERS = {
 
 
 def answer_of(status: int) -> Answer:
-    """The answer that a status of HTTP is."""
+    """Return the kind of reply of an HTTP status."""
     return _ANSWERS.get(status) or (Answer.SENT if status < 400 else Answer.FAILED)
 
 
@@ -63,11 +63,9 @@ class Traffic:
     _peers: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def fetched(self, size: int, *, from_publisher: bool) -> None:
-        """Bytes of a chunk came."""
         self.fetched_bytes[Source.PUBLISHER if from_publisher else Source.NEIGHBOUR] += size
 
     def answered(self, asked: Asked, status: int, peer: str) -> None:
-        """A caller was answered."""
         self.answers[asked, answer_of(status)] += 1
         self._peers[peer] = self.clock_s()
         self._peers.move_to_end(peer)
@@ -75,7 +73,7 @@ class Traffic:
             self._peers.popitem(last=False)
 
     def readers(self) -> int:
-        """How many addresses asked for something lately."""
+        """Return the number of addresses that sent a request within READER_S."""
         oldest_s = self.clock_s() - READER_S
         while self._peers and next(iter(self._peers.values())) < oldest_s:
             self._peers.popitem(last=False)

@@ -25,11 +25,10 @@ from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
-from rose.weight_distribution.level import AUTO, LevelChoice, level_for
 from rose.weight_distribution.retention import Latest, RetentionTask
 from rose.weight_distribution.run_keeper import WAIT_S, RunKeeper, run_error, until_free
 from rose.weight_distribution.run_root import RunRoot
-from rose.weight_distribution.version_server import ReadLeases, Signer, VersionServer
+from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import (
     CatalogError,
     ChunkDigestError,
@@ -37,15 +36,18 @@ from weight_transfer import (
     Manifest,
     ManifestError,
     OnUpdate,
-    Publisher,
     SigningKey,
     TensorBits,
+    VersionPublisher,
     WeightError,
     newest_version,
     read_model_dir,
     restore,
 )
 from weight_transfer.format.delta_codec import Level
+from weight_transfer.serve.leases import ReadLeases
+from weight_transfer.serve.level import AUTO, LevelChoice, level_for
+from weight_transfer.serve.version_routes import Signer
 from weight_transfer.store.restore import way_to
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a publisher found at its start.
+    """State of the job and its root at a publisher's start.
 
     latest: newest version that the job has, 0 before the first; the next one is greater. resumed:
     newest version in the root that can be restored and gone on from, None where a new base is to be
@@ -91,6 +93,38 @@ class Begun:
     latest: int
     resumed: int | None = None
     why_anew: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherSettings:
+    """Settings of a WeightPublisher beside its job, scheduler, root, port and key.
+
+    host: address of this machine that all nodes reach. credentials: what nodes must show.
+    certificates: the trainer's own, of its job, for the scheduler, and for nodes where
+    `credentials` names none. insecure: other machines may reach it without certificates.
+    on_update: treatment of turns in flight when a replica takes a version. level: `fast`,
+    `compact` (fewer bytes, more work), or `auto`, by the rate at which readers take chunks.
+    model: name of version 0 on nodes; empty: the model that replicas start with. weight,
+    max_guests: the job's share beside other jobs', and its quota (0 for none). run: name of the
+    run for people. take_over: fence a trainer that has the job, instead of being refused.
+    checkpoint: folder of version 0, from which a run is restored until its root has a base.
+    """
+
+    host: str = "127.0.0.1"
+    credentials: Credentials = OPEN
+    certificates: CertificateFiles | None = None
+    insecure: bool = False
+    on_update: OnUpdate = OnUpdate.RECOMPUTE
+    level: LevelChoice = AUTO
+    model: str = ""
+    weight: float = 1.0
+    max_guests: int = 0
+    run: str = ""
+    take_over: bool = False
+    checkpoint: Path | None = None
+
+
+DEFAULTS = PublisherSettings()
 
 
 def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> LeaderChannel:
@@ -120,74 +154,52 @@ class WeightPublisher:
         port: int,
         key: SigningKey,
         max_staleness: int = 1,
-        *,
-        host: str = "127.0.0.1",
-        credentials: Credentials = OPEN,
-        on_update: OnUpdate = OnUpdate.RECOMPUTE,
-        insecure: bool = False,
-        level: LevelChoice = AUTO,
-        certificates: CertificateFiles | None = None,
-        model: str = "",
-        weight: float = 1.0,
-        max_guests: int = 0,
-        run: str = "",
-        take_over: bool = False,
-        checkpoint: Path | None = None,
+        settings: PublisherSettings = DEFAULTS,
     ) -> None:
-        """`scheduler`: HOST:PORT, several with commas. `host`: an address that all nodes reach.
+        """`scheduler`: HOST:PORT, several with commas.
 
-        `credentials`: what they must show.
-
-        `certificates`: the trainer's own, of its job; used towards the scheduler, and towards nodes
-        where `credentials` name none.
-
-        `insecure`: other machines may reach it without certificates. ConfigError without.
-        `on_update`: what becomes of turns in flight when a replica takes a version.
-        `level`: `fast`, `compact` (fewer bytes, more work), or by the speed that readers show.
-        `model`: version 0, by the name that nodes know it by; empty: what replicas start with.
-        `weight`, `max_guests`: the job's share beside other jobs', and its quota (0 for none).
-        `run`: what people shall read where this run is named. `take_over`: fence a trainer that
-        has the job, instead of being refused.
-        `checkpoint`: folder of version 0, the model that replicas start with; a run is restored
-        from it until its root has a base.
+        Raises ConfigError where other machines reach it without certificates.
         """
         store = self._store = ChunkStore(root)
-        self._root, self._run_name = root, run
-        self._checkpoint = checkpoint
+        self._root = root
+        self._settings = settings
         self._held: RunRoot | None = None
         self._keeper: RunKeeper | None = None
-        # Durable, and told to nobody: in their order, each before the next.
+        # Durable versions that are not announced yet, in their order.
         self._unannounced: list[tuple[int, int]] = []
         self._announcing = asyncio.Lock()
         self._begun: Begun | None = None
         leases = ReadLeases(time.monotonic())
+        certificates, credentials = settings.certificates, settings.credentials
         if certificates is not None and credentials.ca is None:
             credentials = credentials.proving(certificates)
-        self._level = level
         self._job = job
         self._key = key
         self._registration = rose_pb2.RegisterJobRequest(
             job=job,
             max_staleness=max_staleness,
-            model=model,
-            weight=weight,
-            max_guests=max_guests,
-            take_over=take_over,
+            model=settings.model,
+            weight=settings.weight,
+            max_guests=settings.max_guests,
+            take_over=settings.take_over,
         )
-        self._publisher = Publisher(store, job, "rose-trainer", key, on_update=on_update)
+        # Retention has a publisher of its own: it works beside the training.
+        self._publisher, bases = (
+            VersionPublisher(store, job, "rose-trainer", key, on_update=settings.on_update)
+            for _ in range(2)
+        )
         self._server = self._server_class(
             store,
             port,
             credentials=credentials,
-            host=host,
+            host=settings.host,
             leases=leases,
             signer=Signer(job, key),
-            insecure=insecure,
+            insecure=settings.insecure,
         )
-        bases = Publisher(store, job, "rose-trainer", key, on_update=on_update)
         self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
-        # Of its own: a renewal that goes elsewhere must not disturb an announcement.
+        # A channel of its own: a renewal must not disturb an announcement.
         self._renewals = trainers_channel(scheduler, certificates)
 
     @property
@@ -197,7 +209,7 @@ class WeightPublisher:
 
     @property
     def begun(self) -> Begun:
-        """What `start` found. RefusedError before it."""
+        """Result of `start`. Raises RefusedError before it."""
         if self._begun is None:
             raise RefusedError("the publisher was not started; call start() first")
         return self._begun
@@ -211,7 +223,7 @@ class WeightPublisher:
         seconds at most. The run is renewed on this event loop: one that stands still for longer may
         lose the job to whoever comes meanwhile.
         """
-        self._held = await asyncio.to_thread(RunRoot.take, self._root, self._run_name)
+        self._held = await asyncio.to_thread(RunRoot.take, self._root, self._settings.run)
         try:
             return await self._start()
         except BaseException:
@@ -247,7 +259,7 @@ class WeightPublisher:
         return rose_pb2.Claim(run=run.run, process=run.process, holder=run.holder)
 
     def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
-        """What the root holds, beside what the scheduler knows."""
+        """Compare the versions in the root with those that the scheduler knows."""
         assert self._held is not None
         latest, newest = int(reply.latest_version), newest_version(self._store)
         if not newest:  # A base of version 0 is the model.
@@ -285,7 +297,9 @@ class WeightPublisher:
         damaged: list[str] = []
         while True:
             try:
-                plan = way_to(self._store.catalog(), version, model=self._checkpoint is not None)
+                plan = way_to(
+                    self._store.catalog(), version, model=self._settings.checkpoint is not None
+                )
             except CatalogError as error:
                 if not damaged:
                     raise
@@ -321,28 +335,30 @@ class WeightPublisher:
         """
         known = int(reply.latest_version)
         if resumed == known:
-            # As it was announced: its delta may be collected. An older scheduler does not say.
-            said = bool(reply.run_ttl_s)
-            parent = int(reply.latest_parent) if said else self._manifest(resumed).parent
+            # The announced parent: its delta may be collected. An older scheduler does not say.
+            has_parent = bool(reply.run_ttl_s)
+            parent = int(reply.latest_parent) if has_parent else self._manifest(resumed).parent
             return [(resumed, parent)]
-        found: list[tuple[int, int]] = []
+        news: list[tuple[int, int]] = []
         version = resumed
         while version > known:
             parent = self._manifest(version).parent
-            found.append((version, parent))
-            # To a scheduler that knows nothing the newest is enough: nodes find its parts in the
-            # catalog. A base stands for all before it.
+            news.append((version, parent))
+            # A scheduler that knows no version needs the newest alone: nodes find its parts in
+            # the catalog. A base replaces all versions before it.
             if not known or parent == version:
                 break
             version = parent
-        return found[::-1]
+        return news[::-1]
 
     def _manifest(self, version: int) -> Manifest:
-        """How a version was announced: as a delta, where it has both."""
-        found = self._store.find_manifest(version) or self._store.find_manifest(version, base=True)
-        if found is None:
+        """Return the manifest that a version was announced by: its delta, if it has both."""
+        manifest = self._store.find_manifest(version) or self._store.find_manifest(
+            version, base=True
+        )
+        if manifest is None:
             raise ManifestError(f"the manifest of version {version} is damaged")
-        return found
+        return manifest
 
     async def restore(self) -> Mapping[str, TensorBits]:
         """Return the weights of the version that is gone on from, proved against its digests.
@@ -362,9 +378,9 @@ class WeightPublisher:
         try:
             return restore(self._store, version)
         except CatalogError:
-            if self._checkpoint is None:
+            if self._settings.checkpoint is None:
                 raise
-        return restore(self._store, version, read_model_dir(self._checkpoint))
+        return restore(self._store, version, read_model_dir(self._settings.checkpoint))
 
     async def publish(
         self,
@@ -383,7 +399,7 @@ class WeightPublisher:
         started_s = time.perf_counter()
         async with self._retention.publishing:
             level = await asyncio.to_thread(
-                level_for, self._level, self._server.link_bytes_s, old, new
+                level_for, self._settings.level, self._server.link_bytes_s, old, new
             )
             publish = partial(self._publisher.publish, level=level)
             manifest = await asyncio.to_thread(publish, version, parent, old, new)
@@ -428,7 +444,7 @@ class WeightPublisher:
                 f" from there (start().resumed, restore()) or publish {begun.latest + 1} anew"
             )
         here = (self._store.manifest_path(parent, base=base) for base in (False, True))
-        # What cannot be restored was not looked at, or is damaged: nothing may build on it.
+        # A version that was not checked, or is damaged, must not be built on.
         untrusted = parent == begun.latest != begun.resumed
         if parent < begun.latest or (
             parent and (untrusted or not any(path.is_file() for path in here))
@@ -468,11 +484,11 @@ class WeightPublisher:
         try:
             return await self._scheduler.call(ask, ANNOUNCE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, UnavailableError) as error:
-            told = run_error(error)
-            if isinstance(told, RunFencedError) and self._keeper is not None:
-                self._keeper.lost(told)
-            if told is not None:
-                raise told from error
+            typed = run_error(error)
+            if isinstance(typed, RunFencedError) and self._keeper is not None:
+                self._keeper.lost(typed)
+            if typed is not None:
+                raise typed from error
             raise UnavailableError(f"{failure}: {_details(error)}") from error
 
     @staticmethod
@@ -518,7 +534,7 @@ class WeightPublisher:
             yield
 
     async def base_due(self, full_bytes: int) -> bool:
-        """Whether it takes too much to join: `full_bytes` is what all weights take."""
+        """Return True if to join takes too much without a base; `full_bytes`: of all weights."""
         return await asyncio.to_thread(self._retention.base_due, full_bytes)
 
     async def end_job(self) -> None:

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from rose.errors import RoseError
-from rose.weight_distribution.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
-from rose.weight_distribution.fetch.fetcher import ChunkFetcher
 from weight_transfer import ChunkRef, ChunkStore
+from weight_transfer.errors import TransferError
+from weight_transfer.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
+from weight_transfer.fetch.fetcher import ChunkFetcher
 
 HELD_BACK_BYTES = 1 << 16
 # A caller whose chunk waits for its turn on the slow link hears so after that long.
@@ -38,7 +38,7 @@ class ChunkForwarder:
         self._stored = stored
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
-        """What is not here yet, while it comes."""
+        """Return a reply that sends a chunk while it is being received."""
         download = self._fetcher.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
@@ -57,7 +57,7 @@ class ChunkForwarder:
             if download is None:
                 return web.Response(status=202, text="in line; ask again")
             return await self._stream(request, download, wanted)
-        except RoseError as error:
+        except TransferError as error:
             raise web.HTTPBadGateway(text=str(error)) from error
         finally:
             wanted.cancel()
@@ -92,7 +92,7 @@ class ChunkForwarder:
             except ConnectionError:
                 return response  # The caller left; the download goes on for the next one.
         if request.transport:
-            # What was sent may be wrong: the caller gets a broken answer, and asks again.
+            # The sent bytes may be wrong: break the reply off, so that the caller asks again.
             request.transport.abort()
         return response
 
@@ -125,7 +125,7 @@ class ChunkForwarder:
                 return False
         try:
             await wanted
-        except RoseError:
+        except TransferError:
             return False
         with (self._store.chunks_dir / download.ref.id).open("rb") as file:
             while at < size:
@@ -140,7 +140,7 @@ class ChunkForwarder:
 
 
 def _first_byte(request: web.Request, size: int) -> int:
-    """Of `Range: bytes=N-`, the one that is known here; 0 without."""
+    """Return N of `Range: bytes=N-`, the only supported form; 0 without a range."""
     try:
         asked = request.http_range
     except ValueError as error:

@@ -15,19 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rose.errors import RoseError
-from rose.weight_distribution.traffic import Traffic
 from weight_transfer import ChunkStore, Manifest, StoredFile
-
-
-class CacheFullError(RoseError):
-    """A version does not fit, even after everything evictable was evicted."""
+from weight_transfer.errors import CacheFullError, StorageError
+from weight_transfer.fetch.traffic import Traffic
 
 
 def evictions(
     files: Collection[StoredFile], needed: Collection[str], room_bytes: int
 ) -> list[StoredFile]:
-    """Which files to remove so that the others take at most `room_bytes`.
+    """Return the files to remove so that the others take at most `room_bytes`.
 
     Never one that is `needed`, even where that leaves too little room.
     """
@@ -70,7 +66,7 @@ class ChunkCache:
         missing = sum(size for name, size in absent.items() if not self.store.has(name))
         files = self.store.files()
         kept = absent, *tuple(self._holds.values())
-        # Of what is here alone: the union of all that is held would keep the interpreter's lock.
+        # Only stored names: a union of all held names would keep the interpreter's lock.
         needed = {file.name for file in files if any(file.name in names for names in kept)}
         room = self._cap_bytes - missing - manifest.size
         leaving = evictions(files, needed, room)
@@ -112,10 +108,6 @@ MIN_BURST_BYTES = 64 << 10
 Result = TypeVar("Result")
 
 
-class StorageError(RoseError):
-    """The disk refuses what arrives."""
-
-
 @dataclass(frozen=True, slots=True)
 class Caps:
     """Caps of one receiver; None bounds nothing.
@@ -149,11 +141,11 @@ class DownloadLimits:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="rose-manifests")
 
     def seconds_for(self, size: int) -> float:
-        """How long the cap on the link makes so many bytes take."""
+        """Return the shortest time for `size` bytes under the cap on the link."""
         return size / self._bytes_per_s if self._bytes_per_s else 0.0
 
     async def arrived(self, size: int) -> None:
-        """So many bytes came; return when more may come."""
+        """Count `size` received bytes, and wait until more may be received."""
         if self._bucket is None:
             return
         wait_s = self._bucket.take(size, time.monotonic())

@@ -1,1 +1,0 @@
-"""Fetching of versions: from which peer, within which limits."""

@@ -1,0 +1,1 @@
+"""Serving of versions over HTTP: routes, leases, forwarding, link rates."""
