@@ -2,11 +2,12 @@
 
 ExecutorError
 ├── DeviceError      a GPU's driver refuses a call
-│   ├── DeviceMemoryShort  the GPU has not enough free memory; the mappings are unchanged │   └──
-MappingLost        addresses of the KV cache are without memory: the engine has to end ├──
-LendingError     a host's KV memory cannot be lent ├── LoanError        the other side of a loan of
-pages breaks the rules ├── PageError        the control page cannot be used: missing, foreign, of
-another layout ├── PageReleaseError the kernel does not give KV memory back, or does not report it
+│   ├── DeviceMemoryShort  the GPU has not enough free memory; the mappings are unchanged
+│   └── MappingLost        addresses of the KV cache are without memory: the engine has to end
+├── LendingError     a host's KV memory cannot be lent
+├── LoanError        the other side of a loan of pages breaks the rules
+├── PageError        the control page cannot be used: missing, foreign, of another layout
+├── PageReleaseError the kernel does not give KV memory back, or does not report it
 └── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
 """
 

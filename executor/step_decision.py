@@ -134,9 +134,9 @@ def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
     """Return the time that a step may take of the tighter slack.
 
-    prefill slack = arrival + TTFT target − now − predicted prefill decode slack  = last token +
-    TPOT target − now − predicted decode (ROSE paper, 2026.) The deadlines on the page are the first
-    two terms of each.
+    prefill slack = arrival + TTFT target − now − predicted prefill
+    decode slack  = last token + TPOT target − now − predicted decode
+    (ROSE paper, 2026.) The deadlines on the page are the first two terms of each.
     """
     # The host's last step is the reactive floor of its next one's time.
     slacks_ns = []

@@ -4,8 +4,8 @@ RoseError
 ├── ConfigError          a setting, option or file is wrong
 ├── EngineStartError     an engine could not be started
 ├── UnavailableError     a process of ROSE does not answer
-│   └── NotAnnouncedError    a version is durable, but not announced yet └── RefusedError         a
-request breaks a rule (stale epoch, wrong version, no room)
+│   └── NotAnnouncedError    a version is durable, but not announced yet
+└── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
     ├── RunHeldError     another trainer has the job
     └── RunFencedError   this trainer had the job, and another has it now
 

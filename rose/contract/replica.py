@@ -3,10 +3,11 @@
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
                   at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
 generate_batch    BatchBody ──► BatchLine, one JSON a line, of all its turns as they come
-generate_batch/…  LeaveBody: some of them are not wanted any more POOLING           vLLM's bodies
-and answers ──► behind the same lease drain, admit      EpochBody ──► Drained, Admitted state
-──► ReplicaState weights/…         contract/weights.py: gateways and clients do not load it, and
-start sooner
+generate_batch/…  LeaveBody: some of them are not wanted any more
+POOLING           vLLM's bodies and answers ──► behind the same lease
+drain, admit      EpochBody ──► Drained, Admitted
+state             ──► ReplicaState
+weights/…         contract/weights.py: gateways and clients do not load it, and start sooner
 """
 
 from typing import Annotated, Final

@@ -1,8 +1,8 @@
 """Reconcile: compare objects with the policies in force; decided from state, not from events.
 
-a changed object             ──> applied; its old policy holds until the new one is durable an
-invalid object            ──> refused in one line; its old policy is held a policy without its
-object  ──> deleted, after all others are applied
+a changed object             ──> applied; its old policy holds until the new one is durable
+an invalid object            ──> refused in one line; its old policy is held
+a policy without its object  ──> deleted, after all others are applied
 """
 
 from collections.abc import Mapping, Set

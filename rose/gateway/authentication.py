@@ -1,9 +1,10 @@
 """Authentication of a gateway's callers, by certificate or token, which bound their names and jobs.
 
 open routes                     ──► anybody
-neither certificates nor tokens ──► ANYBODY (loopback, or a network that the operator fenced) a
-token     ──► its job and subject; a trainer's certificate beside it must be of the same job a
-certificate alone ──► trainer: its job; operator: any job; other roles: 403 nothing     ──► 401
+neither certificates nor tokens ──► ANYBODY (loopback, or a network that the operator fenced)
+a token     ──► its job and subject; a trainer's certificate beside it must be of the same job
+a certificate alone ──► trainer: its job; operator: any job; other roles: 403
+nothing     ──► 401
 """
 
 from collections.abc import Callable

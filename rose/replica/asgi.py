@@ -7,10 +7,10 @@ all the same.
 
 `AccessFilter` decides which caller may use which route, by method and exact path:
 
-open     liveness, metrics, the model's name, a replica's state, turns of a lease leased   vLLM's
-routes of models that are not generative: open for the job of a lease secret   control of the
-replica, and the few of vLLM's own routes that its node or a bench uses others   answer 404: vLLM
-has routes for development that run any method of its workers
+open     liveness, metrics, the model's name, a replica's state, turns of a lease
+leased   vLLM's routes of models that are not generative: open for the job of a lease
+secret   control of the replica, and the few of vLLM's own routes that its node or a bench uses
+others   answer 404: vLLM has routes for development that run any method of its workers
 
 The secret is made for one life of an engine and passed to it in its environment, which only its own
 user can read. An engine without one cannot be controlled.

@@ -1,9 +1,11 @@
 """Replica endpoint: vLLM endpoint plugin that serves the replica HTTP contract.
 
 POST /rose/v1/generate        tokens in, stamped tokens out
-POST /rose/v1/generate_batch  several turns in one request; …/leave cancels some POST /rose/v1/drain
-| admit   lease epochs open and close admission POST /rose/v1/weights/apply   the next policy
-version POST /rose/v1/weights/audit   digests of all live weights GET  /rose/v1/state
+POST /rose/v1/generate_batch  several turns in one request; …/leave cancels some
+POST /rose/v1/drain | admit   lease epochs open and close admission
+POST /rose/v1/weights/apply   the next policy version
+POST /rose/v1/weights/audit   digests of all live weights
+GET  /rose/v1/state
 
 `generate` is the path of every turn, so it is a bare ASGI application.
 

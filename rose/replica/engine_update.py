@@ -1,9 +1,10 @@
 """Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
-decode   while serving: verified and decoded once for all ranks of a node; nothing is written load
-while serving: a fresh load computes the expected results of the new version pause    as the job
-wants it for turns in flight, see `OnUpdate` commit   scatter and prove on every rank; then stamp
-the engine with the version resume   only then, or if nothing was written
+decode   while serving: verified and decoded once for all ranks of a node; nothing is written
+load     while serving: a fresh load computes the expected results of the new version
+pause    as the job wants it for turns in flight, see `OnUpdate`
+commit   scatter and prove on every rank; then stamp the engine with the version
+resume   only then, or if nothing was written
 
 An update that breaks off from the commit on leaves unproven weights: admission closes, all turns
 are revoked, and the engine stays paused. It samples no token any more; only a new life of the

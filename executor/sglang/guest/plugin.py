@@ -3,11 +3,12 @@
 Scheduler.run_event_loop              attach: page, gate, balloon, watchdog
 Scheduler._should_defer_prefill       gate: may a step begin, how large; KV to the grant's cap
 Scheduler._get_new_batch_prefill_raw  tokens of a prefill, its chunks included
-Scheduler.get_num_allocatable_reqs    sequences Scheduler.update_running_batch        no decode
-without the gate's permission Scheduler.run_batch                   a step begins; its tokens are
-stamped Scheduler.process_batch_result        a step is done IdleSleeper.maybe_sleep
-an idle guest notices that its memory is wanted allocator.clear                       held granules
-stay held
+Scheduler.get_num_allocatable_reqs    sequences
+Scheduler.update_running_batch        no decode without the gate's permission
+Scheduler.run_batch                   a step begins; its tokens are stamped
+Scheduler.process_batch_result        a step is done
+IdleSleeper.maybe_sleep               an idle guest notices that its memory is wanted
+allocator.clear                       held granules stay held
 """
 
 import logging

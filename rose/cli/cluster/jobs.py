@@ -1,9 +1,9 @@
 """`rose jobs`: the registered jobs, their owners, and the version that each replica serves.
 
 rose jobs [list]      a row for each job
-rose jobs show JOB    its run, its versions, and the version that each of its replicas serves rose
-jobs end JOB     release its leases; its name and newest version are kept rose jobs drop JOB
-besides, forget its chain and its run; refused while a run lives
+rose jobs show JOB    its run, its versions, and the version that each of its replicas serves
+rose jobs end JOB     release its leases; its name and newest version are kept
+rose jobs drop JOB    besides, forget its chain and its run; refused while a run lives
 """
 
 import argparse
