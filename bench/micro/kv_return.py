@@ -1,4 +1,4 @@
-"""How fast a guest stops, and gives a gibibyte of KV memory back: a real engine full of rollouts.
+"""Time in which a guest stops, and gives a gibibyte of KV memory back, full of rollouts.
 
     python -m bench.micro.kv_return [--engine sglang] [--out FILE]
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from bench.common.output import machine_now, put
+from bench.common.report import machine, put
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
     args = parser.parse_args()
-    before = machine_now()
+    before = machine()
     folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-", dir=PAGE_FOLDER))
     try:
         freezes, rounds = asyncio.run(
@@ -341,7 +341,7 @@ def main() -> int:
         "running": summary([one for one in rounds if not one.frozen_first]),
         "frozen_first": summary([one for one in rounds if one.frozen_first]),
     }
-    put(report, args.out, indent=2, shown=args.out is None)
+    put(report, args.out, shown=args.out is None)
     return 0 if holds else 1
 
 
