@@ -73,7 +73,7 @@ def compare(reported: object, recomputed: object, field: str = "") -> Iterator[F
 
 
 def read_json(path: Path, kind: type[T], hint: str) -> T:
-    """What a run wrote, as `kind`. Raises RoseError, with `hint`, where it cannot be read."""
+    """Return a run's file as `kind`. Raises RoseError, with `hint`, where it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:

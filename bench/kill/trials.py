@@ -178,7 +178,7 @@ class KillBench(Fleet):
         self._seat.write(HostState(heartbeat_ns=time.monotonic_ns()))
         self._seat.start()
         self._events = NodeEvents(folder / "logs" / f"events-{NODE}.jsonl")
-        # It leases whatever is offered: a policy that learns from revocations would stop to lease a
+        # This policy leases all offers: one that learns from revocations would stop to lease a
         # guest that is killed every few seconds.
         options = ("--cooldown-s=0", "--policy=spot")
         argv = scheduler_command(self._port, folder, *options)

@@ -73,7 +73,7 @@ class EngineConnection(asyncio.Protocol):
         length = _LENGTH.search(head)
         needed = int(length.group(1)) if length else 0
         if _CHUNKED.search(head):
-            # Of the body only one number is looked for: chunk sizes between it do no harm.
+            # One number of the body alone is read: chunk sizes around it do no harm.
             needed = body.find(LAST_CHUNK) + len(LAST_CHUNK)
             if needed < len(LAST_CHUNK):
                 return

@@ -42,19 +42,19 @@ KV_BYTES = RETURNED_BYTES + (256 << 20)
 VOCABULARY = 96
 STREAMS = 48
 FILL_BUDGET = 1024
-# What a granule may hold besides what is wanted.
+# A granule may hold this much besides the wanted bytes.
 SLACK_BYTES = 32 << 20
 KV_TOKEN_BYTES = 128 << 10
 # Tokens of a block that an engine counts.
 BLOCK_TOKENS = {EngineKind.VLLM: 32, EngineKind.SGLANG: 1}
-# As the gate asks for beside a host, so that the step in flight is short. SGLang parks whoever is
-# beyond, and leaves their KV to its prefix cache.
+# The gate asks for this beside a host, so that the step in flight is short. SGLang parks the
+# rollouts beyond, and leaves their KV to its prefix cache.
 SHORT_STEP_BUDGET = 4
-# Of the steps before a freeze: all KV is to be of rollouts that run.
+# Budget of the steps before a freeze, where all KV is to be of rollouts that run.
 FROZEN_STEP_BUDGET = {EngineKind.VLLM: SHORT_STEP_BUDGET, EngineKind.SGLANG: STREAMS}
 ENGINE_ARGS = {
     EngineKind.VLLM: ("--skip-tokenizer-init", "--no-enable-prefix-caching"),
-    # It would keep room for as many tokens as each rollout may still have.
+    # By default it keeps room for all tokens that each rollout may still have.
     EngineKind.SGLANG: ("--skip-tokenizer-init", "--schedule-conservativeness=0.2"),
 }
 START_S = 240.0
