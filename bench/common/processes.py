@@ -250,7 +250,7 @@ class BenchProcess:
         return f"; see {self.log}" if self.log else ""
 
 
-class Fleet:
+class ProcessFleet:
     """Processes of a benchmark by name, ended in reverse order. Context manager."""
 
     def __init__(self, folder: Path) -> None:

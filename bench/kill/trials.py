@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from bench.common.processes import BenchProcess, Fleet, scheduler_command
+from bench.common.processes import BenchProcess, ProcessFleet, scheduler_command
 from elastic_scheduler.capacity import parse_policy
 from executor import ControlPage, GuestState, HostState
 from rose.addresses import free_ports
@@ -54,7 +54,7 @@ class TrialError(RoseError):
     """The bench itself does not work; no trial says anything about the switch."""
 
 
-class Way(StrEnum):
+class SwitchWay(StrEnum):
     """Ways to press the kill switch."""
 
     STORE = "store key"
@@ -62,7 +62,7 @@ class Way(StrEnum):
     SIGNAL = "signal"
 
 
-UP, DOWN = (Way.STORE, Way.FILE, Way.SIGNAL), (Way.FILE, Way.SIGNAL)
+UP, DOWN = (SwitchWay.STORE, SwitchWay.FILE, SwitchWay.SIGNAL), (SwitchWay.FILE, SwitchWay.SIGNAL)
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ class NodeEvents:
         return [each for each in self.seen if each["event"] in names]
 
 
-class KillBench(Fleet):
+class KillBench(ProcessFleet):
     """A scheduler, a node and its guest, for trials. Context manager."""
 
     def __init__(self, folder: Path, deadline_s: float, guest_bytes: int, seed: int = 0) -> None:
@@ -204,7 +204,7 @@ class KillBench(Fleet):
         self._seat.close()
         self._page.close()
 
-    def trial(self, way: Way, *, plane_up: bool) -> Trial:
+    def trial(self, way: SwitchWay, *, plane_up: bool) -> Trial:
         """One press, and everything back as it was. Raises TrialError where the bench is broken."""
         group = self._at_work()
         held, duty = group_bytes(group) or 0, self._duty(group)
@@ -244,24 +244,24 @@ class KillBench(Fleet):
 
     # ---- the switch ----
 
-    def _press(self, way: Way) -> int:
+    def _press(self, way: SwitchWay) -> int:
         """Press it; return the leases that it released, where that is known."""
         match way:
-            case Way.STORE:
+            case SwitchWay.STORE:
                 return self._client.stop(pb.HARVEST_MODE_OFF)
-            case Way.FILE:
+            case SwitchWay.FILE:
                 (self._run_dir / "KILL").touch()
-            case Way.SIGNAL:
+            case SwitchWay.SIGNAL:
                 self._node.send(signal.SIGUSR1)
         return 0
 
-    def _pressed_again(self, way: Way) -> str:
+    def _pressed_again(self, way: SwitchWay) -> str:
         """Press it once more; return what that changed."""
         released = self._press(way)
         return f"released {released} leases again" if released else ""
 
-    def _release(self, way: Way) -> None:
-        if way is Way.STORE:
+    def _release(self, way: SwitchWay) -> None:
+        if way is SwitchWay.STORE:
             self._client.stop(pb.HARVEST_MODE_ACTIVE)
         else:
             (self._run_dir / "KILL").unlink()

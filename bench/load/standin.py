@@ -46,7 +46,7 @@ class Pace:
         self.left = 0
 
 
-class EngineConnection(asyncio.Protocol):
+class StandInConnection(asyncio.Protocol):
     """One connection: requests one after the other, each answered or streamed."""
 
     def __init__(self, pace: Pace, stock: bool) -> None:
@@ -198,7 +198,7 @@ async def _serve(ports: list[str]) -> None:
     loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
     for port in ports:
         stock = port.startswith("s")
-        make = partial(EngineConnection, pace, stock)
+        make = partial(StandInConnection, pace, stock)
         await loop.create_server(make, "127.0.0.1", int(port.lstrip("s")), backlog=4096)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

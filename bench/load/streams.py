@@ -19,7 +19,7 @@ import msgspec
 
 from bench.common.processes import BenchProcess, python
 from bench.common.stats import quantiles
-from bench.load.caller import HUNG_UP, Caller, Tls
+from bench.load.caller import HUNG_UP, HttpCaller, Tls
 from bench.load.wires import WIRES, Wire
 
 STREAMS = (1, 10, 100, 500, 1000, 2000)
@@ -28,7 +28,7 @@ PACED_STREAMS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StreamLoad:
     """A turn has `chunks` chunks of `chunk_tokens` tokens, `gap_s` apart, the first after
     `first_s`; its prompt has `prompt_tokens`. Turns begin for `seconds`, after a ramp of one turn.
     """
@@ -84,7 +84,7 @@ class Stream:
     """One connection and its turns, one after the other."""
 
     def __init__(self, url: str, wire: Wire, tls: Tls | None = None) -> None:
-        self.caller = Caller(url, self._body, tls)
+        self.caller = HttpCaller(url, self._body, tls)
         self._wire = wire
         self.times = TurnTimes(0.0)
         self._rest = b""
@@ -169,7 +169,7 @@ VOCABULARY = 90
 CONNECT_AT_ONCE = 50
 
 
-async def run(urls: Sequence[str], wire: Wire, load: Load, seed: int = 0) -> dict[str, Any]:
+async def run(urls: Sequence[str], wire: Wire, load: StreamLoad, seed: int = 0) -> dict[str, Any]:
     """Return the figures of one cell: ramp up over one turn, measure for `load.seconds`."""
     dice = random.Random(seed)  # noqa: S311 - a load, not a secret
     numbers = itertools.count(seed * 10**7)
@@ -243,7 +243,9 @@ class Generator(BenchProcess):
         """Return the process, not yet started."""
         return cls("generator", python("bench.load.streams"), log, core, piped=True)
 
-    def cell(self, urls: Sequence[str], wire: str, load: Load, seed: int) -> Mapping[str, Any]:
+    def cell(
+        self, urls: Sequence[str], wire: str, load: StreamLoad, seed: int
+    ) -> Mapping[str, Any]:
         """Run one cell."""
         cell = {"urls": urls, "wire": wire, "load": load, "seed": seed}
         result: dict[str, Any] = msgspec.json.decode(self.ask(msgspec.json.encode(cell)))
@@ -259,7 +261,7 @@ def main() -> None:
         cell: dict[str, Any] = msgspec.json.decode(text)
         if not cell:
             return
-        load = Load(**cell["load"])
+        load = StreamLoad(**cell["load"])
         began = time.process_time()
         result = asyncio.run(run(cell["urls"], WIRES[cell["wire"]], load, cell["seed"]))
         result["generator_cpu_s"] = time.process_time() - began

@@ -35,7 +35,7 @@ VERDICTS = ("HOLDS", "INCONCLUSIVE", "FAILS")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class AcceptRun:
     """One run. `control` empty: an acceptance run. `rc`: what it ended with."""
 
     seed: int
@@ -52,7 +52,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ClaimRow:
     """One claim over all seeds."""
 
     claim: str
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = args.first_seed
     for control in args.only or CONTROLS:
         wanted += [(seed, control) for seed in range(first, first + args.controls)]
-    done: list[Ran] = []
+    done: list[AcceptRun] = []
     for seed, control in wanted:
         done.append(ran(args.out, seed, control))
         write(args.out, done)
@@ -86,12 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(shortfalls(done)))
 
 
-def ran(out: Path, seed: int, control: str) -> Ran:
+def ran(out: Path, seed: int, control: str) -> AcceptRun:
     """The run of a seed: what its folder says when it is there, else run now."""
     folder = out / f"{control or 'accept'}-{seed}"
     note = folder / "ran.json"
     if note.is_file():
-        return Ran(**json.loads(note.read_text()))
+        return AcceptRun(**json.loads(note.read_text()))
     command = [sys.executable, "-m", "rose.cli", "demo", "--accept", f"--seed={seed}"]
     command += [f"--out={folder}", *([f"--control={control}"] if control else [])]
     # A run that was cut off may have left it; its claims are not this one's.
@@ -108,13 +108,13 @@ def ran(out: Path, seed: int, control: str) -> Ran:
     claims: list[dict[str, Any]] = []
     if (folder / "report.json").is_file():
         claims = json.loads((folder / "report.json").read_text())["verdicts"]
-    result = Ran(seed, control, rc, round(time.monotonic() - started_s, 1), claims)
+    result = AcceptRun(seed, control, rc, round(time.monotonic() - started_s, 1), claims)
     if claims:
         note.write_text(json.dumps(asdict(result)) + "\n")
     return result
 
 
-def line(run: Ran) -> str:
+def line(run: AcceptRun) -> str:
     """A run that ended, in one line."""
     counts = Counter(claim["verdict"] for claim in run.claims)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
@@ -123,14 +123,14 @@ def line(run: Ran) -> str:
     return f"{run.control or 'accept'} seed {run.seed}:{noticed} {told} ({run.elapsed_s:.0f} s)"
 
 
-def rows(runs: Sequence[Ran]) -> list[Row]:
+def rows(runs: Sequence[AcceptRun]) -> list[ClaimRow]:
     """Acceptance runs, claim by claim."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         for claim in run.claims if not run.control else ():
             found.setdefault(claim["name"], []).append(claim)
     return [
-        Row(
+        ClaimRow(
             name,
             claims[0]["exact"],
             {verdict: sum(c["verdict"] == verdict for c in claims) for verdict in VERDICTS},
@@ -140,7 +140,7 @@ def rows(runs: Sequence[Ran]) -> list[Row]:
     ]
 
 
-def shortfalls(runs: Sequence[Ran]) -> list[str]:
+def shortfalls(runs: Sequence[AcceptRun]) -> list[str]:
     """Return the misses of the bar in words; empty when the runs meet it."""
     missed = [line(run) for run in runs if not run.claims]
     counted: Counter[str] = Counter()
@@ -160,7 +160,7 @@ def shortfalls(runs: Sequence[Ran]) -> list[str]:
     return missed
 
 
-def page(runs: Sequence[Ran]) -> Iterator[str]:
+def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
     """The table, as Markdown."""
     accepted = [run for run in runs if not run.control]
     yield f"# Acceptance of the demo: {len(accepted)} seeds\n"
@@ -184,7 +184,7 @@ def page(runs: Sequence[Ran]) -> Iterator[str]:
         yield f"\nAn acceptance run took {seconds[0]:.0f} to {seconds[-1]:.0f} s."
 
 
-def write(out: Path, runs: Sequence[Ran]) -> None:
+def write(out: Path, runs: Sequence[AcceptRun]) -> None:
     """Write `accept.json` and `accept.md`."""
     record = {
         "claims": [asdict(row) for row in rows(runs)],

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.processes import BenchProcess, Fleet
+from bench.common.processes import BenchProcess, ProcessFleet
 from bench.common.report import machine, parser_of, put
 from rose.addresses import free_ports
 from rose.errors import UnavailableError
@@ -42,7 +42,7 @@ MOST_S = 5.0
 LOOK_S = 0.01
 
 
-class SchedulerProcesses(Fleet):
+class SchedulerProcesses(ProcessFleet):
     """Schedulers on one store, by number; each writes its events into a folder of its own."""
 
     def __init__(self, folder: Path, store: str, count: int = 2) -> None:

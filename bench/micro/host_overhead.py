@@ -56,7 +56,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class OverheadTraffic:
     """A load. `output_tokens`: shortest and longest answer; one that ends makes room for the next.
 
     `in_flight`: steps scheduled ahead, 2 with asynchronous scheduling. `backlog`: requests that
@@ -70,16 +70,16 @@ class Traffic:
 
 
 TRAFFICS = (
-    Traffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
-    Traffic("turnover", (50, 350), in_flight=2, backlog=0),
-    Traffic("overload", (50, 350), in_flight=2, backlog=1_000),
+    OverheadTraffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
+    OverheadTraffic("turnover", (50, 350), in_flight=2, backlog=0),
+    OverheadTraffic("overload", (50, 350), in_flight=2, backlog=1_000),
 )
 
 
-class Engine:
+class VllmSteps:
     """One scheduler under load, and a model that answers every request with the same token."""
 
-    def __init__(self, scheduler: Any, hasher: Any, traffic: Traffic) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, scheduler: Any, hasher: Any, traffic: OverheadTraffic) -> None:  # noqa: ANN401 - vLLM's
         self.scheduler = scheduler
         self._hasher = hasher
         self._traffic = traffic
@@ -207,7 +207,7 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
+            engine = VllmSteps(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
             if kind != "stock":
                 check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
@@ -245,7 +245,7 @@ def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
     return TimedScheduler
 
 
-def round_of(engine: Engine, kind: str) -> float:
+def round_of(engine: VllmSteps, kind: str) -> float:
     """Median seconds of a round's steps; of a timed engine, of what was added to them."""
     if kind != "timed":
         return median(engine.steps(STEPS_A_ROUND))
@@ -264,7 +264,7 @@ class Rounds:
     pairs: list[list[tuple[float, float]]] = field(default_factory=list)
     inside: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
+    def measure(self, traffic: OverheadTraffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
         """One pair of processes, the two in turns."""
         order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
         pairs, inside = [], []
@@ -277,7 +277,7 @@ class Rounds:
         self.pairs.append(pairs)
         self.inside.append(inside)
 
-    def figures(self, traffic: Traffic) -> dict[str, object]:
+    def figures(self, traffic: OverheadTraffic) -> dict[str, object]:
         """Return the figures of all rounds."""
         every = [pair for pairs in self.pairs for pair in pairs]
         return {

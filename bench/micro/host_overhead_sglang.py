@@ -86,7 +86,7 @@ class TimedHooks:
         return clocked
 
 
-class Engine:
+class SglangSteps:
     """One scheduler and its load, a turn of the loop at a time."""
 
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
@@ -232,7 +232,7 @@ def main() -> int:
     # In memory, as a page is on a node: on a disk a write waits for its writeback now and then.
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
         os.environ["ROSE_CONTROL_PAGE"] = page = str(Path(name) / "page")
-        engine = Engine(scheduler_of(Path(name) / "model"))
+        engine = SglangSteps(scheduler_of(Path(name) / "model"))
         gc.disable()
         for load, answers in LOADS.items():
             engine.load(answers)

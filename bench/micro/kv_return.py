@@ -83,7 +83,7 @@ def save_wide_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-class Node(threading.Thread):
+class StandInHost(threading.Thread):
     """Stands in for the host and the node daemon: an idle host, and a grant that stays alive."""
 
     def __init__(self, page: ControlPage) -> None:
@@ -150,7 +150,7 @@ class KvReturnBench:
 
     engine: EngineKind
     page: ControlPage
-    node: Node
+    node: StandInHost
     core: psutil.Process
     url: str
     _state: GuestState = field(default_factory=GuestState)
@@ -277,7 +277,7 @@ async def measure(
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
-    node = Node(page)
+    node = StandInHost(page)
     node.start()
     spec = spec_of(engine_kind, python, folder, page.path)
     engine = await EngineProcess.start(spec)

@@ -49,7 +49,7 @@ def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _RoutedTurn:
     placement: TurnPlacement
     left: int
 
@@ -65,7 +65,7 @@ class RoutedFleet:
         self._views = [make_view(number, cap, self._random) for number in range(replicas)]
         self.router.set_table(self._views, 0.0)
         self.now_s = 0.0
-        self._live: dict[str, list[_Turn]] = {view.id: [] for view in self._views}
+        self._live: dict[str, list[_RoutedTurn]] = {view.id: [] for view in self._views}
         self._heard_s = [0.0] * replicas
         self._next = 0
         self._asked = 0
@@ -92,7 +92,7 @@ class RoutedFleet:
         if name is not None:
             length = min(BUDGET_TOKENS, 1 + int(self._random.expovariate(1 / MEAN_TOKENS)))
             placement = self.router.begin(name, need, self.now_s)
-            self._live[name].append(_Turn(placement, length))
+            self._live[name].append(_RoutedTurn(placement, length))
 
     def decode(self) -> int:
         """The next few replicas send what they made since last time; returns turns that ended."""

@@ -27,7 +27,7 @@ import grpc
 import grpc.aio
 import psutil
 
-from bench.common.processes import BenchProcess, Fleet, python, scheduler_command
+from bench.common.processes import BenchProcess, ProcessFleet, python, scheduler_command
 from rose.addresses import free_port
 from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
@@ -51,7 +51,7 @@ MOST_SWITCHES = 2_000
 ATTACH_A_S = 200
 
 
-def hello(number: int, *, takes_renewals: bool = True) -> pb.Hello:
+def hello(number: int) -> pb.Hello:
     """Return the first message of node `number`."""
     return pb.Hello(
         protocol=1,
@@ -59,7 +59,7 @@ def hello(number: int, *, takes_renewals: bool = True) -> pb.Hello:
         relay_url=f"http://{_host(number)}:7500",
         takes_caps=True,
         jobs=True,
-        takes_renewals=takes_renewals,
+        takes_renewals=True,
     )
 
 
@@ -90,7 +90,7 @@ def _host(number: int) -> str:
 
 
 @dataclass
-class Tally:
+class LoadTally:
     """Counts of the load process, since `reset`."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ class Tally:
 class StandInNode:
     """One node on a connection of its own."""
 
-    def __init__(self, address: str, number: int, replicas: int, tally: Tally) -> None:
+    def __init__(self, address: str, number: int, replicas: int, tally: LoadTally) -> None:
         self._number, self._replicas, self._tally = number, replicas, tally
         self.name = f"n{number}"
         self._channel = channel_to(address)
@@ -189,12 +189,12 @@ class StandInNode:
         return guest_offer(self._number, each, lease.epoch, lease.job, held)
 
 
-class Load:
+class FleetLoad:
     """All stand-ins of one process."""
 
     def __init__(self, address: str, nodes: int, replicas: int, gateways: int) -> None:
         self._address, self._gateways = address, gateways
-        self._tally = Tally()
+        self._tally = LoadTally()
         self._nodes = [StandInNode(address, n, replicas, self._tally) for n in range(nodes)]
         self._random = random.Random(0)  # noqa: S311 - a load, not a secret
         self._wanted = nodes * replicas
@@ -318,7 +318,7 @@ def measure(
     port = free_port()
     address = f"127.0.0.1:{port}"
     prefix = "rose-scheduler-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, ProcessFleet(Path(name)) as fleet:
         argv = scheduler_command(port, fleet.folder, "--harvest=ACTIVE")
         scheduler = fleet.add(BenchProcess("scheduler", argv).start())
         _register(address)
@@ -375,7 +375,7 @@ def _register(address: str) -> None:
 
 async def _loaded(args: argparse.Namespace) -> dict[str, object]:
     # Channels belong to the loop in which they are made.
-    load = Load(args.address, args.nodes, args.replicas, args.gateways)
+    load = FleetLoad(args.address, args.nodes, args.replicas, args.gateways)
     return await load.run(args.seconds)
 
 

@@ -64,11 +64,7 @@ class ScaledFleet:
         replicas: int,
         gateways: int,
         seed: int = 0,
-        *,
-        takes_renewals: bool = True,
     ) -> None:
-        """`takes_renewals`: False for nodes of 0.2.0."""
-        self._takes_renewals = takes_renewals
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret
         self._core = SchedulerCore(load({}), HarvestMode.ACTIVE)
         self._nodes, self._replicas, self._gateways = nodes, replicas, gateways
@@ -90,8 +86,7 @@ class ScaledFleet:
     def attach(self) -> None:
         """All nodes say hello and offer, within one second; then all replicas are leased."""
         for number in range(self._nodes):
-            said = hello(number, takes_renewals=self._takes_renewals)
-            report = pb.NodeReport(node=f"n{number}", hello=said)
+            report = pb.NodeReport(node=f"n{number}", hello=hello(number))
             self._step(wire.attached(report, number))
 
     def play_second(self, revocations: int = 0) -> None:

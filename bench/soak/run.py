@@ -19,8 +19,8 @@ import psutil
 
 from bench.common.checks import Check, at_most
 from bench.common.processes import BenchProcess, cores, python
-from bench.load.caller import Answer, Caller
-from bench.soak.callers import GENERATE, Asker, Way
+from bench.load.caller import HttpAnswer, HttpCaller
+from bench.soak.callers import GENERATE, Asker, SoakWay
 from rose.addresses import free_ports
 from rose.gateway.event_loop import WINDOW_S
 from rose.rpc import rose_pb2 as pb
@@ -119,7 +119,7 @@ class SoakSeen:
     health_s: float = 0.0
     renewed: int = 0
 
-    def note(self, way: Way, status: int, body: bytes) -> None:
+    def note(self, way: SoakWay, status: int, body: bytes) -> None:
         """Count one request that has ended."""
         self.turns += way.turns
         self.statuses.setdefault(way.name, Counter())[status] += 1
@@ -137,7 +137,7 @@ class Soak:
         self._numbers = itertools.count()
 
     async def phase(
-        self, ways: Sequence[Way], in_flight: int, turns: int, seconds: float, seed: int
+        self, ways: Sequence[SoakWay], in_flight: int, turns: int, seconds: float, seed: int
     ) -> SoakSeen:
         """Ask for `turns`, for `seconds` at most, once the gateway is done with the last phase."""
         await asyncio.sleep(WINDOW_S + 1)
@@ -163,7 +163,7 @@ class Soak:
                         answer = await way.go(asker, next(self._numbers))
                 except TimeoutError:
                     asker.close()
-                    answer = Answer(NEVER, b"no answer")
+                    answer = HttpAnswer(NEVER, b"no answer")
                 seen.note(way, *answer)
             asker.close()
 
@@ -191,7 +191,7 @@ class Soak:
 
     async def _lags(self, seen: SoakSeen) -> None:
         """Ask the gateway itself, often enough to miss none of its seconds."""
-        caller = Caller(self._url)
+        caller = HttpCaller(self._url)
         try:
             while True:
                 stats = json.loads((await caller.get("/rose/v1/stats")).body)
@@ -210,7 +210,7 @@ class Soak:
             silence_s, last_s = now_s - last_s, now_s
             seen.silence_s = max(seen.silence_s, silence_s)
 
-        caller = Caller(self._url, received)
+        caller = HttpCaller(self._url, received)
         try:
             for number in itertools.count():
                 name, sampling = f"probe-{id(seen)}-{number}", {"max_tokens": PROBE_TOKENS}
@@ -220,7 +220,7 @@ class Soak:
             caller.hang_up()
 
     async def _health(self, seen: SoakSeen) -> None:
-        caller = Caller(self._url)
+        caller = HttpCaller(self._url)
         try:
             while True:
                 asked_s = time.monotonic()

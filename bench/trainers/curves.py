@@ -74,14 +74,14 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Record:
+class CurveRecord:
     """All curves of one way, by seed."""
 
     way: str
     curves: dict[int, Curve] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path, way: str) -> "Record":
+    def load(cls, folder: Path, way: str) -> "CurveRecord":
         """Read it; one without curves where there is none.
 
         TRL's are read from what `trl_measure` wrote, where they were not trained here.
@@ -181,14 +181,14 @@ def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
             folder = Path(name) / f"seed-{seed}"
             folder.mkdir()
             made = TRAINS[trainer](mode, seed, steps, folder, stack, python)
-            record = Record.load(out, way)
+            record = CurveRecord.load(out, way)
             record.curves[seed] = made
             record.save(out)
             first, last = made.thirds
             say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
 
 
-def table(records: Sequence[Record]) -> str:
+def table(records: Sequence[CurveRecord]) -> str:
     """Lay out rewards of first and last thirds, each seed's, with drift and age."""
     rows = []
     for record in records:
@@ -202,7 +202,7 @@ def table(records: Sequence[Record]) -> str:
     return text_table("rewards", header, rows)
 
 
-def draw(records: Sequence[Record]) -> Figure:
+def draw(records: Sequence[CurveRecord]) -> Figure:
     """Rewards by step, one picture for each way: a line for each seed, and their mean."""
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(8, 5.2), layout="constrained")
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(way, seeds, args.steps or STEPS[way], args.out.absolute())
         except subprocess.TimeoutExpired as error:
             raise EngineStartError(str(error)) from error
-        records = [Record.load(args.out, way) for way in STEPS]
+        records = [CurveRecord.load(args.out, way) for way in STEPS]
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
         draw(records).savefig(args.out / "curves.png", dpi=130)

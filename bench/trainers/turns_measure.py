@@ -50,7 +50,7 @@ ARMS = (ROSE, SINGLE, STOCK)
 
 
 @dataclass
-class Arm:
+class TurnsArm:
     """One address that requests go to, and the processes behind it."""
 
     name: str
@@ -102,7 +102,7 @@ def _with_core(server: psutil.Process) -> dict[str, psutil.Process]:
     return {"server": server, "core": cores[0]} if cores else {"server": server}
 
 
-def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
+def arms_of(engines: PairedEngines, single_port: int) -> list[TurnsArm]:
     """Return all three, with their processes."""
     stack = engines.stack
     headers = {"Content-Type": "application/json"}
@@ -113,17 +113,17 @@ def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
         SINGLE: (f"http://127.0.0.1:{single_port}", psutil.Process(stack.members[SINGLE].pid)),
     }
     arms = [
-        Arm(name, url, job, str(stack.model), {"gateway": process, **replica})
+        TurnsArm(name, url, job, str(stack.model), {"gateway": process, **replica})
         for name, (url, process) in gateways.items()
     ]
     stock = _with_core(_server_of(engines.spec.port))
-    arms.append(Arm(STOCK, engines.spec.url, headers, engines.spec.name, stock))
+    arms.append(TurnsArm(STOCK, engines.spec.url, headers, engines.spec.name, stock))
     for arm in arms:
         arm.open()
     return arms
 
 
-def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
+def measure(arms: Sequence[TurnsArm], requests: int, tokens: int) -> None:
     """Ask all of them, in turn, each request in another order."""
     for number in range(WARM + requests):
         prompts = [
@@ -150,7 +150,7 @@ def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
                 arm.times_s.append(took_s)
 
 
-def summary(arms: Sequence[Arm]) -> dict[str, Any]:
+def summary(arms: Sequence[TurnsArm]) -> dict[str, Any]:
     """Return times of a request and processor time spent on it, beside the stock engine's."""
     stock = arms[-1].times_s
     found: dict[str, Any] = {"arms": {}, "requests": len(stock)}

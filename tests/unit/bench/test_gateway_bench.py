@@ -9,17 +9,17 @@ import pytest
 
 from bench.gateway.__main__ import main
 from bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
-from bench.load.standin import EngineConnection, Pace
-from bench.load.streams import Load, run
+from bench.load.standin import Pace, StandInConnection
+from bench.load.streams import StreamLoad, run
 from bench.load.wires import REPLICA, TOKEN_STREAM, Wire
 
-LOAD = Load(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
+LOAD = StreamLoad(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
 
 
-async def measured(wire: Wire, load: Load, *, stock: bool = False) -> dict[str, Any]:
+async def measured(wire: Wire, load: StreamLoad, *, stock: bool = False) -> dict[str, Any]:
     pace = Pace(LOAD.first_s, LOAD.gap_s, LOAD.chunk_tokens)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(EngineConnection, pace, stock), "127.0.0.1", 0)
+    server = await loop.create_server(partial(StandInConnection, pace, stock), "127.0.0.1", 0)
     try:
         return await run([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], wire, load)
     finally:
