@@ -155,7 +155,6 @@ class BenchProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of its newest life."""
         return self.popen.pid
 
     @property
@@ -301,7 +300,6 @@ class ProcessFleet:
         return "\n".join(words)
 
     def close(self) -> None:
-        """End all members, the newest first."""
         for member in reversed(self.members.values()):
             member.end()
 

@@ -138,7 +138,6 @@ HEAD = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Lay out rows, sessions and checks."""
     blocks = [
         text_table(
             "Added by a router: to a turn (its request's way in and its first token's way out; of"

@@ -52,7 +52,6 @@ class GatewayArm:
 
 
 def arms_over_standin(peers: Sequence[str]) -> list[GatewayArm]:
-    """Return all arms of one round."""
     arms = [
         GatewayArm(DIRECT, REPLICA, REPLICA),
         GatewayArm(ROSE, TOKENS, REPLICA),
@@ -139,7 +138,6 @@ class StandInBench:
         self._fleet.close()
 
     def rounds(self, streams: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
-        """Return all cells."""
         arms = arms_over_standin([name for name in self._peers if name in self._urls])
         return [
             self._cell(arm, StreamLoad(count, seconds), number)

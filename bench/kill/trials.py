@@ -151,7 +151,6 @@ class NodeEvents:
         self.seen: list[dict[str, Any]] = []
 
     def of(self, *names: str) -> list[dict[str, Any]]:
-        """Return all events of these names."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -196,7 +195,6 @@ class KillBench(ProcessFleet):
         self._client.apply(parse_policy(json.dumps(said | deadline)))
 
     def close(self) -> None:
-        """End all processes, the guest's too."""
         super().close()
         for guest in running_guests(self._run_dir).values():
             with suppress(ProcessLookupError):
@@ -205,7 +203,7 @@ class KillBench(ProcessFleet):
         self._page.close()
 
     def trial(self, way: SwitchWay, *, plane_up: bool) -> Trial:
-        """One press, and everything back as it was. Raises TrialError where the bench is broken."""
+        """Press once, then restore everything. Raises TrialError where the bench is broken."""
         group = self._at_work()
         held, duty = group_bytes(group) or 0, self._duty(group)
         time.sleep(self._random.uniform(0, MOST_DELAY_S))
@@ -272,7 +270,7 @@ class KillBench(ProcessFleet):
     # ---- the guest ----
 
     def _at_work(self) -> int:
-        """Process group of a guest that was not there before, once it steps under a lease."""
+        """Return the process group of a new guest, once it steps under a lease."""
         begun: tuple[int, int] | None = None
 
         def works() -> bool:

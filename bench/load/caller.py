@@ -105,7 +105,6 @@ class HttpCaller:
         self._answer(HUNG_UP)
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Take the new connection."""
         self._transport = transport
 
     def lost(self, transport: asyncio.Transport) -> None:
@@ -114,7 +113,6 @@ class HttpCaller:
             self.hang_up()
 
     def received(self, data: bytes) -> None:
-        """Take more of the answer."""
         now_s = time.monotonic()
         if self._pending is None:
             return

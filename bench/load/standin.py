@@ -65,7 +65,6 @@ class StandInConnection(asyncio.Protocol):
             self._pace.left += 1
 
     def data_received(self, data: bytes) -> None:
-        """Take in a request."""
         self._rest += data
         head, mark, body = self._rest.partition(b"\r\n\r\n")
         if not mark:
@@ -131,7 +130,7 @@ class StandInConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _of_all(self, count: int) -> bytes:
-        """Lines of a batch's turns, those that end among them."""
+        """Return lines of a batch's turns, those that end among them."""
         parts = []
         for place, budget in enumerate(self._budgets):
             mine = min(count, budget - self._made)

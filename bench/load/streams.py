@@ -43,12 +43,10 @@ class StreamLoad:
 
     @property
     def gap_s(self) -> float:
-        """Seconds between a turn's chunks."""
         return self.full_gap_s * min(1.0, self.streams / PACED_STREAMS)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a turn."""
         return self.chunks * self.chunk_tokens
 
     @property
@@ -240,20 +238,17 @@ class Generator(BenchProcess):
 
     @classmethod
     def of(cls, log: Path, core: Sequence[int]) -> Self:
-        """Return the process, not yet started."""
         return cls("generator", python("bench.load.streams"), log, core, piped=True)
 
     def cell(
         self, urls: Sequence[str], wire: str, load: StreamLoad, seed: int
     ) -> Mapping[str, Any]:
-        """Run one cell."""
         cell = {"urls": urls, "wire": wire, "load": load, "seed": seed}
         result: dict[str, Any] = msgspec.json.decode(self.ask(msgspec.json.encode(cell)))
         return result
 
 
 def main() -> None:
-    """Run cells until standard input ends."""
     # A collection in the middle of a cell would be measured; a cell leaves little behind.
     gc.disable()
     for text in sys.stdin:

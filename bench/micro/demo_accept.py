@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ran(out: Path, seed: int, control: str) -> AcceptRun:
-    """The run of a seed: what its folder says when it is there, else run now."""
+    """Return the run of a seed: what its folder says when it is there, else run now."""
     folder = out / f"{control or 'accept'}-{seed}"
     note = folder / "ran.json"
     if note.is_file():
@@ -115,7 +115,7 @@ def ran(out: Path, seed: int, control: str) -> AcceptRun:
 
 
 def line(run: AcceptRun) -> str:
-    """A run that ended, in one line."""
+    """Return a run that ended, in one line."""
     counts = Counter(claim["verdict"] for claim in run.claims)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
     told = told if run.claims else "no report; see its log"
@@ -124,7 +124,6 @@ def line(run: AcceptRun) -> str:
 
 
 def rows(runs: Sequence[AcceptRun]) -> list[ClaimRow]:
-    """Acceptance runs, claim by claim."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         for claim in run.claims if not run.control else ():
@@ -161,7 +160,6 @@ def shortfalls(runs: Sequence[AcceptRun]) -> list[str]:
 
 
 def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
-    """The table, as Markdown."""
     accepted = [run for run in runs if not run.control]
     yield f"# Acceptance of the demo: {len(accepted)} seeds\n"
     yield "| claim | HOLDS | INCONCLUSIVE | FAILS | measured |"
@@ -185,7 +183,6 @@ def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
 
 
 def write(out: Path, runs: Sequence[AcceptRun]) -> None:
-    """Write `accept.json` and `accept.md`."""
     record = {
         "claims": [asdict(row) for row in rows(runs)],
         "shortfalls": shortfalls(runs),

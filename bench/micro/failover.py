@@ -78,11 +78,9 @@ class SchedulerProcesses(ProcessFleet):
             self._schedulers[number].popen.wait()
 
     def resume(self, number: int) -> None:
-        """Continue a stopped scheduler."""
         self._schedulers[number].send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill all of them."""
         for scheduler in self._schedulers:
             scheduler.kill()
 
@@ -132,7 +130,6 @@ class FollowingGateway:
         self.watch = WatchedTable(addresses, "gw", 5.0, lambda *a, **kw: None)
 
     def sink(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...]) -> None:
-        """Take a table."""
         del jobs
         self.tables.append({each.id: each.lease_epoch for each in entries if each.leased})
 
@@ -141,7 +138,7 @@ class FollowingGateway:
 async def following(
     schedulers: SchedulerProcesses, folder: Path
 ) -> AsyncIterator[tuple[FollowingNode, FollowingGateway]]:
-    """A node and a gateway, each with its own way to the leader."""
+    """Run a node and a gateway, each with its own way to the leader."""
     node = FollowingNode(schedulers.addresses, folder)
     gateway = FollowingGateway(schedulers.addresses)
     tasks = [
@@ -252,7 +249,6 @@ def computing(count: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and keep."""
     parser = parser_of(__doc__, "bench.micro.failover")
     parser.add_argument("--rounds", type=int, default=3, help="of each way to end")
     parser.add_argument("--how", choices=[*HOWS], help="how the leader ends; else each way")

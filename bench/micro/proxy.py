@@ -202,7 +202,6 @@ class ProxyBench(ProcessFleet):
         )
 
     def close(self) -> None:
-        """Hang up, and end all processes."""
         for streams in self._streams.values():
             for stream in streams:
                 stream.caller.hang_up()

@@ -126,7 +126,6 @@ class StandInNode:
             await asyncio.sleep(AGAIN_S)
 
     def take_back(self) -> None:
-        """Revoke a replica."""
         replica = f"{self.name}.g0"
         lease = self._leases.pop(replica, None)
         if lease is not None:
@@ -275,14 +274,14 @@ class FleetLoad:
             await asyncio.sleep(1.0)
 
     async def _bursts(self) -> None:
-        """A replica in a thousand is taken back each second."""
+        """Take back a replica in a thousand each second."""
         while True:
             for _ in range(max(1, len(self._nodes) // 250)):
                 self._random.choice(self._nodes).take_back()
             await asyncio.sleep(1.0)
 
     async def _newcomers(self) -> None:
-        """Gateways that come, take their first table, and go."""
+        """Start gateways that take their first table and end."""
         while True:
             began_s = time.monotonic()
             channel = channel_to(self._address)
@@ -303,7 +302,6 @@ def channel_to(address: str) -> grpc.aio.Channel:
 
 
 def say(**event: object) -> None:
-    """Write a line for `measure`."""
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
@@ -380,7 +378,6 @@ async def _loaded(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run the load process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     for name in ("nodes", "replicas", "gateways", "seconds"):

@@ -84,13 +84,13 @@ class ScaledFleet:
                 self._step(event)
 
     def attach(self) -> None:
-        """All nodes say hello and offer, within one second; then all replicas are leased."""
+        """Attach all nodes, within one second; then all replicas are leased."""
         for number in range(self._nodes):
             report = pb.NodeReport(node=f"n{number}", hello=hello(number))
             self._step(wire.attached(report, number))
 
     def play_second(self, revocations: int = 0) -> None:
-        """One second: each node reports, at a moment of its own; ten ticks."""
+        """Play one second: each node reports, at a moment of its own; ten ticks."""
         for tick in range(TICKS_A_S):
             for number in range(tick, self._nodes, TICKS_A_S):
                 self.now_s += 1.0 / self._nodes
@@ -174,7 +174,6 @@ class ScaledFleet:
 
 
 def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, Any]:
-    """Return all figures of one fleet."""
     fleet = ScaledFleet(nodes, replicas, gateways)
     fleet.attach()
     for _ in range(WARM_UP_S):
@@ -211,7 +210,6 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
 
 
 def main() -> int:
-    """Measure, print, and keep where asked."""
     parser = parser_of(__doc__, "bench.micro.scheduler_scale")
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--replicas", type=int, default=4, help="of each node")

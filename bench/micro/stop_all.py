@@ -79,7 +79,6 @@ class StoppableNode:
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
         with suppress(grpc.aio.AioRpcError):
             async for command in self._stub.Attach(self._reports()):
                 await self.speaks.wait()

@@ -148,7 +148,6 @@ def _arm(name: str, blocks: list[TracingBlock], without: Sequence[TracingBlock])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each block")

@@ -24,7 +24,6 @@ progress = partial(say, "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Soak, print the table, keep it."""
     args = _parser().parse_args(argv)
     try:
         return reported(PROG, lambda: _run(args))
@@ -46,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
-    """Both phases, on one gateway. A SIGTERM cancels it, which ends what it started."""
+    """Run both phases on one gateway. A SIGTERM cancels it, which ends all processes."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

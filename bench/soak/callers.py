@@ -37,7 +37,6 @@ class Asker:
         return json.dumps({**asked, **fields}).encode()
 
     async def ask(self, asked: bytes, **how: Any) -> HttpAnswer:  # noqa: ANN401 - as HttpCaller.ask
-        """Ask for one turn."""
         return await self.turns.post(GENERATE, asked, **how)
 
     def close(self) -> None:

@@ -64,7 +64,6 @@ class LeasingScheduler(SchedulerServicer):
     async def ReportDemand(  # noqa: N802 - gRPC's name
         self, request: pb.DemandReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DemandReply:
-        """Take a report, which changes nothing."""
         del request, context
         return pb.DemandReply()
 
@@ -120,7 +119,6 @@ class SoakSeen:
     renewed: int = 0
 
     def note(self, way: SoakWay, status: int, body: bytes) -> None:
-        """Count one request that has ended."""
         self.turns += way.turns
         self.statuses.setdefault(way.name, Counter())[status] += 1
         if status not in way.statuses:
@@ -131,7 +129,6 @@ class Soak:
     """A gateway that is up, its scheduler, and callers that keep it busy."""
 
     def __init__(self, url: str, gateway: int, scheduler: LeasingScheduler) -> None:
-        """`gateway`: its process id."""
         self._url, self._gateway, self._scheduler = url, gateway, scheduler
         self._process = psutil.Process(gateway)
         self._numbers = itertools.count()
@@ -282,7 +279,6 @@ QUIET_WAITED = 0.02
 
 
 def checks(mixed: SoakSeen, storm: SoakSeen) -> list[Check]:
-    """Judge all bounds."""
     memory, descriptors = mixed.rss_mib, mixed.descriptors
     found = [
         at_most("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),

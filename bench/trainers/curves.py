@@ -114,7 +114,7 @@ def _path(folder: Path, way: str) -> Path:
 
 
 def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
-    """One training by the figures that its trainer logged for each step."""
+    """Return one training by the figures that its trainer logged for each step."""
 
     def found(names: Sequence[str]) -> list[float]:
         return [step[name] for step in steps for name in names if name in step]
@@ -130,7 +130,7 @@ def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
 
 @contextmanager
 def _fleet(way: str, folder: Path) -> Iterator[tuple[TrainerStack, Path]]:
-    """Replicas that are ready for trainers of that way, and the interpreter that such have."""
+    """Give a fleet ready for trainers of that way, and the interpreter of such trainers."""
     trainer = way.split("-")[0]
     python = ROOT / f".venv-{trainer}" / "bin" / "python"
     if not python.exists():
@@ -203,7 +203,7 @@ def table(records: Sequence[CurveRecord]) -> str:
 
 
 def draw(records: Sequence[CurveRecord]) -> Figure:
-    """Rewards by step, one picture for each way: a line for each seed, and their mean."""
+    """Draw rewards by step, one picture for each way: a line for each seed, and their mean."""
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(8, 5.2), layout="constrained")
         for axes, record in zip(figure.subplots(2, 2).flat, records, strict=False):

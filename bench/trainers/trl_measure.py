@@ -118,7 +118,6 @@ def summary(runs: Sequence[TrlRun], reloads: Sequence[float]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Lay out the summary."""
     step_s, turns_s, learned = found["step_s"], found["turns_s"], found["learned"]
     rows = [
         ("step without sync, ROSE", f"{step_s['unsynced']:.3f} s", ""),
@@ -159,7 +158,6 @@ async def reload_s(url: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = measuring_parser(__doc__, PROG)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl/bin/python")
     parser.add_argument("--seeds", type=int, default=3)

@@ -41,7 +41,7 @@ WORD = re.compile("<[^<>]*>")
 
 
 def letters(completions: list[Any], completion_ids: list[list[int]], **_: object) -> list[float]:
-    """The share of tokens that are lower-case letters; words of templates are not."""
+    """Return the share of tokens that are lower-case letters; words of templates are not."""
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
     return [
         sum("a" <= c <= "z" for c in WORD.sub("", text)) / max(1, len(ids))
@@ -70,7 +70,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # of another environment
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        """A step's figures."""
         if logs and "loss" in logs:
             line = {"step": state.global_step, **self._spent_s, **logs}
             self._spent_s = dict.fromkeys(self._spent_s, 0.0)
@@ -94,7 +93,6 @@ class Unsynced(vllm_client.VLLMClient):  # type: ignore[misc]
         """Do nothing."""
 
     def update_named_params(self, metadata: object, named_params: Iterable[object]) -> None:
-        """Walk them, as a sync would."""
         for _ in named_params:
             pass
 
@@ -138,7 +136,7 @@ def two_turns(client: BlockingRolloutClient, newest: Callable[[], int]) -> Calla
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings that all of TRL's trainers have."""
+    """Return settings that all of TRL's trainers have."""
     return {
         "output_dir": str(args.folder),
         "max_steps": args.steps,

@@ -89,7 +89,6 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _server_of(port: int) -> psutil.Process:
-    """The process of an engine's server."""
     for process in psutil.Process().children(recursive=True):
         line = process.cmdline()
         if f"--port={port}" in line and any("api_server" in each for each in line):
@@ -103,7 +102,6 @@ def _with_core(server: psutil.Process) -> dict[str, psutil.Process]:
 
 
 def arms_of(engines: PairedEngines, single_port: int) -> list[TurnsArm]:
-    """Return all three, with their processes."""
     stack = engines.stack
     headers = {"Content-Type": "application/json"}
     job = {**headers, JOB_HEADER: stack.job}
@@ -165,7 +163,6 @@ def summary(arms: Sequence[TurnsArm]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Lay out the summary, in milliseconds."""
     rows = []
     for name, each in found["arms"].items():
         spent = [
@@ -179,7 +176,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = measuring_parser(__doc__, PROG)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")

@@ -123,7 +123,6 @@ class VerlRun:
 
     @property
     def said(self) -> str:
-        """Everything that it printed."""
         return self.log.read_text(errors="replace")
 
     @property
@@ -136,7 +135,6 @@ class VerlRun:
         return found
 
     def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
-        """Wait while it runs."""
         assert self.process is not None
         deadline_s = time.monotonic() + timeout_s
         while not holds():
@@ -145,7 +143,7 @@ class VerlRun:
             time.sleep(LOOK_S)
 
     def members(self) -> list[psutil.Process]:
-        """All processes that it started, Ray's too."""
+        """Return all processes that it started, Ray's too."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -157,7 +155,6 @@ class VerlRun:
         return found
 
     def kill(self) -> None:
-        """`kill -9` of all of it."""
         deadline_s = time.monotonic() + END_S
         while members := self.members():
             for process in members:
@@ -213,7 +210,7 @@ def main() -> int:
 
 
 def summary(steps: dict[int, dict[str, float]]) -> Iterator[str]:
-    """The mean of each figure over the first third of the steps, and over the last."""
+    """Return the mean of each figure over the first third of the steps, and over the last."""
     rows = [steps[number] for number in sorted(steps)]
     third = max(1, len(rows) // 3)
     for shown, name in SHOWN.items():

@@ -30,7 +30,6 @@ SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = parser_of(__doc__, PROG)
     add_out_folder(parser)
     parser.add_argument("--models", type=Path, default=Path("out/models"), metavar="DIR")
@@ -53,7 +52,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def measure(models: Path, seed: int) -> dict[str, Any]:
-    """Measure everything."""
     from bench.demo.frozen_lake.models import ensure_models
 
     synthetic = []

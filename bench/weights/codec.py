@@ -67,14 +67,14 @@ def sizes(steps: Sequence[Step]) -> dict[str, object]:
 
 
 def _all_of_ours(steps: Sequence[Step], level: Level) -> int:
-    """With the manifest as it crosses a link: compressed."""
+    """Return bytes with the manifest, compressed as it crosses a link."""
     made = [_ours(step, level) for step in steps]
     listed = b"\n".join(line for _, line in made)
     return sum(size for size, _ in made) + len(zlib.compress(listed))
 
 
 def _ours(step: Step, level: Level) -> tuple[int, bytes]:
-    """Bytes of the chunks of a tensor, and its part of the manifest."""
+    """Return bytes of the chunks of a tensor, and its part of the manifest."""
     chunks = [
         encode_chunk(step.old, step.new, r, 0, level) for r in row_ranges(step.old, CHUNK_BYTES)
     ]
@@ -107,7 +107,7 @@ ROWS, COLUMNS = 8192, 4096
 
 
 def speeds(rate: float, seed: int) -> dict[str, object]:
-    """All figures at one density; each core works on a chunk of its own."""
+    """Return all figures at one density; each core works on a chunk of its own."""
     cores = os.cpu_count() or 1
     steps = [adam_step(ROWS, COLUMNS, rate, seed + n) for n in range(cores)]
     size = steps[0].old.bits.nbytes
@@ -136,7 +136,7 @@ def _decode(step: Step, encoded: bytes) -> object:
 
 
 def _scatters(steps: Sequence[Step]) -> dict[str, float]:
-    """Millions of weights a second on one core, without and with the digest."""
+    """Return millions of weights a second on one core, without and with the digest."""
     step = steps[0]
     change = decode_chunk(_encode(step, Level.FAST), step.old, 0)
     target = step.old.bits.copy()
@@ -154,7 +154,7 @@ def _gb_s(work: Callable[[Item], object], items: Sequence[Item], size: int) -> d
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs, the first of which compiles."""
+    """Return seconds of the fastest of some runs, the first of which compiles."""
     work()
     taken = []
     for _ in range(REPEATS):
@@ -166,7 +166,7 @@ def _best(work: Callable[[], object]) -> float:
 
 @compiled
 def _read(words: NDArray[np.uint64]) -> np.uint64:
-    """Nothing but reading: what any comparison of weights has to do at least."""
+    """Read all words: the least that any comparison of weights has to do."""
     seen = np.uint64(0)
     for at in range(words.size):
         seen |= words[at]
@@ -178,7 +178,7 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def peaks(rate: float, seed: int) -> list[dict[str, object]]:
-    """Rows of peak memory over a chunk's dense bytes; at this density and with all anew."""
+    """Return rows of peak memory over a chunk's dense bytes; at this density and with all anew."""
     step = adam_step(PEAK_ROWS, PEAK_COLUMNS, rate, seed)
     return [row for case in (step, _anew(step, seed)) for row in _of(case)]
 

@@ -23,7 +23,6 @@ OURS = ("fast", "compact")
 
 
 def checks(result: Mapping[str, Any]) -> list[Check]:
-    """Judge every figure."""
     found: list[Check] = []
     for row in result["synthetic"]:
         each, label = row["bytes_per_change"], f"{row['wanted']:.1%}"
@@ -73,7 +72,6 @@ def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Lay out all of it."""
     schemes = list(result["synthetic"][0]["bytes_per_change"])
     blocks = [
         text_table(
