@@ -16,6 +16,7 @@ import argparse
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -198,6 +199,8 @@ def worker(kind: str) -> None:
         "observed": ObservedScheduler,
         "timed": timed_scheduler() if kind == "timed" else None,
     }
+    # Its page's folder is removed at the end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:

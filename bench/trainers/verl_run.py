@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Self
 
 import psutil
 
-from bench.common.processes import ROOT
+from bench.common.processes import ROOT, BenchProcess
 from bench.trainers.policy import save_policy
 from bench.trainers.stack import TrainerStack
 from rose.errors import EngineStartError, UnavailableError
@@ -67,17 +66,16 @@ class VerlRun:
     ) -> None:
         self.name = uuid.uuid4().hex
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
         self.log = folder / f"verl-{self.name[:8]}.log"
         # Ray puts sockets there, whose paths must be short.
         self._ray = Path(tempfile.mkdtemp(prefix="ray-"))
-        self._argv = [
+        argv = [
             *("bash", str(SCRIPT), str(stack.model), *ON_CPU),
             f"+ray_kwargs.ray_init._temp_dir={self._ray}",
             f"trainer.default_local_dir={folder / 'checkpoints'}",
             *more,
         ]
-        self._environ = {
+        environment = {
             **stack.environ(),
             "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
@@ -90,18 +88,10 @@ class VerlRun:
             RUN: self.name,
             **environ,
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process = BenchProcess("verl", argv, self.log, env=environment, cwd=folder)
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(  # noqa: S603 - the example's own command
-                self._argv,
-                cwd=self._folder,
-                env=self._environ,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
+        self.process.start()
         return self
 
     def __exit__(
@@ -115,8 +105,7 @@ class VerlRun:
 
     def finished(self, timeout_s: float) -> dict[int, dict[str, float]]:
         """Wait for its end; return figures of each step. EngineStartError where it failed."""
-        assert self.process is not None
-        code = self.process.wait(timeout_s)
+        code = self.process.popen.wait(timeout_s)
         if code:
             raise EngineStartError(f"verl ended with {code}: {self.said[-6_000:]}")
         return self.steps
@@ -135,10 +124,9 @@ class VerlRun:
         return found
 
     def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
-        assert self.process is not None
         deadline_s = time.monotonic() + timeout_s
         while not holds():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
+            if not self.process.running or time.monotonic() > deadline_s:
                 raise UnavailableError(f"no {what}: {self.said[-4_000:]}")
             time.sleep(LOOK_S)
 
@@ -165,8 +153,7 @@ class VerlRun:
             psutil.wait_procs(members, timeout=5.0)
             if time.monotonic() > deadline_s:
                 raise UnavailableError(f"{len(members)} processes of verl do not end")
-        if self.process is not None:
-            self.process.wait()
+        self.process.kill()
 
 
 SHOWN = {
