@@ -1,4 +1,4 @@
-"""`python -m bench.weights`: sizes and speeds of weight updates, beside others' schemes.
+"""`python -m bench.weights`: sizes and speeds of weight updates, beside another scheme.
 
 Writes weights.json and weights.txt, with `--only ranks` weights-ranks.json and .txt.
 Exit code 0, 1 when a limit fails, 2 for bad input.
