@@ -25,7 +25,7 @@ from rose.client import BlockingRolloutClient, Sampling, StructuredOutputs
 from rose.integrations import PolicyPublisher, TrainerSettings
 
 TURNS, AT_ONCE = 6, 4
-# As much of what a game says is read; its last words are the ones that count.
+# Characters that are read of a text of the game; its last words count.
 READ = 160
 CALL, END = '<tool_call>{"command": "', '"}</tool_call>'
 INFOS = textworld.EnvInfos(admissible_commands=True, max_score=True, objective=True)
@@ -37,7 +37,7 @@ def calls(commands: list[str]) -> tuple[str, ...]:
 
 
 def command_of(call: str) -> str:
-    """What a call does."""
+    """Return the command of a call."""
     return call.strip().removeprefix(CALL).removesuffix(END)
 
 
@@ -54,7 +54,7 @@ def quest(
     mask: list[int] = []
 
     def hear(text: str) -> None:
-        # What the game says is not trained on; below its prompt is a line of status.
+        # The text of the game is not trained on; below its prompt is a line of status.
         words = " ".join(text.partition("\n>")[0].split())
         heard = tokenizer.encode(f"\n{words[-READ:]}\n", add_special_tokens=False)
         tokens.extend(heard)

@@ -25,7 +25,7 @@ from rose.integrations import PolicyPublisher, TrainerSettings
 
 TASK, SEED, SIZE = "chain_sum", 7, 1_000
 SOLVE, JUDGE = Sampling(max_tokens=96, ignore_eos=True), Sampling(max_tokens=2)
-# Of a transcript, which in earnest holds tools' answers, files and screens.
+# Characters of a transcript, which in practice holds tools' answers, files and screens.
 TRANSCRIPT = 1_200
 AT_ONCE, PROCESSES = 8, 2
 
@@ -38,7 +38,7 @@ def question(number: int) -> str:
 
 
 def reward(number: int, answer: str) -> float:
-    """What an answer is worth, by the environment: no GPU, and no process of the trainer's."""
+    """Return an answer's score by the environment: no GPU, and no process of the trainer's."""
     tasks = reasoning_gym.create_dataset(TASK, seed=SEED, size=SIZE)
     return float(tasks.score_answer(answer.strip(), tasks[number]))
 

@@ -39,7 +39,7 @@ class NumbersTaskset(vf.Taskset[NumbersTask, vf.TasksetConfig]):
 
 
 class NumbersEnvConfig(vf.EnvConfig):
-    """Who plays."""
+    """Players of the game."""
 
     player: vf.AgentConfig = vf.AgentConfig()
 

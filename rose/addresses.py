@@ -1,12 +1,12 @@
 """Network addresses: free ports, checks of URLs from outside, guard against accidental exposure.
 
-Addresses come from outside: announced, offered, sent by a neighbour, read from a file. Everything
-that connects (aiohttp, the gateway's own client, idna, the resolver) has its own errors for a host
-or a port that cannot be one, and few of its callers expect them. So an address is checked once
-where it enters, and may be connected to later without another check.
+Addresses come from outside: announced, offered, sent by a neighbour, read from a file. Every HTTP
+client (aiohttp, the gateway's own, idna, the resolver) has its own errors for an invalid host or
+port, and few callers expect them. So an address is checked once where it enters, and may be
+connected to later without another check.
 
-`check_exposure` refuses to serve the network, unless the operator said so, on a port that asks its
-callers for no credentials.
+`check_exposure` refuses to serve the network, unless the operator said so, on a port without
+authentication.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from functools import lru_cache
 
 from rose.errors import ConfigError
 
-# Below those that the kernel hands out by itself (from 32,768 on Linux): a connection of anybody's
-# could take one of them before whoever asked here listens on it.
+# Below the ports that the kernel assigns by itself (from 32,768 on Linux): any connection could
+# take one of those before the caller listens on it.
 _FREE = range(10_000, 18_000)
 
-# The end of a process that was killed takes milliseconds, on a machine that is busy a second.
+# The end of a killed process takes milliseconds, on a busy machine a second.
 PATIENCE_S = 2.0
 _AGAIN_S = 0.02
 
@@ -47,15 +47,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """Return one of them."""
     return free_ports(1)[0]
 
 
 async def bound(bind: Callable[[], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
-    """Await `bind()`, again and again for a moment while its port is taken; raises its OSError.
+    """Await `bind()` repeatedly for a moment while its port is taken. Raises its OSError.
 
-    A process that is killed lets go of its locks before its ports: who takes over at once finds
-    the locks free and the ports taken.
+    A killed process releases its locks before its ports: a successor that starts at once finds the
+    locks free and the ports taken.
     """
     until_s = time.monotonic() + patience_s
     while True:
@@ -68,7 +68,7 @@ async def bound(bind: Callable[[], Awaitable[None]], patience_s: float = PATIENC
 
 
 MAX_URL_CHARS = 2_048
-# Longer ones are looked at each time, so that what is remembered stays small.
+# Longer ones are checked each time, so that the cache stays small.
 KEPT_URL_CHARS = 256
 MAX_HOST_CHARS = 253  # RFC 1035, 2.3.4, without the root's dot
 MAX_PORT = 65_535
@@ -167,10 +167,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, insecure: bool, what: str) -> None:
-    """Raise `ConfigError` for an address of the network, unless the operator has said so.
+    """Raise `ConfigError` for an address of the network, unless the operator has allowed it.
 
-    For ports whose callers show no certificates. `what` says in a few words what whoever reaches
-    the port can do there.
+    For ports whose callers show no certificates. `what` says in a few words what a caller of the
+    port can do.
     """
     if not (insecure or is_loopback(host)):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Reader of request traces in the Azure LLM format: `TIMESTAMP,ContextTokens,GeneratedTokens`.
 
-It reads line by line, so that a week of a cluster's requests never lies in memory, and refuses in
-one line with the file, the line and the key whatever is not such a trace.
+It reads line by line, so that a week of a cluster's requests never has to fit in memory. An invalid
+trace is refused in one line with the file, the line and the key.
 """
 
 import csv
@@ -31,7 +31,7 @@ class TracedRequest:
 def stream_trace(
     path: Path, max_gap_s: float = inf, max_requests: float = inf, least_tokens: int = 0
 ) -> Iterator[TracedRequest]:
-    """Requests of the trace in order of time, each checked as it is read.
+    """Yield the trace's requests in order of time, each checked when it is read.
 
     Raises `RoseError` naming file, line and key: disorder, a time without requests longer than
     `max_gap_s`, fewer tokens than `least_tokens`, more requests than `max_requests`, no request.
@@ -61,9 +61,9 @@ def stream_trace(
 
 
 def read_trace(path: Path) -> tuple[TracedRequest, ...]:
-    """All requests of the trace in order of time.
+    """Return all requests of the trace in order of time.
 
-    Raises `RoseError` naming file and line when the file is not such a trace.
+    Raises `RoseError` naming file and line for an invalid trace.
     """
     trace = tuple(stream_trace(path, max_requests=MAX_REQUESTS))
     if len(trace) < 2 or trace[-1].offset_s == 0:
@@ -90,7 +90,7 @@ def _parse_row(row: list[str]) -> tuple[float, int, int]:
 
 
 def _timestamp_s(text: str) -> float:
-    """Seconds of `2023-11-16 18:17:03.9799600`; without a zone it is UTC, which never jumps."""
+    """Return the seconds of `2023-11-16 18:17:03.9799600`; without a zone it is UTC."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

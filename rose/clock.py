@@ -1,12 +1,12 @@
-"""Clock of leases: it counts the time in which the machine was suspended, and whoever stood still.
+"""Clock of leases: it counts the time in which the machine was suspended.
 
-On Linux CLOCK_MONOTONIC stands still while the machine is suspended, CLOCK_BOOTTIME does not. What
-somebody else counts meanwhile goes by the latter: the lead in the store, a node's leases, for how
-long its scheduler is silent, whether its session stood still. What processes of one machine compare
-with each other stays with the former: the control page, whose reader is suspended with its writer.
+On Linux CLOCK_MONOTONIC stops while the machine is suspended, CLOCK_BOOTTIME does not. Times that
+another machine counts too use the latter: the lead in the store, a node's leases, the silence of
+its scheduler, the stall of its session. Times that processes of one machine compare use the
+former: the control page, whose reader is suspended with its writer.
 
-A hypervisor that stops a machine together with its clocks is seen by neither of them. What waited
-for such a machine is believed as it is read; only its peers' keepalives end its streams.
+A hypervisor that stops a machine together with its clocks is visible to neither. Messages that
+waited for such a machine are taken as they are read; only its peers' keepalives end its streams.
 """
 
 import time
@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 
 def boot_clock_s() -> float:
-    """Seconds of a clock that goes on while the machine is suspended."""
+    """Return seconds of a clock that runs while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Stall:
-    """A gap between two looks at a clock that is longer than `limit_s`: this process stood still.
+    """A gap between two looks at a clock that is longer than `limit_s`: this process was stopped.
 
-    What its peers said meanwhile waits to be read, and was true when it was sent. Look more often
-    than the limit, and before anything that was read is believed.
+    Messages of its peers from that time are still unread, and were true when they were sent. Look
+    more often than the limit, and before any message is acted on.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = boot_clock_s) -> None:

@@ -1,7 +1,7 @@
-"""YAML as version 1.2's core schema reads it, so that a scalar is what it looks like.
+"""YAML by version 1.2's core schema, in which a scalar is what it looks like.
 
-`Off` and `no` are text, as are `22:00` and `2026-01-01`; `1e9` is a number; a key that is given
-twice is an error. PyYAML alone reads version 1.1, where they are False, 1320, a date and text.
+`Off` and `no` are text, as are `22:00` and `2026-01-01`; `1e9` is a number; a duplicate key is an
+error. PyYAML alone reads version 1.1, where they are False, 1320, a date and text.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Calls of ROSE's own services with urllib, whatever proxy the environment names.
+"""Calls of ROSE's own services with urllib that bypass the environment's proxy.
 
 HTTP_PROXY is for the internet: a proxy knows neither loopback nor a cluster's addresses. gRPC,
-aiohttp and the gateway's client ask directly, too.
+aiohttp and the gateway's client bypass it, too.
 """
 
 import ssl
@@ -13,7 +13,7 @@ from typing import cast
 def open_directly(
     url: str | urllib.request.Request, timeout_s: float, context: ssl.SSLContext | None = None
 ) -> HTTPResponse:
-    """Send a request to an http or https URL, and return the reply. Raises as urlopen does."""
+    """Send a request to an http or https URL; return the reply. Raises as urlopen does."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if context is not None:
         handlers.append(urllib.request.HTTPSHandler(context=context))

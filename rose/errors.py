@@ -1,17 +1,17 @@
-"""Errors that a person reads: one line that says what is wrong and what to do next.
+"""Errors for people: one line that says what is wrong and what to do next.
 
 RoseError
 ├── ConfigError          a setting, option or file is wrong
 ├── EngineStartError     an engine could not be started
 ├── UnavailableError     a process of ROSE does not answer
-│   └── NotAnnouncedError    a version is durable, and nobody was told yet
-└── RefusedError         a request breaks a rule (stale epoch, wrong version, no room)
+│   └── NotAnnouncedError    a version is durable, but not announced yet └── RefusedError         a
+request breaks a rule (stale epoch, wrong version, no room)
     ├── RunHeldError     another trainer has the job
     └── RunFencedError   this trainer had the job, and another has it now
 
-`decoded` makes one error of all that is wrong with bytes from outside.
-msgspec has errors of its own for bytes that are not what they should be, but raises
-UnicodeDecodeError for text that is no UTF-8, and RecursionError for brackets nested too deep.
+`decoded` turns every fault in bytes from outside into one error. msgspec has errors of its own for
+invalid bytes, but raises UnicodeDecodeError for text that is not UTF-8, and RecursionError for
+brackets nested too deep.
 """
 
 from typing import Final, Protocol, TypeVar
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Decoder(Protocol[T_co]):
-    """A decoder of msgspec's, of JSON or MessagePack."""
+    """msgspec's decoder of JSON or MessagePack."""
 
     def decode(self, buf: bytes, /) -> T_co:
-        """The value in these bytes."""
+        """Return the value in these bytes."""
 
 
 def decoded(decoder: Decoder[T], data: bytes) -> T:
@@ -57,7 +57,7 @@ class UnavailableError(RoseError):
 
 
 class NotAnnouncedError(UnavailableError):
-    """A version is durable, and no scheduler was told of it: go on from it, it is told later."""
+    """A version is durable, but no scheduler knows it yet: continue, it is announced later."""
 
 
 class RefusedError(RoseError):
@@ -65,8 +65,8 @@ class RefusedError(RoseError):
 
 
 class RunHeldError(RefusedError):
-    """Another trainer that lives has the job: stop it, or take over."""
+    """Another living trainer has the job: stop it, or take over."""
 
 
 class RunFencedError(RefusedError):
-    """This trainer has lost its job to another one: it must not publish any more."""
+    """This trainer has lost its job to another one, and must not publish any more."""

@@ -1,4 +1,4 @@
-"""MetricsServer: `GET /metrics` of a process that runs an event loop, on a port of its own."""
+"""MetricsServer: `GET /metrics` of a process with an event loop, on a port of its own."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from rose.security.certificates import CertificateFiles
 
 
 def damaged_files_family(count: int) -> Metric:
-    """Family of the files that a store of weights lost to its disk."""
+    """Return the metric of files that a store of weights lost to its disk."""
     return CounterMetricFamily(
         "rose_weights_damaged_files",
         "Chunks and manifests that this process found damaged or missing on its own disk.",
@@ -44,12 +44,12 @@ class Metrics(Protocol):
     registry: CollectorRegistry
 
     def look(self) -> None:
-        """Count what a scrape shows; on the process's loop, between its steps."""
+        """Count the values that a scrape shows; on the process's loop, between its steps."""
         ...
 
 
 class MetricsServer:
-    """Answers `GET /metrics`, and nothing else. With certificates over TLS, to everybody."""
+    """Server of `GET /metrics` alone. With certificates over TLS, for every caller."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MetricsServer:
         self._order = asyncio.Lock()
 
     async def start(self) -> None:
-        """Bind the port. ConfigError when it is taken."""
+        """Bind the port. Raises ConfigError if it is taken."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         files = self._certificates
@@ -88,7 +88,7 @@ class MetricsServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         del request
-        # One text at a time: nobody makes this process busier by asking twice.
+        # One page at a time: a caller cannot make this process busier by asking twice.
         async with self._order:
             self._metrics.look()
             text = await asyncio.to_thread(generate_latest, self._metrics.registry)

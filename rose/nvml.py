@@ -1,13 +1,13 @@
 """Reader of NVIDIA cards through NVML, the driver's management library, by NVIDIA's own bindings.
 
 The library comes with the driver. The bindings (`pynvml`, of the package nvidia-ml-py) are imported
-when a card is first asked for: a machine without a GPU has no use for them, and a Python that only
-measures may not have them. Reads alone: no setting, no reset.
+on first use: a machine without a GPU does not need them, and a Python that only measures may lack
+them. They are only read from: no setting, no reset.
 
 `card_of` finds a card by index or UUID, and `insist_usable` checks whether ROSE can work on it.
 
 RoseError
-└── CardError     no driver, no such card, or one that cannot be used now: nothing was touched
+└── CardError     no driver, no such card, or one that cannot be used now; nothing was changed
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rose.errors import RoseError
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Fixed properties of a card. None: the card does not tell.
+    """Fixed properties of a card. None: the card does not report it.
 
     cuda: highest CUDA version (major, minor) that the driver serves.
     """
@@ -40,10 +40,10 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Load of a card at one moment. `slowed`: why its clocks are lower than they could be.
+    """Load of a card at one moment. slowed: reason for reduced clocks.
 
-    processes: ids of those that compute on it, as the driver counts them: in a container they may
-    be another namespace's, or hidden.
+    processes: ids of the processes that compute on it, in the driver's numbering: in a container
+    they may belong to another namespace, or be hidden.
     """
 
     free_bytes: int
@@ -58,9 +58,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A process that computes on a card. `pid`: as the driver counts, see `Usage.processes`.
+    """A process that computes on a card. pid: in the driver's numbering, see `Usage.processes`.
 
-    memory_bytes: None where the driver does not tell. mps: it is a client of MPS.
+    memory_bytes: None if the driver does not report it. mps: it is a client of MPS.
     """
 
     pid: int
@@ -72,11 +72,11 @@ class CardReader(Protocol):
     """Reader of the cards of this machine, through their driver."""
 
     def cards(self) -> tuple[Card, ...]:
-        """All cards of the machine. Raises CardError when there is no driver that answers."""
+        """Return all cards of the machine. Raises CardError without a driver that answers."""
         ...
 
     def usage(self, card: Card) -> Usage:
-        """Look at one of them. Raises CardError."""
+        """Return the load of a card. Raises CardError."""
         ...
 
     def clients(self, card: Card) -> tuple[Client, ...]:
@@ -84,7 +84,7 @@ class CardReader(Protocol):
         ...
 
     def free_bytes(self, card: Card) -> int:
-        """Memory of it that nobody has. Raises CardError."""
+        """Return a card's free memory. Raises CardError."""
         ...
 
 
@@ -93,9 +93,9 @@ class CardError(RoseError):
 
 
 def card_of(cards: tuple[Card, ...], device: int | str) -> Card:
-    """The card of that index, or the one whose UUID is or begins with `device`.
+    """Return the card of that index, or the one whose UUID is or begins with `device`.
 
-    Raises CardError when there is none, or when several begin so.
+    Raises CardError if there is none, or several begin with it.
     """
     if not cards:
         raise CardError("the NVIDIA driver sees no GPU; run on a machine with one")
@@ -113,7 +113,7 @@ LEAST_CUDA = (12, 8)
 
 
 def insist_usable(card: Card) -> None:
-    """Raise CardError, with what to do, when nothing of ROSE runs there."""
+    """Raise CardError, with what to do, if ROSE cannot run there."""
     if card.cuda < LEAST_CUDA:
         raise CardError(
             f"driver {card.driver} serves CUDA {version_text(card.cuda)}, and"
@@ -138,9 +138,9 @@ _HINTS = {
     UNKNOWN_CALL: "the driver is too old to know it; update it",
     VERSIONS_DIFFER: "the driver was updated under a running kernel module; its owner must reload",
 }
-# By nvmlComputeMode_t.
+# Names by nvmlComputeMode_t.
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-# By bit of nvmlClocksEventReasons.
+# Names by bit of nvmlClocksEventReasons.
 SLOWED_BY = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -153,7 +153,7 @@ SLOWED_BY = {
 
 
 def load_bindings() -> Any:  # noqa: ANN401 -- the package has no types
-    """Import NVIDIA's bindings. Raises CardError where the package is missing."""
+    """Import NVIDIA's bindings. Raises CardError if the package is missing."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -165,20 +165,20 @@ def load_bindings() -> Any:  # noqa: ANN401 -- the package has no types
 
 
 class Nvml:
-    """CardReader. Any thread may ask."""
+    """CardReader by NVIDIA's bindings. Any thread may use it."""
 
     def __init__(self, load: Callable[[], Any] = load_bindings) -> None:
-        """Raises CardError where there is no driver."""
+        """Raises CardError without a driver."""
         self._nvml = load()
         self._told(self._nvml.nvmlInit)
 
     def cards(self) -> tuple[Card, ...]:
-        """All cards of the machine, in the driver's order."""
+        """Return all cards of the machine, in the driver's order."""
         count = self._told(self._nvml.nvmlDeviceGetCount)
         return tuple(self._card(index) for index in range(count))
 
     def usage(self, card: Card) -> Usage:
-        """Look at one of them."""
+        """Return the load of a card."""
         nvml, known = self._nvml, self._known
         at = self._handle(card.index)
         memory = self._told(nvml.nvmlDeviceGetMemoryInfo, at)
@@ -199,19 +199,19 @@ class Nvml:
         return self._clients(self._handle(card.index))
 
     def free_bytes(self, card: Card) -> int:
-        """Memory that nobody has."""
+        """Return a card's free memory."""
         return int(self._told(self._nvml.nvmlDeviceGetMemoryInfo, self._handle(card.index)).free)
 
     def _card(self, index: int) -> Card:
         nvml, told, known = self._nvml, self._told, self._known
         at = self._handle(index)
-        # Refused to some on a card that is cut, which is said first.
+        # Some users may not read it on a card that is partitioned, which is checked first.
         memory = known(nvml.nvmlDeviceGetMemoryInfo, at)
         version = known(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
         limit_mw = known(nvml.nvmlDeviceGetEnforcedPowerLimit, at)
         persistence = known(nvml.nvmlDeviceGetPersistenceMode, at)
         mode = known(nvml.nvmlDeviceGetComputeMode, at) or 0
-        # A card that cannot be cut says that it does not know the question.
+        # A card without MIG answers that it does not know the question.
         mig, _pending = known(nvml.nvmlDeviceGetMigMode, at) or (0, 0)
         return Card(
             index=index,
@@ -232,28 +232,28 @@ class Nvml:
         return self._told(self._nvml.nvmlDeviceGetHandleByIndex, index)
 
     def _clients(self, at: object) -> tuple[Client, ...]:
-        """Clients of MPS may stand in either list or in both."""
+        """Clients of MPS may be in either list or in both."""
         nvml = self._nvml
-        # By version: names without one raise another error where the driver is too old.
+        # By version: names without one raise another error if the driver is too old.
         listed = self._told(nvml.nvmlDeviceGetComputeRunningProcesses_v3, at)
         # Drivers and cards without MPS do not know this question.
         below_mps = self._known(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, at) or ()
         memory: dict[int, int | None] = {}
         for info in (*listed, *below_mps):
-            # A client has a context at least, so 0 is what a driver says that cannot look.
+            # A client has a context at least, so 0 comes from a driver that cannot look.
             memory[info.pid] = max(memory.get(info.pid) or 0, info.usedGpuMemory or 0) or None
         mps = {info.pid for info in below_mps}
         return tuple(Client(pid, used, pid in mps) for pid, used in memory.items())
 
     def _told(self, ask: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        """An answer that the driver has to give. Raises CardError."""
+        """Return an answer that the driver has to give. Raises CardError."""
         try:
             return ask(*arguments)
         except self._nvml.NVMLError as error:
             raise CardError(_refusal(ask.__name__, error)) from error
 
     def _known(self, ask: Callable[..., Any], *arguments: object) -> Any | None:  # noqa: ANN401
-        """An answer, None where this card or driver does not give it."""
+        """Return an answer, None if this card or driver does not give it."""
         try:
             return ask(*arguments)
         except self._nvml.NVMLError:

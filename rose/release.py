@@ -1,4 +1,4 @@
-"""Release of ROSE that this process is of, for people: nothing is decided by it."""
+"""Release of ROSE that this process runs, for people; nothing is decided by it."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +8,7 @@ UNKNOWN = "unknown"
 
 @cache
 def release() -> str:
-    """Version of the installed package; `unknown` where it runs from a folder."""
+    """Return the installed package's version; `unknown` if ROSE runs from a folder."""
     try:
         return version("rose-rollout")
     except PackageNotFoundError:

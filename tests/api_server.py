@@ -58,7 +58,7 @@ class ApiServer:
         *,
         kind: str = "application/json",
     ) -> Object:
-        """What it answers. Raises `HTTPError` for a refusal."""
+        """Return its answer. Raises `HTTPError` for a refusal."""
         request = urllib.request.Request(
             self.url + path,
             method=method,
@@ -111,13 +111,13 @@ class ApiServer:
 
 
 def definitions_server() -> ApiServer:
-    """Where definitions are written: beside an old server that is one of its own."""
+    """Return the server that takes definitions: a newer one beside an old server."""
     beside = Path(RUN) / "kubeconfig-crds"
     return ApiServer(beside if RUN and beside.exists() else Path(KUBECONFIG))
 
 
 def refusal(error: urllib.error.HTTPError) -> str:
-    """What a refused call was told."""
+    """Return the reason of a refused call."""
     return str(json.loads(error.read()).get("message", ""))
 
 
@@ -178,7 +178,7 @@ def compact() -> None:
 
 
 def _asked(url: str, body: Object) -> Object:
-    """What etcd answers over HTTP, for which no program has to be there."""
+    """Return etcd's answer over HTTP, which needs no program."""
     request = urllib.request.Request(url, data=json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:

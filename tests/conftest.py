@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from executor.control_page.page import PAGE_FOLDER
 
-# What is imported here stays: to look through it for garbage again and again takes a seventh of the
-# time in which tests are collected, and most of each full look later.
+# Imported modules stay: scanning them for garbage again and again takes a seventh of the time in
+# which
+# tests are collected, and most of each full collection later.
 gc.disable()
 
 # A socket that a test left to the collector is no line on the standard error of whichever test runs
@@ -49,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no engine is a unit test."""
+    """Mark tests that need no engine as unit tests."""
     for item in items:
         if item.get_closest_marker("engine") is None:
             item.add_marker(pytest.mark.unit)

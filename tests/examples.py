@@ -1,8 +1,8 @@
-"""How many examples a property test draws where the profile's number is not what it wants."""
+"""Number of examples of a property test that needs another number than the profile's."""
 
 from hypothesis import settings
 
 
 def times(factor: float) -> int:
-    """So many times the examples of the profile that HYPOTHESIS_PROFILE chose (see conftest)."""
+    """Return a multiple of the examples of the profile in HYPOTHESIS_PROFILE (see conftest)."""
     return max(1, round(factor * settings.default.max_examples))

@@ -46,7 +46,7 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """As `poll` told it last."""
+        """Result of the last `poll`."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -59,7 +59,7 @@ class Forked:
         return self._process.exitcode
 
     async def line(self) -> str:
-        """What it says next on standard output."""
+        """Return its next line on standard output."""
         assert self.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
             return (await asyncio.to_thread(self.stdout.readline)).strip()

@@ -12,7 +12,7 @@ EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def weights(seed: int = 0) -> "dict[str, torch.Tensor]":
-    """What a trainer holds: fp32 masters."""
+    """Return a trainer's weights: fp32 masters."""
     import torch
 
     drawn = torch.Generator().manual_seed(seed)

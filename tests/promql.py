@@ -1,6 +1,6 @@
-"""What a PromQL expression asks for: its metrics with their labels, and the labels it groups by.
+"""Names in a PromQL expression: its metrics with their labels, and the labels it groups by.
 
-No parser: promtool is that, where it can be had. This says in a millisecond what names stand there.
+No parser: promtool is that, where it is installed. This finds the names in a millisecond.
 """
 
 import re

@@ -54,11 +54,10 @@ ATTACH_A_S = 200
 def hello(number: int) -> pb.Hello:
     """Return the first message of node `number`."""
     return pb.Hello(
-        protocol=1,
+        protocol=2,
         cluster=f"c{number // OF_CLUSTER}",
         relay_url=f"http://{_host(number)}:7500",
         takes_caps=True,
-        jobs=True,
         takes_renewals=True,
     )
 
@@ -249,7 +248,7 @@ class FleetLoad:
 
     async def _watch(self, name: str) -> None:
         stub = SchedulerStub(channel_to(self._address))
-        ask = pb.WatchReplicasRequest(gateway=name, jobs=True)
+        ask = pb.WatchReplicasRequest(gateway=name)
         while True:
             with suppress(grpc.aio.AioRpcError):
                 async for table in stub.WatchReplicas(ask):
@@ -285,7 +284,7 @@ class FleetLoad:
         while True:
             began_s = time.monotonic()
             channel = channel_to(self._address)
-            ask = pb.WatchReplicasRequest(gateway="newcomer", jobs=True)
+            ask = pb.WatchReplicasRequest(gateway="newcomer")
             call = SchedulerStub(channel).WatchReplicas(ask)
             with suppress(grpc.aio.AioRpcError):
                 await call.read()

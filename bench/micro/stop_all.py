@@ -98,7 +98,7 @@ class StoppableNode:
         self._wake.set()
 
     async def _reports(self) -> AsyncIterator[pb.NodeReport]:
-        hello = pb.Hello(protocol=1, obeys=True, takes_caps=True, jobs=True, heartbeats=True)
+        hello = pb.Hello(protocol=2, obeys=True, takes_caps=True)
         yield pb.NodeReport(node=self.name, hello=hello)
         while True:
             self._wake.clear()

@@ -1,6 +1,6 @@
 """`rose completion bash|zsh|fish`: a script that completes commands, options, choices and files.
 
-shtab writes it from the parsers: nothing of ROSE is started when somebody presses the tab key.
+shtab writes it from the parsers: the tab key starts no process of ROSE.
 """
 
 import argparse
@@ -15,7 +15,6 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def add_completion_command(subparsers: Subparsers) -> None:
-    """Add it to the command line; `args.run` is what carries it out."""
     parser = subparsers.add_parser("completion", help="print a script that completes `rose`")
     parser.add_argument("shell", choices=SHELLS)
     parser.set_defaults(run=_complete)
@@ -27,8 +26,8 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def script(shell: str) -> str:
-    """Return the script for a shell, of all commands that are installed here."""
-    # Imported here: parsers of all processes are needed, and nothing else.
+    """Return the script for a shell, with all commands that are installed here."""
+    # Imported here: only this command needs it.
     import shtab
 
     from rose.cli.parsers import every_command, whole_parser

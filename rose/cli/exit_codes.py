@@ -1,7 +1,7 @@
-"""Exit codes of `rose`, all of them, for scripts. `docs/operators/cli.md` has this table.
+"""Exit codes of `rose`, for scripts. `docs/operators/cli.md` has this table.
 
-A command that changes several things checks them all first: with DONE all of it is done, with
-BAD_INPUT nothing.
+A command that changes several things checks them all first: DONE means that all of it is done,
+BAD_INPUT that nothing is.
 """
 
 from enum import IntEnum
@@ -11,12 +11,12 @@ from rose.errors import RoseError, UnavailableError
 
 
 class ExitCode(IntEnum):
-    """How a command ended; `meaning` says it to a person."""
+    """Exit code of a command; `meaning` explains it to a person."""
 
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> Self:
-        """`code`: of the process."""
+        """code: of the process."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
@@ -48,5 +48,5 @@ class ExitCode(IntEnum):
 
 
 def code_of(error: RoseError) -> ExitCode:
-    """The exit code of a command that ends with this error."""
+    """Return the exit code of a command that ends with this error."""
     return ExitCode.NOBODY_ANSWERS if isinstance(error, UnavailableError) else ExitCode.BAD_INPUT

@@ -1,4 +1,4 @@
-"""The `rose` command and its parser: a person gets one line, a script an exit code.
+"""The `rose` command and its parser: one line for a person, an exit code for a script.
 
 Errors are one line, and for a typo the nearest known word is suggested. `rose.cli.exit_codes` has
 the codes.
@@ -68,7 +68,7 @@ PROCESSES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`rose status | head`): nobody is left to tell.
+        # The reader of the output left (`rose status | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
@@ -122,7 +122,7 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {release()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     if "demo" in words[:1]:
-        # Imported only when asked for: it brings the libraries of the trainer and the pictures.
+        # Imported only on demand: it loads the libraries of the trainer and the pictures.
         from bench.demo.cli import add_parser
 
         add_parser(commands)

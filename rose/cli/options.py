@@ -1,4 +1,4 @@
-"""Options that several commands share: which scheduler, and what shows who asks."""
+"""Options that several commands share: the scheduler's address and the caller's certificate."""
 
 import argparse
 from typing import Final, TypeAlias
@@ -13,7 +13,7 @@ DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--scheduler`, and what it may ask for."""
+    """Add `--scheduler` and the options of its connection."""
     parser.add_argument(
         "--scheduler",
         default=DEFAULT_SCHEDULER,
@@ -24,12 +24,11 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add `--dry-run`."""
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would change, and change nothing"
     )
 
 
 def client_of(args: argparse.Namespace) -> PolicyClient:
-    """The client of parsed options."""
+    """Return the client of parsed options."""
     return PolicyClient(args.scheduler, certificates=taken_certificates(vars(args)))

@@ -1,7 +1,6 @@
-"""Parsers of all commands as one tree, for what describes them: completion, reference, tests.
+"""Parsers of all commands as one tree, for completion, the reference and tests.
 
-Each process makes its parser in its `main`, when it is told to run: here they are asked for it, and
-nothing is parsed or run.
+Each process makes its parser in its `main`: here that call ends before anything is parsed or run.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from rose.cli.main import PROCESSES, make_parser
 
 
 class _Built(BaseException):
-    """A parser is whole, and would now be used."""
+    """A parser is complete, and would be used next."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__()
@@ -22,7 +21,7 @@ class _Built(BaseException):
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The parser of `rose`, with the options of its processes, as far as they are installed."""
+    """Return the parser of `rose`, with the options of its processes that are installed."""
     try:
         parser = make_parser(["demo"])
     except ModuleNotFoundError:  # the demo is no part of the package
@@ -37,7 +36,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def parser_of(main: Callable[[Sequence[str]], int]) -> argparse.ArgumentParser:
-    """The parser that a process's `main` makes."""
+    """Return the parser that a process's `main` makes."""
     with _only_built():
         try:
             main([])
@@ -60,7 +59,7 @@ def _only_built() -> Iterator[None]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Commands of a parser by their names; a change of it changes the parser."""
+    """Return the commands of a parser by their names; a change of it changes the parser."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -70,7 +69,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def every_command(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command by its words, `policy get`, with its parser, in the order of the help."""
+    """Yield each command by its words, `policy get`, with its parser, in the order of the help."""
     for name, child in commands_of(parser).items():
         words = (*path, name)
         yield " ".join(words), child

@@ -1,4 +1,4 @@
-"""Tables and lines about a fleet that several verbs share, from the read model alone."""
+"""Tables and lines about a fleet that several commands share, from the read model alone."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,13 +22,13 @@ _TONES = {
     "hold": Tone.CARE,
     "off": Tone.FAINT,
 }
-# A latency this close to its target is worth a look.
+# A latency this close to its target is coloured.
 CLOSE = 0.8
 NEAR_FULL = 0.8
 
 
 def toned(word: str) -> Cell:
-    """A word of a state, in its colour."""
+    """Return a state's word in its colour."""
     return Cell(word or "-", _TONES.get(word, Tone.PLAIN))
 
 
@@ -62,7 +62,7 @@ def _demand(job: Job) -> str:
 
 
 def headlines(fleet: Fleet) -> tuple[Said, ...]:
-    """The summary, then a line for each thing that somebody should look at."""
+    """Return the summary, then a line for each thing that an operator should look at."""
     lines: list[Said] = [Cell(summary(fleet), Tone.HEAD)]
     lines += [Cell(f"scheduler: {trouble}", Tone.BAD) for trouble in fleet.troubles]
     for state, tone, what in (
@@ -99,7 +99,7 @@ NODE_COLUMNS = (
 
 
 def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
-    """A row for each node: its host's latency against its target, and what it lends."""
+    """Return a row for each node: its host's latency against its target, and its lent capacity."""
     replicas = fleet.by_node()
     return Table(
         NODE_COLUMNS,
@@ -145,21 +145,21 @@ def _mode(fleet: Fleet, capacity: Capacity | None) -> Said:
 
 
 def lends(capacity: Capacity | None) -> str:
-    """`38.0 GiB, 61%`: what it lends now, or would; `-` while nobody knows."""
+    """Return `38.0 GiB, 61%`: the capacity that it lends now, or would; `-` if unknown."""
     if capacity is None or (capacity.lend_bytes is None and capacity.lend_compute is None):
         return "-"
     return f"{bytes_of(capacity.lend_bytes)}, {share_of(capacity.lend_compute)}"
 
 
 def ttft(host: Host | None) -> Said:
-    """`120 / 2000 ms`, in a colour that says how near to its target it is."""
+    """Return `120 / 2000 ms`, in a colour that says how near to its target it is."""
     if host is None:
         return "-"
     return _latency(host, host.ttft_p95_s, host.ttft_target_s, 0)
 
 
 def tpot(host: Host | None) -> Said:
-    """`31.0 / 150 ms`, as `ttft`."""
+    """Return `31.0 / 150 ms`, coloured like `ttft`."""
     if host is None:
         return "-"
     return _latency(host, host.tpot_p95_s, host.tpot_target_s, 1)
@@ -176,12 +176,12 @@ def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
 
 
 def host_name(node: Node, host: Host | None) -> str:
-    """`serving-0`, and of one of several hosts `serving-0/chat`."""
+    """Return `serving-0`, or `serving-0/chat` for one of several hosts."""
     return f"{node.name}/{host.name}" if host and host.name else node.name
 
 
 def kv(host: Host | None) -> Said:
-    """Share of the host's KV cache that is in use."""
+    """Return the share of the host's KV cache that is in use."""
     share = host.kv_share if host else None
     if share is None:
         return "-"
@@ -197,7 +197,7 @@ REPLICA_COLUMNS = (
 
 
 def replicas_table(replicas: Sequence[Replica], title: str = "replicas") -> Table:
-    """A row for each replica: who has it, what it does, and why."""
+    """Return a row for each replica: its job, its state, and the reason."""
     return Table(
         REPLICA_COLUMNS,
         tuple(map(_replica_row, replicas)),
@@ -230,7 +230,7 @@ def _replica_row(replica: Replica) -> tuple[Said, ...]:
 
 
 def engine_state(replica: Replica) -> Said:
-    """State of its engine, and how often it was started again."""
+    """Return the state of its engine, and how often it was restarted."""
     if replica.engine is None:
         return "-"
     cell = toned(replica.engine.state)
@@ -239,6 +239,6 @@ def engine_state(replica: Replica) -> Said:
 
 
 def version(replica: Replica) -> str:
-    """`3`, and of weights that its lease is not for `3 of other`."""
+    """Return `3`, or `3 of other` if the weights are not its lease's."""
     of = f" of {replica.held_job}" if replica.held_job else ""
     return f"{replica.version}{of}"

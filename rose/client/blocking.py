@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for any thread; ends with `stop`, or with the process."""
+    """Thread with an event loop that runs coroutines for any thread; end it with `stop`."""
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
@@ -43,11 +43,11 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs in this process: a fork leaves the thread behind."""
+        """True if it runs in this process: a fork leaves the thread behind."""
         return self._pid == os.getpid() and self._thread.is_alive()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, awaited on the loop; whoever is interrupted cancels it."""
+        """Return the result of `work`, awaited on the loop; interrupting the caller cancels it."""
         if not self.alive:
             work.close()
             raise ClientClosed("the client's thread has ended: open the client anew")
@@ -64,7 +64,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End loop and thread; what still runs is cancelled."""
+        """End loop and thread; running work is cancelled."""
         if not self.alive:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -81,8 +81,8 @@ T_co = TypeVar("T_co", covariant=True)
 class BlockingRolloutClient:
     """`RolloutClient` on a loop thread of its own; any number of threads may share one.
 
-    It pickles as what it was built from and opens on first use, so it may be made in a driver and
-    handed to Ray actors or processes. `close` it, or use it as a context manager.
+    It pickles as its arguments and opens on first use, so it may be made in a driver and handed to
+    Ray actors or processes. `close` it, or use it as a context manager.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BlockingRolloutClient:
         credentials: GatewayCredentials = NOTHING_SHOWN,
         job: str = "",
     ) -> None:
-        """As `RolloutClient`."""
+        """Arguments are those of `RolloutClient`."""
         self._client = RolloutClient(urls, timeout_s, retry=retry, credentials=credentials, job=job)
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
@@ -106,7 +106,7 @@ class BlockingRolloutClient:
 
     @property
     def settings(self) -> ClientSettings:
-        """As `RolloutClient.settings`."""
+        """See `RolloutClient.settings`."""
         return self._client.settings
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class BlockingRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel what runs and end the thread; the client is not usable after that."""
+        """Cancel running turns and end the thread; the client is not usable after that."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None and thread.alive:
@@ -132,14 +132,14 @@ class BlockingRolloutClient:
     def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """As `RolloutClient.generate`."""
+        """See `RolloutClient.generate`."""
         loop = self._loop()
         return loop.call(self._client.generate(token_ids, sampling, **options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Iterator[TokenChunk]:
-        """Chunks as they come; closing the iterator early cancels the turn."""
+        """Yield chunks as they come; closing the iterator early cancels the turn."""
         loop = self._loop()
         return _entered(loop, self._client.stream(token_ids, sampling, **options))
 
@@ -154,7 +154,7 @@ class BlockingRolloutClient:
         hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Iterator[Member]:
-        """Members as they finish; closing the iterator early cancels the rest."""
+        """Yield members as they finish; closing the iterator early cancels the rest."""
         loop = self._loop()
         group = self._client.gather_group(
             token_ids,
@@ -169,7 +169,7 @@ class BlockingRolloutClient:
 
     @contextmanager
     def session(self, session_id: str = "", *, group_id: str = "") -> Iterator["BlockingSession"]:
-        """A trajectory; its end is told to the gateways."""
+        """Open a trajectory; its end is reported to the gateways."""
         loop = self._loop()
         session = self._client.session(session_id, group_id=group_id)
         try:
@@ -178,27 +178,27 @@ class BlockingRolloutClient:
             loop.call(session.__aexit__(None, None, None))
 
     def cancel(self, request_id: str) -> bool:
-        """As `RolloutClient.cancel`, from any thread."""
+        """See `RolloutClient.cancel`; any thread may call it."""
         loop = self._loop()
         return loop.call(_on_loop(lambda: self._client.cancel(request_id)))
 
     def versions(self, job: str = "") -> Versions:
-        """As `RolloutClient.versions`."""
+        """See `RolloutClient.versions`."""
         loop = self._loop()
         return loop.call(self._client.versions(job))
 
     def progress(self) -> Progress:
-        """As `RolloutClient.progress`."""
+        """See `RolloutClient.progress`."""
         loop = self._loop()
         return loop.call(_on_loop(self._client.progress))
 
     def on_loop(self) -> tuple[RolloutClient, LoopThread]:
-        """The client that does the work, and the thread on which alone it may be used."""
+        """Return the asynchronous client, and the only thread that may use it."""
         loop = self._loop()
         return self._client, loop
 
     def _loop(self) -> LoopThread:
-        """The thread; started on first use, and anew in a forked process."""
+        """Return the thread; it is started on first use, and anew in a forked process."""
         with self._lock:
             if self._closed:
                 raise ClientClosed("the client is closed: make another one")
@@ -225,19 +225,19 @@ class BlockingSession:
 
     @property
     def id(self) -> str:
-        """What `X-Session-ID` says."""
+        """Value of `X-Session-ID`."""
         return self._session.id
 
     def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Turn:
-        """As `Session.generate`."""
+        """See `Session.generate`."""
         return self._loop.call(self._session.generate(token_ids, sampling, **options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Iterator[TokenChunk]:
-        """As `BlockingRolloutClient.stream`."""
+        """See `BlockingRolloutClient.stream`."""
         return _entered(self._loop, self._session.stream(token_ids, sampling, **options))
 
 
@@ -250,7 +250,7 @@ class _Entered(Protocol[T_co]):
 
 
 def _entered(loop: LoopThread, source: _Entered[T]) -> Iterator[T]:
-    """Items of `source`, read on the loop; it is left when the iterator ends or is closed."""
+    """Yield items of `source`, read on the loop; it is closed with the iterator."""
     loop.call(source.__aenter__())
     try:
         while True:

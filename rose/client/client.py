@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 class RolloutClient:
     """Async context manager; one connection pool, safe for any number of turns of one event loop.
 
-    It pickles as what it was built from. Give every gateway's address: when one dies, its turns go
-    on at another, or at the same one once it is back.
+    It pickles as its arguments. Give every gateway's address: when one dies, its turns continue at
+    another, or at the same one once it is back.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class RolloutClient:
         credentials: GatewayCredentials = NOTHING_SHOWN,
         job: str = "",
     ) -> None:
-        """Raises ConfigError for what is no address. `timeout_s`: of a turn with all its tries.
+        """timeout_s: of a turn with all its tries. Raises ConfigError for an invalid address.
 
-        `credentials`: what the gateways ask for. `job`: the training run whose turns these are;
-        none is needed where there is only one.
+        credentials: for the gateways. job: the training run of these turns; it may be left out if
+        there is only one.
         """
         self._settings = ClientSettings(
             gateway_urls(urls), timeout_s, retry=retry or Retry(), credentials=credentials, job=job
@@ -65,7 +65,7 @@ class RolloutClient:
 
     @property
     def settings(self) -> ClientSettings:
-        """What it was built from."""
+        """Arguments that it was built from."""
         return self._settings
 
     async def __aenter__(self) -> Self:
@@ -103,7 +103,7 @@ class RolloutClient:
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """As `generate`, token by token; when a gateway dies, the received tokens are kept."""
+        """Generate token by token; when a gateway dies, the received tokens are kept."""
         ask = ask_for(token_ids, sampling, **self._named(options))
 
         async def run(sink: ChunkSink) -> Turn:
@@ -122,7 +122,7 @@ class RolloutClient:
         hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Group:
-        """`members` samples of one prompt as they finish; after `need` turns the rest is cancelled.
+        """Yield `members` samples of one prompt as they finish; after `need` turns cancel the rest.
 
         Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k. The
         slowest ones may have `hedges` second copies, the first answer counts: that favours short
@@ -147,30 +147,30 @@ class RolloutClient:
         return Group(start, members, need or members)
 
     def session(self, session_id: str = "", *, group_id: str = "") -> Session:
-        """A trajectory: its turns go where its prefix is; its end is told to the gateways.
+        """Open a trajectory: its turns go where its prefix is, and gateways learn of its end.
 
-        `group_id`: it is one of several that began with the same prompt.
+        group_id: of the trajectories that began with the same prompt.
         """
         return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a running turn: whoever waits for it gets TurnCancelled. False: none has that id."""
+        """End a running turn: its caller gets TurnCancelled. Returns False for an unknown id."""
         row = self._ledger.running.get(request_id)
         if row is not None:
             row.cancel()
         return row is not None
 
     async def versions(self, job: str = "") -> Versions:
-        """Which policy version each replica serves, and what is the newest of each job.
+        """Return the policy version that each replica serves, and the newest of each job.
 
-        `job`: of that one only, by default the client's; of a job that is not registered yet there
-        is nothing. A trainer that waits until k replicas serve version v asks for this again and
-        again. Raises GatewayUnavailable, RequestRefused, AnswerBroken.
+        job: restricts the answer to one, by default the client's; an unregistered job has none. A
+        trainer that waits until k replicas serve version v calls this repeatedly. Raises
+        GatewayUnavailable, RequestRefused, AnswerBroken.
         """
         return await self._open().versions(job or self._settings.job)
 
     def progress(self) -> Progress:
-        """What runs and what ended since the client was made."""
+        """Return counts of running and ended turns since the client was made."""
         running = self._ledger.running
         return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
 
@@ -183,7 +183,7 @@ class RolloutClient:
         return self._tries
 
     async def _run(self, ask: ClientTurn, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
-        """Work on a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
+        """Run a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
         running = self._ledger.running
         if ask.request_id in running:
             raise RequestRefused(f"{ask.request_id} is running already; give each turn its own id")
@@ -207,7 +207,7 @@ class RolloutClient:
         return turn
 
     async def _finish_session(self, session_id: str, job: str = "") -> None:
-        """Tell every gateway, once: one that does not hear it forgets idle sessions by itself."""
+        """Report the end to every gateway once: one that misses it forgets idle sessions."""
         if self._http is None:
             return
         job = job or self._settings.job

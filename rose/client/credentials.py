@@ -20,7 +20,7 @@ from rose.security.tokens import TokenFile
 
 @dataclass(frozen=True, slots=True)
 class GatewayCredentials:
-    """token_file: of `rose token issue --out`. ca: of gateways that speak TLS, PEM.
+    """token_file: of `rose token issue --out`. ca: of gateways that use TLS, PEM.
 
     certificate, key: the trainer's own, with or instead of a token; both or none.
     """
@@ -37,7 +37,7 @@ class GatewayCredentials:
             raise ConfigError("`certificate` needs the gateways' `ca`")
 
     def check(self, url: str) -> None:
-        """Raise ConfigError for an address at which whoever listens would learn the token."""
+        """Raise ConfigError for an address whose listener could steal the token."""
         place = urlsplit(url)
         if self.token_file and place.scheme == "http" and not is_loopback(place.hostname or ""):
             raise ConfigError(
@@ -47,7 +47,7 @@ class GatewayCredentials:
     def session(
         self, urls: Iterable[str], limit: int, timeout: aiohttp.ClientTimeout
     ) -> aiohttp.ClientSession:
-        """Connections that show the gateways `urls` what they ask for. ConfigError."""
+        """Return a session that authenticates towards the gateways `urls`. Raises ConfigError."""
         shown = Shown(self, frozenset(URL(url).origin() for url in urls))
         connector = aiohttp.TCPConnector(
             limit=limit, keepalive_timeout=120.0, ssl=shown.context or True
@@ -58,7 +58,7 @@ class GatewayCredentials:
 
 
 class Shown:
-    """What one session shows: the newest of each file."""
+    """Credentials of one session: the newest of each file."""
 
     def __init__(self, credentials: GatewayCredentials, origins: frozenset[URL]) -> None:
         """Raises ConfigError for files that cannot be used."""
@@ -81,10 +81,10 @@ class Shown:
     async def prove(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """A middleware: the newest token and certificate with each request."""
+        """Middleware that adds the newest token and certificate to each request."""
         if self._files and self.context:
             self._material = self._files.refresh(self.context, self._material)
-        # Not after a redirect to somebody else.
+        # Not after a redirect to another server.
         if self._token and request.url.origin() in self._origins:
             request.headers["Authorization"] = f"Bearer {self._token.token()}"
         return await handler(request)

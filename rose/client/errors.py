@@ -5,9 +5,9 @@ RoseError
     ├── GatewayUnavailable        no gateway answered, or all said "come back later", in all tries
     ├── TurnTimedOut              the turn took longer than `timeout_s`, all tries together
     ├── TurnCancelled             `cancel` ended the turn, or its group had enough
-    ├── VersionNotServed          no replica runs the policy version that was asked for
+    ├── VersionNotServed          no replica runs the requested policy version
     ├── RequestRefused            the request itself is wrong
-    ├── AnswerBroken              what came back is not a turn: another server, or another version
+    ├── AnswerBroken              the answer is not a turn: another server, or another version
     ├── GroupsDropped             a whole step's worth of groups failed: episodes or gateways
     └── ClientClosed              the client was used before `with`, or after its end
 """
@@ -28,7 +28,7 @@ class TurnTimedOut(RolloutError):  # noqa: N818 - a state, as in the tree above
 
 
 class TurnCancelled(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """Somebody asked this client to end the turn."""
+    """A caller of this client ended the turn."""
 
 
 class VersionNotServed(RolloutError):  # noqa: N818 - a state, as in the tree above
@@ -44,7 +44,7 @@ class AnswerBroken(RolloutError):  # noqa: N818 - a state, as in the tree above
 
 
 class GroupsDropped(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """Episodes fail one after the other: its cause is the last one's error."""
+    """Episodes fail one after the other: the cause is the last one's error."""
 
 
 class ClientClosed(RolloutError):  # noqa: N818 - a state, as in the tree above

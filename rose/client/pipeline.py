@@ -6,7 +6,7 @@
 
 Every token of a group is within the staleness bound, which is enforced here: each turn carries the
 oldest acceptable version (`min_version`, the gateway's fence), each answer's version stamps are
-checked, and `take` hands out nothing else.
+checked, and `take` returns only groups that pass.
 
 `BlockingRolloutPipeline` is for trainers without an event loop: episodes run on the client's own
 thread.
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class PipelineTurns(Generic[P, T]):
-    """A `TurnSource` for one run. After the run became void, every turn is a TurnCancelled."""
+    """A `TurnSource` for one run. After the run became void, every turn raises TurnCancelled."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PipelineTurns(Generic[P, T]):
         every: TurnOptions,
         changed: Callable[[], None],
     ) -> None:
-        """`every` turn has these options; `changed` is called when a stamp made groups void."""
+        """every: options of all turns. changed: called when a stamp made groups void."""
         self._source = source
         self._buffer = buffer
         self._run = run
@@ -77,7 +77,7 @@ class PipelineTurns(Generic[P, T]):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """As `RolloutClient.generate`; the answer counts for the age of its group."""
+        """Generate a turn; its versions count for the age of its group."""
         ticket = self._begin()
         try:
             fenced = self._fenced(options, ticket)
@@ -91,7 +91,7 @@ class PipelineTurns(Generic[P, T]):
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """As `RolloutClient.stream`; chunks count as they come."""
+        """Stream a turn; the versions of its chunks count as they come."""
 
         async def run(sink: ChunkSink) -> Turn:
             ticket = self._begin()
@@ -117,7 +117,7 @@ class PipelineTurns(Generic[P, T]):
         return ticket
 
     def _fenced(self, options: TurnOptions, ticket: TurnTicket) -> TurnOptions:
-        """The options, with the oldest version that is still of use."""
+        """Return the options, with the oldest version that is still useful."""
         exact = options.get("exact_version")
         if exact is None:
             newest = max(ticket.min_version, options.get("min_version") or 0)
@@ -143,7 +143,7 @@ class PipelineTurns(Generic[P, T]):
 
 
 def _oldest_version(turn: Turn) -> int:
-    """Of a turn with tokens and the KV behind them; -1 when some tokens have no version."""
+    """Return the oldest version of a turn's tokens and KV; -1 if some tokens have no version."""
     stamped = sum(end - start for _, start, end in turn.versions)
     oldest = turn.oldest_version
     return -1 if oldest is None or stamped < len(turn.token_ids) else oldest
@@ -154,17 +154,17 @@ T_out = TypeVar("T_out", covariant=True)
 
 
 class EpisodeFunction(Protocol[P_in, T_out]):
-    """Plays one trajectory: any number of turns through `session`, and only through it."""
+    """Function that plays one trajectory: any number of turns, all through `session`."""
 
     def __call__(self, session: Session, prompt: P_in, sample: int, /) -> Awaitable[T_out]:
-        """`sample` counts from 0 within the prompt's group."""
+        """sample: counts from 0 within the prompt's group."""
         ...
 
 
 class RolloutPipeline(Generic[P, T]):
     """`async with RolloutPipeline(client, episode, prompts, plan) as pipeline`: see docs/client.md.
 
-    Every prompt is trained on once or handed out as dropped. Leaving the block cancels all turns at
+    Every prompt is trained on once or returned as dropped. Leaving the block cancels all turns at
     the gateways and finishes all sessions.
     """
 
@@ -177,12 +177,12 @@ class RolloutPipeline(Generic[P, T]):
         *,
         version: int = 0,
     ) -> None:
-        """`prompts` are drawn as they can be started. `version`: the newest one at the start."""
+        """prompts: drawn as they can be started. version: the newest one at the start."""
         self._client = client
         self._episode = episode
         self._prompts = prompts
         self._buffer = RolloutBuffer[P, T](plan, version)
-        # Gateways remember request ids: another run of the same trainer must not meet its answers.
+        # Gateways remember request ids: another run of the same trainer must not get its answers.
         self._name = uuid.uuid4().hex[:12]
         self._news = asyncio.Event()
         self._tasks: dict[SampleRun, asyncio.Task[T]] = {}
@@ -205,12 +205,12 @@ class RolloutPipeline(Generic[P, T]):
         try:
             await asyncio.shield(leaving)
         except asyncio.CancelledError:
-            # Whoever has no patience left waits for this nevertheless; the second time it ends.
+            # A cancelled caller still waits for this; a second cancel ends the wait.
             await leaving
             raise
 
     async def _leave(self) -> None:
-        """End what runs, then tell the gateways."""
+        """End the running episodes, then report to the gateways."""
         self._open = False
         self._news.set()
         ending = [*self._tasks.values(), *([self._drawing] if self._drawing else [])]
@@ -220,11 +220,11 @@ class RolloutPipeline(Generic[P, T]):
         await asyncio.gather(*self._finishing, return_exceptions=True)
 
     async def take(self) -> TrainingStep[P, T] | None:
-        """The groups of the next step, as soon as there are enough; None: the prompts are used up.
+        """Return the next step's groups once there are enough; None when no prompts are left.
 
         The step is to be trained from `step.version`, before a newer one is published. Raises
-        GroupsDropped when a whole step's worth of groups failed meanwhile (they are handed out
-        with the next step, take again to go on), and at the end what `prompts` raised, if it did.
+        GroupsDropped if a whole step's worth of groups failed meanwhile (the next step has them:
+        call again to continue), and at the end the error of `prompts`, if it raised one.
         """
         while True:
             if not self._open:
@@ -249,14 +249,14 @@ class RolloutPipeline(Generic[P, T]):
         return self
 
     async def __anext__(self) -> TrainingStep[P, T]:
-        """As `take`; ends when the prompts are used up."""
+        """Return the next step; the iteration ends when no prompts are left."""
         step = await self.take()
         if step is None:
             raise StopAsyncIteration
         return step
 
     def publish(self, version: int) -> None:
-        """A newer version is out: groups that are too old for it are cancelled and start anew.
+        """Publish a newer version: groups that are too old for it are cancelled and start anew.
 
         Raises ValueError for one older than the last.
         """
@@ -264,11 +264,11 @@ class RolloutPipeline(Generic[P, T]):
         self._act()
 
     def progress(self) -> RolloutProgress:
-        """Where everything is, and counts since the start."""
+        """Return the state of all groups, and counts since the start."""
         return self._buffer.progress()
 
     async def _draw(self) -> None:
-        """Take prompts one by one, when they can start."""
+        """Draw prompts one by one, when they can start."""
         try:
             async with aclosing(_as_async(self._prompts)) as source:
                 await self._wanted()
@@ -281,13 +281,13 @@ class RolloutPipeline(Generic[P, T]):
             self._act()
 
     async def _wanted(self) -> None:
-        """Until another prompt could start."""
+        """Wait until another prompt could start."""
         while self._buffer.wanted < 1:
             self._news.clear()
             await self._news.wait()
 
     def _act(self) -> None:
-        """Carry out what the buffer decided, and let everybody who waits look again."""
+        """Carry out the buffer's actions, and wake all waiting callers."""
         for action in self._buffer.actions() if self._open else ():
             if isinstance(action, CancelRun):
                 self._tasks[action.run].cancel()
@@ -305,7 +305,7 @@ class RolloutPipeline(Generic[P, T]):
         return await self._episode(session, self._buffer.prompt_of(run), run.sample)
 
     def _over(self, run: SampleRun, told: Session, task: asyncio.Task[T]) -> None:
-        """An episode ended. Its session is finished apart from it: nothing cancels that."""
+        """End an episode. Its session is finished in another task, which nothing cancels."""
         del self._tasks[run]
         finishing = asyncio.create_task(told.finish())
         self._finishing.add(finishing)
@@ -320,7 +320,7 @@ class RolloutPipeline(Generic[P, T]):
 
 
 async def _told_outside(session_id: str, job: str) -> None:
-    """The pipeline tells the end of a session, once its episode is over."""
+    """Leave it to the pipeline to finish a session, once its episode is over."""
 
 
 async def _as_async(prompts: Iterable[P] | AsyncIterable[P]) -> AsyncGenerator[P, None]:
@@ -347,7 +347,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
         *,
         version: int = 0,
     ) -> None:
-        """As `RolloutPipeline`. `prompts` are drawn on the client's thread."""
+        """Arguments are those of `RolloutPipeline`. `prompts` are drawn on the client's thread."""
         self._client = client
         self._settings = (episode, prompts, plan, version)
         self._loop: LoopThread | None = None
@@ -370,7 +370,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
             loop.call(self._pipeline.__aexit__(None, None, None))
 
     def take(self) -> TrainingStep[P, T] | None:
-        """As `RolloutPipeline.take`."""
+        """See `RolloutPipeline.take`."""
         return self._opened().call(self._pipeline.take())
 
     def __iter__(self) -> Iterator[TrainingStep[P, T]]:
@@ -378,7 +378,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
             yield step
 
     def publish(self, version: int) -> None:
-        """As `RolloutPipeline.publish`; groups that are too old are cancelled when it returns."""
+        """See `RolloutPipeline.publish`; groups that are too old are cancelled on return."""
 
         async def publish() -> None:
             self._pipeline.publish(version)
@@ -386,7 +386,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
         self._opened().call(publish())
 
     def progress(self) -> RolloutProgress:
-        """As `RolloutPipeline.progress`."""
+        """See `RolloutPipeline.progress`."""
 
         async def progress() -> RolloutProgress:
             return self._pipeline.progress()

@@ -1,11 +1,11 @@
-"""A streamed turn as far as it came, across all gateways that worked on it.
+"""A streamed turn with the tokens received so far, across all gateways that worked on it.
 
     rest ─ add* ─┬─ whole ───────────────────► turn
                  └─ broken ─ again ─ add* ─┬─► turn        the same ask, at the same gateway
                                            └─ rest ─ …     elsewhere: prompt + tokens, less budget
 
-`again` is answered from the start; what is known already is compared, not taken. A gateway that
-was started anew makes another turn of it, which is noticed at the first token that differs.
+`again` is answered from the start; tokens that were received already are compared. A gateway that
+was restarted makes another turn of it, which is noticed at the first token that differs.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from rose.contract.gateway import StreamEvent
 
 UNKNOWN = "unknown"
 
-# Of a token: its policy version, and the oldest version of the KV where that may be older.
+# A token's policy version, and the oldest version of its KV if that may be older.
 Stamp = tuple[int, int | None]
 UNKNOWN_STAMP: Stamp = (UNVERSIONED, None)
 
 
 class AnotherTurnError(Exception):
-    """The gateway does not know the turn any more and makes another one."""
+    """The gateway has forgotten the turn and makes another one."""
 
 
 class Received:
@@ -51,12 +51,12 @@ class Received:
 
     @property
     def answered(self) -> bool:
-        """Whether tokens came since `rest`: its gateway may know more of them."""
+        """True if tokens came since `rest`: their gateway may have more."""
         return len(self._tokens) > self._base
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing, be it only the word that nothing is."""
+        """True if nothing is missing, except perhaps the final event."""
         asked = self._ask.sampling
         if self.finish_reason is None and self._tokens:
             if self._tokens[-1] in (asked.stop_token_ids or ()):
@@ -66,10 +66,9 @@ class Received:
         return self.finish_reason is not None
 
     def rest(self) -> ClientTurn:
-        """What to ask of any gateway: to go on after the last token that came.
+        """Return the request for any gateway to continue after the last received token.
 
-        Raises AnswerBroken for a turn that would be another one then, and whose tokens were handed
-        out.
+        Raises AnswerBroken if that would make another turn while the caller has tokens of this one.
         """
         asked = self._ask.sampling
         if self._tokens and asked.counts_output:
@@ -90,14 +89,14 @@ class Received:
         return self._asked
 
     def again(self) -> ClientTurn:
-        """What to ask of the gateway that was asked last: the same, for it may know the turn."""
+        """Return the same request for the last gateway, which may still have the turn."""
         self._seen = self._base
         return self._asked
 
     def add(self, event: StreamEvent) -> list[TokenChunk]:
-        """Take one event; its new tokens, a chunk for each version and age of KV.
+        """Add one event; return its new tokens, a chunk for each version and age of KV.
 
-        Raises AnswerBroken, and AnotherTurnError when it contradicts what came before.
+        Raises AnswerBroken, and AnotherTurnError if it contradicts earlier events.
         """
         start = len(self._tokens)
         for choice in event.choices:
@@ -111,7 +110,7 @@ class Received:
         return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
 
     def turn(self) -> Turn:
-        """The whole turn; only when it is."""
+        """Return the whole turn, once it is whole."""
         assert self.finish_reason is not None
         self._keep_spans()
         spans = self._spans(0)
@@ -151,7 +150,7 @@ class Received:
         self._attempts = event.attempts or self._attempts
 
     def _keep_spans(self) -> None:
-        """An answer that broke off did not say which replicas its tokens came from."""
+        """Keep the spans; an answer that broke off did not name its tokens' replicas."""
         self._old_segments += self._segments
         covered = self._old_segments[-1][3] if self._old_segments else 0
         if covered < len(self._tokens):
@@ -161,7 +160,7 @@ class Received:
         self._segments, self._attempts = [], 0
 
     def _spans(self, start: int) -> list[tuple[Stamp, int, int]]:
-        """(stamp, from, to) of all tokens from `start` on."""
+        """Yield (stamp, from, to) of all tokens from `start` on."""
         spans = []
         for stamp, group in groupby(self._stamps[start:]):
             end = start + len(list(group))

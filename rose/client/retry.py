@@ -5,10 +5,8 @@
      └─ no connection, silent gateway, broken answer, 429, 502, 503, 504
             └─► the next gateway at once; a pause when all of them failed; an error after `tries`
 
-All tries carry the same request id: a gateway that knows it already hands out the same turn. Of
-a stream only what is missing is asked for elsewhere: see `resume`.
-
-Which gateway comes first, and which one stopped answering:
+All tries carry the same request id: a gateway that has the turn already returns the same one. A
+stream is continued elsewhere from its received tokens: see `resume`.
 
 A session stays with one gateway as long as it answers, so that its prefixes stay known there.
 `GatewayRing` uses rendezvous hashing: every process computes the same order from addresses and
@@ -40,25 +38,25 @@ VERSIONS_S = 5.0
 
 
 class GatewayRing:
-    """Addresses of all gateways and which of them failed lately. Times are monotonic seconds."""
+    """Addresses of all gateways and their recent failures. Times are monotonic seconds."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = tuple(urls)
         self._resting_until_s: dict[str, float] = {}
 
     def order(self, key: str, now_s: float) -> list[str]:
-        """All gateways in the order in which `key` should try them; those that rest come last."""
+        """Return all gateways in the order of tries for `key`; recently failed ones come last."""
         if len(self._urls) == 1:
             return [*self._urls]
         by_weight = sorted(self._urls, key=lambda url: _weight(url, key), reverse=True)
         return sorted(by_weight, key=lambda url: self._resting_until_s.get(url, 0.0) > now_s)
 
     def failed(self, url: str, now_s: float) -> None:
-        """A gateway did not answer: for `REST_S` the others are tried first."""
+        """Record that a gateway did not answer: for `REST_S` the others are tried first."""
         self._resting_until_s[url] = now_s + REST_S
 
     def answered(self, url: str) -> None:
-        """A gateway answered: it is as good as any."""
+        """Record that a gateway answered, which ends its rest."""
         self._resting_until_s.pop(url, None)
 
 
@@ -67,7 +65,7 @@ def _weight(url: str, key: str) -> bytes:
 
 
 class GatewayMonitor:
-    """One prober for each gateway that somebody waits for."""
+    """One prober for each gateway with waiting turns."""
 
     def __init__(self, settings: ClientSettings, http: aiohttp.ClientSession) -> None:
         self._settings = settings
@@ -77,7 +75,7 @@ class GatewayMonitor:
 
     @asynccontextmanager
     async def watching(self, url: str) -> AsyncIterator[None]:
-        """Raises TimeoutError inside as soon as the gateway counts as dead."""
+        """Raise TimeoutError inside the context as soon as the gateway counts as dead."""
         async with asyncio.timeout(None) as wait:
             waits = self._waits.setdefault(url, set())
             waits.add(wait)
@@ -96,7 +94,7 @@ class GatewayMonitor:
         await asyncio.gather(*probers, return_exceptions=True)
 
     async def _probe(self, url: str) -> None:
-        """Until nobody waits any more."""
+        """Probe until no turn waits any more."""
         try:
             missed = 0
             while self._waits[url]:
@@ -128,7 +126,7 @@ _DEAD = (aiohttp.ClientError, OSError)
 
 
 class _TryAgainError(Exception):
-    """The gateway answered that it cannot now; `after_s` is its Retry-After."""
+    """The gateway is busy; `after_s` is its Retry-After."""
 
     def __init__(self, trouble: str, after_s: float = 0.0) -> None:
         super().__init__(trouble)
@@ -136,7 +134,7 @@ class _TryAgainError(Exception):
 
 
 class Tries:
-    """Sends turns of one client."""
+    """Sender of one client's turns."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class Tries:
         self._monitor = monitor
 
     async def whole(self, row: RunningTurn) -> Turn:
-        """The turn as one answer."""
+        """Return the turn as one answer."""
         body = wire.encode_ask(row.ask)
 
         async def ask(url: str) -> Turn:
@@ -162,7 +160,7 @@ class Tries:
         return await self._until_done(row, ask, lambda: 0)
 
     async def versions(self, job: str) -> Versions:
-        """What replicas serve, as the first gateway that answers says it."""
+        """Return the served versions, from the first gateway that answers."""
         loop, trouble = asyncio.get_running_loop(), ""
         params, timeout = ({"job": job} if job else {}), aiohttp.ClientTimeout(total=VERSIONS_S)
         for url in self._ring.order("", loop.time()):
@@ -180,7 +178,7 @@ class Tries:
         raise GatewayUnavailable(f"no gateway says which versions are served; {trouble}")
 
     async def streamed(self, row: RunningTurn, sink: ChunkSink) -> Turn:
-        """The turn as a stream of chunks into `sink`, and whole at the end."""
+        """Send chunks of the turn into `sink`, and return it whole at the end."""
         received = Received(row.ask)
 
         async def attempt(url: str, asked: ClientTurn) -> None:
@@ -195,7 +193,7 @@ class Tries:
             try:
                 await attempt(url, received.rest())
             except (*_DEAD, _TryAgainError):
-                # A connection that broke is not a gateway that died: it may know the turn.
+                # A broken connection does not mean a dead gateway: it may have the turn.
                 if not received.whole:
                     if not received.answered:
                         raise
@@ -258,7 +256,7 @@ class Tries:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Return for a 200; else raise what follows from the status."""
+    """Return for a 200; else raise the error that the status means."""
     if response.status == 200:
         return
     text = wire.message(response.status, await response.read())

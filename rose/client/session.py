@@ -1,7 +1,7 @@
 """Groups and sessions: n samples of one prompt, and the turns of one trajectory.
 
-A group hands out samples as they finish and cancels those that its reader no longer waits for. A
-session's turns share a prefix; its end tells the gateways that no more of them come.
+A group yields samples as they finish and cancels the rest when its reader leaves. A session's turns
+share a prefix; its end tells the gateways that no more of them come.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from rose.contract.replica import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One sample of a group: its turn, or why there is none."""
+    """One sample of a group: its turn, or the error in its place."""
 
     index: int
     turn: Turn | None
@@ -62,7 +62,7 @@ class Group:
         return self
 
     async def __anext__(self) -> Member:
-        """The next member to finish."""
+        """Return the next member to finish."""
         if not self._index:
             raise ClientClosed("use `async with client.gather_group(...) as group` first")
         if self._out == len(self._index) or self._turns >= self._need:
@@ -73,7 +73,7 @@ class Group:
         return member
 
     def _member(self, task: asyncio.Task[Turn]) -> Member:
-        """Raises what a member raised other than RolloutError: that is a fault of this program."""
+        """Raise a member's error other than RolloutError: that is a fault of this program."""
         try:
             return Member(self._index[task], task.result(), None)
         except RolloutError as error:
@@ -86,13 +86,13 @@ class TurnSource(Protocol):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """One whole turn."""
+        """Generate one whole turn."""
         ...
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """One streamed turn."""
+        """Stream one turn."""
         ...
 
 
@@ -115,7 +115,7 @@ class Session:
         self._source = source
         self._finish = finish
         self._turns = 0
-        # The jobs that its turns named: one, usually.
+        # The jobs that its turns named: usually one.
         self._jobs: set[str] = set()
 
     async def __aenter__(self) -> Self:
@@ -130,20 +130,20 @@ class Session:
         await self.finish()
 
     async def finish(self) -> None:
-        """Tell the gateways that there are no more turns, as leaving the block does."""
+        """Tell the gateways that no more turns come, as leaving the block does."""
         for job in sorted(self._jobs or {""}):
             await self._finish(self.id, job)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Turn:
-        """The next turn of the trajectory; as `RolloutClient.generate`."""
+        """Generate the trajectory's next turn; see `RolloutClient.generate`."""
         return await self._source.generate(token_ids, sampling, **self._next(options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> TurnStream:
-        """The next turn of the trajectory; as `RolloutClient.stream`."""
+        """Stream the trajectory's next turn; see `RolloutClient.stream`."""
         return self._source.stream(token_ids, sampling, **self._next(options))
 
     def _next(self, options: SessionOptions) -> TurnOptions:

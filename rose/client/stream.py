@@ -31,7 +31,7 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A client since it was opened. `tokens` are those of finished turns."""
+    """Turns of a client since it was opened. `tokens` are those of finished turns."""
 
     running: tuple[TurnProgress, ...]
     finished: int
@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """One turn's row in the ledger, updated by the task that works on the turn."""
+    """Entry of one turn in the ledger, updated by the task that works on the turn."""
 
     ask: ClientTurn
     began_s: float
@@ -72,7 +72,7 @@ class Ledger:
     tokens: int = 0
 
     def close(self, row: RunningTurn, tokens: int | None) -> None:
-        """A turn is over: `tokens` it has, None when it failed or was cancelled."""
+        """End a turn with its `tokens`, None if it failed or was cancelled."""
         self.running.pop(row.ask.request_id, None)
         self.repeated_tries += max(0, row.tries - 1)
         if tokens is not None:
@@ -100,7 +100,7 @@ class Ledger:
         )
 
 
-# Chunks that wait for a slow reader; beyond that the gateway is not read from.
+# Chunks kept for a slow reader; beyond that the gateway is not read from.
 CHUNKS_AHEAD = 64
 ChunkSink = Callable[[TokenChunk], Awaitable[None]]
 
@@ -119,7 +119,7 @@ class TurnStream:
         self._turn: Turn | None = None
 
     async def into(self, sink: ChunkSink) -> Turn:
-        """The turn, with `sink` as its reader; what that raises ends it."""
+        """Pass the chunks to `sink` and return the turn; an error of `sink` ends it."""
         return await self._run(sink)
 
     @property
@@ -148,7 +148,7 @@ class TurnStream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        """The next chunk. Raises the turn's error after its last chunk."""
+        """Return the next chunk. Raises the turn's error after its last chunk."""
         if self._work is None:
             raise ClientClosed("use `async with client.stream(...) as stream` before reading it")
         while not self._chunks and not self._work.done():

@@ -1,7 +1,7 @@
 """Wire form of the client: requests to a gateway, its answers and its event streams.
 
-Answers in `text/event-stream` are as vLLM writes them: `data: {…}`, at last `[DONE]`. The contract
-stands in docs/architecture.md, "gateway HTTP".
+Answers in `text/event-stream` have vLLM's form: `data: {…}`, at last `[DONE]`. The contract is in
+docs/architecture.md, "gateway HTTP".
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -32,7 +32,7 @@ _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
 def encode_ask(ask: ClientTurn, *, stream: bool = False) -> bytes:
-    """Body of a generate request."""
+    """Return the body of a generate request."""
     return encode(
         GatewayGenerateBody(
             request_id=ask.request_id,
@@ -51,19 +51,19 @@ def encode_ask(ask: ClientTurn, *, stream: bool = False) -> bytes:
 
 
 def headers(ask: ClientTurn) -> dict[str, str]:
-    """Headers of a generate request."""
+    """Return the headers of a generate request."""
     said = {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
     return said | ask.trace.headers() if ask.trace is not None else said
 
 
 def traced(response: aiohttp.ClientResponse) -> str:
-    """The trace that an answer is of, "" for none."""
+    """Return the trace id of an answer, "" for none."""
     trace = trace_of(response.headers)
     return trace.trace_id if trace is not None else ""
 
 
 def decode_turn(body: bytes, trace_id: str = "") -> Turn:
-    """A whole answer. Raises AnswerBroken for anything else."""
+    """Decode a whole answer. Raises AnswerBroken for anything else."""
     try:
         answer = decoded(_ANSWER, body)
         choice = answer.choices[0]
@@ -89,7 +89,7 @@ def decode_turn(body: bytes, trace_id: str = "") -> Turn:
 
 
 def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """(version, start, end) with neighbours of one version made one."""
+    """Return (version, start, end) with adjacent spans of one version merged."""
     out: list[tuple[int, int, int]] = []
     for version, start, end in spans:
         if out and (out[-1][0], out[-1][2]) == (version, start):
@@ -99,7 +99,7 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 
 def decode_event(data: bytes) -> StreamEvent:
-    """One event of a stream. Raises AnswerBroken for anything else."""
+    """Decode one event of a stream. Raises AnswerBroken for anything else."""
     try:
         return decoded(_EVENT, data)
     except msgspec.MsgspecError as error:
@@ -107,7 +107,7 @@ def decode_event(data: bytes) -> StreamEvent:
 
 
 def decode_versions(status: int, body: bytes) -> Versions:
-    """What replicas serve; of a job that is not registered nothing. Raises RolloutError."""
+    """Decode the served versions; an unregistered job has none. Raises RolloutError."""
     try:
         if status == 200:
             return decoded(_VERSIONS, body)
@@ -119,7 +119,7 @@ def decode_versions(status: int, body: bytes) -> Versions:
 
 
 def message(status: int, body: bytes) -> str:
-    """What an error's body says."""
+    """Return the message of an error's body."""
     try:
         return decoded(_REFUSAL, body).error.message
     except msgspec.MsgspecError:
@@ -127,7 +127,7 @@ def message(status: int, body: bytes) -> str:
 
 
 def refusal(status: int, text: str) -> RolloutError:
-    """The error for a status that no retry changes."""
+    """Return the error for a status that no retry changes."""
     if status == 409:
         return VersionNotServed(text)
     return RequestRefused(f"HTTP {status}: {text}")
@@ -137,7 +137,7 @@ DONE = b"[DONE]"
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[StreamEvent]:
-    """Until `[DONE]` or the end of the stream. Raises AnswerBroken for what is no such stream."""
+    """Yield events until `[DONE]` or the end. Raises AnswerBroken for any other stream."""
     rest = b""
     while data := await content.readany():
         lines = (rest + data if rest else data).split(b"\n")

@@ -1,7 +1,7 @@
-"""An example or two of every command, as its help and the reference show them.
+"""An example or two of every command, for its help and the reference.
 
-A test runs each of them: those of processes that serve, or need an engine, as far as their command
-line goes, all others to their end, against a scheduler with stand-in nodes.
+A test runs each of them. Those of processes that serve, or need an engine, run as far as their
+command line; all others run to their end, against a scheduler with stand-in nodes.
 """
 
 from collections.abc import Mapping
@@ -103,16 +103,16 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "demo verify": ("rose demo verify out/demo",),
     }
 )
-"""By the words of a command, without `rose`."""
+"""Examples by the words of a command, without `rose`."""
 
 SERVES: Final = frozenset(
     {"scheduler", "gateway", "node", "front", "publish", "profile", "relay", "weights", "demo"}
 )
-"""Commands that serve until they are told to end, or need engines and checkpoints."""
+"""Commands that serve until they are stopped, or need engines and checkpoints."""
 
 
 def examples_of(program: str) -> str:
-    """The part of a command's help with its examples; empty where it has none."""
+    """Return the examples for a command's help; empty if it has none."""
     words = program.removeprefix("rose").strip()
     found = EXAMPLES.get(words, ())
     if not found:

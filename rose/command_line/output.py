@@ -1,12 +1,12 @@
-"""The one way in which verbs say what they found: as tables, JSON or YAML, once or again and again.
+"""Output of commands: tables, JSON or YAML, once or repeatedly.
 
     read ──► View(data, lines, tables) ──► -o table   lines, then tables, for a person
                                        ──► -o json    data: the read model's fields
                                        ──► -o yaml    the same
 
-On a terminal tables are cut to its width and have colours (NO_COLOR is obeyed). In a pipe nothing
-is cut, coloured or padded. With --watch a terminal shows the newest view alone; a pipe gets a view
-after the other, of JSON one a line, of YAML one a document.
+On a terminal tables are cut to its width and coloured (NO_COLOR is obeyed). In a pipe nothing is
+cut, coloured or padded. With --watch a terminal shows the newest view alone; a pipe gets one view
+after the other, a line each in JSON, a document each in YAML.
 """
 
 import argparse
@@ -26,17 +26,15 @@ from rich.text import Text
 
 from rose.errors import UnavailableError
 
-# No table is wider: in a pipe no cell is cut.
+# Wider than any table, so that in a pipe no cell is cut.
 PIPE_WIDTH: Final = 1_000_000
 GAP: Final = 2
-# A column that is cut to less tells its reader nothing.
+# A narrower column cannot be read.
 READABLE: Final = 16
 WATCH_S: Final = 2.0
 
 
 class Format(StrEnum):
-    """Format of a view."""
-
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"
@@ -69,9 +67,9 @@ Said = Cell | str
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under names of columns; right: columns of figures. Left out where it has no row.
+    """Rows under names of columns; right: columns of figures. A table without rows is left out.
 
-    spare: columns that a narrow terminal does without, the first one first.
+    spare: columns that a narrow terminal leaves out, the first one first.
     """
 
     columns: tuple[str, ...]
@@ -91,7 +89,7 @@ class View:
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, watch: bool = False) -> None:
-    """Add `-o`, and `--watch` for what may be looked at again."""
+    """Add `-o`, and `--watch` for commands that can be repeated."""
     parser.add_argument(
         "-o",
         "--output",
@@ -122,9 +120,9 @@ def show(
     read: Callable[[], View],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Print what `read` finds, as `add_output_options` was told to; with --watch until Ctrl-C.
+    """Print the view that `read` returns, in the chosen format; with --watch until Ctrl-C.
 
-    A first read that fails raises; of a later one its error is shown, and it is tried again.
+    An error of the first read is raised; that of a later one is shown, and the read is repeated.
     """
     form = Format(args.output)
     every_s: float | None = getattr(args, "watch", None)
@@ -143,12 +141,12 @@ def write(view: View, form: Format = Format.TABLE) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines of a verb that only acts."""
+    """Print lines of a command without a view."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def note(line: str) -> None:
-    """Print a line beside the output, where it disturbs no script."""
+    """Print a line to standard error, where it disturbs no script."""
     sys.stderr.write(f"rose: {line}\n")
 
 
@@ -172,13 +170,13 @@ def text_of(drawn: RenderableType) -> str:
 
 
 def console_of() -> Console:
-    """Make a console: as wide as the terminal, or as wide as any table where nobody watches."""
+    """Return a console as wide as the terminal, or as any table in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
 def rendered(view: View) -> Group:
-    """Lines, then tables, for a console."""
+    """Return lines, then tables, for a console."""
     parts: list[RenderableType] = [_styled(line) for line in view.lines]
     for table in view.tables:
         if table.rows:
@@ -194,7 +192,7 @@ def _styled(said: Said) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A table as a console draws it: its widest columns are cut until it fits."""
+    """A table on a console: its widest columns are cut until it fits."""
 
     table: Table
 
@@ -224,9 +222,9 @@ class _Drawn:
 
 
 def fitted(table: Table, room: int) -> tuple[list[int], list[int]]:
-    """Widths of the columns that are kept, and which these are.
+    """Return the widths of the columns that are kept, and their indices.
 
-    The widest are cut to one width; where that is too little to read, spare columns are left out.
+    The widest are cut to one width; if that is too little to read, spare columns are left out.
     """
     natural = [
         max(cell_len(str(cell)) for cell in (name, *(row[at] for row in table.rows)))
@@ -251,7 +249,7 @@ def live(
     every_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Keep a terminal's screen at the newest drawing, of so many lines at most, until Ctrl-C.
+    """Keep a terminal's screen at the newest drawing, of `lines` lines at most, until Ctrl-C.
 
     The last one stays on the terminal when it ends.
     """
@@ -303,7 +301,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_of(amount: float | None) -> str:
-    """`38.0 GiB`; `-` for an unknown one."""
+    """Return `38.0 GiB`; `-` if unknown."""
     if amount is None:
         return "-"
     for unit in _UNITS:
@@ -314,12 +312,12 @@ def bytes_of(amount: float | None) -> str:
 
 
 def share_of(share: float | None) -> str:
-    """`61%`; `-` for an unknown one."""
+    """Return `61%`; `-` if unknown."""
     return "-" if share is None else f"{share:.0%}"
 
 
 def ago(seconds: float | None) -> str:
-    """`4.2 s`, `7 min`, `3 h`, `2 d`; `-` for an unknown time."""
+    """Return `4.2 s`, `7 min`, `3 h`, `2 d`; `-` if unknown."""
     if seconds is None:
         return "-"
     for most_s, unit_s, unit in ((60, 1, "s"), (3_600, 60, "min"), (86_400, 3_600, "h")):
@@ -330,5 +328,5 @@ def ago(seconds: float | None) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """`41 ms`, `1.2 s`."""
+    """Return `41 ms`, `1.2 s`."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -14,7 +14,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` with one line instead of printing a usage page and exiting.
+    """Parser that raises `ConfigError` with one line instead of printing a usage page and exiting.
 
     Its help ends with examples of the command.
     """
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; an unknown option is named first, or its value would be taken for a command."""
+        """Parse; an unknown option is reported first, or its value would be taken for a command."""
         for word in args or ():
             option = word.partition("=")[0]
             if word == "--":
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse with what is wrong."""
+        """Raise ConfigError; argparse calls this with its message."""
         raise ConfigError(f"{self._explained(message)}; see `{self.prog} --help`")
 
     def _explained(self, message: str) -> str:
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_log_limits(parser: argparse.ArgumentParser) -> None:
-    """Options that bound the logs of a process; read them with `taken_log_limits`."""
+    """Add options that bound the logs of a process; read them with `taken_log_limits`."""
     parser.add_argument(
         "--log-file-bytes",
         type=int,
@@ -71,13 +71,13 @@ def add_log_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_log_limits(options: dict[str, Any]) -> LogLimits:
-    """The limits of parsed options, which are taken out. Raises ConfigError for useless ones."""
+    """Remove the limits from parsed options; return them. Raises ConfigError for useless ones."""
     file_bytes, files = options.pop("log_file_bytes"), options.pop("log_files")
     return LogLimits(file_bytes or None, files)
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Options of a parser and of all its commands."""
+    """Return the options of a parser and of all its commands."""
     options = list(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -87,6 +87,6 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest known word, empty when none is near."""
+    """Return ` (did you mean 'x'?)` for the nearest known word, or ""."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

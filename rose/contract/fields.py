@@ -8,11 +8,12 @@ TOKEN_IDS: Final = 1 << 32
 """Prompts may have ids below this, as engines take them."""
 
 UNVERSIONED: Final = -1
-"""The policy version of tokens that nobody knows it of: a stock engine's."""
+"""Policy version of tokens whose version is unknown: a stock engine's."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=TOKEN_IDS)]
-# What a replica can have sampled: no vocabulary is near 2**31, and a logprob is at most that of 1,
-# rounded in half precision.
+# Bounds of sampled tokens: no vocabulary is near 2**31, and a logprob is at most that of 1, rounded
+# in
+# half precision.
 SampledId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Logprob = Annotated[float, Meta(le=1e-2)]
 PolicyVersion = Annotated[int, Meta(le=(1 << 63) - 1)]

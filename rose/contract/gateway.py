@@ -1,4 +1,4 @@
-"""The gateway, as ROSE's client speaks to it, and what every API of it has of ROSE.
+"""The gateway's own messages, and ROSE's additions to every API of it.
 
 generate   GenerateBody ──► Answer, or with `stream` events: StreamEvent, at last `[DONE]`
            GatewayRefusal with any other status; in a stream it is the last event
@@ -6,11 +6,11 @@ abort      NamesBody ──► Aborted
 finish     NamesBody ──► SessionFinished
 stats      ──► Stats
 explain    ──► Explanation, of a request or a session
-versions   ──► Versions: which policy version each replica serves
+versions   ──► Versions: the policy version of each replica
 health     ──► HealthReport
 
-Request and answer of `generate` are vLLM's, of which these are the parts that the client uses; all
-fields, and the other APIs, are in `rose/gateway/apis`, built on the same structs.
+Request and answer of `generate` are vLLM's; these are the parts that the client uses. All fields,
+and the other APIs, are in `rose/gateway/apis`, built on the same structs.
 """
 
 from collections.abc import Iterable
@@ -29,14 +29,12 @@ STATS: Final = "/rose/v1/stats"
 EXPLAIN: Final = "/rose/v1/explain/"
 VERSIONS: Final = "/rose/v1/versions"
 
-# A header wins over the body's field, a body's `timeout_s` and `resume_from` over the header.
+# A header overrides the body's field; a body's `timeout_s` and `resume_from` override the header.
 SESSION_HEADER: Final = "X-Session-ID"
-# What routers before engines call it, in the order in which they count.
+# Names of the same header at other routers, in order of precedence.
 SESSION_ALIASES: Final = ("X-SMG-Routing-Key", "X-Session-Affinity", "X-Correlation-ID")
 GROUP_HEADER: Final = "X-Group-ID"
 JOB_HEADER: Final = "X-Rose-Job"
-# Of 0.2.0, where a job was a label.
-OLD_JOB_HEADER: Final = "X-Job"
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 EVENT_ID_HEADER: Final = "Last-Event-ID"
@@ -47,16 +45,17 @@ MAX_REQUEST_ID_CHARS: Final = 1_024
 MAX_GROUP_SIZE: Final = 4_096
 # An event holds one step's tokens; anything near this is not one.
 MAX_EVENT_BYTES: Final = 1 << 20
-# Statuses of a gateway that cannot now: the same turn may be asked of another, or later.
+# Statuses of a gateway that is busy: the same turn may be tried at another, or later.
 RETRIED: Final = frozenset({429, 502, 503, 504})
 
 
 class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
-    """What the body of every generating route may say besides its API's own fields.
+    """Fields that the body of every generating route may have besides its API's own.
 
-    Turns of a group are samples of one prompt; `hedges`: so many second copies may all `group_size`
-    of them have together. `min_version` and `exact_version` exclude each other. `timeout_s` counts
-    from arrival. `resume_from`: tokens of a broken stream that the caller has already.
+    Turns of a group are samples of one prompt; `hedges` is how many second copies all `group_size`
+    of them may have together. `min_version` and `exact_version` exclude each other. `timeout_s`
+    counts from arrival. `resume_from`: number of a broken stream's tokens that the caller has
+    already.
     """
 
     session_id: str | None = None
@@ -78,12 +77,12 @@ class SamplingParams(Sampling, frozen=True, gc=False):
 
     @classmethod
     def of(cls, sampling: Sampling) -> "SamplingParams":
-        """This sampling."""
+        """Return this sampling in vLLM's words."""
         return cls(*structs.astuple(sampling))
 
 
 class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
-    """Tokens in. The same request id with the same body is the same turn."""
+    """A turn from tokens. The same request id with the same body is the same turn."""
 
     request_id: str
     token_ids: tuple[TokenId, ...]
@@ -101,12 +100,12 @@ class Version(Struct, gc=False, omit_defaults=True):
 
 
 def versions_of(spans: Iterable[VersionSpan]) -> list[Version]:
-    """Spans as answers carry them."""
+    """Return spans in the form of answers."""
     return [Version(*span) for span in spans]
 
 
 class AnswerFields(Struct, gc=False, kw_only=True):
-    """What a whole answer, and the last event of a stream, say besides their API's own fields.
+    """Fields of a whole answer, and of a stream's last event, besides their API's own.
 
     Spans and segments are of output tokens [start, end).
     """
@@ -144,7 +143,7 @@ class TurnAnswer(AnswerFields, gc=False, kw_only=True):
 
 
 class StreamChoice(Struct, gc=False):
-    """New tokens of a stream, or how it ends."""
+    """New tokens of a stream, or its end."""
 
     token_ids: list[int] = []
     logprobs: Logprobs | None = None
@@ -152,7 +151,7 @@ class StreamChoice(Struct, gc=False):
 
 
 class GatewayFault(Struct, frozen=True):
-    """Why there is no answer; `code` is the HTTP status, also where a stream has begun with 200."""
+    """Reason for a missing answer; `code` is the HTTP status, even after a stream's 200."""
 
     message: str = "no reason given"
     type: str = ""
@@ -161,7 +160,7 @@ class GatewayFault(Struct, frozen=True):
 
 
 class GatewayRefusal(Struct, frozen=True):
-    """Body of every answer of vLLM's and OpenAI's routes that is no 200."""
+    """Body of every answer of vLLM's and OpenAI's routes that is not a 200."""
 
     error: GatewayFault
 
@@ -177,7 +176,7 @@ class StreamEvent(Struct, gc=False):
 
 
 class NamesBody(Struct, omit_defaults=True):
-    """Which turns, or whose: `rid` is SGLang's word for one of `request_ids`."""
+    """Turns by their ids, or all of a session; `rid` is SGLang's word for a request id."""
 
     request_ids: list[str] = field(default_factory=list)
     rid: str | None = None
@@ -186,13 +185,13 @@ class NamesBody(Struct, omit_defaults=True):
 
 
 class Aborted(Struct):
-    """Request ids of the turns that were ended."""
+    """Request ids of the ended turns."""
 
     aborted: list[str]
 
 
 class SessionFinished(Struct):
-    """How many turns of the session still ran."""
+    """Number of the session's turns that still ran."""
 
     session_id: str
     aborted: int
@@ -201,8 +200,8 @@ class SessionFinished(Struct):
 class GatewayCounters(Struct):
     """Counters of one gateway; all but `live_turns`, `waiting` and the last two only grow.
 
-    `tokens` and `live_turns` are by replica. `loop_lag_max_s`: by how much the event loop was late
-    at worst lately; `loop_busy_max_s`: the same where it had the processor all the while.
+    `tokens` and `live_turns` are by replica. `loop_lag_max_s`: greatest recent delay of the event
+    loop; `loop_busy_max_s`: the same while it had the processor throughout.
     """
 
     tokens: dict[str, int]
@@ -221,7 +220,7 @@ class GatewayCounters(Struct):
 
 
 class Choosing(Struct):
-    """One placement: `replica` is None where the turn was told to wait; `weighed` is (id, cost_s).
+    """One placement: `replica` is None if the turn had to wait; `weighed` is (id, cost_s).
 
     `age_s`, not a time: the clock is the gateway's own.
     """
@@ -236,7 +235,7 @@ class Choosing(Struct):
 
 
 class Explanation(Struct):
-    """Where the turns of `subject` were placed lately, oldest first."""
+    """Recent placements of `subject`'s turns, oldest first."""
 
     subject: str
     decisions: list[Choosing]
@@ -245,15 +244,15 @@ class Explanation(Struct):
 SERVING: Final = "serving"
 """State of a replica that is leased and has caught up with its job: it gets turns."""
 SYNCING: Final = "syncing"
-"""Leased, and not healthy: it starts, fetches a version, or does not answer."""
+"""State of a leased replica that starts, fetches a version, or does not answer."""
 IDLE: Final = "idle"
-"""Leased to no job."""
+"""State of a replica without a lease."""
 
 
 class ReplicaVersion(Struct, frozen=True):
-    """What one replica serves. `version` is None where nobody knows it: of a stock engine.
+    """Version that one replica serves; `version` is None for a stock engine.
 
-    `job` has its lease, "" where none has one or jobs are labels. `state`: SERVING, SYNCING, IDLE.
+    `job` has its lease, "" if none has. `state`: SERVING, SYNCING, IDLE.
     """
 
     id: str
@@ -271,17 +270,17 @@ class JobVersion(Struct, frozen=True):
 
 
 class Versions(Struct, frozen=True):
-    """Which policy version each replica serves, and what is the newest of each registered job."""
+    """The policy version that each replica serves, and the newest of each registered job."""
 
     jobs: tuple[JobVersion, ...] = ()
     replicas: tuple[ReplicaVersion, ...] = ()
 
     def latest(self, job: str = "") -> int:
-        """The newest version of a job, "" for the only one; 0 where it is not registered."""
+        """Return the newest version of a job, "" for the only one; 0 if it is not registered."""
         return max((each.latest_version for each in self.jobs if job in ("", each.job)), default=0)
 
     def serving(self, version: int, job: str = "") -> int:
-        """How many replicas get turns of a job, "" for any, at this version or a later one."""
+        """Return how many replicas get turns of a job, "" for any, at this or a later version."""
         return sum(
             each.state == SERVING
             and each.version is not None
@@ -292,10 +291,11 @@ class Versions(Struct, frozen=True):
 
 
 class GatewayHealthReport(Struct):
-    """The process answers; `replicas` says whether turns would be placed.
+    """Health of the process; `replicas` says whether turns would be placed.
 
-    `status` is `degraded` while `troubles` says what the process lacks. `unversioned` are stock
-    engines, and what they are: they stamp no versions and no gate holds them.
+    `status` is `degraded` while there are `troubles`. `unversioned` are stock engines, and what
+    they
+    are: they stamp no versions and no gate holds them.
     """
 
     status: str

@@ -3,11 +3,10 @@
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
                   at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
 generate_batch    BatchBody ──► BatchLine, one JSON a line, of all its turns as they come
-generate_batch/…  LeaveBody: some of them are not wanted any more
-POOLING           vLLM's bodies and answers ──► behind the same lease
-drain, admit      EpochBody ──► Drained, Admitted
-state             ──► ReplicaState
-weights/…         contract/weights.py: gateways and clients need nothing of it, and start sooner
+generate_batch/…  LeaveBody: some of them are not wanted any more POOLING           vLLM's bodies
+and answers ──► behind the same lease drain, admit      EpochBody ──► Drained, Admitted state
+──► ReplicaState weights/…         contract/weights.py: gateways and clients do not load it, and
+start sooner
 """
 
 from typing import Annotated, Final
@@ -40,7 +39,7 @@ LEAVE_BATCH: Final = f"{GENERATE_BATCH}/leave"
 # All routes of turns.
 TURNS: Final = (GENERATE, GENERATE_MORE, GENERATE_BATCH, LEAVE_BATCH)
 MAX_BATCH_TURNS: Final = 256
-# vLLM's own routes for models that are not generative, for turns' callers, and whose call it is.
+# vLLM's own routes for models that are not generative, for the callers of turns.
 POOLING: Final = ("/pooling", "/score", "/classify")
 JOB_QUERY: Final = "rose_job"
 DRAIN: Final = f"{ROUTES}drain"
@@ -49,7 +48,7 @@ STATE: Final = f"{ROUTES}state"
 
 
 class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What the output's text has to be, in vLLM's words; of the first six exactly one.
+    """Constraint on the output's text, in vLLM's words; exactly one of the first six.
 
     `json` and `structural_tag` are JSON in text.
     """
@@ -66,12 +65,12 @@ class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Sampling(Struct, frozen=True, gc=False):
-    """How to sample. The defaults leave the policy's distribution as it is, as RL needs it.
+    """Sampling parameters. The defaults leave the policy's distribution as it is, as RL needs it.
 
     `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
-    `repetition_penalty` counts the prompt's tokens too, the other penalties the output's alone.
-    A turn ends at the model's own end of sequence too, unless `ignore_eos`. `prompt_logprobs`: of
-    the prompt's tokens, and of so many alternatives to each.
+    `repetition_penalty` counts the prompt's tokens too, the other penalties the output's alone. A
+    turn ends at the model's own end of sequence too, unless `ignore_eos`. `prompt_logprobs`: of the
+    prompt's tokens, and of this many alternatives to each.
     """
 
     temperature: float = 1.0
@@ -91,7 +90,7 @@ class Sampling(Struct, frozen=True, gc=False):
     structured_outputs: StructuredOutputs | None = None
 
     def rest(self, max_tokens: int) -> "Sampling":
-        """The same for a turn of which only `max_tokens` are still to be generated.
+        """Return the sampling of a turn with only `max_tokens` left to generate.
 
         Its prompt's logprobs came before its first token.
         """
@@ -105,9 +104,9 @@ class Sampling(Struct, frozen=True, gc=False):
 
     @property
     def counts_output(self) -> bool:
-        """Whether the next token depends on which of the tokens before it are output.
+        """True if the next token depends on which of the tokens before it are output.
 
-        Such a turn cannot go on elsewhere from its tokens: they would be a prompt there.
+        Such a turn cannot continue elsewhere from its tokens: they would be a prompt there.
         """
         return bool(
             self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
@@ -115,7 +114,7 @@ class Sampling(Struct, frozen=True, gc=False):
 
     @property
     def asks_more(self) -> bool:
-        """Whether it asks for what replicas before 0.3 do not know, and would drop."""
+        """True if it has fields that replicas before 0.3 would drop."""
         return (
             self.counts_output
             or self.min_p != 0.0
@@ -127,7 +126,7 @@ class Sampling(Struct, frozen=True, gc=False):
 class GenerateBody(Struct, frozen=True, gc=False):
     """A turn, or the rest of one.
 
-    `job`: whose it is; a replica that is leased to another one refuses it. Empty: of whichever.
+    job: of the turn; a replica that is leased to another one refuses it. Empty: any job.
     """
 
     request_id: Name
@@ -139,8 +138,7 @@ class GenerateBody(Struct, frozen=True, gc=False):
 
 
 PromptLogprobs = list[list[tuple[TokenId, float, int | None]] | None]
-"""Of each prompt token the logprobs at its place as (token, logprob, rank), its own first; None
-for the first one, which nothing came before."""
+"""Each place's logprobs as (token, logprob, rank), the prompt's token first; None for the first."""
 PROMPT_PLACES: Final = 2_048
 """Places of a prompt that one line has, at most, with 20 alternatives below MAX_LINE_BYTES."""
 
@@ -148,8 +146,9 @@ PROMPT_PLACES: Final = 2_048
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens of one policy version with their logprobs, or how the stream ends, or both.
 
-    `oldest_version` of their KV, where it may be older than `version` (`OnUpdate.KEEP`).
-    `prompt_logprobs` are of the version of the first tokens, before which they come in lines alone.
+    `oldest_version` of their KV, if it may be older than `version` (`OnUpdate.KEEP`).
+    `prompt_logprobs` are of the version of the first tokens, and come before them in lines of their
+    own.
     """
 
     token_ids: list[SampledId] = []
@@ -165,9 +164,9 @@ BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]
 
 
 class BatchBody(Struct, frozen=True, gc=False):
-    """Turns that begin at one moment, each as if it had been asked for alone.
+    """Turns that begin at one moment, each as if it had been requested alone.
 
-    `batch`: a random name, by which whoever asks may let go of some of them.
+    batch: a random name, by which the caller may cancel some of them.
     """
 
     batch: Name
@@ -190,18 +189,18 @@ class LeaveBody(Struct, frozen=True, gc=False):
 
 
 class Left(Struct, frozen=True):
-    """Those turns end, where they had not ended before."""
+    """Answer to LeaveBody: those turns end, unless they had ended before."""
 
 
 class Fault(Struct, frozen=True):
-    """What went wrong: a name for programs, a sentence for people."""
+    """An error: a name for programs, a sentence for people."""
 
     type: str
     message: str
 
 
 class Refusal(Struct, frozen=True):
-    """Body of every answer that is no 200."""
+    """Body of every answer that is not a 200."""
 
     error: Fault
 
@@ -215,7 +214,7 @@ class EpochBody(Struct, frozen=True, omit_defaults=True):
 
 
 class Drained(Struct, frozen=True):
-    """How many turns were ended."""
+    """Number of ended turns."""
 
     aborted: int = 0
 
@@ -227,16 +226,16 @@ class Admitted(Struct, frozen=True):
 
 
 class WarmUpState(Struct, frozen=True):
-    """Whether the first turns' warm-up failed, and what it said."""
+    """Result of the first turns' warm-up: its error, if it failed."""
 
     failed: bool = False
     said: str = ""
 
 
 class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
-    """A replica's account of itself. What does not say that its weights are proven gives none.
+    """A replica's account of itself. Without a statement that its weights are proven they are not.
 
-    `job`: whose `policy_version` it is, "" for the model as it was started.
+    `job`: of `policy_version`, "" for the model as it was started.
     """
 
     replica_id: str = ""

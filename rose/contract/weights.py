@@ -1,11 +1,9 @@
-"""Weights on their way: from publishers and relays to nodes, and from a node to its replicas.
+"""Weights in transfer: from publishers and relays to nodes, and from a node to its replicas.
 
-catalog          ──► Listing, as the payload of a signed envelope
-leases           LeaseBody ──► LeaseGranted
-group            ──► GroupName, of a leader of a fixed group of GPUs
-weights/apply    ApplyBody ──► Applied; 422 Unproven when nobody knows what the engine runs
-weights/audit    nothing ──► Audited
-Manifests and chunks are files: `weight_transfer`.
+catalog          ──► Listing, as the payload of a signed envelope leases           LeaseBody ──►
+LeaseGranted group            ──► GroupName, of a leader of a fixed group of GPUs weights/apply
+ApplyBody ──► Applied; 422 Unproven if the engine's version is unknown weights/audit    nothing ──►
+Audited Manifests and chunks are files: `weight_transfer`.
 """
 
 from typing import Annotated, Final
@@ -25,7 +23,7 @@ APPLY: Final = f"{ROUTES}weights/apply"
 AUDIT: Final = f"{ROUTES}weights/audit"
 
 RUN_TTL_S: Final = 10.0
-"""A trainer that renews its run no more is believed to be dead after this."""
+"""A trainer that has not renewed its run for this long counts as dead."""
 MOST_BODY_BYTES: Final = 4_096
 MOST_DELTAS: Final = 3_072
 MOST_BASES: Final = 256
@@ -47,7 +45,7 @@ class Listing(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaseBody(Struct, frozen=True):
-    """Asks that nothing after `version` be collected for `ttl_s`; renewed by asking again."""
+    """Request to keep everything after `version` for `ttl_s`; renewed by a new request."""
 
     reader: str
     version: Count
@@ -55,7 +53,7 @@ class LeaseBody(Struct, frozen=True):
 
 
 class LeaseGranted(Struct, frozen=True):
-    """For how long; LONGEST_TTL_S at most."""
+    """Granted time, LONGEST_TTL_S at most."""
 
     ttl_s: float
 
@@ -77,7 +75,7 @@ class ApplyBody(Struct, frozen=True, omit_defaults=True):
 
     @property
     def paths(self) -> list[str]:
-        """The manifests, in order. Empty when the caller named none."""
+        """The manifests, in order; empty if the caller named none."""
         return self.manifests or ([self.manifest] if self.manifest else [])
 
 
@@ -104,12 +102,12 @@ class UpdateApplied(Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the version is active and proven."""
+        """True if the version is active and proven."""
         return self.digest_ok and self.probe_ok
 
 
 class Unproven(Struct, frozen=True):
-    """A commit broke off: nobody knows which version the engine runs, and it runs no turns."""
+    """A commit broke off: the engine's version is unknown, and it runs no turns."""
 
     error: Fault
     version: None = None
@@ -118,7 +116,7 @@ class Unproven(Struct, frozen=True):
 
 
 class Audited(Struct, frozen=True):
-    """Names of live tensors that are wrong, and of those that could not be judged."""
+    """Names of wrong live tensors, and of those that could not be judged."""
 
     version: int
     flipped: list[str]

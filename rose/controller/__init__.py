@@ -1,7 +1,7 @@
-"""Controller of RoseCapacityPolicy objects: what the API server says becomes policies in force.
+"""Controller of RoseCapacityPolicy objects: objects of the API server become policies in force.
 
-It runs inside the scheduler that leads, for as long as its term (docs/adr/0040), so it has that
-scheduler's lead, its durable store and its verdicts, and no election of its own.
+It runs inside the leading scheduler for that scheduler's term (docs/adr/0040). So it shares the
+scheduler's lead, durable store and verdicts, and needs no election of its own.
 
     API server ── list, watch, probe ──> Reflector ──> objects, as they are
     objects, policies in force ──> reconcile ──> policies to apply, to delete, and refusals
@@ -12,7 +12,7 @@ Its driver loop (`PolicyController.run`):
 
     while True:
         action = reflector's next: list, watch, pause
-        carry it out in a thread; feed what came of it to `Reflector.step`
+        carry it out in a thread; feed the result to `Reflector.step`
         each change, and each second: reconcile, then write the statuses that differ
 """
 

@@ -1,8 +1,8 @@
-"""Status of an object: its conditions, figures and limits, made of what the scheduler sees.
+"""Status of an object: its conditions, figures and limits, from the scheduler's view.
 
     object, refusal or view of its policy, wall time ──> PolicyStatus
 
-A condition keeps its time of transition while its status is the same. `is_news` says whether a
+A condition keeps its time of transition while its status is the same. `is_news` decides whether a
 status has to be written at once: conditions and generations do, figures can wait.
 """
 
@@ -31,11 +31,11 @@ MAX_MESSAGE: Final = 1_024
 MAX_DETAIL: Final = 256
 MAX_LIMITS: Final = 32
 NAMED: Final = 3
-# Events of objects that are in no namespace lie in this one.
+# Events of objects without a namespace are in this one.
 EVENTS_IN: Final = "default"
 
 INVALID, REFUSED = "Invalid", "Refused"
-# Reasons that somebody has to look at.
+# Reasons that need an operator's attention.
 WARNINGS: Final = frozenset(
     {INVALID, REFUSED, "CanaryHalted", "BudgetSpent", "Stale", "LimitedByOther", "Pending"}
 )
@@ -43,7 +43,7 @@ WARNINGS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an object is not in force as it is: it says what cannot be, or the scheduler may not."""
+    """Reason why an object is not in force: it is invalid, or may not be applied."""
 
     reason: str
     line: str
@@ -56,7 +56,7 @@ Said = tuple[str, str, str]
 def judged(
     each: Object, refusal: Refusal | None, view: PolicyView | None, wall_s: float
 ) -> PolicyStatus:
-    """Return what is to be said of an object; view: of the policy in force that it said last."""
+    """Return an object's status. view: of the policy in force that the object last defined."""
     generation = int(each["metadata"].get("generation", 0))
     before = {said.get("type"): said for said in _conditions(each)}
     conditions = []
@@ -83,17 +83,17 @@ def judged(
 
 
 def dumped(status: PolicyStatus) -> dict[str, Any]:
-    """Write a status as an object has it."""
+    """Return a status in the object's form."""
     return status.model_dump(mode="json", by_alias=True)
 
 
 def differs(each: Object, status: Mapping[str, Any]) -> bool:
-    """Whether the object does not have this status."""
+    """Return True if the object's status differs from this one."""
     return dict(each.get("status") or {}) != status
 
 
 def is_news(each: Object, status: Mapping[str, Any]) -> bool:
-    """Whether more than figures, words and numbers of nodes differ."""
+    """Return True if more than figures, words and numbers of nodes differ."""
     old = each.get("status") or {}
     return _sharp(old) != _sharp(status)
 
@@ -105,9 +105,9 @@ def _sharp(status: Mapping[str, Any]) -> list[object]:
 
 
 def events_of(each: Object, status: PolicyStatus, wall_s: float) -> Iterator[dict[str, Any]]:
-    """Events for conditions that are others than the object's own; each is named by its change.
+    """Return events for conditions that differ from the object's own, each named by its change.
 
-    So one that is told twice, by two leaders or after a lost answer, is there once.
+    So an event that is written twice, by two leaders or after a lost answer, exists once.
     """
     before = {said.get("type"): said for said in _conditions(each)}
     for now in status.conditions:
@@ -116,7 +116,7 @@ def events_of(each: Object, status: PolicyStatus, wall_s: float) -> Iterator[dic
             now.status,
             now.reason,
         )
-        # Of a new object the first condition says enough.
+        # The first condition of a new object says enough.
         if same or (old is None and now.type != ConditionType.READY):
             continue
         yield _event(each, now, wall_s)
@@ -160,7 +160,7 @@ def _ready(refusal: Refusal | None, view: PolicyView | None) -> Said:
 
 
 def _state(view: PolicyView) -> tuple[str, str]:
-    """What the policy does now, in one word and one line."""
+    """Return the policy's present state in one word and one line."""
     policy = view.policy
     if view.halted:
         return "CanaryHalted", f"{view.halted}; change the spec, say canary.percent, to go on"

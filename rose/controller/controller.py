@@ -1,12 +1,12 @@
-"""PolicyController: the shell that follows the API server, and acts in the scheduler's name.
+"""PolicyController: the shell that follows the API server and acts in the scheduler's name.
 
     follow     list and watch, in threads ──> Reflector
     probe      each half second, beside the watch ──> Reflector
     reconcile  at each change and each half second ──> policies in force, then `objects_heard`
     say        every other second ──> statuses that differ, then their events
 
-`objects_heard` is what keeps policies of objects from being held: it is said for a moment only when
-all that the API server had then is in force, and durable.
+`objects_heard` keeps policies of objects from being held. It names a moment only when all objects
+that the API server had then are in force and durable.
 """
 
 import asyncio
@@ -54,30 +54,30 @@ from rose.scheduler.core.policy_views import PolicyView
 PROBE_S: Final = 0.5
 RECONCILE_S: Final = 0.5
 STATUS_S: Final = 2.0
-# Figures alone are no reason to write more often.
+# Changed figures alone are written no more often than this.
 FIGURES_S: Final = 15.0
 SILENT_S: Final = 2.0
 BY: Final = "kubernetes"
 
 
 class Scheduler(Protocol):
-    """What the controller needs of the scheduler that leads."""
+    """The leading scheduler, as the controller uses it."""
 
     async def ask(self, event: PolicyApplied | PolicyDeleted, by: str) -> int:
         """Carry a request out durably."""
 
     def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
-        """Say how fresh policies of objects are."""
+        """Report the time at which the policies of objects were last known to be complete."""
 
     def policies_in_force(self) -> tuple[Mapping[str, CapacityPolicy], frozenset[str]]:
-        """All policies, by name; names of those that objects said."""
+        """Return all policies by name, and the names of those that come from objects."""
 
     def policy_views(self) -> Mapping[str, PolicyView]:
-        """What became of each policy."""
+        """Return the scheduler's view of each policy."""
 
 
 class PolicyController:
-    """Acts on RoseCapacityPolicy objects, for one term of a scheduler.
+    """Follows RoseCapacityPolicy objects for one term of a scheduler.
 
     events(event, **fields): takes `objects_unheard`, `objects_heard`, `object_refused`.
     clock: the scheduler's.
@@ -104,12 +104,12 @@ class PolicyController:
 
     def _begin(self) -> None:
         self._reflector = Reflector()
-        # Each with the watch that it is of.
+        # Each event with its watch.
         self._inbox: asyncio.Queue[tuple[_WatchThread | None, Event]] = asyncio.Queue()
         self._changed = asyncio.Event()
 
     def troubles(self) -> list[str]:
-        """What keeps it from its work now, a line each."""
+        """Return the faults that stop its work now, a line each."""
         status = self._reflector.status()
         why = status.trouble
         if not why and status.heard_s is not None and self._clock() > status.heard_s + SILENT_S:
@@ -118,7 +118,7 @@ class PolicyController:
         return [each for each in (held, self._unstored, self._unsaid) if each]
 
     async def run(self) -> None:
-        """Until cancelled; called again it begins anew."""
+        """Run until cancelled; a second call starts anew."""
         self._begin()
         try:
             async with asyncio.TaskGroup() as group:
@@ -135,7 +135,7 @@ class PolicyController:
         self._feed(Start())
         while True:
             watch, event = await self._inbox.get()
-            # What a watch said before it was given up may still lie there.
+            # An event of a watch that was given up may still be in the queue.
             if watch is None or watch is self._watch:
                 self._feed(event)
 
@@ -251,7 +251,7 @@ class PolicyController:
             self._unsaid = why
 
     async def _say_one(self, name: str, each: Object, view: PolicyView | None) -> str:
-        """Write the status of one object where it differs; returns what kept it from that."""
+        """Write the status of one object if it differs; return a fault in that, or ""."""
         wall_s = self._wall_clock()
         status = judged(each, self._refused.get(name), view, wall_s)
         said = dumped(status)
@@ -266,13 +266,13 @@ class PolicyController:
             for event in events_of(each, status, wall_s):
                 await asyncio.to_thread(self._api.create_event, event)
         except ApiError as error:
-            # Of an object that changed or went meanwhile the watch tells more.
+            # The watch reports an object that changed or was deleted meanwhile.
             return "" if error.code in (404, 409) else f"status of {name}: {error}"
         return ""
 
 
 class _WatchThread:
-    """Reads one watch in a thread of its own."""
+    """Reader of one watch in a thread of its own."""
 
     def __init__(
         self,
@@ -284,11 +284,11 @@ class _WatchThread:
         self._api, self._version, self._loop, self._inbox = api, version, loop, inbox
         self._stopped = False
         self._watch: Watch | None = None
-        # A daemon: a process that ends does not wait for a server that is silent.
+        # A daemon: a process that ends does not wait for a silent server.
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def stop(self) -> None:
-        """End it; what it says until then is nobody's."""
+        """End it; its later events are dropped."""
         self._stopped = True
         if self._watch is not None:
             with suppress(Exception):  # it may have ended at this very moment
@@ -310,7 +310,7 @@ class _WatchThread:
         self._tell(end)
 
     def _tell(self, event: Event) -> None:
-        # Its loop may be closed by now: nobody listens then.
+        # Its loop may be closed by now, and nobody reads the queue then.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, event)
 

@@ -1,7 +1,7 @@
 """KubeApi: the few calls of the API server that the controller makes, each bounded in time.
 
 The official client reads kubeconfigs and a pod's token, and renews it; its connections carry the
-calls. Nothing else of it is used: its watch gives up at the first broken connection, and its
+calls. The rest of it is not used: its watch gives up at the first broken connection, and its
 informer does not work for custom objects. All methods block, and are for threads.
 """
 
@@ -21,12 +21,12 @@ from rose.errors import ConfigError, UnavailableError
 PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
 JSON: Final = "application/json"
-# Names, uids, generations: a tenth of the objects.
+# Names, uids and generations: a tenth of the bytes of the objects.
 METADATA: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 MERGE: Final = "application/merge-patch+json"
 CONNECT_S: Final = 1.0
 ANSWER_S: Final = 2.0
-# After that the server ends a watch in order; a little later it is given up as dead.
+# The server ends a watch after this time; a little later the client gives it up as dead.
 WATCH_S: Final = 30
 DEAD_S: Final = 5.0
 LOGIN_S: Final = 10.0
@@ -42,7 +42,7 @@ NO_DEFINITION: Final = (
 
 
 class ApiError(UnavailableError):
-    """A call that was refused or not answered; code: of HTTP, 0 without an answer."""
+    """A refused or unanswered call; code: the HTTP status, 0 without an answer."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -50,10 +50,10 @@ class ApiError(UnavailableError):
 
 
 class Watch(Protocol):
-    """A watch that is open."""
+    """An open watch."""
 
     def chunks(self) -> Iterator[bytes]:
-        """Bytes as they come, to its end. Raises ApiError when it breaks."""
+        """Yield bytes as they come, until its end. Raises ApiError if it breaks."""
 
     def stop(self) -> None:
         """End it, from any thread."""
@@ -67,9 +67,10 @@ class KubeApi:
 
     @classmethod
     def opened(cls, kubeconfig: Path | None) -> Self:
-        """Read the kubeconfig, or what a pod has. Raises ConfigError with one line."""
+        """Read the kubeconfig or the pod's token. Raises ConfigError with one line."""
         try:
-            # It takes half a second and 40 MB, of processes that watch objects alone.
+            # The import takes half a second and 40 MB, which only processes that watch objects
+            # need.
             from kubernetes import client, config
         except ImportError:
             raise ConfigError(INSTALL) from None
@@ -94,11 +95,11 @@ class KubeApi:
     # ---- objects ----
 
     def list(self) -> bytes:
-        """All objects, as they are in etcd now."""
+        """Return all objects as they are in etcd now."""
         return self._read("GET", PATH)
 
     def probe(self) -> bytes:
-        """Metadata of all objects, as the server has them at hand."""
+        """Return metadata of all objects from the server's cache."""
         return self._read("GET", f"{PATH}?resourceVersion=0", accept=METADATA)
 
     def watch(self, resource_version: str) -> "HttpWatch":
@@ -111,12 +112,12 @@ class KubeApi:
         return HttpWatch(answer)
 
     def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
-        """Write an object's status, unless the object has changed since."""
+        """Write an object's status unless the object has changed since."""
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
         self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
 
     def create_event(self, event: Mapping[str, object]) -> None:
-        """Write an event; one of that name that is there already will do."""
+        """Write an event; an existing event of that name is left as it is."""
         try:
             self._read("POST", EVENTS, event)
         except ApiError as error:
@@ -161,7 +162,7 @@ class KubeApi:
         if body is not None:
             headers["Content-Type"] = content
         try:
-            # It reads the token anew when it is a minute old.
+            # This reads the token anew when it is a minute old.
             for each in self._configuration.auth_settings().values():
                 headers[each["key"]] = each["value"]
             answer = self._pool.request(
@@ -185,8 +186,8 @@ class KubeApi:
 def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of the client
     """Read the file into the configuration, with the credentials that its login program gives.
 
-    The client logs a login that fails and goes on without: the API server would be blamed for it.
-    Raises ConfigError, and whatever the client does.
+    The client only logs a failed login and continues: the API server would be blamed for it. Raises
+    ConfigError, and any error of the client.
     """
     from kubernetes import config
 
@@ -213,7 +214,7 @@ def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of 
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             loaded.set_exception(error)
 
-    # A daemon: a program that hangs keeps no process from ending.
+    # A daemon: a program that hangs does not keep the process from ending.
     threading.Thread(target=load, name="kubeconfig", daemon=True).start()
     try:
         loaded.result(LOGIN_S)
@@ -250,7 +251,7 @@ class HttpWatch:
         self._answer = answer
 
     def chunks(self) -> Iterator[bytes]:
-        """Bytes as they come, to its end. Raises ApiError when it breaks."""
+        """Yield bytes as they come, until its end. Raises ApiError if it breaks."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -262,12 +263,12 @@ class HttpWatch:
 
     def stop(self) -> None:
         """End it, from any thread."""
-        # Its reader wakes up with an error; it closes the connection.
+        # Its reader wakes up with an error and closes the connection.
         self._answer.shutdown()
 
 
 def _refusal(answer: Any) -> ApiError:  # noqa: ANN401 - urllib3's answer
-    """Say what to do about a status that is no success."""
+    """Return what an operator should do about a status that is not a success."""
     try:
         said = json.loads(answer.read(MAX_BODY_BYTES, decode_content=True))
         message = str(said.get("message", ""))

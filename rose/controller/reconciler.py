@@ -1,8 +1,8 @@
-"""Reconcile: what objects say against what is in force, decided from their state and no event.
+"""Reconcile: compare objects with the policies in force; decided from state, not from events.
 
-an object that says something new  ──> applied; its policy holds until the new one is durable
-one that cannot be taken           ──> refused in one line; what it said before is held
-a policy whose object is gone      ──> deleted, after all others are applied
+a changed object             ──> applied; its old policy holds until the new one is durable an
+invalid object            ──> refused in one line; its old policy is held a policy without its
+object  ──> deleted, after all others are applied
 """
 
 from collections.abc import Mapping, Set
@@ -16,7 +16,7 @@ from rose.controller.reflector import Object
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What has to happen. refused: why, by the name of the object."""
+    """Changes to make. refused: the reason by the name of the object."""
 
     apply: tuple[CapacityPolicy, ...] = ()
     delete: tuple[str, ...] = ()
@@ -24,18 +24,18 @@ class Plan:
 
 
 class ObjectReader:
-    """Reads objects as policies; one that did not change is not read again."""
+    """Reader of objects as policies; an unchanged object is not parsed again."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[object, CapacityPolicy | str]] = {}
 
     def read(self, objects: Mapping[str, Object]) -> dict[str, CapacityPolicy | str]:
-        """The policy of each object, or one line that says why it is none."""
+        """Return the object's policy, or one line that says why it is invalid."""
         for name in self._read.keys() - objects.keys():
             del self._read[name]
         for name, each in objects.items():
             metadata = each["metadata"]
-            # A status that is written changes neither.
+            # Writing a status changes neither.
             key = metadata.get("uid"), metadata.get("generation")
             if name not in self._read or self._read[name][0] != key:
                 self._read[name] = key, _policy(name, each.get("spec"))
@@ -47,10 +47,10 @@ def plan(
     in_force: Mapping[str, CapacityPolicy],
     of_objects: Set[str],
 ) -> Plan:
-    """Decide. in_force: all policies, by name; of_objects: names of those that objects said."""
+    """Return the changes. in_force: all policies by name. of_objects: names of the objects' own."""
     found = {name: each for name, each in read.items() if isinstance(each, CapacityPolicy)}
     return Plan(
-        # In this order, so that no node is for a moment without what bounds it.
+        # In this order, so that a node is never without the policy that bounds it.
         apply=tuple(
             policy
             for name, policy in sorted(found.items())

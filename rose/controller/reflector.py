@@ -1,24 +1,24 @@
-"""Reflector: a sans-IO list and watch of one kind of object, and whether its word is fresh.
+"""Reflector: a sans-IO list and watch of one kind of object, and the freshness of its data.
 
     Start ──> AskList ── Listed ──> AskWatch ── Received (lines) ──> the objects change
                  ▲                     │  ▲
                  │                     │  └── the watch ends, or breaks: again from the last
                  │                     │      resourceVersion, after a pause that doubles
-                 └── 410, an ERROR event, a line that is none, a probe that shows other objects ─┘
+                 └── 410, an ERROR event, an invalid line, a probe that shows other objects ──┘
 
-A list replaces everything: an object that it lacks is gone, also when its deletion fell into a gap
-of the watch. Bookmarks only move the resourceVersion on. resourceVersions are opaque: they are
+A list replaces everything: an object that it lacks is gone, even if its deletion fell into a gap of
+the watch. Bookmarks only advance the resourceVersion. resourceVersions are opaque: they are
 compared for equality, never for order.
 
-A watch says nothing while nothing changes, and a broken one may say nothing for ever. So the shell
-probes each second: it lists names, uids and generations alone. A probe that shows what is known
-here is proof that the API server answers and that the watch has missed nothing; `heard_s` is when
-that was so last. Two that show something else in a row end the watch, and all is listed anew.
+A watch is silent while nothing changes, and a broken one may be silent for ever. So the shell
+probes each second: it lists names, uids and generations alone. A probe that shows the objects known
+here proves that the API server answers and that the watch has missed nothing; `heard_s` is the time
+of the last such probe. Two in a row that show others end the watch, and list all anew.
 
 The driver loop is the shell's (`rose.controller.controller`):
 
     actions = reflector.step(Start(), now_s)
-    while actions: carry out each; feed what comes of it: actions += reflector.step(event, now_s)
+    while actions: carry out each; feed its result: actions += reflector.step(event, now_s)
 """
 
 import json
@@ -29,9 +29,9 @@ from typing import Any, Final
 
 FIRST_PAUSE_S: Final = 0.2
 MAX_PAUSE_S: Final = 5.0
-# A watch that lived for so long was well: the pauses begin anew.
+# A watch that lived this long was healthy: the pauses begin anew.
 STEADY_S: Final = 1.0
-# An object of etcd has 1.5 MiB at most; of a line that is longer nothing good can come.
+# An object of etcd has 1.5 MiB at most, so a longer line is broken.
 MAX_LINE_BYTES: Final = 4 << 20
 # A probe may overtake the event of the same change.
 DOUBTS: Final = 2
@@ -39,17 +39,17 @@ GONE: Final = 410
 
 Object = Mapping[str, Any]
 Version = tuple[str, str, int]
-"""Name, uid and generation: what a spec hangs on. A status moves none of them."""
+"""Name, uid and generation, which identify a spec. Writing a status changes none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin."""
+    """Start the reflector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The answer to `AskList`: the list as the API server wrote it."""
+    """Answer to `AskList`: the list as the API server wrote it."""
 
     body: bytes
 
@@ -63,12 +63,12 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The API server takes the watch."""
+    """The API server accepted the watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A list or a watch came to its end; code: the HTTP status of a refusal, 0 without an answer.
+    """A list or a watch ended; code: the HTTP status of a refusal, 0 without an answer.
 
     why: "" for a watch that ended in order.
     """
@@ -84,7 +84,7 @@ class Woke:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A list of metadata alone, asked beside the watch at `asked_s`."""
+    """A list of metadata alone, requested beside the watch at `asked_s`."""
 
     body: bytes
     asked_s: float
@@ -95,31 +95,31 @@ Event = Start | Listed | Received | Opened | Ended | Woke | Probed
 
 @dataclass(frozen=True, slots=True)
 class AskList:
-    """List all objects, as they are in etcd now."""
+    """Request to list all objects as they are in etcd now."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskWatch:
-    """Watch from a resourceVersion on, with bookmarks."""
+    """Request to watch from a resourceVersion on, with bookmarks."""
 
     resource_version: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopWatch:
-    """Give the watch up: what it says from now on counts no more."""
+    """Request to give the watch up: its later events no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait, then say `Woke`."""
+    """Request to wait, then feed `Woke`."""
 
     pause_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """An object is new or another (`gone` False), or is there no more."""
+    """An object that is new or changed (`gone` False), or deleted."""
 
     name: str
     gone: bool = False
@@ -137,10 +137,10 @@ class _Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReflectorStatus:
-    """What is known, and how well.
+    """State of the reflector.
 
-    heard_s: when it was last proved to be all, None before the first time. code and trouble: of
-    what went wrong last, 0 and "" while nothing does.
+    heard_s: when its objects were last proved complete, None before the first time. code and
+    trouble: of the last fault, 0 and "" while there is none.
     """
 
     objects: Mapping[str, Object]
@@ -151,12 +151,12 @@ class ReflectorStatus:
 
 
 class _NoEventError(ValueError):
-    """A line of a watch that means nothing."""
+    """A line of a watch that cannot be parsed."""
 
 
 @dataclass(slots=True)
 class _Lines:
-    """Cuts a stream into lines; what has no end yet is kept."""
+    """Splitter of a stream into lines; an unfinished line is kept."""
 
     rest: bytes = b""
 
@@ -168,7 +168,7 @@ class _Lines:
 
 
 class Reflector:
-    """Objects of one kind, as the API server has them. No clock, no IO: see the module."""
+    """Objects of one kind on the API server. No clock, no IO: see the module."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Object] = {}
@@ -182,20 +182,19 @@ class Reflector:
         self._code, self._trouble = 0, ""
 
     def status(self) -> ReflectorStatus:
-        """What is known now."""
         return ReflectorStatus(
             self._objects, self._synced, self._heard_s, self._code, self._trouble
         )
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows. Events that belong to no call under way change nothing."""
+        """Return the actions that follow. Events of calls that are not under way change nothing."""
         match event:
             case Start() | Woke():
                 return self._begin() if self._phase in (_Phase.IDLE, _Phase.PAUSING) else []
             case Listed() if self._phase is _Phase.LISTING:
                 return self._listed(event.body, now_s)
             case Opened() if self._phase is _Phase.WATCHING:
-                # That nothing is missed is not known before a probe says so.
+                # Only a probe shows that nothing was missed.
                 self._open, self._opened_s = True, now_s
                 self._trouble, self._code = "", 0
                 return []
@@ -276,12 +275,12 @@ class Reflector:
         return Changed(name) if _revision(before) != version else None
 
     def _list_anew(self, why: str, now_s: float, *, expired: bool) -> list[Action]:
-        """The watch cannot go on."""
+        """List anew, because the watch cannot continue."""
         self._rested(now_s)
         return [StopWatch(), *self._forget(why, GONE if expired else 0)]
 
     def _forget(self, why: str, code: int) -> list[Action]:
-        """List anew: at once where the past is merely gone, as after any longer outage."""
+        """List anew: at once if only the history is gone, as after any longer outage."""
         self._version = ""
         if code == GONE and not self._relisted:
             self._relisted = True
@@ -298,7 +297,7 @@ class Reflector:
         return self._fail(event.why or "the watch ended at once", event.code)
 
     def _rested(self, now_s: float) -> bool:
-        """Whether the watch was well for a while; then what failed before counts no more."""
+        """Return True if the watch was healthy for a while; earlier faults no longer count then."""
         steady = self._open and now_s >= self._opened_s + STEADY_S
         if steady:
             self._failures, self._relisted = 0, False
@@ -318,7 +317,7 @@ class Reflector:
         self._trouble, self._code = "", 0
 
     def _probed(self, event: Probed, now_s: float) -> list[Action]:
-        """A probe counts while a watch is open: what is being listed is not known yet."""
+        """Compare a probe; it counts only during a watch, as a list's objects are unknown yet."""
         if not (self._open and self._synced) or event.asked_s < self._opened_s:
             return []
         try:
@@ -327,7 +326,7 @@ class Reflector:
             return []
         if there == {_version_of(each) for each in self._objects.values()}:
             self._doubts = 0
-            # As of when it was asked: what came later may have changed since.
+            # The time of the request: later objects may have changed since.
             self._heard_s = max(event.asked_s, self._heard_s or event.asked_s)
             return []
         self._doubts += 1
@@ -338,7 +337,7 @@ class Reflector:
 
 
 class _ServerEndedError(Exception):
-    """The API server ended the watch by an ERROR event, of which `code` 410 means: too old."""
+    """The API server ended the watch with an ERROR event; `code` 410 means: too old."""
 
     def __init__(self, message: str, code: object) -> None:
         super().__init__(message)

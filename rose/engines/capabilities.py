@@ -1,6 +1,6 @@
-"""Capabilities that engines differ in: what the node refuses, `rose doctor` says and docs list.
+"""Capabilities in which engines differ: the node, `rose doctor` and the docs use this table.
 
-What all of them have to do is no capability but a promise: tests/engine/contract.
+What every engine has to do is not a capability but a promise: tests/engine/contract.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rose.engines.spec import EngineKind
 
 
 class Capability(StrEnum):
-    """By the name under which it stands in docs/engines.md."""
+    """A capability by its name in docs/engines.md."""
 
     LEND_HOST_MEMORY = "a host lends KV memory of the machine"
     LEND_GPU = "a host lends KV memory of a GPU"
@@ -51,5 +51,5 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
 
 
 def lacking(engine: EngineKind, capability: Capability) -> str | None:
-    """Why an engine does not have it, None where it does."""
+    """Return the reason why an engine lacks it, None if it has it."""
     return LACKS[engine].get(capability)

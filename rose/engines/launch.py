@@ -75,7 +75,7 @@ print("\\n" + json.dumps(broken))
 class BrokenPlugin(msgspec.Struct, frozen=True):
     """A plugin of an engine that cannot be imported; every engine logs it and runs without.
 
-    `folder`: where the metadata lies that names it, which may be left from an earlier installation.
+    folder: of the metadata that names it, which an earlier installation may have left.
     """
 
     name: str
@@ -94,9 +94,9 @@ _LOADED: Final = {
 def broken_plugins(
     python: str, env: Mapping[str, str], engine: EngineKind = EngineKind.VLLM
 ) -> list[BrokenPlugin]:
-    """Return the plugins of an engine that an interpreter finds and cannot import.
+    """Return the plugins of an engine that an interpreter lists and cannot import.
 
-    Raises OSError, TimeoutExpired or DecodeError where the interpreter does not say.
+    Raises OSError, TimeoutExpired or DecodeError if the interpreter gives no answer.
     """
     found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
         [python, "-c", _LOOK_AT_PLUGINS, _LOADED[engine]],
@@ -111,16 +111,16 @@ def broken_plugins(
 
 
 def check_host(engines: int) -> None:
-    """Raise unless vLLM is installed and memory for so many engines is free."""
+    """Raise unless vLLM is installed and memory for this many engines is free."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineStartError("vLLM is not installed here; run `make install`")
     check_memory(f"{engines} engines", engines * MIN_FREE_BYTES_PER_ENGINE)
 
 
 def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
-    """Raise unless so much memory can be had without swapping, and the headroom stays free.
+    """Raise unless this much memory can be had without swapping, and the headroom stays free.
 
-    Engines' processes talk through shared memory, too: that it can be written is checked first.
+    Engines' processes talk through shared memory, too: it must be writable, which is checked first.
     """
     try:
         tempfile.TemporaryFile(dir=SHARED_MEMORY).close()
@@ -140,7 +140,7 @@ def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
 
 
 def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
-    """Memory to expect of an engine: processes, weights as they lie on disk, KV cache."""
+    """Return the memory to expect of an engine: processes, weights as on disk, KV cache."""
     return MIN_FREE_BYTES_PER_ENGINE + weight_bytes(model_dir) + kv_bytes
 
 
@@ -208,7 +208,7 @@ def check_python(spec: EngineSpec) -> None:
         )
 
 
-# Options that break a promise of every role's, and of replicas': what each of them means.
+# Options that break a promise of every role, and of replicas, each with its meaning.
 _REFUSED: Final[Mapping[EngineKind, Mapping[str, str]]] = {
     EngineKind.VLLM: {},
     EngineKind.SGLANG: {
@@ -236,7 +236,7 @@ _NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
 
 
 def check_sglang(spec: EngineSpec) -> None:
-    """Raise where SGLang is not here."""
+    """Raise if SGLang is not installed."""
     if spec.python is None and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
@@ -245,7 +245,7 @@ def check_sglang(spec: EngineSpec) -> None:
 
 
 def check_options(spec: EngineSpec) -> None:
-    """Raise for an option that breaks a promise of this role's."""
+    """Raise for an option that breaks a promise of this role."""
     more = _REFUSED_IN_REPLICAS[spec.engine] if spec.role.is_replica else {}
     refused = {**_REFUSED[spec.engine], **more}
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
@@ -258,7 +258,7 @@ def check_options(spec: EngineSpec) -> None:
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise when the engine could not start: interpreter, model, profiles, port, memory."""
+    """Raise if the engine could not start: interpreter, model, profiles, port, memory."""
     if spec.python is not None:
         check_python(spec)
     if spec.engine is EngineKind.SGLANG:
@@ -290,7 +290,7 @@ _MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class EngineProcess:
-    """A running engine. `secret`: what its process asks for of whoever controls it as a replica."""
+    """A running engine. secret: required of callers that control it as a replica."""
 
     def __init__(self, spec: EngineSpec, process: ProcessGroup, secret: str = "") -> None:
         self.spec = spec
@@ -304,9 +304,9 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, spec: EngineSpec, keep: Keep | None = None) -> "EngineProcess":
-        """Start the engine without waiting for it. Raises ConfigError when it could not work.
+        """Start the engine without waiting for it. Raises ConfigError if it could not work.
 
-        `keep` lets it outlive this process for a while; None ends it with this process.
+        keep: lets it outlive this process for a while; None ends it with this process.
         """
         check_spec(spec)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -326,11 +326,11 @@ class EngineProcess:
     async def wait_healthy(
         self, timeout_s: float, held_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Return once it serves and is warm; EngineStartError when it dies or takes too long.
+        """Return once it serves and is warm. Raises EngineStartError if it ends or takes too long.
 
         A replica must answer at ROSE's endpoint too: vLLM serves on without a plugin that failed.
-        Its warm-up has a bound of its own, which stands still while the host leaves it no time.
-        `held_up`: whether it may not go on just now, so that this time does not count.
+        Its warm-up has a bound of its own, which pauses while the host leaves it no time.
+        held_up: returns True while it may not run, so that this time does not count.
         """
         now_s = asyncio.get_running_loop().time
         left_s, looked_s = timeout_s, now_s()
@@ -350,7 +350,7 @@ class EngineProcess:
         )
 
     async def warms_up(self) -> bool:
-        """Return True if the engine answers that its warm-up goes on."""
+        """Return True if the engine answers that its warm-up continues."""
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             state = await _state(session, self.spec.url) if self.spec.role.is_replica else None
@@ -387,18 +387,18 @@ class EngineProcess:
         )
 
     def last_words(self) -> str:
-        """The line of the log that best says why the engine ended."""
+        """Return the line of the log that best explains the engine's end."""
         try:
             tail = self.spec.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except FileNotFoundError:
             return "it wrote no log"
         lines = [_PREFIX.sub("", line).strip() for line in tail.splitlines()]
         meaningful = [line for line in lines if _MEANINGFUL.match(line)]
-        # The first error is the cause; those after it say that something else went down with it.
+        # The first error is the cause; later ones are its consequences.
         return (meaningful[:1] or [line for line in lines if line][-1:] or ["it wrote no log"])[0]
 
     async def stop(self) -> None:
-        """End it and everything it started."""
+        """End it and all processes that it started."""
         await self.process.stop()
 
 
@@ -411,7 +411,7 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _state(session: aiohttp.ClientSession, url: str) -> ReplicaState | None:
-    """A replica's account of itself, None where there is none."""
+    """Return a replica's state, None if it has none."""
     try:
         async with session.get(url + STATE) as response:
             return _STATE.decode(await response.read()) if response.status == 200 else None

@@ -1,4 +1,4 @@
-"""Process of an engine: what each kind makes of its specification, and what all of them get."""
+"""Process of an engine: each kind's command line, and what all kinds share."""
 
 from types import ModuleType
 
@@ -11,7 +11,7 @@ _KINDS: dict[EngineKind, ModuleType] = {EngineKind.VLLM: vllm, EngineKind.SGLANG
 
 
 def process_spec(spec: EngineSpec) -> ProcessSpec:
-    """The child process that is this engine."""
+    """Return the child process that is this engine."""
     kind = _KINDS[spec.engine]
     return ProcessSpec(
         name=spec.name,
@@ -28,8 +28,8 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
 def share_of(spec: EngineSpec) -> Share | None:
     """Return an engine's CPU share beside other processes, None for an equal one.
 
-    A guest on a GPU ranks above one on a CPU: its step, once begun, ends in the host's time if it
-    has to wait for a core.
+    A guest on a GPU ranks above one on a CPU: if it has to wait for a core, the step that it has
+    begun ends in the host's time.
     """
     if spec.role is not EngineRole.GUEST:
         return None

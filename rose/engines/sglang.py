@@ -1,7 +1,7 @@
 """SGLang's command line and environment for an engine.
 
-SGLang takes the size of its KV cache in tokens, so it is worked out of the model's configuration.
-Of its plugins an engine runs those of its role; a stock one runs none.
+SGLang takes the size of its KV cache in tokens, computed here from the model's configuration. An
+engine runs the plugins of its role; a stock one runs none.
 """
 
 import json
@@ -28,25 +28,25 @@ _CPU_ARGS: Final = (
     "--mem-fraction-static=0.1",
 )
 _REPLICA_ARGS: Final = (
-    # A stream's parts hold what is new, so that each token is told with its version.
+    # Each part of a stream holds only new tokens, so that each is reported with its version.
     "--incremental-streaming-output",
-    # One convention for all engines: lower first. Who runs stays, as in vLLM.
+    # The convention of all engines: lower first. Running requests stay, as in vLLM.
     "--enable-priority-scheduling",
     "--schedule-low-priority-values-first",
     "--disable-priority-preemption",
 )
-# A frozen engine generates nothing, and is well.
+# A frozen engine generates nothing, and is healthy.
 _REPLICA_ENV: Final = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 _CPU_ENV: Final = {
     "OMP_NUM_THREADS": "1",
-    # Its CPU kernels are vLLM's, which ask for what they run on.
+    # Its CPU kernels are vLLM's, which ask for their platform.
     "VLLM_TARGET_DEVICE": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
 }
 
 
 def arguments(spec: EngineSpec) -> list[str]:
-    """Options behind the module's name."""
+    """Return the options after the module's name."""
     made = [
         f"--model-path={spec.model_dir}",
         f"--served-model-name={spec.name}",
@@ -59,7 +59,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         f"--stream-interval={spec.stream_interval}",
         f"--load-format={spec.load_format}",
         "--skip-server-warmup",
-        # An idle engine waits for messages: it would spin on a core that others share.
+        # An idle engine waits for messages: otherwise it would spin on a core that others share.
         "--sleep-on-idle",
     ]
     if spec.device is Device.CPU:
@@ -69,13 +69,13 @@ def arguments(spec: EngineSpec) -> list[str]:
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
         if spec.device is not Device.CPU:
-            # Between two steps nothing is in flight: weights and granules may be touched there.
+            # Nothing is in flight between two steps: weights and granules may be changed there.
             made.append("--disable-overlap-schedule")
     return [*made, *spec.extra_args]
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that are SGLang's alone."""
+    """Return the variables that are SGLang's alone."""
     return {
         "SGLANG_PLUGINS": _PLUGINS[spec.role],
         **(_CPU_ENV if spec.device is Device.CPU else {}),
@@ -84,7 +84,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def kv_tokens(spec: EngineSpec) -> int:
-    """Tokens whose keys and values fill `kv_bytes`. Raises ConfigError for another architecture."""
+    """Return the tokens that fill `kv_bytes`. Raises ConfigError for an unknown architecture."""
     path = Path(spec.model_dir) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Specification of an engine: one frozen record, of which each kind makes its command line.
+"""Specification of an engine: one frozen record, from which each kind makes its command line.
 
 `module_path` makes ROSE's source tree usable for an interpreter that has an engine but not ROSE
 installed. Engines find plugins by the entry points of installed distributions. Metadata in a folder
@@ -20,9 +20,9 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 def module_path(folder: Path, root: Path = _ROOT) -> str:
-    """Write the metadata into `folder`; the PYTHONPATH to start the other interpreter with.
+    """Write the metadata into `folder`; return the other interpreter's PYTHONPATH.
 
-    Raises ConfigError where ROSE does not run from a source tree.
+    Raises ConfigError if ROSE does not run from a source tree.
     """
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -50,7 +50,7 @@ def _entry_points(project: dict[str, Any]) -> str:
 
 
 class EngineRole(StrEnum):
-    """The part an engine plays on its GPU."""
+    """Role of an engine on its GPU."""
 
     HOST = "host"
     GUEST = "guest"
@@ -65,7 +65,7 @@ class EngineRole(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """Software that serves."""
+    """Software of an engine."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -87,16 +87,16 @@ class EngineSpec:
     control_page: page shared by a host and its guests; page_group: the group that may map it.
     orphan_s: how long a guest outlives the last grant.
     headroom_bytes: memory of the machine that has to stay free when it starts.
-    cgroup: where it is put, None leaves it where its parent is.
+    cgroup: folder that it is moved to, None for its parent's.
     verify_key: hex of the key that signs manifests. unsigned: without a key updates are taken only
-    where this is said.
+    with this set.
     weights_dir: folder of chunks and manifests, the only one that updates are read from; None takes
     no updates.
-    warm_up_s: a replica runs every size of step before it is healthy, for at most so long; None
-    leaves that out.
+    warm_up_s: a replica runs every size of step before it is healthy, within this time; None leaves
+    that out.
     kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
     step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
-    engine: what it runs; the same sizes mean the same with each.
+    engine: software that it runs; the same sizes mean the same with each.
     python: interpreter with the engine to start, None for this one; see `check_python`.
     device: on a GPU neither KV nor weights are memory of this machine, and no core is shared.
     enforce_eager: without compilation and CUDA graphs; a CPU needs it.

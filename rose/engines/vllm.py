@@ -1,7 +1,7 @@
 """vLLM's command line and environment for an engine, the same for all versions that ROSE knows.
 
-Each engine runs its worker inside its engine core (UniProcExecutor): as two processes they would
-starve each other on one core, and only there the scheduler's plugin reaches the KV memory.
+Each engine runs its worker inside its engine core (UniProcExecutor): two processes would starve
+each other on one core, and only there the scheduler's plugin reaches the KV memory.
 """
 
 from rose.engines.spec import Device, EngineRole, EngineSpec
@@ -24,22 +24,23 @@ _REPLICA_ARGS = (
     "--logprobs-mode=processed_logprobs",
     "--generation-config=vllm",
     "--disable-log-stats",
-    # The routes, where vLLM has no endpoint plugins.
+    # The routes, for a vLLM without endpoint plugins.
     "--middleware=rose.replica.endpoint.EndpointMount",
-    # Unused routes are shut, control needs a secret. The last middleware is the outermost, so
-    # that turns skip the others.
+    # Closes unused routes, and requires a secret for control. The last middleware is the outermost,
+    # so
+    # turns skip the others.
     "--middleware=rose.replica.asgi.AccessFilter",
     "--middleware=rose.replica.asgi.GenerateShortcut",
 )
-# KV memory is given in bytes. All that is left of vLLM's share of a GPU is that so much of it is
-# free when an engine starts, which would keep a guest from starting beside its host.
+# KV memory is given in bytes. vLLM's share only has to be free when an engine starts; a larger one
+# would keep a guest from starting beside its host.
 _NO_SHARE = "--gpu-memory-utilization=0.01"
 # Engines of one CPU share its cores.
 _CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def arguments(spec: EngineSpec) -> list[str]:
-    """Options behind the module's name."""
+    """Return the options after the module's name."""
     made = [
         f"--model={spec.model_dir}",
         f"--served-model-name={spec.name}",
@@ -69,7 +70,7 @@ def arguments(spec: EngineSpec) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that are vLLM's alone."""
+    """Return the variables that are vLLM's alone."""
     env = {
         "VLLM_PLUGINS": _PLUGINS[spec.role],
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,7 +1,7 @@
-"""Trainers of others through ROSE: what each needs beside its own configuration.
+"""Integrations of trainers: what each needs beside its own configuration.
 
-trainer's tensors --> PolicyPublisher --> WeightPublisher --> nodes
-trainer's prompts --> its own client, or `rose.client` --> gateway
+trainer's tensors --> PolicyPublisher --> WeightPublisher --> nodes trainer's prompts --> its own
+client, or `rose.client` --> gateway
 """
 
 from rose.integrations.publisher import PolicyPublisher, PolicyReceipt

@@ -1,10 +1,10 @@
-"""DedicatedPool: dedicated replicas on what Ray gives: actors whose body is `rose node`.
+"""DedicatedPool: dedicated replicas on a Ray cluster: actors whose body is `rose node`.
 
     scale(n)   placement group ── bundle ── actor ── `rose node` ── engine
-    drain()    turns end elsewhere, engines end, actors end, placement groups are given back
+    drain()    turns continue elsewhere; engines, actors and placement groups end
 
-An actor that Ray or anybody kills takes its node and engine with it, and Ray starts it again in the
-same bundle; a node that ends by itself ends its actor. Turns of a lost replica go on at another.
+A killed actor takes its node and engine with it, and Ray starts it again in the same bundle; a node
+that ends by itself ends its actor. Turns of a lost replica continue on another one.
 """
 
 import os
@@ -32,15 +32,15 @@ from rose.process import launcher
 
 T = TypeVar("T")
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-# A node that ended sooner failed: it is not begun again at once.
+# A node that ended sooner failed: it is not restarted at once.
 SHORT_LIFE_S, PAUSE_S = 30.0, 5.0
 LOOK_S = 0.2
-# Of Ray itself: the creation of a process that imports ROSE.
+# Time for Ray to create a process that imports ROSE.
 ANSWER_S = 60.0
 
 
 class NodeActor:
-    """Body of an actor: runs `rose node` for as long as it lives, and lives no longer than that."""
+    """Body of an actor, which runs `rose node` and ends with it."""
 
     def __init__(self, node: PoolNode, gpus: int) -> None:
         self._node = node
@@ -58,13 +58,13 @@ class NodeActor:
         threading.Thread(target=self._run, args=(file,), name="rose-node", daemon=True).start()
 
     def place(self) -> dict[str, Any]:
-        """Where it runs, and where gateways of other machines reach it."""
+        """Return where it runs, and the address at which gateways of other machines reach it."""
         pid = self._process.pid if self._process else None
         said = {"node": self._node.name, "host": _own_address(), "proxy": self._proxy}
         return said | {"gpu": self._device, "pid": pid}
 
     def healthy(self) -> bool:
-        """Whether its engine answers."""
+        """Return True if its engine answers."""
         try:
             url = f"http://127.0.0.1:{self._port}/health"
             with open_directly(url, 2.0) as answer:
@@ -73,7 +73,7 @@ class NodeActor:
             return False
 
     def drain(self, timeout_s: float) -> bool:
-        """End the node: its turns go on elsewhere. Whether it ended by itself in time."""
+        """End the node: its turns continue elsewhere. Returns True if it ended in time."""
         self._draining.set()
         process = self._process
         if process is not None and process.poll() is None:
@@ -83,7 +83,7 @@ class NodeActor:
     def _run(self, file: Path) -> None:
         began_s = time.monotonic()
         placer = (sys.executable, "-I", "-S", str(launcher.__file__), f"parent={os.getpid()}")
-        # An earlier life of it may still be ending.
+        # Its earlier life may still be ending.
         node = (sys.executable, "-m", "rose.main.node", "--standby", "--config", str(file))
         with (file.parent / "node.log").open("ab") as log:
             self._process = subprocess.Popen([*placer, "--", *node], stdout=log, stderr=log)  # noqa: S603
@@ -105,10 +105,10 @@ class _Member:
 
 
 class DedicatedPool:
-    """Replicas that a job has for itself, on resources of a Ray cluster.
+    """Replicas of one job alone, on resources of a Ray cluster.
 
-    Use it as a context manager, or `drain` it. It belongs to its driver: when that ends, however it
-    ends, so do its replicas.
+    Use it as a context manager, or `drain` it. It belongs to its driver: its replicas end when that
+    ends, in any way.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class DedicatedPool:
         max_restarts: int = 16,
         timeout_s: float = 300.0,
     ) -> None:
-        """Start so many; `wait_healthy` waits for their engines.
+        """Start `replicas` of them; `wait_healthy` waits for their engines.
 
-        num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. `node`: as in a node's file
+        num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. node: as in a node's file
         (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
-        `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. `replica`: as
-        there, without `id`, `kind`, `port` and `device`. `proxy`: as there, without `host` and
-        `port`, {} where certificates do; gateways of other machines reach replicas through it, and
-        without one those of their own machine alone.
+        `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. replica: as
+        there, without `id`, `kind`, `port` and `device`. proxy: as there, without `host` and
+        `port`, {} with certificates; gateways of other machines reach replicas through it, and
+        without one only those of their own machine.
         placement: of replicas that are started together. With all but PACK Ray has their resources
         back once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
-        Raises `ConfigError`, `UnavailableError` where Ray has no room.
+        Raises `ConfigError`, and `UnavailableError` if Ray has no room.
         """
         if placement not in get_args(Placement):
             raise ConfigError(
@@ -168,9 +168,10 @@ class DedicatedPool:
         return len(self._members)
 
     def scale(self, replicas: int) -> None:
-        """Have so many from now on; those that are too many are drained, the newest first.
+        """Change the number of replicas; surplus ones are drained, the newest first.
 
-        What Ray restarts no more is replaced. Raises `UnavailableError` where Ray has no room.
+        A replica that Ray no longer restarts is replaced. Raises `UnavailableError` if Ray has no
+        room.
         """
         if replicas < 0:
             raise ConfigError(f"{replicas} replicas are none; give 0 or more")
@@ -182,7 +183,7 @@ class DedicatedPool:
             self._members += self._begin(missing)
 
     def drain(self) -> None:
-        """End all replicas: turns go on elsewhere, and Ray has its resources back."""
+        """End all replicas: turns continue elsewhere, and Ray has its resources back."""
         members, self._members = self._members, []
         self._end(members)
 
@@ -201,7 +202,7 @@ class DedicatedPool:
             time.sleep(LOOK_S if waits else 0)
 
     def places(self) -> list[dict[str, Any]]:
-        """Where each replica runs; {} of one that does not answer now."""
+        """Return where each replica runs; {} for one that does not answer now."""
         return [self._asked(member.actor.place.remote(), {}) for member in self._members]
 
     # ---- actors ----
@@ -221,16 +222,16 @@ class DedicatedPool:
                 num_gpus=self._gpus,
                 scheduling_strategy=strategy,
                 max_restarts=self._restarts,
-                # A drain waits while others ask.
+                # A drain waits while other calls ask.
                 max_concurrency=4,
             ).remote(node, self._gpus)
             made.append(_Member(node, actor, group))
         return made
 
     def _bundles(self, count: int) -> list[tuple[Any, int]]:
-        """Places for so many replicas: (placement group, bundle in it)."""
+        """Return places for `count` replicas: (placement group, bundle in it)."""
         bundle = {"CPU": self._cpus} | ({"GPU": self._gpus} if self._gpus else {})
-        # Groups of one are packed too, and each is given back with its replica.
+        # Groups of one are packed too, and each is returned with its replica.
         sizes = [1] * count if self._placement == "PACK" else [count]
         groups = [placement_group([bundle] * size, strategy=self._placement) for size in sizes]
         until_s = time.monotonic() + self._timeout_s
@@ -255,7 +256,7 @@ class DedicatedPool:
                 remove_placement_group(group)
 
     def _lives(self, member: _Member) -> bool:
-        """Whether Ray has it, or starts it again."""
+        """Return True if Ray has it, or starts it again."""
         try:
             ray.get(member.actor.place.remote(), timeout=ANSWER_S)
         except ray.exceptions.ActorUnavailableError:
@@ -273,10 +274,10 @@ class DedicatedPool:
 
 
 def _own_address() -> str:
-    """Of this machine, as Ray's others reach it."""
+    """Return this machine's address, as Ray's others reach it."""
     return str(ray.util.get_node_ip_address())
 
 
 def _device(given: int | str) -> int | str:
-    """A GPU as Ray says it: an index, or a UUID."""
+    """Return a GPU in Ray's form: an index, or a UUID."""
     return int(given) if str(given).isdigit() else str(given)

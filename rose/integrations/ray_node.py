@@ -1,6 +1,6 @@
-"""PoolNode: the file of one node of a pool on Ray, of which each machine fills in what is its own.
+"""PoolNode: the file of one node of a pool on Ray, completed on its own machine.
 
-Apart from Ray, so that what a node is told is tested without a cluster.
+It is apart from Ray, so that it can be tested without a cluster.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _PLACED = ("host", "port")
 
 @dataclass(frozen=True, slots=True)
 class PoolNode:
-    """One actor's node: the file's content, but for what only its machine knows."""
+    """File of one actor's node, without what only its machine knows."""
 
     name: str
     config: Mapping[str, Any]
@@ -32,7 +32,7 @@ class PoolNode:
     def write(
         self, port: int, device: int | str | None, proxied: tuple[str, int] | None = None
     ) -> Path:
-        """The node's file, in its own run folder. proxied: host and port of its proxy."""
+        """Write the node's file into its own run folder. proxied: host and port of its proxy."""
         folder = Path(self.config["run_dir"]) / self.name
         folder.mkdir(parents=True, exist_ok=True)
         own = self._content(port, device, proxied)
@@ -41,7 +41,7 @@ class PoolNode:
         return file
 
     def check(self) -> None:
-        """Raise `ConfigError` before anything is started; folders are looked for where they are."""
+        """Raise `ConfigError` before anything starts; folders are checked on their own machine."""
         for name in ("node", "replicas", "proxy"):
             if name in self.config:
                 raise ConfigError(f"the pool sets {name!r} itself; leave it out of `node`")

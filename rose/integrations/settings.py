@@ -1,4 +1,4 @@
-"""Settings of a trainer's side: where ROSE is, and what the job is.
+"""Settings of a trainer's side: the addresses of ROSE, and the job.
 
 Trainers start their workers themselves, so each setting has an environment variable too:
 
@@ -33,11 +33,12 @@ class TrainerSettings:
     """Settings of one job's trainer; they pickle, so that every worker gets the same.
 
     checkpoint: Hugging Face folder that replicas start with: version 0, and the names and dtypes of
-    all that is published. root: folder of published versions, the job's own; a trainer that starts
-    again with it goes on. key: file of the job's signing key. host, port: where nodes fetch
-    versions, 0 for any free port. replicas: so many must serve a version before `publish` returns.
+    all published weights. root: folder of published versions, the job's own; a trainer that
+    restarts with it continues. key: file of the job's signing key. host, port: address at which
+    nodes fetch versions, 0 for any free port. replicas: how many must serve a version before
+    `publish` returns.
     timeout_s: bound of each wait. take_over: replace a trainer of this job that still runs.
-    token_file: what gateways are shown, of `rose token issue --out`. ca, certificate and
+    token_file: token shown to gateways, of `rose token issue --out`. ca, certificate and
     certificate_key: of a cluster that has certificates; gateways may need no more than the ca.
     """
 
@@ -60,7 +61,7 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         for name in _FILES:
-            # Trainers' own configurations say folders as text.
+            # Trainers' own configurations give folders as text.
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, Path(given))
         for name in ("job", "scheduler", "gateway", "checkpoint", "root", "key"):
@@ -77,7 +78,7 @@ class TrainerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **given: object) -> Self:
-        """Read the environment; what is given goes before it. Raises `ConfigError`."""
+        """Read the environment; the arguments override it. Raises `ConfigError`."""
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = dict(given)
         for field in fields(cls):
@@ -90,23 +91,23 @@ class TrainerSettings:
         return cls(**values)
 
     def signing_key(self) -> SigningKey:
-        """The job's key. Raises `ConfigError` where its file is none."""
+        """Return the job's key. Raises `ConfigError` for any other file."""
         return signing_key(self.key)
 
     def certificates(self) -> CertificateFiles | None:
-        """The trainer's certificate, where the cluster has some."""
+        """Return the trainer's certificate, None in a cluster without certificates."""
         if self.certificate is None and self.certificate_key is None:
             return None
         return files_of(self.ca, self.certificate, self.certificate_key)
 
     def client(self) -> BlockingRolloutClient:
-        """Make a client of the job's gateway, for rollouts of the trainer's own."""
+        """Return a client of the job's gateway, for rollouts of the trainer's own."""
         return BlockingRolloutClient(
             self.gateway, self.timeout_s, credentials=self.credentials(), job=self.job
         )
 
     def credentials(self) -> GatewayCredentials:
-        """What the gateway is shown."""
+        """Return the credentials for the gateway."""
         return GatewayCredentials(self.token_file, self.ca, self.certificate, self.certificate_key)
 
 

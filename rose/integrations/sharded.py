@@ -1,7 +1,7 @@
 """ShardedPolicyPublisher: for a trainer whose ranks cannot gather on one of them.
 
     first     each rank: its shard of a whole version, a base --> first rank: signed, announced
-    then      each rank: what changed in its shard            --> likewise
+    then      each rank: the changes of its shard             --> likewise
     stores    one folder that all ranks share, or each rank's own, served by itself
 
 The first publication of each process is a base, so a trainer may start from any weights.
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What all ranks must know of the checkpoint: shapes by name, the dtype of weights, sizes."""
+    """Facts of the checkpoint that all ranks need: shapes by name, the dtype of weights, sizes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str
@@ -80,8 +80,8 @@ class ShardedPolicyPublisher(PolicyPublisher):
     def publish_state(self, state: "Mapping[str, torch.Tensor]", *, wait: bool = True) -> int:
         """Publish a state dict of DTensors or plain tensors, and return its version.
 
-        Collective, and so are its errors: where one rank fails all raise, and the next publication
-        may succeed. `state` must not change until this returns. Raises `UnfitWeightsError`,
+        Collective, and so are its errors: if one rank fails all raise, and the next publication may
+        succeed. `state` must not change until this returns. Raises `UnfitWeightsError`,
         `RefusedError`, `UnavailableError`.
         """
         began_s = time.perf_counter()
@@ -104,7 +104,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
         return manifest.version
 
     def close(self) -> None:
-        """Stop serving; what was published stays."""
+        """Stop serving; published versions stay."""
         thread, self._serving = self._serving, None
         if thread is not None and thread.alive:
             if self._server is not None:
@@ -147,7 +147,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
             _everywhere(sharded.publish_base)
 
     def _opened_store(self) -> tuple[ChunkStore, str]:
-        """This rank's store, and where it is served: "" for the first rank's."""
+        """Return this rank's store, and its address: "" for the first rank's."""
         settings = self.settings
         if rank() == 0 or not self._own_stores:
             return ChunkStore(settings.root), ""
@@ -166,7 +166,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
-        """The first rank collects nothing meanwhile."""
+        """Add a shard; the first rank collects no garbage meanwhile."""
         entered: list[Any] = []
 
         def enter() -> None:
@@ -190,7 +190,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
         return _Layout.of(self._of_base())
 
     def _announce(self) -> None:
-        """Also what could not be announced the last time."""
+        """Announce the version, and any that could not be announced before."""
         while self._unannounced:
             version, parent = self._unannounced[0]
             self._on_loop(lambda own: own.announce(version, parent))  # noqa: B023 - called at once
@@ -212,7 +212,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
 
 
 def _fitting(state: "Mapping[str, torch.Tensor]", layout: _Layout) -> "dict[str, torch.Tensor]":
-    """The checkpoint's tensors out of a trainer's; raises `UnfitWeightsError`."""
+    """Return the checkpoint's tensors of a trainer's state. Raises `UnfitWeightsError`."""
     named = {checkpoint_name(name): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in named.items() if name in layout.shapes}
     kept = {_place(tensor) for tensor in fitting.values()}
@@ -233,13 +233,13 @@ def _fitting(state: "Mapping[str, torch.Tensor]", layout: _Layout) -> "dict[str,
 
 
 def _place(tensor: "torch.Tensor") -> object:
-    """Where its weights lie: tied names share it. A rank without any has nothing to tell."""
+    """Return the address of its storage: tied names share it; None for a rank without any."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.data_ptr() if local.numel() else None
 
 
 def _from_first(work: Callable[[], T], take: Callable[[T], None] | None = None) -> T:
-    """What the first rank makes, on all ranks; all raise what it raises."""
+    """Return the first rank's result on all ranks; all raise its error."""
     made = _shared(work if rank() == 0 else None)
     if take is not None:
         take(made)
@@ -247,7 +247,7 @@ def _from_first(work: Callable[[], T], take: Callable[[T], None] | None = None) 
 
 
 def _everywhere(work: Callable[[], T]) -> T:
-    """What each rank makes; where one fails all raise."""
+    """Return each rank's result; if one fails all raise."""
     import torch.distributed as dist
 
     failed: Exception | None = None

@@ -1,6 +1,7 @@
-"""Versions of trainers that were tried with ROSE: a plugin reaches into one, so it refuses others.
+"""Versions of trainers that were tested with ROSE: a plugin reaches into one, so others are
+refused.
 
-ROSE_UNTESTED=trl,verl     let these in, whatever their version
+ROSE_UNTESTED=trl,verl     allow these, whatever their version
 """
 
 import os
@@ -13,7 +14,7 @@ UNTESTED = "ROSE_UNTESTED"
 
 
 def check_tested(package: str, tested: Sequence[str]) -> str:
-    """Return the installed version of a trainer. ConfigError where nobody tried it."""
+    """Return the installed version of a trainer. Raises ConfigError for an untested one."""
     known = ", ".join(tested)
     try:
         found = version(package)

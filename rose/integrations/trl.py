@@ -3,8 +3,7 @@
     use(settings)                 GRPOTrainer, RLOOTrainer, …: use_vllm=True, vllm_mode="server",
                                   with or without a rollout_func
     RoseWeightTransfer(settings)  AsyncGRPOTrainer(weight_transfer=…), by TRL's own protocol
-    PublishCallback(settings)     a trainer that knows nothing of vLLM: use_vllm=False and a
-                                  rollout_func
+    PublishCallback(settings)     a trainer without vLLM: use_vllm=False and a rollout_func
 
 Prompts go to the gateway as to vLLM's own server. Weights go to replicas as versions, while turns
 run: nothing is paused, and no NCCL group is made. The trainer's environment needs no vLLM.
@@ -37,32 +36,32 @@ if TYPE_CHECKING:
     import torch
 
 Made = dict[str, Any]
-"""Answers, as TRL reads them."""
+"""Answers in TRL's form."""
 Option = Any
 
 TESTED = ("1.16.0",)
 check_tested("trl", TESTED)
 
-# A gateway that cannot now, or whose replicas are not at the wanted version yet.
+# Statuses of a gateway that is busy, or whose replicas are not at the wanted version yet.
 LATER = RETRIED | {409}
 PAUSE_S = 1.0
-# So often it is asked whether it lives while turns are waited for, and so long for its answer.
+# Period of health probes while turns are waited for, and the time limit of each.
 PROBE_S, HEALTH_S = 2.0, 2.0
-# So many probes in a row without an answer: the gateway is gone, though its connection is not.
+# Probes in a row without an answer after which the gateway is gone, despite its connection.
 MOST_MISSED = 3
 
 
 def use(settings: TrainerSettings) -> PolicyPublisher:
-    """Let server mode mean ROSE, for every trainer that is built after this.
+    """Make server mode use ROSE, for every trainer that is built after this.
 
-    TRL has no argument for the class of its client: this puts another one in its place, in
-    `trl.generation.vllm_generation`. What publishes is returned; it ends with the process. Raises
+    TRL has no argument for the class of its client: this replaces the class in
+    `trl.generation.vllm_generation`. Returns the publisher; it ends with the process. Raises
     `ConfigError`.
     """
     publisher = PolicyPublisher(settings)
 
     class Client(RoseVLLMClient):
-        """Of these settings."""
+        """HTTP client of the gateway named in TrainerSettings."""
 
         def __init__(self, *_: object, connection_timeout: float = 0.0, **__: object) -> None:
             super().__init__(publisher, connection_timeout)
@@ -76,12 +75,12 @@ def use(settings: TrainerSettings) -> PolicyPublisher:
 class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this is checked
     """TRL's client of a vLLM server, for a gateway: the same requests, and versions for weights.
 
-    Each request is asked again, under the same id, while the gateway cannot answer, for as long as
+    Each request is repeated, under the same id, while the gateway cannot answer, for at most
     `settings.timeout_s`. Raises `RoseError` with one line.
     """
 
     def __init__(self, publisher: PolicyPublisher, connection_timeout: float = 0.0) -> None:
-        # Not TRL's own: it asks for vLLM, and what it opens waits for ever.
+        # TRL's own session is not used: it asks for vLLM, and its connections wait for ever.
         self.settings = publisher.settings
         self.publisher = publisher
         self.base_url = self.settings.gateway.rstrip("/")
@@ -91,7 +90,7 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.0) -> None:
-        """Return once the gateway answers. UnavailableError after `total_timeout` seconds."""
+        """Return once the gateway answers. Raises UnavailableError after `total_timeout` s."""
         deadline_s = time.monotonic() + total_timeout
         while not self._answers():
             if time.monotonic() >= deadline_s:
@@ -102,18 +101,18 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
             time.sleep(retry_interval or PAUSE_S)
 
     def get_server_info(self) -> Made:
-        """What TRL asks vLLM for: replicas take weights, and their logprobs are the sampler's."""
+        """Return the info that TRL asks for: replicas take weights and return sampler logprobs."""
         return {
             "weight_transfer_config": {"backend": "rose"},
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }
 
     def init_communicator(self, device: object = 0) -> None:
-        """Register the job, and take up the versions that it has."""
+        """Register the job, and take up its existing versions."""
         self.publisher.start()
 
     def generate(self, prompts: Sequence[object], **options: Option) -> Made:
-        """As TRL's, by policies that are no staler than the job's bound."""
+        """Generate as TRL's client does, by policies within the job's staleness bound."""
         if options.get("features") is not None:
             raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
         own = {"min_version": self.publisher.oldest_allowed, "request_id": uuid.uuid4().hex}
@@ -122,18 +121,18 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         return made
 
     def image_features(self, images: object, **_: object) -> list[dict[str, Any] | None]:
-        """Refuse them."""
+        """Refuse images."""
         raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
 
     def update_named_params(self, metadata: object, named_params: Named) -> None:
-        """Publish the next version; TRL asks its first rank alone, and the others walk along."""
+        """Publish the next version; TRL calls its first rank alone, and the others take part."""
         self.publisher.publish(named_params, collective=False)
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing: no version sees the prefixes of another."""
+        """Do nothing: each version has a prefix cache of its own."""
 
     def close_communicator(self) -> None:
-        """Stop publishing; what is published stays."""
+        """Stop publishing; published versions stay."""
         self.publisher.close()
 
     # ---- requests ----
@@ -171,10 +170,10 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
 
 
 class RoseWeightTransfer:
-    """TRL's `WeightTransferProtocol`: what `AsyncGRPOTrainer(weight_transfer=…)` takes.
+    """TRL's `WeightTransferProtocol`, for `AsyncGRPOTrainer(weight_transfer=…)`.
 
     wait: each sync returns once the version is served, so that TRL's own count of staleness is
-    true. Rollouts go on meanwhile.
+    right. Rollouts continue meanwhile.
     """
 
     def __init__(self, settings: TrainerSettings, *, wait: bool = True) -> None:
@@ -185,29 +184,29 @@ class RoseWeightTransfer:
         _need_no_vllm(async_rollout_worker)
 
     def init_weight_transfer(self) -> None:
-        """Register the job, and take up the versions that it has."""
+        """Register the job, and take up its existing versions."""
         self.publisher.start()
 
     def pause(self) -> None:
         """Do nothing: a replica takes a version between two of its steps."""
 
     def send_weights(self, iterator: Named) -> None:
-        """Publish the next version; TRL asks its first rank alone, and the others walk along."""
+        """Publish the next version; TRL calls its first rank alone, and the others take part."""
         self.publisher.publish(iterator, wait=self._wait, collective=False)
 
     def resume(self) -> None:
         """Do nothing."""
 
     def destroy(self) -> None:
-        """Stop publishing; what is published stays."""
+        """Stop publishing; published versions stay."""
         self.publisher.close()
 
 
 class PublishCallback(TrainerCallback):  # type: ignore[misc]
-    """Publishes a version as training begins and after every so many steps of the optimiser.
+    """Callback that publishes a version as training begins and after every few optimiser steps.
 
     For trainers whose rollout_func asks the gateway itself; a rollout_func beside `use_vllm=True`
-    needs none. Weights are plain or FSDP2's; adapters are refused.
+    does not need it. Weights are plain or FSDP2's; adapters are refused.
     """
 
     def __init__(self, settings: TrainerSettings, every: int = 1) -> None:
@@ -217,7 +216,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: object, state: object, control: object, model: "torch.nn.Module", **_: object
     ) -> None:
-        """Replicas may have another run's weights, or version 0 where training goes on."""
+        """Publish: replicas may have another run's weights, or version 0 if training is resumed."""
         self.publisher.publish(model.named_parameters())
 
     def on_step_end(
@@ -228,17 +227,17 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         model: "torch.nn.Module",
         **_: object,
     ) -> None:
-        """A step of the optimiser is over."""
+        """Publish after an optimiser step, if it is due."""
         if state.global_step % self._every == 0:
             self.publisher.publish(model.named_parameters())
 
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
-        """Stop publishing; what is published stays."""
+        """Stop publishing; published versions stay."""
         self.publisher.close()
 
 
 class _Asked:
-    """One request on a thread of its own, so that somebody sees when its gateway falls silent."""
+    """One request in a thread of its own, so that a silent gateway is noticed."""
 
     def __init__(
         self, session: requests.Session, method: str, url: str, options: dict[str, Any]
@@ -251,7 +250,7 @@ class _Asked:
         self._thread.start()
 
     def done(self, within_s: float) -> bool:
-        """Whether it is over."""
+        """Return True if it is over."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -266,13 +265,12 @@ class _Asked:
 
 
 class _Shown(requests.auth.AuthBase):
-    """The newest token with each request."""
+    """Authentication of requests with the newest token."""
 
     def __init__(self, token: TokenFile) -> None:
         self._token = token
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """As requests asks for it."""
         request.headers["Authorization"] = f"Bearer {self._token.token()}"
         return request
 
@@ -303,14 +301,14 @@ def _read(answer: requests.Response) -> Made:
 
 
 def _message(answer: requests.Response) -> str:
-    """What a gateway says that is wrong, in a line."""
+    """Return the gateway's error in a line."""
     with contextlib.suppress(requests.JSONDecodeError, KeyError, TypeError):
         return str(answer.json()["error"]["message"])
     return f"status {answer.status_code}"
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause, which says more than the layers around it."""
+    """Return the innermost cause, which says more than the layers around it."""
     for cause in _causes(error):
         error = cause
     return f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
@@ -323,6 +321,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _need_no_vllm(module: ModuleType) -> None:
-    """TRL insists on an installed vLLM where it speaks to a server, and uses nothing of it."""
+    """Make TRL accept a missing vLLM, which it requires and does not use in server mode."""
     if find_spec("vllm") is None:
         vars(module)["is_vllm_available"] = lambda *_, **__: True

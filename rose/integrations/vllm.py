@@ -6,8 +6,8 @@
     )
     engine.send_weights()  # all ranks together, after each step
 
-A trainer that speaks this interface (vLLM 0.32) keeps its code but for the line of the init info;
-the client, which drives one vLLM's control plane, is not asked anything.
+A trainer with this interface (vLLM 0.32) changes only the line of the init info; the client, which
+drives one vLLM's control plane, is not used.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ BACKEND = "rose"
 
 @dataclass
 class RoseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's types are not checked
-    """settings: where ROSE is and what the job is; without them the environment says (`ROSE_*`)."""
+    """settings: of the trainer's side; without them the environment's (`ROSE_*`)."""
 
     backend: ClassVar[str] = BACKEND
     settings: TrainerSettings | None = None
 
 
 class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes the source's tensors as the job's next version, and waits until it is served."""
+    """Publisher of the source's tensors as the job's next version; it waits until it is served."""
 
     init_info_cls = RoseTrainerInitInfo
 
@@ -77,7 +77,7 @@ class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return cls(publisher, client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Publish, on all ranks together; returns once it is served. Raises `RoseError`."""
+        """Publish, on all ranks together; return once it is served. Raises `RoseError`."""
         self.publisher.publish(self.source)
 
     def shutdown(self) -> None:

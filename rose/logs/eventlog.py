@@ -1,4 +1,4 @@
-"""Logs of one process: records from which figures are recomputed, and what it did.
+"""Logs of one process: its events, and raw records from which figures are recomputed.
 
 Writing to a log never fails and, for logs of `Logs`, never waits for a disk: a thread writes them.
 """
@@ -46,7 +46,7 @@ class JsonlLog:
         thread: LogThread | None = None,
         marker: Mapping[str, object] = _NO_FIELDS,
     ) -> None:
-        """`thread`: who writes; None writes at once, in the caller."""
+        """thread: the writer; None writes at once, in the caller."""
         self._file = BoundedFile(path, limits, marker)
         self._thread = thread
         self._listener: Callable[[Mapping[str, object]], None] | None = None
@@ -56,7 +56,7 @@ class JsonlLog:
             thread.put(self._file.begin)
 
     def listen(self, listener: Callable[[Mapping[str, object]], None]) -> None:
-        """Hand every record to one listener as well, in the thread that writes it."""
+        """Pass every record to one listener as well, in the thread that writes it."""
         self._listener = listener
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -71,16 +71,16 @@ class JsonlLog:
 
     @property
     def dropped(self) -> int:
-        """Records that were lost since the start."""
+        """Number of records lost since the start."""
         return self._file.dropped
 
     @property
     def trouble(self) -> str:
-        """Why records are dropped now; empty while all are written."""
+        """Reason why records are being dropped; empty while none are."""
         return self._file.trouble
 
     def close(self) -> None:
-        """Close the file, as soon as what waits is written."""
+        """Close the file, as soon as all pending records are written."""
         if self._thread is None or not self._thread.put(self._file.close):
             self._file.close()
 
@@ -115,7 +115,7 @@ class EventLog:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Tell one listener of every event, in the thread that writes it."""
+        """Pass every event to one listener, in the thread that writes it."""
         self._listener = listener
 
     def write(self, event: str, **fields: object) -> None:
@@ -135,7 +135,7 @@ class Logs:
     """All logs of one process in one folder, under one limit, written by one thread."""
 
     def __init__(self, folder: Path, limits: LogLimits = BOUNDED) -> None:
-        """Raises ConfigError for a folder that this user cannot have, whatever is free."""
+        """Raises ConfigError for a folder that this user cannot have."""
         self._folder = folder
         self._limits = limits
         self._thread = LogThread("rose-logs")
@@ -143,20 +143,20 @@ class Logs:
         _insist_usable(folder)
 
     def events(self, source: str) -> EventLog:
-        """The event log of this process."""
+        """Return the event log of this process."""
         events = EventLog(self._folder, source, self._limits, self._thread)
         self._logs.append(events.log)
         return events
 
     def records(self, name: str) -> JsonlLog:
-        """A log of raw records: the file `name`."""
+        """Return a log of raw records: the file `name`."""
         log = JsonlLog(self._folder / name, self._limits, self._thread)
         self._logs.append(log)
         return log
 
     @property
     def dropped(self) -> int:
-        """Records of all logs that were lost since the start."""
+        """Number of records of all logs lost since the start."""
         return sum(log.dropped for log in self._logs)
 
     def troubles(self) -> list[str]:
@@ -166,22 +166,22 @@ class Logs:
         return [*lines, f"a write to {self._folder} hangs for {hung_s:.0f} s"] if hung_s else lines
 
     def flush(self, patience_s: float = FLUSH_S) -> bool:
-        """Wait until what was written by now is on disk; False when that takes too long."""
+        """Wait until all earlier records are on disk; False if that takes too long."""
         return self._thread.flush(patience_s)
 
     def close(self) -> None:
-        """Close all logs. A disk that hangs is not waited for longer than FLUSH_S."""
+        """Close all logs, waiting FLUSH_S at most for a disk that hangs."""
         for log in self._logs:
             log.close()
         self._thread.close(FLUSH_S)
 
 
 def read_lines(path: Path, schema: type[T]) -> list[T]:
-    """The records of one log, those of its older parts first.
+    """Return the records of one log, those of its older parts first.
 
     A last line that its writer did not finish is left out. Raises `RoseError` naming file and line
-    for anything else that is not such a record, and where records were dropped: what is computed
-    from the others would be wrong.
+    for any other invalid record, and if records were dropped: figures computed from the rest would
+    be wrong.
     """
     records: list[T] = []
     decoder = msgspec.json.Decoder(schema)

@@ -26,14 +26,14 @@ from rose.errors import ConfigError
 
 # Lines that wait for a slow disk: some minutes of a node's samples.
 WAITING = 8_192
-# A write that takes longer than that is worth a word.
+# A write that takes longer than that is reported.
 HUNG_S = 5.0
 
 _logger = logging.getLogger("rose.logs")
 
 
 class LogThread:
-    """Carries out writes in their order; what it has no room for is refused at once."""
+    """Thread that carries out writes in order; a write beyond its bound is refused at once."""
 
     def __init__(self, name: str, waiting: int = WAITING) -> None:
         # A SimpleQueue, because a signal handler may put while its thread is putting.
@@ -46,7 +46,7 @@ class LogThread:
         self._thread.start()
 
     def put(self, write: Callable[[], object]) -> bool:
-        """Have it done soon; False, and it is not done, where too much waits already."""
+        """Queue a write; return False, without it, if too many are pending."""
         if self._closed or self._writes.qsize() >= self._waiting:
             return False
         self._writes.put(write)
@@ -59,13 +59,13 @@ class LogThread:
         return lasted_s if lasted_s >= HUNG_S else 0.0
 
     def flush(self, patience_s: float) -> bool:
-        """Wait for all that was put before; False when it takes longer."""
+        """Wait for all earlier writes; return False if that takes longer."""
         done = threading.Event()
         self._writes.put(done.set)
         return done.wait(patience_s)
 
     def close(self, patience_s: float) -> None:
-        """Do what waits, for so long at most, and end."""
+        """Carry out the pending writes within `timeout_s`, and end."""
         if not self._closed:
             self._closed = True
             self._writes.put(None)
@@ -82,9 +82,9 @@ class LogThread:
 
 
 class AsideHandler(logging.Handler):
-    """Hands lines to another handler in a thread of its own: a full pipe holds nobody up.
+    """Log handler that passes lines to another one in a thread: a full pipe stops no caller.
 
-    Lines for which there is no room are dropped.
+    Lines beyond its bound are dropped.
     """
 
     def __init__(self, handler: logging.Handler) -> None:
@@ -94,12 +94,11 @@ class AsideHandler(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        """Take one line."""
         self._thread.put(lambda: self._handler.emit(record))
 
     @override
     def close(self) -> None:
-        """Write what waits, as far as the reader takes it within a second."""
+        """Write the pending lines, as far as the reader takes them within a second."""
         self._thread.close(1.0)
         super().close()
 
@@ -114,7 +113,7 @@ def log_to_stderr(level: int) -> None:
 
 
 DROPPED = "records_dropped"
-# Pause after a failed write, and between looks for the file under its name.
+# Pause after a failed write, and between checks that the file still has its name.
 RETRY_S = 1.0
 LEAST_FILE_BYTES = 4 << 10
 TAIL_BYTES = 1 << 20
@@ -122,7 +121,7 @@ TAIL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogLimits:
-    """Disk that one log may take: `files` files of `file_bytes`; None keeps everything.
+    """Disk space of one log: `files` files of `file_bytes`; None keeps everything.
 
     Raises ConfigError for limits under which nothing could be kept.
     """
@@ -146,7 +145,7 @@ KEEP_ALL = LogLimits(file_bytes=None)
 
 
 class BoundedFile:
-    """The file under a log. `append` raises nothing; `dropped` says what was lost."""
+    """File of a log. `append` raises nothing; `dropped` counts the lost records."""
 
     def __init__(
         self,
@@ -155,15 +154,16 @@ class BoundedFile:
         marker: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`marker`: fields that a line about dropped records has as well."""
+        """marker: further fields of a line about dropped records."""
         self.dropped = 0
         self._path = path
         self._limits = limits
         self._marker = marker
         self._clock = clock
         self._writing = threading.Lock()
-        # Never held while a disk is waited for: whoever drops a record goes on at once. A signal's
-        # handler may do so while its thread does.
+        # Never held while a disk is waited for: a caller that drops a record continues at once. A
+        # signal's
+        # handler may drop one while its thread does.
         self._counting = threading.RLock()
         self._unsaid = 0
         self._descriptor: int | None = None
@@ -175,11 +175,11 @@ class BoundedFile:
 
     @property
     def trouble(self) -> str:
-        """Why records are dropped now; empty while all are written."""
+        """Reason why records are being dropped; empty while none are."""
         return f"{self._path.name}: {self._trouble}" if self._trouble else ""
 
     def begin(self) -> None:
-        """Make the file, so that a log without records is one: no file is a log that is missing."""
+        """Make the file, so that a log without records exists: a missing file is a missing log."""
         with self._writing:
             try:
                 self._ready(self._clock(), 0)
@@ -204,13 +204,13 @@ class BoundedFile:
                 self._recovered()
 
     def drop(self) -> None:
-        """Count a record that nobody will write (any thread, at once)."""
+        """Count a record that will not be written (any thread, at once)."""
         with self._counting:
             self.dropped += 1
             self._unsaid += 1
 
     def close(self) -> None:
-        """Close the file, having said what is missing. A later `append` opens it again."""
+        """Close the file after a line about dropped records. A later `append` opens it again."""
         with self._writing:
             with contextlib.suppress(OSError):
                 if self._unsaid:
@@ -260,7 +260,7 @@ class BoundedFile:
 
     def _write(self, line: bytes) -> None:
         assert self._descriptor is not None
-        # Half a line that cannot be taken back stays a line of its own.
+        # Half a line that cannot be removed stays a line of its own.
         data = b"\n" + line if self._torn else line
         done = 0
         try:
@@ -268,7 +268,7 @@ class BoundedFile:
                 done += os.write(self._descriptor, data[done:])
         except OSError:
             if done:
-                # Tried once more when the file is opened again.
+                # Tried again when the file is next opened.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, self._size)
             raise
@@ -300,7 +300,7 @@ class BoundedFile:
 
 
 def log_parts(path: Path) -> list[Path]:
-    """Files of one log, oldest first; only those that are there."""
+    """Return the existing files of one log, oldest first."""
     parts = [each for _, each in sorted(_rotated(path), reverse=True)]
     return [*parts, path] if path.exists() else parts
 
@@ -315,10 +315,10 @@ def private_folder(path: Path) -> None:
 
 
 def trim_output(path: Path, limits: LogLimits) -> bool:
-    """Bound what a child writes to `path` with O_APPEND: beyond `file_bytes` the file is emptied.
+    """Bound a child's output to `path` with O_APPEND: beyond `file_bytes` the file is emptied.
 
-    What was in it goes to `path.1`, or is lost where the disk has no room for both. Returns whether
-    anything was done; raises nothing.
+    Its content goes to `path.1`, or is lost if the disk has no room for both. Returns True if the
+    file was emptied; raises nothing.
     """
     most = limits.file_bytes
     try:
@@ -357,7 +357,7 @@ def _rotated(path: Path) -> list[tuple[int, Path]]:
 
 
 def rotate_parts(path: Path, files: int) -> None:
-    """Every part becomes one older; what is then one too many goes. Raises OSError."""
+    """Rename every part to the next older one; the oldest is removed. Raises OSError."""
     for age, part in sorted(_rotated(path), reverse=True):
         if age >= files - 1:
             part.unlink(missing_ok=True)
@@ -367,7 +367,7 @@ def rotate_parts(path: Path, files: int) -> None:
 
 
 def _without_torn_line(descriptor: int) -> tuple[int, bool]:
-    """Cut off what a killed process did not finish: the size that is left, and whether it stays."""
+    """Cut off an unfinished line; return the remaining size, and False if it could not be cut."""
     size = os.fstat(descriptor).st_size
     if not size or os.pread(descriptor, 1, size - 1) == b"\n":
         return size, False

@@ -26,12 +26,13 @@ from rose.security.tokens import TokenVerifier
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT: 0. Raises RoseError with one line."""
+    """Serve until SIGTERM or SIGINT, then return 0. Raises RoseError with one line."""
     log_to_stderr(logging.WARNING)
     raise_descriptor_limit()
     settings = parse_front(argv)
     roots = WeightRoots(settings.weights_roots)
-    # The job is registered before anybody calls: replicas are leased to it, and trainers wait for
+    # The job is registered before the port answers: replicas are leased to it, and trainers wait
+    # for
     # health before they publish.
     with PolicyPublisher(settings.trainer) as publisher:
         asyncio.run(_serve(settings, publisher, roots))
@@ -56,7 +57,7 @@ async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: We
 async def listening(
     settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots
 ) -> AsyncIterator[int]:
-    """A front that serves; yields its port. Raises ConfigError for what cannot be served."""
+    """Serve a front and yield its port. Raises ConfigError."""
     trainer = settings.trainer
     certificates = trainer.certificates()
     tokens = None

@@ -18,7 +18,7 @@ from rose.process.http_port import raise_descriptor_limit
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT: 0; 2 with one line on standard error for wrong input."""
+    """Serve until SIGTERM or SIGINT, then return 0; return 2 with one line for wrong input."""
     log_to_stderr(logging.WARNING)
     try:
         raise_descriptor_limit()

@@ -1,8 +1,8 @@
 """`rose node --config FILE`: run a node daemon until it is told to stop.
 
-With `--discover DIR` it guards whatever hosts have their pages in that folder, up to eight.
+With `--discover DIR` it guards up to eight hosts whose pages are in that folder.
 
-SIGTERM, SIGINT  drain, end the guests, leave
+SIGTERM, SIGINT  drain, end the guests, exit
 SIGUSR1          set the kill switch: guests end at once and stay away until `rose unkill RUN_DIR`
 SIGKILL          guests freeze, and end themselves unless the next daemon adopts them in time
 """
@@ -34,7 +34,7 @@ _logger = logging.getLogger("rose.node")
 
 
 def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
-    """Run a node whose file is read as `config`; exit code 2 with one line on bad input."""
+    """Run a node whose file is read as `config`; return 2 with one line for bad input."""
     parser = argparse.ArgumentParser(
         prog="rose node",
         description=__doc__,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     log_to_stderr(logging.INFO)
     raise_descriptor_limit()
     try:
-        # No peer that keeps the loop busy may keep the guard's thread waiting.
+        # A peer that keeps the loop busy must not keep the guard's thread waiting.
         run_fairly(_run(config.load(args.config, args.discover), standby=args.standby))
     except (RoseError, PageError) as error:
         sys.stderr.write(f"rose node: {error}\n")
@@ -74,7 +74,7 @@ RUN_DIR_ON_DISK = (
 
 
 async def _run(config: NodeConfig, *, standby: bool) -> None:
-    # A collection that looks at all that was imported takes longer than a tick of the guard.
+    # A collection of all imported objects takes longer than a tick of the guard.
     gc.freeze()
     # Another user may have made it, if its parent is open to all, as /dev/shm is.
     if config.run_dir.is_dir() and config.run_dir.stat().st_uid not in (os.geteuid(), 0):

@@ -20,7 +20,7 @@ MOST_PAUSE_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Publish until SIGTERM or SIGINT, or once: 0. Raises RoseError with one line."""
+    """Publish until SIGTERM or SIGINT, or once; return 0. Raises RoseError with one line."""
     log_to_stderr(logging.WARNING)
     parser = Parser("rose publish", description="Publish the checkpoints that a trainer saves.")
     parser.add_argument(

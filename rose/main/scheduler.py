@@ -1,7 +1,7 @@
 """The scheduler's process: options, port, store, election, signals.
 
 Several processes may share a store. One leads, the others stand by and name it; each term builds
-its core anew from what is stored.
+its core anew from the store.
 """
 
 import asyncio
@@ -70,10 +70,10 @@ from rose.store import (
 
 DEFAULT_PORT = 7400
 MOST_HOLD_S = 86_400.0
-# Until its trainer says how many versions a replica may be behind; before the first none can be.
+# Staleness of a standing job until its trainer sets one; before its first version it is irrelevant.
 STANDING_STALENESS = 1
 STOP_GRACE_S = 0.5
-# A new process lets its callers wait so long for a leader: the lease of its predecessor may last.
+# A new process lets its callers wait this long for a leader: its predecessor's lease may last.
 KNOWN_S = 3.0
 KNOWN_LOOK_S = 0.02
 # Records of lent time and memory, for `rose usage`.
@@ -136,7 +136,7 @@ class SchedulerSettings:
 
 
 def settings_of(argv: Sequence[str]) -> SchedulerSettings:
-    """Parse options. Raises `ConfigError` for those that cannot be."""
+    """Parse options. Raises `ConfigError`."""
     parser = Parser(prog="rose scheduler", description="Lease offered capacity to the job.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
@@ -239,7 +239,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
 
 
 def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
-    """The jobs of `--job NAME[=MODEL]`. Raises `ConfigError`."""
+    """Return the jobs of `--job NAME[=MODEL]`. Raises `ConfigError`."""
     records = []
     for each in named:
         name, given, model = each.partition("=")
@@ -254,7 +254,7 @@ def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Raises `RoseError` when it cannot begin or go on."""
+    """Serve until `stop` is set. Raises `RoseError` if it cannot start or go on."""
     # Before anything that has a deadline: the client takes long to import.
     api = KubeApi.opened(settings.kubeconfig) if settings.kubernetes else None
     async with contextlib.AsyncExitStack() as stack:
@@ -306,7 +306,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)
 
         async def answer() -> None:
-            # Callers are answered once somebody is known to lead: they wait at the bound port.
+            # Callers wait at the bound port until a leader is known.
             await _until(known, KNOWN_S)
             await server.start()
             events.write("scheduler_started", port=port)
@@ -332,9 +332,9 @@ async def _lead(
     lent: JsonlLog,
     api: KubeApi | None,
 ) -> None:
-    """One term, until cancelled: a core of what is stored, and the service that feeds it.
+    """Lead for one term, until cancelled, with a core built from the store.
 
-    told: takes decisions, for the audit log and whoever shows them.
+    told: takes decisions, for the audit log and other listeners.
     """
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
@@ -418,7 +418,7 @@ def _access(settings: SchedulerSettings, handlers: LeaderHandlers) -> AccessInte
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
     address = host_port(settings.host, settings.port)
     try:
-        # Asked of the kernel first: gRPC prints lines of its own when it cannot bind.
+        # Ask the kernel first: gRPC prints lines of its own when it cannot bind.
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()
         port: int = (
@@ -442,7 +442,7 @@ async def _run(settings: SchedulerSettings) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a scheduler; 0 after SIGTERM or SIGINT, 2 with one line for what cannot be."""
+    """Run a scheduler; return 0 after SIGTERM or SIGINT, 2 with one line for bad input."""
     log_to_stderr(logging.WARNING)
     try:
         asyncio.run(_run(settings_of(argv)))

@@ -1,13 +1,13 @@
-"""Background tasks of a process, none of which dies unnoticed, and an event loop fair to threads.
+"""Background tasks of a process, restarted when they end, and an event loop fair to threads.
 
 start ── runs ── ended or raised: event `task_died`, a pause ── runs again
                     └─ more often than allowed: `failed` raises, and the process ends
 
-The fair loop lets the other threads of its process run. A loop with much to do asks for ready
-sockets without waiting, over and over. Each time it gives up the interpreter's lock for about a
-microsecond, too short for a thread that sleeps until the lock is free, and CPython counts it as
-given up: it does not force a hand-over of a lock that was free a moment ago. So a peer that keeps a
-loop busy could keep another thread from the lock for half a second.
+The fair loop lets the other threads of its process run. A busy loop asks for ready sockets
+without waiting, over and over. Each time it releases the interpreter's lock for about a
+microsecond, too short for a thread that sleeps until the lock is free, and CPython counts the
+release: it does not force a hand-over of a lock that was free a moment ago. So a peer that keeps
+a loop busy could keep another thread from the lock for half a second.
 """
 
 import asyncio
@@ -22,21 +22,20 @@ from typing import Any
 
 from rose.errors import RoseError
 
-# As long as CPython lets a thread keep the lock that others wait for.
+# CPython's switch interval: the time for which a thread may keep the lock while others wait.
 MOST_WITHOUT_WAIT_S = 0.005
-# Several times what a thread takes to wake up on an idle core.
+# Several times the time that a thread takes to wake up on an idle core.
 PAUSE_S = 0.0002
 
 
 class FairSelector(selectors.DefaultSelector):
-    """A selector that sleeps `PAUSE_S` once in `MOST_WITHOUT_WAIT_S` if nothing else makes it."""
+    """A selector that sleeps `PAUSE_S` if it did not wait for `MOST_WITHOUT_WAIT_S`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waited_s = time.monotonic()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As of every selector; `timeout` in seconds, None for no end."""
         before_s = time.monotonic()
         if timeout is not None and timeout <= 0:
             if before_s - self._waited_s >= MOST_WITHOUT_WAIT_S:
@@ -51,12 +50,12 @@ class FairSelector(selectors.DefaultSelector):
 
 
 def fair_loop() -> asyncio.AbstractEventLoop:
-    """A new event loop; the caller closes it."""
+    """Return a new event loop; the caller closes it."""
     return asyncio.SelectorEventLoop(FairSelector())
 
 
 def run_fairly(main: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, on a fair loop."""
+    """Run a coroutine like `asyncio.run`, on a fair loop."""
     with asyncio.Runner(loop_factory=fair_loop) as runner:
         runner.run(main)
 
@@ -64,7 +63,7 @@ def run_fairly(main: Coroutine[Any, Any, None]) -> None:
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 RESTARTS = 5
-# A task that ran for that long without an end is well: its earlier ends count no more.
+# A task that ran for this long is steady: its earlier ends no longer count.
 STEADY_S = 60.0
 
 Work = Callable[[], Coroutine[Any, Any, object]]
@@ -74,12 +73,12 @@ _logger = logging.getLogger("rose.process.background_tasks")
 
 
 class TaskDiedError(RoseError):
-    """A background task ended too often: the process cannot do what it is for."""
+    """A background task ended too often: the process cannot do its work."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One task. `restarts` None: for ever. `ending`: it may end."""
+    """One task. `restarts`: None for no bound. `ending`: it may end."""
 
     name: str
     work: Work
@@ -94,10 +93,10 @@ class _Kept:
 
 
 class Background:
-    """The background tasks of one process, in its event loop. End with `close`."""
+    """Background tasks of one process, in its event loop. End them with `close`."""
 
     def __init__(self, on_event: EventSink) -> None:
-        """`on_event(event, **fields)`: takes `task_died`."""
+        """on_event: called as `on_event("task_died", **fields)`."""
         self._on_event = on_event
         self._kept: list[_Kept] = []
         self._failure: RoseError | None = None
@@ -107,7 +106,8 @@ class Background:
     def start(self, name: str, work: Work, restarts: int | None = RESTARTS) -> None:
         """Run `work()` for as long as the process lives, and again when it ends.
 
-        restarts: so often within STEADY_S of each other, None for ever; then `failed` raises.
+        restarts: bound on ends within STEADY_S of each other, None for no bound; then `failed`
+        raises.
         """
         kept = _Kept(name, work, restarts)
         self._kept.append(kept)
@@ -116,21 +116,21 @@ class Background:
         kept.task = task
 
     async def failed(self) -> None:
-        """Return never. Raises the error of the task that was not started again."""
+        """Wait for ever. Raises the error of a task that ended too often."""
         await self._failed.wait()
         assert self._failure is not None
         raise self._failure
 
     def restarted(self) -> dict[str, int]:
-        """How often each task was started again (any thread)."""
+        """Return the number of restarts by task (any thread)."""
         return {kept.name: kept.restarted for kept in list(self._kept)}
 
     def running(self) -> dict[str, bool]:
-        """Which tasks run now (any thread)."""
+        """Names of the tasks that run now (any thread)."""
         return {kept.name: kept.running for kept in list(self._kept)}
 
     def troubles(self) -> list[str]:
-        """Tasks that are down or were lately, a line each."""
+        """Return the tasks that are down or were lately, a line each."""
         since_s = asyncio.get_running_loop().time() - STEADY_S
         return [
             f"task {kept.name} {'was started again' if kept.running else 'is down'}: {kept.why}"
@@ -139,13 +139,13 @@ class Background:
         ]
 
     def let_end(self, names: Collection[str] | None = None) -> None:
-        """From now on these tasks may end, or all, since the process does."""
+        """Let these tasks end, or all of them, since the process ends."""
         self._ending = self._ending or names is None
         for kept in self._kept:
             kept.ending = kept.ending or names is None or kept.name in names
 
     async def ended(self, name: str, patience_s: float) -> None:
-        """Return once a task that may end has ended, or patience is at its end."""
+        """Return once a task that may end has ended, or after the patience."""
         tasks = [kept.task for kept in self._kept if kept.name == name and kept.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=patience_s)
@@ -157,7 +157,7 @@ class Background:
         self._kept = [kept for kept in self._kept if kept.name not in names]
 
     async def close(self) -> None:
-        """Cancel all."""
+        """Cancel all tasks."""
         self.let_end()
         await self._cancel(self._kept)
 
@@ -188,7 +188,7 @@ class Background:
             kept.restarted += 1
 
     def _unkept(self, task: "asyncio.Task[None]") -> None:
-        """Whoever was to be told raised: nobody looks after this task any more."""
+        """Report that the callback raised, so the task is not restarted any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = TaskDiedError(f"{task.get_name()} ended ({described(error)})")
             self._failed.set()
@@ -205,7 +205,7 @@ class Background:
 
 
 async def _end_of(work: Work) -> BaseException | None:
-    """Run it to its end; what it raised. Raises CancelledError only when this task is cancelled."""
+    """Run the work to its end; return its error. Raises CancelledError if this task is."""
     try:
         await work()
     except asyncio.CancelledError as error:
@@ -219,7 +219,7 @@ async def _end_of(work: Work) -> BaseException | None:
 
 
 def described(error: BaseException | None) -> str:
-    """An error in a line: what, and where it was raised."""
+    """Return an error as one line with the place at which it was raised."""
     if error is None:
         return "it returned"
     while isinstance(error, BaseExceptionGroup):

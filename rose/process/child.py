@@ -3,8 +3,7 @@
 A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
 inside its own session a guest's SCHED_IDLE would mean nothing to the host.
 
-`JsonlProcess` is a child that speaks JSON lines: commands go down its stdin, events come up its
-stdout.
+`JsonlProcess` is a child that speaks JSON lines: commands on its stdin, events on its stdout.
 """
 
 import asyncio
@@ -52,10 +51,10 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     async def wait(self) -> int:
-        """Exit status of the leader, once it has ended."""
+        """Wait for the leader's end; return its exit status."""
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the whole group: TERM, a grace period, KILL. Returns when nothing of it is left."""
+        """End the whole group: TERM, a grace period, KILL. Returns when all of it is gone."""
         self._signal_group(signal.SIGTERM)
         if not await self._gone(grace_s):
             await self.kill()
@@ -86,7 +85,7 @@ class ProcessGroup(ABC):
 
 
 class AdoptedProcess(ProcessGroup):
-    """One that somebody else started: it can be watched and ended, its exit status is not ours."""
+    """A process that an earlier parent started; its exit status cannot be known."""
 
     def __init__(self, identity: ProcessIdentity) -> None:
         super().__init__(identity.pid)
@@ -98,14 +97,14 @@ class AdoptedProcess(ProcessGroup):
         return None if self._identity.running else UNKNOWN_EXIT
 
     async def wait(self) -> int:
-        """UNKNOWN_EXIT, once it has ended."""
+        """Wait for its end; return UNKNOWN_EXIT."""
         while self._identity.running:  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(POLL_S)
         return UNKNOWN_EXIT
 
 
 def group_alive(group: int) -> bool:
-    """True while the group holds a process that is no zombie."""
+    """Return True while the group holds a process that is not a zombie."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -113,7 +112,7 @@ def group_alive(group: int) -> bool:
     try:
         return bool(group_states(group))
     except OSError:
-        # Without descriptors /proc cannot be read, and a group that cannot be seen is not gone.
+        # Without descriptors /proc cannot be read; an unseen group counts as alive.
         return True
 
 
@@ -124,10 +123,10 @@ _logger = logging.getLogger("rose.process.child")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What lets a child outlive its parent: for `orphan_s` after nobody locks `claim` any more.
+    """Claim that lets a child outlive its parent, until `orphan_s` after nobody locks `claim`.
 
-    claim: descriptor of an open file, which this process has locked. kill_file: while it exists
-    the child ends, whoever lives.
+    claim: descriptor of an open file, which this process has locked.
+    kill_file: the child ends while this file exists, whichever process lives.
     """
 
     claim: int
@@ -137,12 +136,12 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How a child is started.
+    """Command line, placement and lifetime of a child.
 
-    core: the CPU it and its children are pinned to, None for any.
-    share: "background" is below every normal process (SCHED_IDLE), "aside" a normal one of a tenth
-    of the weight; both are first to go when memory runs out. None leaves it as its parent is.
-    cgroup: folder of the cgroup it is moved to.
+    core: the CPU that it and its children are pinned to, None for any.
+    share: "background" runs below every normal process (SCHED_IDLE), "aside" is a normal process
+    of a tenth of the weight; both are killed first when memory runs out. None: the parent's share.
+    cgroup: folder of the cgroup that it is moved to.
     family: it starts children of its own, which end with it however it ends.
     keep: None ends it with its parent.
     log: file that takes stdout and stderr; with `piped` only stderr.
@@ -170,7 +169,7 @@ class ManagedProcess(ProcessGroup):
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
-        """Start the child. Raises FileNotFoundError when there is no such program."""
+        """Start the child. Raises FileNotFoundError if there is no such program."""
         if shutil.which(spec.argv[0]) is None:
             raise FileNotFoundError(f"{spec.argv[0]} is no program that can be run")
         log = _opened(spec.log)
@@ -208,7 +207,7 @@ class ManagedProcess(ProcessGroup):
         return self._process.stdout
 
     async def wait(self) -> int:
-        """Exit status, once it has ended."""
+        """Wait for the child's end; return its exit status."""
         return await self._process.wait()
 
     def send(self, number: signal.Signals) -> None:
@@ -218,7 +217,7 @@ class ManagedProcess(ProcessGroup):
 
 
 def _opened(log: Path | None) -> int | None:
-    """Where the child writes. No disk that is full keeps it from being started."""
+    """Open the child's output. A full disk does not keep the child from being started."""
     if log is None:
         return None
     try:
@@ -229,7 +228,7 @@ def _opened(log: Path | None) -> int | None:
 
 
 def _placed(spec: ProcessSpec) -> list[str]:
-    """The child's command line: placement first, which then becomes the program itself."""
+    """Return the child's command line: the launcher, which becomes the program itself."""
     options: dict[str, object] = {}
     if spec.keep:
         options |= {"claim": spec.keep.claim, "orphan_s": spec.keep.orphan_s}
@@ -252,7 +251,7 @@ MAX_WAITING_EVENTS = 10_000
 
 
 class JsonlProcess:
-    """The trainer or the load generator, seen from the demo."""
+    """A child that takes commands and reports events as JSON lines."""
 
     def __init__(self, process: ManagedProcess) -> None:
         self.process = process
@@ -265,21 +264,21 @@ class JsonlProcess:
         return cls(await ManagedProcess.start(spec))
 
     async def say(self, **command: object) -> None:
-        """Send one command; a child that is gone takes none."""
+        """Send one command; nothing happens if the child is gone."""
         if self.process.returncode is not None:
             return
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         await self.process.stdin.drain()
 
     async def next(self) -> dict[str, Any]:
-        """The next event. Raises RoseError for an error event and for an unexpected end."""
+        """Return the next event. Raises RoseError for an error event and for an unexpected end."""
         event = await self.events.get()
         if event["event"] == "error":
             raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
         return event
 
     def check(self) -> None:
-        """Raise `RoseError` where the child said an error or has ended; skips all other events."""
+        """Raise `RoseError` if the child reported an error or has ended; skip all other events."""
         while not self.events.empty():
             event = self.events.get_nowait()
             if event["event"] == "error":
@@ -288,7 +287,7 @@ class JsonlProcess:
             raise RoseError(f"{self.process.spec.name} ended; see {self.process.spec.log}")
 
     async def expect(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """Skip events until one of this name; UnavailableError when it does not come in time."""
+        """Skip events until one of this name. Raises UnavailableError if none comes in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (event := await self.next())["event"] != name:
@@ -310,7 +309,7 @@ class JsonlProcess:
             while line := await self.process.stdout.readline():
                 await self.events.put(json.loads(line))
         except (ValueError, RecursionError) as error:
-            # Also of a line that is longer or deeper than any event.
+            # This also covers a line that is longer or deeper than any event.
             message = f"said what is no event ({error}); see {self.process.spec.log}"
             await self.events.put({"event": "error", "message": message})
             return

@@ -1,7 +1,7 @@
-"""A file that one process holds: the kernel lets go of it when that process ends, however it ends.
+"""A locked file that belongs to one process; the kernel unlocks it when that process ends.
 
-POSIX record locks, so that anybody can ask who the holder is. They belong to the process: closing
-any descriptor of the file gives them up, so a holder opens its file once.
+POSIX record locks, so that any process can ask for the holder. They belong to the process:
+closing any descriptor of the file unlocks it, so a holder opens its file once.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ class HeldFile:
     def take(cls, path: Path) -> Self:
         """Open (or make) the file and lock it.
 
-        RefusedError names the process that holds it; ConfigError says why it cannot be made.
+        Raises RefusedError with the process that holds it, ConfigError if it cannot be made.
         """
         try:
             private_folder(path.parent)
@@ -45,21 +45,20 @@ class HeldFile:
         return cls(path, descriptor)
 
     def read(self) -> bytes:
-        """The whole content."""
         return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     def write(self, raw: bytes) -> None:
-        """Replace the content, in place: whoever watches the lock watches this very file."""
+        """Replace the content in place: a process that watches the lock watches this very file."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, raw, 0)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unlock and close it."""
         os.close(self.descriptor)
 
 
 def holder_of(path: Path) -> int | None:
-    """The process that holds the file, None when there is none or no such file."""
+    """Return the process id of the file's holder, None if there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -2,18 +2,18 @@
 
     head ── its first line and headers are whole ──► busy ── answered ──► idle ──► head …
       │ not within `head_timeout_s`: closed            │ body late: 408     │ for `IDLE_S`: closed
-      └──────────────── one too many came: the idle one of longest is closed for it, else the one
-                        that owes its head for longest, else the new one is told 503
+      └──────────────── one too many: the connection idle for longest is closed, else the one
+                        whose head is due for longest, else the new one is answered with 503
 
-aiohttp has no time limit for heads and none for bodies, and takes connections as long as there are
-descriptors; without these bounds idle connections alone keep a process from its files.
+aiohttp has no time limit for heads or bodies, and accepts connections as long as there are
+descriptors; without these bounds idle connections alone take all of a process's descriptors.
 
-`check_browser` refuses, on loopback, what a page of another site has a browser send: a foreign
-`Host` (DNS rebinding) or `Origin`, and bodies of the types that need no leave (CORS).
+`check_browser` refuses, on loopback, a request that a page of another site has a browser send: a
+foreign `Host` (DNS rebinding) or `Origin`, and bodies of the types that need no preflight (CORS).
 
-`LimitLog` reports a limit when it begins to bite and when it is over, not each time between:
+`LimitLog` reports a limit when it is first reached and when that is over, not each time between:
 
-quiet ── bites ──► logged once ── nothing for `QUIET_S` ──► logged how often, quiet again
+quiet ── reached ──► logged once ── nothing for `QUIET_S` ──► logged how often, quiet again
 """
 
 import asyncio
@@ -43,12 +43,12 @@ SWEEP_S: Final = 0.5
 BACKLOG: Final = 1_024
 # Connections accepted in one step of the event loop.
 ACCEPTS: Final = 64
-# A connection that is younger than this is not closed for another's sake: its head may be near.
+# A younger connection is not closed to make room: its head may be on its way.
 HEAD_GRACE_S = 1.0
-# For replicas, the scheduler, logs and whatever else the process has open.
+# Descriptors kept for replicas, the scheduler, logs and other files of the process.
 SPARE_DESCRIPTORS = 64
 MAX_CONNECTIONS = 32_768
-# A process has two ports of this kind at most, and the descriptors of both must leave it others.
+# A process has two ports of this kind at most, and both must leave it descriptors.
 MAX_SIDE_CONNECTIONS: Final = 1_024
 JSON = "application/json"
 QUIET_S = 10.0
@@ -82,7 +82,7 @@ class LimitLog:
         self._bouts: dict[str, _Bout] = {}
 
     def bites(self, limit: str, times: int = 1) -> None:
-        """Something was refused or closed for a limit's sake."""
+        """Record that something was refused or closed because of a limit."""
         bout = self._bouts.get(limit)
         if bout is None:
             self._bouts[limit] = _Bout(times, self._clock())
@@ -92,7 +92,7 @@ class LimitLog:
         bout.last_s = self._clock()
 
     def sweep(self) -> None:
-        """Say which limits bite no longer."""
+        """Report the limits that are over."""
         now_s = self._clock()
         for limit, bout in list(self._bouts.items()):
             if now_s - bout.last_s > QUIET_S:
@@ -101,7 +101,7 @@ class LimitLog:
 
 
 def connections_allowed() -> int:
-    """As many as leave each of them a descriptor for a replica's connection."""
+    """Return the most connections that still leave each a descriptor for a replica's connection."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -109,7 +109,7 @@ def connections_allowed() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as it may."""
+    """Raise this process's descriptor limit to the most that it may have."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * MAX_CONNECTIONS + SPARE_DESCRIPTORS
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
@@ -119,7 +119,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Bounded(Protocol):
-    """A connection that is closed when what was written is sent (`hang_up`), or at once."""
+    """A connection that can be closed at once, or after its written data is sent (`hang_up`)."""
 
     def hang_up(self) -> None: ...
     def abort(self) -> None: ...
@@ -139,7 +139,7 @@ class Connections:
         ).encode(),
         idle_s: float = IDLE_S,
     ) -> None:
-        """`error_body` makes the body of an answer to what is not handed to a route."""
+        """error_body: makes the body of an error answer outside of any route."""
         self.error_body = error_body
         self.capacity = capacity
         self._head_timeout_s = head_timeout_s
@@ -147,21 +147,20 @@ class Connections:
         self.limits = limits
         self._clock = clock
         self._all: set[Bounded] = set()
-        # Oldest first, each with the time since when it is so.
+        # Connections of each state, oldest first, with the time since when they are in it.
         self._heads: dict[Bounded, float] = {}
         self._idle: dict[Bounded, float] = {}
 
     def __len__(self) -> int:
-        """Connections now."""
         return len(self._all)
 
     @property
     def idle(self) -> int:
-        """Those that wait for their callers' next request."""
+        """Connections that wait for their callers' next request."""
         return len(self._idle)
 
     def admit(self, connection: Bounded) -> bool:
-        """Whether a new connection may stay; another one may be closed for it."""
+        """Return True if a new connection may stay; another one may be closed for it."""
         if len(self._all) >= self.capacity and not self._make_room():
             return False
         self._all.add(connection)
@@ -169,17 +168,17 @@ class Connections:
         return True
 
     def heard(self, connection: Bounded) -> None:
-        """Bytes came: of a new request, if the connection was idle."""
+        """Record received bytes: of a new request, if the connection was idle."""
         if self._idle.pop(connection, None) is not None:
             self._heads[connection] = self._clock()
 
     def began(self, connection: Bounded) -> None:
-        """A request's head is whole."""
+        """Record that a request's head is whole."""
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
 
     def answered(self, connection: Bounded) -> None:
-        """Its request is over."""
+        """Record that its request is answered."""
         if connection in self._all:
             self._idle[connection] = self._clock()
 
@@ -194,7 +193,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close what takes too long."""
+        """Close the connections that take too long."""
         now_s = self._clock()
         for waiting, limit_s, name in (
             (self._heads, self._head_timeout_s, "head_timeout_s"),
@@ -214,7 +213,7 @@ class Connections:
     def _make_room(self) -> bool:
         self.limits.bites("max_connections", 1)
         for connection in self._idle:
-            # What was answered last may still lie in its buffer.
+            # Its buffer may still hold the last answer.
             self.lost(connection)
             connection.hang_up()
             return True
@@ -231,7 +230,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's, which tells `Connections` how far it is."""
+    """One of aiohttp's connections, which reports its state to `Connections`."""
 
     __slots__ = ("_book", "_refused", "_socket")
 
@@ -242,7 +241,7 @@ class Connection(web.RequestHandler):
             keepalive_timeout=IDLE_S,
             access_log=cast(Any, None),
             logger=_log,
-            # Compressed bodies are refused; nothing may be inflated before that is seen.
+            # Compressed bodies are refused; nothing may be inflated before that is checked.
             auto_decompress=False,
         )
         self._book = book
@@ -269,19 +268,19 @@ class Connection(web.RequestHandler):
             super().connection_lost(error)
 
     def began(self) -> None:
-        """A request of this connection is handled from now on."""
+        """Record that a request of this connection is being handled."""
         self._book.began(self)
 
     def answered(self) -> None:
         self._book.answered(self)
 
     def hang_up(self) -> None:
-        """Close when what was written is sent."""
+        """Close it after the written data is sent."""
         if self._socket is not None:
             self._socket.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close it at once."""
         if self._socket is not None:
             self._socket.abort()
 
@@ -292,7 +291,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP in the shape of every other error, and close."""
+        """Answer bytes that are not HTTP like every other error, and close."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         first = " ".join((message or "malformed").split())[:200]
@@ -326,17 +325,17 @@ class BoundedSocket(socket.socket):
     limits: LimitLog | None = None
 
     def __init__(self, *of: int) -> None:
-        """`of`: family, type and protocol, as a socket's."""
+        """of: family, type and protocol, as a socket's."""
         super().__init__(*of)
         self._accepted = _Accepted()
 
     @property
     def full(self) -> bool:
-        """True where the next connection would be closed at once."""
+        """True if the next connection would be closed at once."""
         return self._accepted.count >= self.capacity
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return a connection and its peer. Raises BlockingIOError where it was closed at once."""
+        """Return a connection and its peer. Raises BlockingIOError if it was closed at once."""
         accepted = self._accepted
         try:
             descriptor, peer = cast(Any, self)._accept()
@@ -366,7 +365,7 @@ class BoundedSocket(socket.socket):
 
 
 class _Accepted:
-    """Open connections of one listening socket, and the descriptor that it keeps in reserve."""
+    """Open connections of one listening socket, and its descriptor in reserve."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -401,7 +400,7 @@ class _Counted(socket.socket):
         super().close()
 
     def detach(self) -> int:
-        # uvloop closes the descriptor itself, and detaches it then.
+        # uvloop closes the descriptor itself, and detaches the socket then.
         self._uncount()
         return super().detach()
 
@@ -417,8 +416,8 @@ class _Counted(socket.socket):
 class Listener:
     """Listening sockets of one port, on any event loop. `bind` it, and close it.
 
-    uvloop's own servers accept in C, past `BoundedSocket`; and no server of asyncio's knows which
-    TLS handshake is owed for longest. Close to its bound a port ends that one for a new connection.
+    uvloop's own servers accept in C, past `BoundedSocket`; and asyncio's servers do not know which
+    TLS handshake is due for longest. Close to its bound a port ends that one for a new connection.
     """
 
     def __init__(
@@ -428,18 +427,18 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         handshake_s: float = HEAD_S,
     ) -> None:
-        """`make` makes the protocol of each connection, which tells `book` how far it is."""
+        """make: returns the protocol of a new connection, which reports its state to `book`."""
         self._make = make
         self._book = book
         self._tls = tls
         self._handshake_s = handshake_s if tls else None
         self.sockets: list[BoundedSocket] = []
-        # Oldest first, each with the time since when it is so.
+        # Oldest first, each with the time at which it began.
         self._handshakes: dict[asyncio.Task[None], float] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
     async def bind(self, host: str, port: int) -> None:
-        """Listen at all addresses of a host. Raises OSError where one of them cannot be bound."""
+        """Listen on all addresses of a host. Raises OSError if one of them cannot be bound."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -448,7 +447,7 @@ class Listener:
             for family, kind, protocol, _, address in dict.fromkeys(found):
                 listening = BoundedSocket(family, kind, protocol)
                 self.sockets.append(listening)
-                # Some, so that an answer of 503 can still be sent.
+                # The spare descriptors let an answer of 503 still be sent.
                 listening.capacity = self._book.capacity + SPARE_DESCRIPTORS // 4
                 listening.limits = self._book.limits
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -464,7 +463,7 @@ class Listener:
         self._sweeping = loop.create_task(self._sweep())
 
     def close(self) -> None:
-        """Listen no longer; connections whose handshakes are over go on."""
+        """Stop listening; connections whose handshakes are over continue."""
         for listening in self.sockets:
             asyncio.get_running_loop().remove_reader(listening)
             listening.close()
@@ -490,14 +489,14 @@ class Listener:
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     async def _connect(self, connection: socket.socket) -> None:
-        # Whoever breaks off a handshake, or is late, is told nothing, nor is the log.
+        # A peer that breaks off a handshake, or is late, gets no answer and no log line.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
 
     def _end_handshakes(self) -> bool:
-        """Return True if handshakes that are owed for longest were ended."""
+        """Return True if handshakes that are due for longest were ended."""
         before_s = asyncio.get_running_loop().time() - HEAD_GRACE_S
         oldest = itertools.islice(self._handshakes.items(), ACCEPTS)
         late = [task for task, since_s in oldest if since_s <= before_s]
@@ -519,7 +518,7 @@ class Listener:
 
 
 class FewRecords(logging.Filter):
-    """At most `RECORDS_A_MINUTE` records a minute, so that no peer fills a disk with them."""
+    """Log filter that passes `RECORDS_A_MINUTE` records a minute, so that no peer fills a disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -528,7 +527,6 @@ class FewRecords(logging.Filter):
         self._passed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for a record beyond the bound."""
         if self._clock() - self._minute_s >= MINUTE_S:
             self._minute_s, self._passed = self._clock(), 0
         self._passed += 1
@@ -540,7 +538,7 @@ _log.addFilter(FewRecords())
 
 
 def check_browser(http: web.BaseRequest) -> None:
-    """Raise the HTTP answer to a request of a page of another site, on a loopback port."""
+    """Raise the HTTP answer to a request from a page of another site, on a loopback port."""
     if not is_loopback(_name_of("//" + http.headers.get("Host", ""))):
         raise web.HTTPMisdirectedRequest(
             reason="Foreign Host",
@@ -581,9 +579,9 @@ class HttpPort:
         patience_s: float = 0.0,
         shutdown_s: float = 1.0,
     ) -> None:
-        """`around` answers with the route that it is given; `patience_s`: for a port in use.
+        """around: answers with the route that it is given. patience_s: to wait for a used port.
 
-        Whoever hands `connections` in bounds bodies.
+        A caller that passes `connections` bounds bodies itself.
         """
         self.port = port
         self._host = host
@@ -605,7 +603,7 @@ class HttpPort:
         return server
 
     async def start(self) -> None:
-        """Bind the port. Raises OSError where it cannot be bound."""
+        """Bind the port. Raises OSError if it cannot be bound."""
         raise_descriptor_limit()
         await self._runner.setup()
         book = self._connections
@@ -633,7 +631,7 @@ class HttpPort:
 def guarded(
     server: web.Server, book: Connections, around: Around | None = None, *, local: bool = False
 ) -> Callable[[], Connection]:
-    """Return what makes the protocol of a new connection, whose requests `server` handles.
+    """Return the factory of protocols of new connections, whose requests `server` handles.
 
     local: the port is on loopback. Without `around` a body is read here, within `BODY_S`.
     """

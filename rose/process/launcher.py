@@ -1,4 +1,4 @@
-"""Places the process it runs in, then becomes the program it is given.
+"""Launcher: places the process it runs in, then becomes the program it is given.
 
     launcher.py [OPTION=VALUE…] -- PROGRAM [ARGUMENT…]
 
@@ -6,13 +6,13 @@
     family=yes        program dies ──SIGUSR1──► keeper ──SIGKILL──► the whole group
     claim=FD          nobody has locked FD for orphan_s, or kill_file appears ──► keeper ──► group
     core=N            pinned there
-    share=background  behind every normal process, and first to go when memory runs out
-    share=aside       a normal process of a tenth of the weight, and first to go
+    share=background  behind every normal process, and killed first when memory runs out
+    share=aside       a normal process of a tenth of the weight, and killed first
     cgroup=DIR        moved there first
 
 The keeper is a process beside the program, so it works while the program starts, hangs or is dead.
-A program of its own, since code run between fork and exec crashes in a parent that has threads of
-gRPC. Run by path with `python -I -S`: standard library only.
+It is a program of its own, since code run between fork and exec crashes in a parent that has
+threads of gRPC. Run by path with `python -I -S`: standard library only.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ SYS_PROCESS_MRELEASE = 448
 ORPHANED = 75
 POLL_S = 0.05
 NICEST = 19
-# Where the GPU is what is shared: its launches must not wait, so that a step begun ends in time.
+# On a shared GPU launches must not wait, so that a step that has begun ends in time.
 ASIDE_NICE = 10
 Share = Literal["background", "aside"]
 _FLOCK = struct.Struct("hhqqi4x")
@@ -40,7 +40,7 @@ _STOPS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main(words: list[str]) -> None:
-    """Place this process as told, then become the program."""
+    """Place this process by its options, then become the program."""
     border = words.index("--")
     options = dict(word.split("=", 1) for word in words[:border])
     if "parent" in options:
@@ -53,15 +53,15 @@ def main(words: list[str]) -> None:
 
 
 def die_with(parent: int, death: signal.Signals) -> None:
-    """Let the kernel send `death` to this process when its parent ends."""
+    """Have the kernel send `death` to this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death)
     if os.getppid() != parent:
         sys.exit(ORPHANED)  # it died before the line above: nothing will ever tell this process
 
 
 def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
-    """Start the process that ends this group once its leader, this process, has no right to be."""
-    # Blocked before the fork, so that no signal finds the keeper unprepared.
+    """Start the keeper, which ends this group once its leader, this process, may not run."""
+    # Block signals before the fork, so that none finds the keeper unprepared.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     if os.fork() == 0:
         try:
@@ -69,7 +69,8 @@ def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
             if os.getppid() == leader:
                 keep(options)
         finally:
-            # Whatever ended the watch, and be it a mistake in it: nothing may go on unwatched.
+            # Whatever ends the watch, even an error in it, ends the group: nothing may run
+            # unwatched.
             try:
                 kill_group(leader)
             finally:
@@ -80,7 +81,7 @@ def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
 
 
 def keep(options: Mapping[str, str]) -> None:
-    """Return when the leader is dead, when nobody claims it any more, or when the kill file is."""
+    """Return when the leader is dead or unclaimed, or when the kill file exists."""
     if "claim" not in options:
         signal.sigwait({signal.SIGUSR1})
         return
@@ -94,11 +95,11 @@ def keep(options: Mapping[str, str]) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill all of the group but this process, and have its memory back soon.
+    """Kill all of the group but this process, and free its memory soon.
 
-    A killed process frees its memory itself, as part of its own end: one behind everybody else
-    would do so only when nobody else wants its core. So it is put among the others first, where
-    that is permitted, and its memory is taken from here where it is not.
+    A killed process frees its memory itself, as part of its own end: one of lower priority does so
+    only when no other process wants its core. So raise it to normal priority first, where that is
+    permitted, and otherwise free its memory from here.
     """
     members = _others_of(group)
     handles = [handle for pid in members if (handle := _handle_of(pid)) is not None]
@@ -111,7 +112,7 @@ def kill_group(group: int) -> None:
 
 
 def raise_group(group: int) -> bool:
-    """Put the group's threads among the normal ones; False when that is not permitted."""
+    """Raise the group's threads to normal priority; return False if that is not permitted."""
     return _raise(_others_of(group))
 
 
@@ -126,7 +127,7 @@ def _raise(members: Iterable[int]) -> bool:
 
 
 def lower_group(group: int, share: Share = "background") -> None:
-    """Put the group's threads behind others as `share` says, as far as that is permitted."""
+    """Lower the group's threads as `share` says, as far as that is permitted."""
     for thread in _threads_of(_others_of(group)):
         _lower(thread, share)
 
@@ -172,16 +173,16 @@ def _handle_of(pid: int) -> int | None:
 
 
 def claim_holder(descriptor: int) -> int | None:
-    """The process that has locked the file, None when nobody has. The kernel drops a dead one's."""
+    """Return the process that has locked the file, or None; a dead one's lock is gone."""
     wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
     return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def place(options: Mapping[str, str]) -> None:
-    """Pin this process, and put it behind others if asked to, as far as that is permitted.
+    """Pin this process and lower its priority by its options, as far as that is permitted.
 
-    What came of it is read back by whoever wants to know (`rose.node.guest.cpu_placement`).
+    `rose.node.guest.cpu_placement` reads the result back.
     """
     if "core" in options:
         os.sched_setaffinity(0, {int(options["core"])})

@@ -1,4 +1,4 @@
-"""Listening sockets as the kernel has them: who may reach a port, whatever its owner was told."""
+"""Listening sockets by the kernel's tables: the addresses at which a port can be reached."""
 
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -11,9 +11,9 @@ _WORD: Final = 8
 
 
 def exposed_at(port: int) -> str | None:
-    """An address at which other machines reach whoever listens on a port here; None: none does.
+    """Return an address at which other machines reach a port of this one, or None.
 
-    An engine is told to listen on loopback alone: its turns ask nobody for a certificate.
+    An engine has to listen on loopback alone: it checks no certificate.
     """
     said = (table.read_text(encoding="ascii") for table in _TABLES if table.exists())
     beyond = (each for text in said for each in listeners(text, port) if not each.is_loopback)
@@ -22,7 +22,7 @@ def exposed_at(port: int) -> str | None:
 
 
 def listeners(table: str, port: int) -> Iterator[IPv4Address | IPv6Address]:
-    """Addresses of a table of /proc/net/tcp or tcp6 on which that port is listened to."""
+    """Return the addresses of a table of /proc/net/tcp or tcp6 that listen on the port."""
     for line in table.splitlines()[1:]:
         _, local, _, state, *_ = line.split()
         address, _, number = local.partition(":")
@@ -31,7 +31,7 @@ def listeners(table: str, port: int) -> Iterator[IPv4Address | IPv6Address]:
 
 
 def _address(said: str) -> IPv4Address | IPv6Address:
-    """The kernel writes each word of an address as a number of this machine."""
+    """Return an address from the kernel's words, which are in this machine's byte order."""
     words = (bytes.fromhex(said[at : at + _WORD])[::-1] for at in range(0, len(said), _WORD))
     found = ip_address(b"".join(words))
     mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None

@@ -1,4 +1,4 @@
-"""`rose profile`: measures how long an engine's steps take, before it serves."""
+"""`rose profile`: measure how long an engine's steps take, before it serves."""
 
 from rose.profile.plan import Batch, LoggedStep, plan, samples_of
 

@@ -1,4 +1,4 @@
-"""Driver of a profile run: runs batches of turns on an engine and returns its logged step times.
+"""Driver of a profile run: run batches of turns on an engine and return its logged step times.
 
 The engine is started as a node would start a guest of the same sizes. There is neither host nor
 node, so `OpenGrant` writes their sections: an idle host and one grant.
@@ -44,7 +44,7 @@ TTL_NS = 500_000_000
 
 
 class OpenGrant(threading.Thread):
-    """Keeps a grant alive on a page of its own, and changes it at once when told to."""
+    """A grant on a page of its own, kept alive by a thread, and changed at once on request."""
 
     def __init__(self, page: ControlPage, token_budget: int, max_sequences: int) -> None:
         super().__init__(name="rose-open-grant", daemon=True)
@@ -60,13 +60,13 @@ class OpenGrant(threading.Thread):
                 self._write()
 
     def freeze(self) -> None:
-        """No step begins from now on."""
+        """Let no further step begin."""
         with self._lock:
             self._grant = replace(self._grant, mode=GrantMode.FREEZE)
             self._write()
 
     def allow(self, token_budget: int) -> None:
-        """Steps of so many tokens."""
+        """Allow steps of `token_budget` tokens."""
         with self._lock:
             self._grant = replace(self._grant, mode=GrantMode.RUN, token_budget=token_budget)
             self._write()
@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
-    """Its steps are logged in `folder`. Raises CardError for a GPU that cannot be used."""
+    """Return the engine's specification; it logs its steps in `folder`. Raises CardError."""
     on_gpu = args.device is not None
     named = card_environment(gpus.card(_device(args.device))) if on_gpu else {}
     return EngineSpec(
@@ -133,7 +133,7 @@ def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
         device=Device.CUDA if on_gpu else Device.CPU,
         enforce_eager=not (on_gpu and args.cuda_graphs),
         extra_env={STEP_LOG: str(folder / "steps"), **named, **_paths(args, folder)},
-        # Turns are token ids; a cached prefix would make a prefill shorter than it is said to be.
+        # Turns are token ids; a cached prefix would make a prefill shorter than stated.
         extra_args=("--skip-tokenizer-init", _UNCACHED[args.engine]),
         engine=args.engine,
     )
@@ -172,7 +172,7 @@ ENDS_S = 5.0
 
 
 class UnfinishedTurnError(Exception):
-    """A turn did not come to its end; the message is the last line of its stream."""
+    """A turn did not finish; the message is the last line of its stream."""
 
 
 class ProfileDriver:
@@ -186,7 +186,7 @@ class ProfileDriver:
         logs: Path,
         vocabulary: int,
     ) -> None:
-        """`logs`: the folder that ROSE_STEP_LOG named."""
+        """logs: the folder that ROSE_STEP_LOG named."""
         self._engine = engine
         self._grant = grant
         self._http = http
@@ -197,7 +197,7 @@ class ProfileDriver:
         self._read = 0
 
     async def admit(self) -> int:
-        """Open the replica for turns; returns how many tokens of KV it holds."""
+        """Open the replica for turns; return the tokens that its KV cache holds."""
         url, headers = self._engine.spec.url, self._engine.headers
         try:
             body = msgspec.json.encode(EpochBody(1))
@@ -210,7 +210,7 @@ class ProfileDriver:
             raise await self._failed(error) from error
 
     async def runs(self, batch: Batch) -> list[list[LoggedStep]]:
-        """The steps of each counted run of a batch."""
+        """Return the steps of each counted run of a batch."""
         found = []
         for number in range(UNCOUNTED_RUNS + RUNS):
             steps = steps_of(batch, await self._run(batch))
@@ -262,7 +262,7 @@ class ProfileDriver:
 
     async def _failed(self, error: Exception) -> EngineStartError:
         spec = self._engine.spec
-        # Its last turns break off a moment before it is gone.
+        # Its last turns break off a moment before it ends.
         await asyncio.wait((asyncio.ensure_future(self._engine.process.wait()),), timeout=ENDS_S)
         if self._engine.process.returncode is None:
             return EngineStartError(f"the engine does not do its turns: {error!r}; see {spec.log}")

@@ -49,7 +49,7 @@ class MeasuredSteps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile an engine; what cannot be done raises RoseError, which `rose` says."""
+    """Profile an engine. Raises RoseError."""
     args = _arguments(argv)
     out: Path = args.out
     if not out.parent.is_dir():
@@ -168,7 +168,7 @@ async def _drive(
             samples += samples_of(runs)
             every += runs
         sys.stderr.write("\n")
-    # On a GPU its thread waits for the card, which is the step.
+    # On a GPU its thread waits for the card, and that is the step.
     return MeasuredSteps(samples, 0.0 if args.device is not None else waited_share(every))
 
 

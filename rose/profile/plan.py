@@ -15,7 +15,7 @@ from slo import StepProfile, StepSample
 
 DECODE_STEPS = 6
 SMALLEST_PROMPT = 8
-# Shares of the longest sequence that prompts fill: what attention costs shows in the long ones.
+# Shares of the longest sequence that prompts fill: the long ones show the cost of attention.
 PROMPT_SHARES = (0.05, 0.3, 0.9)
 BUDGET_SHARES = (0.125, 0.5, 1.0)
 
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def kv_tokens(self) -> int:
-        """KV it fills in the end."""
+        """KV tokens that it fills in the end."""
         return self.sequences * (self.prompt_tokens + DECODE_STEPS)
 
 
@@ -45,9 +45,9 @@ class Limits:
 
 
 def plan(limits: Limits) -> list[Batch]:
-    """Batches whose steps differ in tokens, sequences and context; a budget holds a whole decode.
+    """Return batches whose steps differ in tokens, sequences and context.
 
-    Short prompts come in every budget only once their prefill fills it.
+    A budget holds a whole decode. Short prompts are run with every budget that their prefill fills.
     """
     longest = limits.max_model_len - DECODE_STEPS
     prompts = sorted({max(SMALLEST_PROMPT, int(longest * share)) for share in PROMPT_SHARES})
@@ -76,7 +76,7 @@ def _doubling(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A step of a batch; `context_tokens`: KV in use when it began. `cpu_s` of `seconds` it ran."""
+    """A step of a batch. context_tokens: KV in use at its start. cpu_s: computing, of `seconds`."""
 
     tokens: int
     sequences: int
@@ -87,7 +87,7 @@ class LoggedStep:
 
 
 def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
-    """The batch's steps with the context that each began with.
+    """Return the batch's steps with the context at the start of each.
 
     Turns of a batch start together and end together, so the KV in use is all that was computed
     before. Steps after the first turn has ended are left out.
@@ -95,7 +95,7 @@ def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
     found: list[LoggedStep] = []
     computed = sampled = 0
     for record in records:
-        # All that have begun are in every step, so a smaller one says that a turn has ended.
+        # All running turns are in every step, so a smaller step means that a turn has ended.
         if found and record.sequences < found[-1].sequences:
             break
         found.append(
@@ -115,7 +115,7 @@ def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
 
 
 def samples_of(runs: Sequence[Sequence[LoggedStep]]) -> list[StepSample]:
-    """One sample for each size of step that repeated runs of a batch have seen: the median."""
+    """Return the median sample of each step size, over the repeated runs of a batch."""
     times = defaultdict[tuple[int, int, int], list[float]](list)
     for run in runs:
         for step in run:
@@ -124,7 +124,7 @@ def samples_of(runs: Sequence[Sequence[LoggedStep]]) -> list[StepSample]:
 
 
 def waited_share(runs: Iterable[Sequence[LoggedStep]]) -> float:
-    """Share of all steps' time in which the engine's thread did not run."""
+    """Return the share of all steps' time in which the engine's thread did not run."""
     steps = [step for run in runs for step in run]
     wall_s = sum(step.seconds for step in steps)
     return max(0.0, 1 - sum(step.cpu_s for step in steps) / wall_s) if wall_s else 0.0
@@ -136,7 +136,7 @@ MAX_WAITED = 0.1
 
 
 def report(profile: StepProfile, samples: Sequence[StepSample], waited: float) -> Iterator[str]:
-    """Lines; `waited`: share of all steps' time in which the engine did not have its core."""
+    """Return the report's lines. waited: share of time in which the engine had no core."""
     yield (
         f"a step takes {profile.base_s * 1e3:.3f} ms + {profile.per_token_s * 1e6:.2f} us a token"
         f" + {profile.per_sequence_s * 1e6:.2f} us a sequence"
@@ -161,7 +161,7 @@ def report(profile: StepProfile, samples: Sequence[StepSample], waited: float) -
 
 
 def _spread(samples: Sequence[StepSample]) -> list[StepSample]:
-    """A few of them, from the shortest to the longest."""
+    """Return a few of them, from the shortest to the longest."""
     ordered = sorted(samples, key=lambda sample: sample.seconds)
     if len(ordered) <= ROWS:
         return ordered

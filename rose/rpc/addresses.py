@@ -15,7 +15,7 @@ def is_address(text: str) -> bool:
 
 
 def checked_addresses(text: str, whose: str) -> tuple[str, ...]:
-    """The addresses of a list, each once. Raises `ConfigError` for what is no list of them."""
+    """Return the addresses of a list, each once. Raises `ConfigError` for an invalid list."""
     found = tuple(dict.fromkeys(each.strip() for each in text.split(",")))
     for each in found:
         if not is_address(each):

@@ -1,7 +1,7 @@
 """Channels and servers of ROSE: the same limits and keepalives on both ends.
 
-With certificates both sides prove who they are, and a server asks its table who may call what;
-without, in plain text, they speak on loopback, or in a network that its operator has fenced.
+With certificates both sides authenticate, and a server checks its table of allowed calls. Without
+them, in plain text, they talk on loopback, or in a network that its operator has fenced.
 """
 
 import grpc
@@ -11,16 +11,16 @@ from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.security.rpc_access import AccessInterceptor
 
-# Frames are small by design (leases, names, figures): anything larger is a mistake or an attack.
+# Messages are small by design (leases, names, figures): a larger one is a mistake or an attack.
 MAX_REQUEST_BYTES = 256 << 10
-# Tables and snapshots of a whole cluster.
+# Tables and snapshots of a whole cluster are larger.
 MAX_REPLY_BYTES = 4 << 20
 # Most streams of one connection, and most calls of one server.
 MAX_STREAMS = 1_024
 MAX_CALLS = 8_192
 KEEPALIVE_MS = 2_000
-# A connection that brings nothing holds a place for so long: TLS handshakes end then, and the ping
-# of a server that hears nothing goes unanswered. Below 5 s, in which an operator is answered.
+# Bound on a connection without data: TLS handshakes end then, and so does a connection to a server
+# that does not answer pings. Below 5 s, the time within which an operator gets an answer.
 HANDSHAKE_TIMEOUT_MS = 3_000
 SERVER_KEEPALIVE_MS = 1_000
 MAX_IDLE_MS = 300_000
@@ -28,7 +28,7 @@ KEEPALIVE_TIMEOUT_MS = 3_000
 RECONNECT_MAX_MS = 1_000
 
 _LIMITS: tuple[tuple[str, int], ...] = (
-    # A peer that vanished without closing (power, cable) is noticed within one lease's life.
+    # A peer that vanished without closing (power, cable) is detected within one lease's life.
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # gRPC waits a minute for the answer to a ping by default, and sends no ping meanwhile.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -37,7 +37,6 @@ _LIMITS: tuple[tuple[str, int], ...] = (
 
 
 def channel_options() -> tuple[tuple[str, int], ...]:
-    """Options of every channel."""
     return (
         *_LIMITS,
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -46,8 +45,9 @@ def channel_options() -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # A channel that is given up takes its connection with it: others of the process that hang
-        # on the same one would hand it to the next channel.
+        # A channel that is given up closes its connection: other channels of the process would hand
+        # a
+        # broken one to the next channel.
         ("grpc.use_local_subchannel_pool", 1),
         # Loopback and cluster addresses never go through a proxy of the environment.
         ("grpc.enable_http_proxy", 0),
@@ -55,11 +55,10 @@ def channel_options() -> tuple[tuple[str, int], ...]:
 
 
 def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], ...]:
-    """Options of every server."""
     return (
         *_LIMITS,
         ("grpc.keepalive_time_ms", SERVER_KEEPALIVE_MS),
-        # gRPC closes connections beyond it, so that descriptors are left for files.
+        # gRPC closes connections beyond it, so that descriptors remain for files.
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         ("grpc.max_send_message_length", MAX_REPLY_BYTES),
@@ -75,10 +74,10 @@ def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], .
 
 
 def make_channel(address: str, certificates: CertificateFiles | None = None) -> grpc.aio.Channel:
-    """A channel to the scheduler at HOST:PORT; it connects when first used, and reconnects.
+    """Return a channel to the scheduler at HOST:PORT; it connects on first use, and reconnects.
 
-    It shows the certificate that the files held when it was made: make another one for each life
-    of a stream. Raises ConfigError for a certificate without an identity.
+    It shows the certificate that the files held when it was made: make another one for each life of
+    a stream. Raises ConfigError for a certificate without an identity.
     """
     options = channel_options()
     if certificates is None:
@@ -93,7 +92,7 @@ def make_channel(address: str, certificates: CertificateFiles | None = None) -> 
 def make_blocking_channel(
     address: str, certificates: CertificateFiles | None = None
 ) -> grpc.Channel:
-    """Make the channel of `make_channel` for callers without an event loop."""
+    """Return the channel of `make_channel` for callers without an event loop."""
     options = channel_options()
     if certificates is None:
         return grpc.insecure_channel(address, options)
@@ -107,7 +106,7 @@ def make_blocking_channel(
 def make_server(
     access: AccessInterceptor | None = None, max_connections: int = MAX_CALLS
 ) -> grpc.aio.Server:
-    """A server without services and ports. access: checks each call; its ports must be secure."""
+    """Return a server without services and ports. access: checks each call; it needs TLS."""
     return grpc.aio.server(
         options=server_options(max_connections),
         maximum_concurrent_rpcs=MAX_CALLS,

@@ -1,15 +1,15 @@
-"""LeaderChannel: a client's way to the scheduler that leads, of a list `HOST:PORT,HOST:PORT`.
+"""LeaderChannel: a client's channel to the leading scheduler of a list `HOST:PORT,HOST:PORT`.
 
-Any address of the list leads there: a standby names the leader, one that does not answer is passed
-over. `LeaderFinder` decides without IO whom to ask next, and how long to pause.
+Any address of the list leads there: a standby names the leader, and an address that does not answer
+is skipped. `LeaderFinder` decides without IO which address is next, and how long to pause.
 
-    ask the one that led last ── answers ──► it leads
+    ask the last leader ── answers ──► it leads
         │ names another ──► ask that one
         │ does not answer ──► ask the next of the list; a pause after each round
-        │ falls silent ──► ask others, whoever names it, until one leads; for a while
+        │ falls silent ──► ask others, even if a standby names it, until one leads; for a while
 
-A leader that hangs still has its connections, and is still named by a standby whose turn has not
-come yet: whoever believed that would wait out the same silence again.
+A leader that hangs still has its connections, and a standby names it until the standby's own turn
+comes: a client that followed that name would wait out the same silence again.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rose.rpc.rose_pb2_grpc import SchedulerAsyncStub
 
 R = TypeVar("R")
-# Trailing metadata of a standby's refusal: HOST:PORT of the leader, empty while it knows of none.
+# Trailing metadata of a standby's refusal: HOST:PORT of the leader, empty if it knows none.
 LEADER_METADATA = "rose-leader"
 
 FIRST_PAUSE_S = 0.1
-# While a new leader is to be expected, which is sooner than leases end; and later.
+# While a new leader is expected, which is sooner than leases end; and later.
 SEARCH_PAUSE_S = 0.4
 SEARCH_ROUNDS = 30
 MAX_PAUSE_S = 5.0
@@ -42,9 +42,9 @@ SKIPS = 16
 
 
 class LeaderFinder:
-    """The address that is believed to lead.
+    """Address of the presumed leader.
 
-    Raises `ConfigError` for a list that is none; `whose` begins the message.
+    Raises `ConfigError` for an invalid list; `whose` begins the message.
     """
 
     def __init__(self, addresses: str, whose: str = "--scheduler") -> None:
@@ -56,7 +56,7 @@ class LeaderFinder:
 
     @property
     def address(self) -> str:
-        """Whom to ask now."""
+        """Address to ask now."""
         return self._named or self.addresses[self._at]
 
     @property
@@ -70,16 +70,16 @@ class LeaderFinder:
         return min(FIRST_PAUSE_S * 2.0 ** min(rounds - 1, 16), most_s)
 
     def answered(self) -> None:
-        """The one that was asked leads."""
+        """Record that the address that was asked leads."""
         self._misses = self._skips = 0
         if self._named in self.addresses:
             # If this leader is lost, the next attempt goes to another address.
             self._at, self._named = self.addresses.index(self._named), ""
 
     def missed(self, hint: str = "", *, silent: bool = False) -> None:
-        """The one that was asked does not lead: it named another (`hint`), or did not answer.
+        """Record that the address does not lead: it named another (`hint`), or did not answer.
 
-        silent: it said nothing at all, though its address may still take connections.
+        silent: it sent nothing at all, though its address may still accept connections.
         """
         self._misses += 1
         if silent:
@@ -98,12 +98,12 @@ class LeaderFinder:
 
 
 def hint_of(error: grpc.RpcError) -> str | None:
-    """The leader that a standby named in its refusal; None when it was no standby's."""
+    """Return the leader that a standby named in its refusal; None for any other error."""
     metadata: Any = error.trailing_metadata() or ()
     return next((str(value) for key, value in metadata if key == LEADER_METADATA), None)
 
 
-# A machine that is gone does not refuse to be connected to.
+# A machine that is gone does not refuse connections.
 CONNECT_S = 1.0
 # A leader answers within 5 s, whatever its store does.
 ANSWER_S = 6.0
@@ -111,7 +111,7 @@ UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class LeaderChannel:
-    """Channels to the schedulers of a list, of which one is believed to lead.
+    """Channels to the schedulers of a list, one of which is presumed to lead.
 
     For a stream: `connected`, then `answered` with its first message, `missed` at its end, and a
     pause of `pause_s`. For a single call: `call`.
@@ -123,7 +123,7 @@ class LeaderChannel:
         whose: str = "--scheduler",
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Certificates are shown as their files are when a stream or a call begins."""
+        """Certificates are read when a stream or a call begins."""
         self._finder = LeaderFinder(addresses, whose)
         self._certificates = certificates
         self._shown: Material | None = None
@@ -132,7 +132,7 @@ class LeaderChannel:
 
     @property
     def address(self) -> str:
-        """Whom to ask now."""
+        """Address to ask now."""
         return self._finder.address
 
     @property
@@ -141,9 +141,9 @@ class LeaderChannel:
         return self._finder.pause_s
 
     async def connected(self) -> grpc.aio.Channel:
-        """A channel to the one that is believed to lead. Raises `UnavailableError`.
+        """Return a channel to the presumed leader. Raises `UnavailableError`.
 
-        A call on it that fails may have been carried out, but this surely was none.
+        A failed call on the channel may have been carried out; after this error none was.
         """
         await self._close_given_up()
         shown = self._certificates.material() if self._certificates else None
@@ -165,14 +165,14 @@ class LeaderChannel:
         return channel
 
     def answered(self) -> None:
-        """The one that was asked leads."""
+        """Record that the address that was asked leads."""
         self._finder.answered()
 
     def missed(self, error: Exception | None = None) -> None:
-        """A stream or a call came to its end: the next attempt may go elsewhere.
+        """Record the end of a stream or call: the next attempt may go elsewhere.
 
-        After a stream's silence (`TimeoutError`) its connection is given up: a process that is
-        stopped keeps it, and does not open another.
+        After a stream's silence (`TimeoutError`) its connection is closed: a stopped process keeps
+        an old one, and does not open another.
         """
         hint = hint_of(error) if isinstance(error, grpc.RpcError) else None
         if isinstance(error, TimeoutError):
@@ -186,10 +186,10 @@ class LeaderChannel:
         ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]",
         timeout_s: float,
     ) -> R:
-        """The leader's answer; `ask` gets the seconds that it may take.
+        """Return the leader's answer; `ask` gets the seconds that it may take.
 
-        A call that was not answered is made again: it has to be one that may be carried out twice.
-        Raises `UnavailableError`, or the `AioRpcError` of a refusal.
+        A call without an answer is repeated, so it has to be idempotent. Raises `UnavailableError`,
+        or the `AioRpcError` of a refusal.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
@@ -204,7 +204,7 @@ class LeaderChannel:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in UNANSWERED:
                     raise
-                # That time is over says less than an earlier failure.
+                # A deadline says less than an earlier failure.
                 late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 failure = failure if late and failure is not None else error
                 self.missed(error)

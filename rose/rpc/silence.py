@@ -1,6 +1,6 @@
-"""Silence of a peer that speaks regularly: how long it lasted, in time in which this one listened.
+"""Silence of a peer that sends regularly, counted only while this process listened.
 
-A pause of this process says nothing about the other, whose words wait to be read after it.
+A pause of this process says nothing about the peer: its messages wait to be read.
 """
 
 import asyncio
@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# A clock is looked at so often within the time that it measures; a longer gap was a pause.
+# Looks at the clock within the time that it measures; a longer gap was a pause.
 LOOKS = 10
 PAUSE_LOOKS = 2
 
 
 class Silence:
-    """Seconds since something was heard, in which this process was listening."""
+    """Seconds since the last message, during which this process was listening."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self.look_s = limit_s / LOOKS
@@ -24,12 +24,11 @@ class Silence:
         self.heard()
 
     def heard(self) -> None:
-        """Begin anew."""
         self._silent_s = 0.0
         self._heard_s = self._looked_s = self._clock()
 
     def look(self) -> None:
-        """Look at the clock; to be done every `look_s`."""
+        """Look at the clock; call it every `look_s`."""
         before_s, self._looked_s = self._looked_s, self._clock()
         self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
 
@@ -53,8 +52,8 @@ async def read_unless_silent(
 ) -> T:
     """Return the result of a read. Raises TimeoutError, and cancels the read, after silence.
 
-    expected: whether anything is to come; silence counts only while it is. look: called every
-    `limit_s / LOOKS`, and before anything is returned; what it raises ends the reading.
+    expected: True while a message is due; silence counts only then. look: called every `limit_s /
+    LOOKS` and before the return; an error that it raises ends the read.
     """
     silence, reading = Silence(limit_s, clock), asyncio.ensure_future(read)
     try:

@@ -1,14 +1,14 @@
-"""Audit log: what was granted, revoked, changed, killed and activated, as a chain of hashes.
+"""Audit log: grants, revocations, policy changes, kills and activations as a chain of hashes.
 
     {"n":7,"t":…,"source":"scheduler","event":"lease_granted",…,"prev":H6,"hash":H7}
 
-`hash` is the SHA-256 of the line before it and of `prev`, so no line can be edited, removed or
-swapped but the last ones. For those there is `audit.head`, which names the newest line and the
-oldest part that is kept; whoever keeps a copy of it elsewhere needs not believe this machine.
+`hash` is the SHA-256 of the line before it and of `prev`, so a line that is edited, removed or
+swapped breaks the chain, unless it is among the last. `audit.head` covers those: it names the
+newest line and the oldest part that is kept. Keep a copy of it on another machine.
 
-Files rotate as logs do, and the chain goes on from part to part, and from one life of the process
-to the next. A record that cannot be written is counted, and the next one says how many are missing:
-whoever grants never waits for a disk.
+Files rotate as logs do, and the chain continues from part to part and from one life of the
+process to the next. A record that cannot be written is counted, and the next one says how many
+are missing: the process that grants never waits for a disk.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ AUDIT_LIMITS: Final = LogLimits(64 << 20, 16)
 START: Final = "0" * 64
 MAX_FIELDS_CHARS: Final = 16 << 10
 MAX_CUT_CHARS: Final = 4 << 10
-# Six bytes for a character that JSON escapes, and the rest.
+# JSON escapes a character in six bytes at most; the rest is room for the other fields.
 MAX_LINE_BYTES: Final = 128 << 10
 CLOSE_S = 2.0
 MOST_WRITERS = 16
@@ -49,12 +49,12 @@ _logger = logging.getLogger("rose.audit")
 
 
 def audit_file(folder: Path, source: str) -> Path:
-    """Where a process keeps its own; several may share a folder."""
+    """Return the path of a process's audit log; several processes may share a folder."""
     return folder / f"audit-{source}.jsonl"
 
 
 class Record(msgspec.Struct):
-    """One line. `lost`: records before it that could not be written."""
+    """One line. `lost` counts the records before it that could not be written."""
 
     n: int
     t: float
@@ -68,7 +68,7 @@ class Record(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The newest record's number and hash, and the number of the oldest one that is kept."""
+    """Number and hash of the newest record, and the number of the oldest record that is kept."""
 
     n: int
     hash: str
@@ -80,14 +80,14 @@ _HEAD = msgspec.json.Decoder(Head)
 
 
 def sealed(body: dict[str, object], prev: str) -> tuple[bytes, str]:
-    """A line with its hash, and the hash."""
+    """Return a line with its hash, and the hash."""
     text = json.dumps({**body, "prev": prev}, separators=(",", ":"), default=str).encode()
     digest = hashlib.sha256(text).hexdigest()
     return text[:-1] + b',"hash":"' + digest.encode() + b'"}\n', digest
 
 
 def opened(line: bytes) -> Record:
-    """The record of a line. Raises ValueError for one that is none, or was edited."""
+    """Return the record of a line. Raises ValueError for other or edited lines."""
     body, mark, rest = line.rpartition(b',"hash":"')
     if not mark or len(line) > MAX_LINE_BYTES or len(rest) != 64 + len(b'"}'):
         raise ValueError("it is no record")
@@ -101,7 +101,7 @@ def opened(line: bytes) -> Record:
 
 
 class AuditLog:
-    """Appends to the chain of one file; any thread may write. End with `close`."""
+    """Writer of one file's chain; any thread may write. End it with `close`."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class AuditLog:
         limits: LogLimits = AUDIT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError for a file that this user cannot have. clock: Unix seconds.
+        """Open the file. clock: Unix seconds. Raises ConfigError if this user cannot write it.
 
-        Another process's chain is left alone: a second writer of a name has `NAME-2`, and so on.
+        A chain that another process writes is left alone: a second writer gets `NAME-2`, and so on.
         """
         self._lock: int | None = None
         self._path = path = self._own(path)
@@ -121,7 +121,7 @@ class AuditLog:
         self._limits = limits
         self._clock = clock
         self._lost = 0
-        # A signal's handler may write while its thread does.
+        # A signal handler may write while the thread that it interrupts writes.
         self._counting = threading.RLock()
         self._trouble = ""
         self._descriptor: int | None = None
@@ -137,8 +137,8 @@ class AuditLog:
         self._thread = LogThread("rose-audit")
 
     def write(self, event: str, fields: dict[str, object], by: str = "") -> None:
-        """Append a record soon. by: whose words it follows; empty: the process's own decision."""
-        # As text: whoever hands them over may change them before they are written.
+        """Append a record soon. by: the operator who asked, or "" if the process decided."""
+        # Encode now: the caller may change the fields before the thread writes them.
         text = _clean(json.dumps(fields, separators=(",", ":"), default=str, ensure_ascii=False))
         said = {"cut": text[:MAX_CUT_CHARS]}
         if len(text) <= MAX_FIELDS_CHARS:
@@ -149,7 +149,6 @@ class AuditLog:
 
     @property
     def path(self) -> Path:
-        """The file that is written."""
         return self._path
 
     @property
@@ -159,19 +158,19 @@ class AuditLog:
 
     @property
     def lost(self) -> int:
-        """Records that are missing since the newest one."""
+        """Number of records missing since the newest one."""
         return self._lost
 
     def troubles(self) -> list[str]:
-        """Why records are lost now, a line; none while all are written."""
+        """Return one line that says why records are being lost; an empty list while none are."""
         return [f"log {self._path.name}: {self._trouble}"] if self._trouble else []
 
     def flush(self, patience_s: float = CLOSE_S) -> bool:
-        """Wait until what was written by now is on disk; False when that takes too long."""
+        """Wait until all earlier records are on disk; False if that takes too long."""
         return self._thread.flush(patience_s)
 
     def close(self) -> None:
-        """Write what waits, and close."""
+        """Write the pending records, and close."""
         self._thread.close(CLOSE_S)
         self._leave()
         if self._lock is not None:
@@ -179,7 +178,7 @@ class AuditLog:
             self._lock = None
 
     def _own(self, path: Path) -> Path:
-        """The first of its names that no other process writes."""
+        """Return the first of the file's names that no other process writes."""
         for number in range(1, MOST_WRITERS + 1):
             name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
             try:
@@ -290,20 +289,21 @@ class AuditLog:
         self._trouble = error.strerror or str(error)
 
     def _resumed(self) -> Head:
-        """Where the chain goes on: at its last line, or at the head where lines are missing."""
+        """Return the head from which the chain continues: the last line's, or the saved one."""
         saved = _saved_head(self._head_path)
         self._open()
         assert self._descriptor is not None
         self._size = _without_torn_end(self._descriptor, self._size)
         last = _last_of(log_parts(self._path))
         if last is None or (saved is not None and saved.n > last.n):
-            # Somebody cut it: what follows does not fit, and that is what `verify` says.
+            # The file was cut. The next record does not follow its last line, and `verify` reports
+            # that.
             return saved or Head(0, START, 1)
         return Head(last.n, last.hash, saved.first if saved else 1)
 
 
 def _clean(text: str) -> str:
-    """Text that JSON can hold."""
+    """Return text that JSON can hold."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -315,7 +315,7 @@ def _saved_head(path: Path) -> Head | None:
 
 
 def _without_torn_end(descriptor: int, size: int) -> int:
-    """Cut off what a killed process did not finish: nothing was promised of it."""
+    """Cut off a line that a killed process did not finish; nobody was promised that record."""
     begin = max(0, size - MAX_LINE_BYTES)
     tail = os.pread(descriptor, size - begin, begin)
     whole = begin + tail.rfind(b"\n") + 1
@@ -350,7 +350,7 @@ def _first_of(part: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found: the records of an unbroken chain, and the first thing wrong, or ""."""
+    """Result of `verify`: records of the unbroken chain, and its first fault or ""."""
 
     records: int
     head: Head
@@ -359,7 +359,7 @@ class Verdict:
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line with its place, oldest first. Raises ConfigError for a file that is none."""
+    """Yield each line with its place, oldest first. Raises ConfigError if there is no such log."""
     parts = log_parts(path)
     if not parts:
         raise ConfigError(f"{path} is no file; give LOG_DIR/audit-NAME.jsonl")
@@ -411,7 +411,7 @@ def _missing(
     known: tuple[int, str] | None,
     seen_known: bool,
 ) -> str:
-    """What the lines that are there do not say."""
+    """Return the fault that only the head or the known record shows, or ""."""
     if head is None:
         return f"{path.with_suffix('.head')} is missing: nobody knows which record is the last"
     if found.n < head.n:

@@ -1,7 +1,7 @@
-"""Caller of a gateway: whom a request is from, and for which job.
+"""Caller of a gateway: the subject that sends a request, and its job.
 
-What a caller names (turns, sessions, groups) is told apart by `scope`: the same name of another
-caller's is another thing, and reaches nothing of this one's.
+Turns, sessions and groups are kept apart by the caller's `scope`: two callers may use the same
+name, and neither reaches the other's turn.
 """
 
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from typing import Final
 
 from rose.errors import RefusedError
 
-# No name of a job or a subject has it.
+# A separator that no name of a job or a subject contains.
 _BETWEEN = "\x1f"
 
 
 class ForeignJobError(RefusedError):
-    """A caller named a job that is not its own."""
+    """A caller named a job other than its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """job: the only one it may name, None: any. subject: its name within the job."""
+    """job: the only one it may name, None for any. subject: the caller's name within the job."""
 
     job: str | None
     subject: str
 
     @property
     def scope(self) -> str:
-        """What its names begin with inside; empty where nobody is asked who he is."""
+        """Prefix of the caller's names in the gateway; empty without authentication."""
         if self.job is None and not self.subject:
             return ""
         return f"{self.job or ''}{_BETWEEN}{self.subject}{_BETWEEN}"
 
     def job_for(self, asked: str) -> str:
-        """The job of a request that names this one, or none (""). Raises ForeignJobError."""
+        """Return the job of a request that names `asked` or none (""). Raises ForeignJobError."""
         if self.job is None or asked == self.job:
             return asked
         if asked:
@@ -44,7 +44,7 @@ class Caller:
 
 
 ANYBODY: Final = Caller(None, "")
-"""Whoever calls where nobody is asked who he is: on loopback, or behind the operator's fence."""
+"""The caller on a port without authentication: on loopback, or behind the operator's fence."""
 
 TRAINER: Final = "trainer"
-"""Subject of tokens that name none, and of trainers' certificates: one caller of a job."""
+"""Subject of tokens without one and of trainers' certificates: one caller of a job."""

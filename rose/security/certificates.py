@@ -1,10 +1,10 @@
-"""Certificate files: read once, read again when they change, handed to gRPC, asyncio and aiohttp.
+"""Certificate files for gRPC, asyncio and aiohttp, read again when they change.
 
     files (cert-manager, SPIRE's helper, `rose certs`) ── changed? ──► material ──► new handshakes
                                                   └── does not fit: the old one stays, `trouble`
 
-Connections that live keep what they were made with, up to the end of the peer's certificate; so a
-rotation needs no restart on either side, and a half-written one disturbs nobody.
+Live connections keep the certificate of their handshake until the peer's certificate ends, so a
+rotation needs no restart on either side, and a half-written file has no effect.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from rose.security.keys import kind_of
 from rose.security.roles import Identity, Role, server_name
 
 if TYPE_CHECKING:
-    # Imported where it is used: a trainer's client needs none of it.
+    # Imported where it is used: a trainer's client does not need it.
     import grpc
 
 EXPIRED = "the certificate of {} has expired; connect again with a newer one"
 MAX_PEM_BYTES = 1 << 20
-# OpenSSL takes no shorter ones, and says so only once a server begins.
+# OpenSSL refuses shorter keys, and says so only once a server starts.
 LEAST_RSA_BITS = 2_048
 WARN_BEFORE_S = 24 * 3_600.0
 
@@ -53,7 +53,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the files held when they were read last: PEM bytes, and what they say."""
+    """PEM bytes of the files when they were last read, and the certificate in them."""
 
     ca: bytes
     certificate: bytes
@@ -62,22 +62,22 @@ class Material:
 
     @property
     def not_after_s(self) -> float:
-        """Unix time at which the certificate is over."""
+        """Unix time at which the certificate expires."""
         return self.leaf.not_valid_after_utc.timestamp()
 
     def identity(self) -> Identity:
-        """Its owner. Raises ConfigError for a certificate without an identity."""
+        """Return the owner's identity. Raises ConfigError for a certificate without one."""
         return identity_of(self.leaf)
 
 
-# gRPC replaces a server's credentials without a lock against other handshakes, which may use what
-# is freed just then: the first one after a pause replaces them, or any one after a while.
+# gRPC replaces a server's credentials without a lock against other handshakes, which may still use
+# the freed ones. So the first handshake after a pause replaces them, or any one after MOST_WAIT_S.
 QUIET_S = 0.05
 MOST_WAIT_S = 30.0
 
 
 class _Turn:
-    """When a server goes over to newer files; asked in each handshake, one after the other."""
+    """Change of a server's credentials to newer files; handshakes ask it one after the other."""
 
     def __init__(self, shown: Material) -> None:
         self.shown = shown
@@ -85,7 +85,7 @@ class _Turn:
         self._waits_since_s: float | None = None
 
     def is_due(self, now: Material, now_s: float) -> bool:
-        """Whether this handshake is the first with `now`. now_s: monotonic."""
+        """Return True if this handshake is the first with `now`. now_s: monotonic."""
         pause_s, self._asked_s = now_s - self._asked_s, now_s
         if now is self.shown:
             self._waits_since_s = None
@@ -98,17 +98,16 @@ class _Turn:
         return True
 
 
-# gRPC's threads ask for the newest certificate as long as a handshake lasts, and keep no reference
-# of Python's: credentials that were freed with their server would end the process. A process has a
-# few.
+# gRPC's threads ask for the newest certificate during a handshake and hold no Python reference:
+# freeing the credentials with their server would crash the process. A process has a few.
 _served: "list[grpc.ServerCredentials]" = []
 
 
 class CertificateFiles:
-    """A CA's file, a certificate and its key, all PEM; any thread may use it."""
+    """The PEM files of a CA, a certificate and its key; any thread may use it."""
 
     def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Read the files. Raises ConfigError for files that cannot be used."""
         self._paths = ca, certificate, key
         self._lock = threading.Lock()
         self._trouble = ""
@@ -117,7 +116,7 @@ class CertificateFiles:
         self._contexts: dict[bool, tuple[Material, ssl.SSLContext]] = {}
 
     def material(self) -> Material:
-        """What the files hold now, or held before something unusable was put there."""
+        """Return the content of the files, or the last usable one."""
         with self._lock:
             try:
                 stamps = self._stamps()
@@ -126,33 +125,33 @@ class CertificateFiles:
                     self._seen = stamps
                 self._trouble = ""
             except ConfigError as error:
-                # Certificate and key are replaced one after the other: looked at again next time.
+                # Certificate and key are replaced one after the other: try again at the next call.
                 self._trouble = str(error)
             return self._material
 
     @property
     def paths(self) -> tuple[Path, Path, Path]:
-        """CA, certificate, key."""
+        """Paths of the CA, the certificate and the key."""
         return self._paths
 
     @property
     def identity(self) -> Identity:
-        """The owner. Raises ConfigError for a certificate without an identity."""
+        """The owner's identity. Raises ConfigError for a certificate without one."""
         return self.material().identity()
 
     @property
     def validity_s(self) -> tuple[float, float]:
-        """Unix times between which the certificate counts."""
+        """Unix times at which the certificate begins and ends to be valid."""
         leaf = self.material().leaf
         return leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
 
     @property
     def until(self) -> str:
-        """When the certificate is over, for people."""
+        """Time at which the certificate expires, for messages."""
         return f"{self.material().leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
     def insist(self, *roles: Role) -> Identity:
-        """The owner, who must be of one of these roles. Raises ConfigError."""
+        """Return the owner's identity. Raises ConfigError if its role is not among `roles`."""
         own = self.identity
         if own.role not in roles:
             raise ConfigError(
@@ -162,7 +161,7 @@ class CertificateFiles:
         return own
 
     def troubles(self) -> list[str]:
-        """What an operator should mend, a line each."""
+        """Return the faults that an operator should mend, a line each."""
         material = self.material()
         lines = [f"certificates: {self._trouble}"] if self._trouble else []
         left_s = material.not_after_s - time.time()
@@ -175,21 +174,21 @@ class CertificateFiles:
     # ---- gRPC ----
 
     def channel_credentials(self) -> "grpc.ChannelCredentials":
-        """Of a client's new channel; a channel keeps what it was made with."""
+        """Return the credentials of a client's new channel; a channel keeps them for its life."""
         import grpc
 
         now = self.material()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
     def channel_options(self, role: Role) -> tuple[tuple[str, str], ...]:
-        """Options by which a channel accepts servers of that role, in this cluster, and no other.
+        """Return options by which a channel accepts only servers of that role in this cluster.
 
         Raises ConfigError for a certificate without an identity.
         """
         return (("grpc.ssl_target_name_override", server_name(role, self.identity.cluster)),)
 
     def server_credentials(self) -> "grpc.ServerCredentials":
-        """Of a server that asks each caller for a certificate; new handshakes use the newest."""
+        """Return a server's credentials, which require certificates and use the newest files."""
         import grpc
 
         turn = _Turn(self.material())
@@ -209,14 +208,14 @@ class CertificateFiles:
     # ---- HTTP ----
 
     def server_context(self, *, everybody: bool = False) -> ssl.SSLContext:
-        """For a server; each handshake is made with the newest files. ConfigError.
+        """Return a server's context; each handshake uses the newest files. Raises ConfigError.
 
-        everybody: callers without a certificate come in too, and prove themselves otherwise.
+        everybody: callers without a certificate are admitted too, and authenticate in another way.
         """
         first = self._context(everybody)
 
         def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            # Asked in each handshake, whether its client sends a server's name or none.
+            # Runs in each handshake, with or without a server name from the client.
             connection.context = self._context(everybody)
 
         front = self._new_context(ssl.Purpose.CLIENT_AUTH)
@@ -225,16 +224,16 @@ class CertificateFiles:
         return front
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client, which checks the server's name and certificate. ConfigError.
+        """Return a client's context, which checks the server's certificate. Raises ConfigError.
 
-        `refresh` it before a connection is made.
+        Call `refresh` before each connection.
         """
         context = self._new_context(ssl.Purpose.SERVER_AUTH)
         context.check_hostname = True
         return context
 
     def refresh(self, context: ssl.SSLContext, shown: Material) -> Material:
-        """Put what is newer than `shown` into a client's context; returns what it shows now."""
+        """Load files newer than `shown` into a client's context; return what it now shows."""
         now = self.material()
         if now is shown:
             return shown
@@ -252,7 +251,7 @@ class CertificateFiles:
         try:
             context = self._new_context(ssl.Purpose.CLIENT_AUTH)
         except ConfigError:
-            # Replaced once more, just now: the next handshake looks again.
+            # The files were replaced again meanwhile: the next handshake reads them.
             if kept is None:
                 raise
             return kept[1]
@@ -261,7 +260,7 @@ class CertificateFiles:
         return context
 
     def _new_context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        # Not the system's authorities: a cluster's own one vouches for its members.
+        # Trust the cluster's own CA alone, not the system's authorities.
         protocol = (
             ssl.PROTOCOL_TLS_SERVER
             if purpose is ssl.Purpose.CLIENT_AUTH
@@ -270,7 +269,7 @@ class CertificateFiles:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if purpose is ssl.Purpose.CLIENT_AUTH:
-            # Who resumes a session is not verified again, by whichever CA.
+            # A resumed session is not verified again, by any CA, so issue no tickets for one.
             context.num_tickets = 0
         self._load(context)
         return context
@@ -302,7 +301,7 @@ class CertificateFiles:
 
 
 def identity_of(certificate: x509.Certificate) -> Identity:
-    """The identity in a certificate. Raises ConfigError where there is none."""
+    """Return the identity in a certificate. Raises ConfigError if it has none."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
@@ -313,7 +312,7 @@ def identity_of(certificate: x509.Certificate) -> Identity:
 
 @lru_cache(maxsize=4_096)
 def peer_of(pem: bytes) -> Peer:
-    """The owner of a certificate that a handshake has proved. Raises ConfigError."""
+    """Return the owner of a certificate that a handshake has verified. Raises ConfigError."""
     try:
         leaf = x509.load_pem_x509_certificate(pem)
     except ValueError as error:
@@ -322,9 +321,9 @@ def peer_of(pem: bytes) -> Peer:
 
 
 def peer_over(transport: asyncio.BaseTransport | None) -> Peer | None:
-    """Who showed a certificate over a connection; None: nobody did. ConfigError: it names no role.
+    """Return the owner of the certificate shown over a connection, or None. Raises ConfigError.
 
-    TLS has proved it when the connection was made, and may have done so long ago.
+    TLS verified it when the connection was made, which may be long ago.
     """
     shown = transport.get_extra_info("peercert") if transport else None
     return _peer_named(shown.get("subjectAltName", ()), shown["notAfter"]) if shown else None
@@ -337,12 +336,12 @@ def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
 
 
 def leaf_of(path: Path) -> x509.Certificate:
-    """The first certificate of a file. Raises ConfigError."""
+    """Return the first certificate of a file. Raises ConfigError."""
     return _certificates_in(path, _bytes_of(path), "a certificate in PEM")[0]
 
 
 def authorities_in(path: Path) -> bytes:
-    """Return a CA file's content. Raises ConfigError where no certificate in it is a CA's."""
+    """Return a CA file's content. Raises ConfigError if no certificate in it is a CA's."""
     data = _bytes_of(path)
     found = _certificates_in(path, data, "the CA's certificate in PEM")
     if not any(map(_vouches, found)):
@@ -364,7 +363,7 @@ def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes, x509.Certificat
         private = load_pem_private_key(data, None)
         own = private.public_key().public_bytes(*form) == leaf.public_key().public_bytes(*form)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        # The reason may hold bytes of the key.
+        # The error's text may hold bytes of the key.
         raise _unlike(key, data, "the certificate's private key in PEM without a password") from (
             error
         )
@@ -440,7 +439,7 @@ PATHS = ("ca", "certificate", "key")
 def files_of(
     ca: Path | None, certificate: Path | None, key: Path | None
 ) -> CertificateFiles | None:
-    """The files where they are given, all three or none. Raises ConfigError."""
+    """Return the files if all three are given, None if none is. Raises ConfigError."""
     if ca is None and certificate is None and key is None:
         return None
     if ca is None or certificate is None or key is None:
@@ -449,7 +448,7 @@ def files_of(
 
 
 def add_certificate_options(parser: argparse.ArgumentParser) -> None:
-    """Options for a process that proves who it is; read them with `taken_certificates`."""
+    """Add the options of a process with a certificate; read them with `taken_certificates`."""
     group = parser.add_argument_group("certificates", "all three, PEM; read again when they change")
     group.add_argument("--ca", type=Path, metavar="FILE", help="who vouches for the others")
     group.add_argument("--certificate", type=Path, metavar="FILE", help="this process's own")
@@ -457,5 +456,5 @@ def add_certificate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_certificates(options: dict[str, Any]) -> CertificateFiles | None:
-    """The files of parsed options, which are taken out. Raises ConfigError."""
+    """Remove the files from parsed options and return them. Raises ConfigError."""
     return files_of(*(options.pop(name) for name in PATHS))

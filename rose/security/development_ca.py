@@ -1,7 +1,7 @@
 """Development CA: certificates of a cluster without cert-manager or SPIRE, for tests and trials.
 
-`rose certs init` makes a CA in a folder, `rose certs issue` certificates beside it. Keys lie in
-files of mode 0600; nothing is revoked, so certificates live for days, and are replaced in place.
+`rose certs init` makes a CA in a folder, `rose certs issue` certificates beside it. Key files
+have mode 0600. There is no revocation: certificates live for days and are replaced in place.
 """
 
 import datetime
@@ -39,7 +39,7 @@ _MAX_COMMON_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate that was issued, and where it lies."""
+    """An issued certificate and its files."""
 
     identity: Identity
     certificate: Path
@@ -58,19 +58,19 @@ class DevelopmentCa:
 
     @property
     def file(self) -> Path:
-        """What `--ca` of all processes names."""
+        """Path to give as `--ca` to every process."""
         return self._folder / CA_FILE
 
     @property
     def cluster(self) -> str:
-        """For which cluster it vouches. Raises ConfigError for a CA that `make` has not made."""
+        """Name of the CA's cluster. Raises ConfigError for a CA that `make` did not make."""
         names = self._certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         (uri,) = names.value.get_values_for_type(x509.UniformResourceIdentifier)
         return uri.removeprefix(f"spiffe://{TRUST_DOMAIN}/")
 
     @classmethod
     def make(cls, folder: Path, cluster: str, life_s: float = CA_LIFE_S) -> Self:
-        """Make one. Raises RefusedError where one is: all its certificates would be void."""
+        """Make a CA. Raises RefusedError if the folder has one: its certificates would be void."""
         Identity(cluster, Role.OPERATOR, "ca")  # the cluster's name is checked there
         if (folder / CA_FILE).exists() or (folder / CA_KEY).exists():
             raise RefusedError(
@@ -97,7 +97,7 @@ class DevelopmentCa:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The one of a folder. Raises ConfigError where there is none."""
+        """Open the CA of a folder. Raises ConfigError if there is none."""
         if not (folder / CA_FILE).is_file():
             raise ConfigError(f"{folder} has no CA; make one: rose certs init --dir {folder}")
         try:
@@ -117,9 +117,9 @@ class DevelopmentCa:
         *,
         starts_s: float = -SKEW_S,
     ) -> Issued:
-        """Write ROLE-NAME.pem and ROLE-NAME.key, over older ones: whoever uses them follows.
+        """Write ROLE-NAME.pem and ROLE-NAME.key over older ones; their users reload them.
 
-        hosts: names and addresses under which HTTP clients reach it. `starts_s`: from now.
+        hosts: names and addresses under which HTTP clients reach it. starts_s: seconds from now.
         """
         owner = Identity(self.cluster, role, name)
         key = ec.generate_private_key(ec.SECP256R1())

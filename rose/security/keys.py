@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Gateways and clients, who check tokens, need none of its codecs.
+    # Gateways and clients check tokens and do not need its codecs.
     from weight_transfer import SigningKey
 
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]{1,40})-----")

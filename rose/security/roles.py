@@ -1,14 +1,14 @@
-"""Roles and identities: what a certificate says of its owner, and what each role may call.
+"""Roles and identities: the owner of a certificate, and the calls that each role may make.
 
-An identity is the one URI of a certificate, `spiffe://rose/CLUSTER/ROLE/NAME`. A URI is used, since
-a role in a common name or a host name would have to be told apart from names that mean something
-else; cert-manager and SPIRE both write such URIs, and TLS libraries hand them on as they are.
+An identity is the one URI of a certificate, `spiffe://rose/CLUSTER/ROLE/NAME`. A role in a common
+name or a host name could be confused with other names; cert-manager and SPIRE both write such
+URIs, and TLS libraries hand them on unchanged.
 
-A server also bears the DNS name `ROLE.CLUSTER.rose.internal`. Clients ask for that name and not for
-the address that they dial: an address says where a process runs, not what it is, and a standby's or
-a forwarded port's is known to nobody beforehand.
+A server's certificate also has the DNS name `ROLE.CLUSTER.rose.internal`. Clients ask for that
+name and not for the address that they dial: an address says where a process runs, not what it
+is, and the address of a standby or a forwarded port is not known beforehand.
 
-`RPCS` is the one table of who may call what; a method without a row is refused.
+`RPCS` is the one table of allowed calls; a method without a row is refused.
 """
 
 import re
@@ -23,12 +23,12 @@ from rose.errors import ConfigError
 TRUST_DOMAIN: Final = "rose"
 _URI = re.compile(r"spiffe://rose/(?P<cluster>[^/]+)/(?P<role>[^/]+)/(?P<name>[^/]+)")
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-# Of a path segment of a SPIFFE ID; `.` and `..` would be segments that mean something else.
+# A path segment of a SPIFFE ID; `.` and `..` have another meaning there.
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,253}")
 
 
 class Role(StrEnum):
-    """What a process is in a cluster."""
+    """Role of a process in a cluster."""
 
     NODE = "node"
     SCHEDULER = "scheduler"
@@ -61,7 +61,7 @@ class Identity:
     def check_job(job: str) -> None:
         """Raise ConfigError for a job that no trainer's certificate can name.
 
-        Jobs may be called almost anything; a segment of a SPIFFE ID may not, and knows no escapes.
+        A job may have almost any name; a segment of a SPIFFE ID may not, and has no escapes.
         """
         if not _NAME.fullmatch(job):
             raise ConfigError(
@@ -71,12 +71,12 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """As a certificate bears it."""
+        """The identity in a certificate."""
         return f"spiffe://{TRUST_DOMAIN}/{self.cluster}/{self.role}/{self.name}"
 
     @property
     def server_name(self) -> str:
-        """The DNS name that clients of this role ask its servers for."""
+        """DNS name that a client verifies in a certificate of this role."""
         return server_name(self.role, self.cluster)
 
     @classmethod
@@ -91,7 +91,7 @@ class Identity:
 
     @classmethod
     def of_uris(cls, uris: Iterable[str]) -> Self:
-        """The one identity among a certificate's URIs. Raises ConfigError for none or several."""
+        """Return a certificate's one identity. Raises ConfigError for none or several."""
         ours = [uri for uri in uris if uri.startswith(f"spiffe://{TRUST_DOMAIN}/")]
         if len(ours) != 1:
             raise ConfigError(
@@ -108,28 +108,28 @@ _ROLES = frozenset(role.value for role in Role)
 
 
 def server_name(role: Role, cluster: str) -> str:
-    """The DNS name of all servers of a role: `scheduler.prod.rose.internal`."""
+    """Return the DNS name of all servers of a role: `scheduler.prod.rose.internal`."""
     return f"{role}.{cluster}.rose.internal"
 
 
 class Own(StrEnum):
-    """How the named field of each request is held to the caller's own name."""
+    """Relation between a request's field and the caller's name."""
 
     NAME = "its own name"
-    """Equal to it."""
+    """Equal to the caller's name."""
     PROCESS = "its own name, or NAME/ANYTHING"
-    """Or that of one of its processes, which follow each other under one name."""
+    """Equal to it, or the name of one of its processes, which follow each other under one name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A role may call a method, for itself only: `field` of each request names the caller."""
+    """Permission to call a method. `field` of a request must name the caller; "" allows any."""
 
     field: str = ""
     own: Own = Own.NAME
 
     def permits(self, name: str, request: object) -> bool:
-        """Whether this request speaks for nobody but its caller."""
+        """Return True if this request speaks for its caller alone."""
         if not self.field:
             return True
         said = str(getattr(request, self.field))
@@ -159,10 +159,10 @@ RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
         "ExplainPolicy": {Role.OPERATOR: ANYTHING},
     }
 )
-"""Methods of `rose.v1.Scheduler`, and who may call each of them."""
+"""Methods of `rose.v1.Scheduler`, with the roles that may call each of them."""
 
 HTTP_CALLERS: Final = frozenset({Role.TRAINER, Role.OPERATOR})
-"""Who may use a gateway's routes by certificate: a trainer for its job, an operator for any."""
+"""Roles that may use a gateway's routes: a trainer for its own job, an operator for any."""
 
 WEIGHT_READERS: Final = frozenset({Role.NODE, Role.RELAY, Role.TRAINER, Role.OPERATOR})
-"""Who may fetch weights of publishers and relays."""
+"""Roles that may fetch weights from publishers and relays."""

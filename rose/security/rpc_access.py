@@ -2,9 +2,9 @@
 
     handshake: of our CA, not expired ──► identity, of this cluster ──► role may call the method
         ──► each request speaks for its caller only ──► the service
-    a stream ends with its caller's certificate: whoever has a newer one comes back with it
+    a stream ends with its caller's certificate; the caller reconnects with a newer one
 
-Refused calls reach no service, so they change nothing; each is told to `on_refused` with a reason.
+Refused calls reach no service, so they change nothing; `on_refused` gets each with its reason.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rose.security.certificates import EXPIRED, Peer, peer_of
 from rose.security.roles import RPCS, Leave, Rules
 
 OnRefused = Callable[[str, str, str], None]
-"""Told (who, method, reason)."""
+"""Callback with (caller, method, reason)."""
 
 Context = grpc.aio.ServicerContext
 Handler = Callable[[Any, "Context[Any, Any]"], Any]
@@ -33,11 +33,11 @@ _CERTIFICATE = "x509_pem_cert"
 
 
 CALLING: ContextVar[str] = ContextVar("calling", default="")
-"""Whose call is being served: `operator ada`; empty without certificates, and between calls."""
+"""Caller of the current call: `operator ada`; empty without certificates, and between calls."""
 
 
 class _Handler(Protocol):
-    """What a service registers for a method; of the four the one that its streams say."""
+    """Handler of one method in gRPC's registry; exactly one of its four callables is set."""
 
     request_streaming: bool
     response_streaming: bool
@@ -50,7 +50,7 @@ class _Handler(Protocol):
 
 
 class RefusedPeerError(RoseError):
-    """A caller may not do this; `code` is what it is told beside the line."""
+    """A caller may not do this; `code` is the gRPC status beside the message."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class RefusedPeerError(RoseError):
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # in stubs only
-    """Checks all calls of one server, whose callers all have shown certificates of its CA."""
+    """Access check of all calls of one server, whose callers have shown certificates of its CA."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         rpcs: "dict[str, Rules] | None" = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """cluster: the server's own; a CA may vouch for several. clock: Unix seconds."""
+        """cluster: the server's own; a CA may sign for several. clock: Unix seconds."""
         self._cluster = cluster
         self._on_refused = on_refused
         self._rpcs = RPCS if rpcs is None else rpcs
@@ -81,7 +81,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Wrap the handler: only there the caller's certificate is known."""
+        """Wrap the handler: the caller's certificate is known only there."""
         handler = await continuation(handler_call_details)
         return handler and self._checked(
             handler_call_details.method.rpartition("/")[2], cast(Any, handler)
@@ -144,11 +144,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return checked
 
     def _admitted(self, method: str, context: "Context[Any, Any]") -> tuple[Peer, Leave]:
-        """The caller, and what it may do. Raises RefusedPeerError."""
+        """Return the caller and its permission. Raises RefusedPeerError."""
         peer = _peer(context)
         who = peer.identity
         if peer.not_after_s <= self._clock():
-            # The connection is older than that: TLS lets nobody in who comes with one.
+            # The connection is older than the expiry: TLS refuses new ones with such a certificate.
             raise RefusedPeerError(grpc.StatusCode.UNAUTHENTICATED, EXPIRED.format(who))
         if who.cluster != self._cluster:
             raise RefusedPeerError(
@@ -173,7 +173,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 async def _called(call: Handler, given: object, context: "Context[Any, Any]") -> object:
-    """Run a handler of either kind: a coroutine, or a generator of what is sent."""
+    """Run a handler of either kind: a coroutine, or a generator of messages to send."""
     result = call(given, context)
     if inspect.isasyncgen(result):
         async for message in result:
@@ -183,7 +183,7 @@ async def _called(call: Handler, given: object, context: "Context[Any, Any]") ->
 
 
 def _check(peer: Peer, leave: Leave, method: str, request: object) -> None:
-    """Raises RefusedPeerError for a request in another's name."""
+    """Raise RefusedPeerError for a request in another caller's name."""
     if not leave.permits(peer.identity.name, request):
         said = str(getattr(request, leave.field))[:80]
         raise RefusedPeerError(
@@ -202,7 +202,7 @@ async def _each_checked(
 
 
 async def _first_of(requests: AsyncIterator[object]) -> None:
-    """Let a caller finish its first message: one whose write breaks off is told no reason."""
+    """Read a caller's first message: a caller whose write breaks off never receives the reason."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_S):
             await anext(aiter(requests), None)
@@ -224,5 +224,5 @@ def _named(context: "Context[Any, Any]") -> str:
     try:
         return str(_peer(context).identity)
     except RefusedPeerError:
-        # Without its port, which is another one each time.
+        # Omit the port, which changes with each connection.
         return str(context.peer()).rpartition(":")[0][:40]

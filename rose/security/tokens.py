@@ -1,11 +1,11 @@
-"""Job tokens: short-lived bearers of one job, signed by an operator's Ed25519 key.
+"""Job tokens: short-lived bearer tokens of one job, signed by an operator's Ed25519 key.
 
     rose1.PAYLOAD.SIGNATURE, both base64url without padding
     PAYLOAD    JSON: job, sub (subject), aud (audience), iat and exp (Unix seconds), jti
-    SIGNATURE  Ed25519 of "rose/token/1\\n" and the payload as it is sent
+    SIGNATURE  Ed25519 of "rose/token/1\n" and the payload as it is sent
 
-The signature is checked over the bytes that came, before anything reads them. A token is not taken
-back: it lives for a day at most, an hour where nothing else is said, and its file is replaced.
+The signature is checked over the received bytes before they are parsed. A token cannot be
+revoked: it lives for an hour by default, a day at most, and its file is replaced in time.
 """
 
 import base64
@@ -25,7 +25,7 @@ from rose.security.callers import TRAINER, Caller
 from rose.security.keys import check_no_key, public_key
 
 if TYPE_CHECKING:
-    # Of its codecs neither a gateway nor a client has any use.
+    # Gateways and clients do not need its codecs.
     from weight_transfer import SigningKey
 
 PREFIX: Final = "rose1"
@@ -43,11 +43,11 @@ _DOMAIN: Final = b"rose/token/1\n"
 
 
 class TokenRefusedError(RefusedError):
-    """A token is none of these gateways', or of this time."""
+    """A token is not for this gateway, or not valid now."""
 
 
 class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a token says. Times are Unix seconds."""
+    """Payload of a token. Times are Unix seconds."""
 
     job: str
     sub: str
@@ -68,7 +68,7 @@ def issue(
     life_s: float = LIFE_S,
     now_s: float | None = None,
 ) -> str:
-    """Make a token. Raises ConfigError for names and times that no gateway takes."""
+    """Return a new token. Raises ConfigError for names and times that gateways refuse."""
     for name, whose in ((job, "job"), (subject, "subject"), (audience, "audience")):
         if not _is_name(name):
             raise ConfigError(
@@ -88,15 +88,15 @@ def issue(
 
 
 class TokenVerifier:
-    """Verifies tokens for one audience by the public keys of a file, a line of hex for each.
+    """Verifier of tokens for one audience by the public keys of a file, a line of hex for each.
 
-    The file is read again when it changes: with two keys in it the old one can be retired.
+    The file is read again when it changes. Keep old and new key in it while tokens change over.
     """
 
     def __init__(
         self, keys: Path, audience: str = AUDIENCE, clock: Callable[[], float] = time.time
     ) -> None:
-        """Raises ConfigError for a file that holds no keys."""
+        """Read the keys. Raises ConfigError for a file without keys."""
         self._file = keys
         self._audience = audience
         self._clock = clock
@@ -105,7 +105,7 @@ class TokenVerifier:
         self._known: dict[str, Claims] = {}
 
     def caller(self, token: str) -> Caller:
-        """Whose token it is. Raises TokenRefusedError with a line that quotes none of it."""
+        """Return the token's caller. Raises TokenRefusedError, which quotes none of the token."""
         claims = self._signed(token)
         now_s = self._clock()
         if claims.aud != self._audience:
@@ -124,7 +124,7 @@ class TokenVerifier:
         return Caller(claims.job, claims.sub)
 
     def _signed(self, token: str) -> Claims:
-        """Its claims, if one of the keys signed them."""
+        """Return the token's claims if one of the keys signed it."""
         self._reload()
         known = self._known.get(token)
         if known is not None:
@@ -148,16 +148,16 @@ class TokenVerifier:
 
 
 class TokenFile:
-    """A token in a file that somebody else keeps fresh; read again when it changes."""
+    """A token in a file that another program renews; the file is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file without a token."""
+        """Read the token. Raises ConfigError for a file without one."""
         self._path = path
         self._stamp = _stamp_of(path)
         self._token = _token_of(path)
 
     def token(self) -> str:
-        """The newest one."""
+        """Return the newest token."""
         try:
             stamp = _stamp_of(self._path)
             if stamp != self._stamp:

@@ -62,7 +62,7 @@ def main() -> int:
     seeds = range(first, first + options.seeds)
     sys.stdout.write(f"{len(seeds)} seeds from {first} on\n")
     sys.stdout.flush()
-    # Who is told to end ends its processes too.
+    # SIGTERM ends its processes too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began_s, lived, events, failures = time.monotonic(), 0, 0, 0
     least = sys.maxsize

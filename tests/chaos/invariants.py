@@ -28,9 +28,10 @@ PAGE_S = 0.25 + 0.1
 # A word of a scheduler waits in a node's socket for no longer than the node may stand still
 # unnoticed.
 SOCKET_S = STALL_S * DRIFT
-# What a scheduler said before it heard of a stop may be under way: a partition is seen after 3 s of
-# silence, by looks each 0.3 s, and a message is late by up to 1.5 s. Then a lease lives for 5 s.
-# Nobody renews one after a stop (`commanded`), so that it is the last.
+# Messages that a scheduler sent before it heard of a stop may be under way: a partition is seen
+# after
+# 3 s of silence, by looks each 0.3 s, and a message is late by up to 1.5 s. Then a lease lives for
+# 5 s. It is the last, since no scheduler renews one after a stop (`commanded`).
 STOP_BOUND_S = 3.3 + 1.5 + SOCKET_S + 5.0 * DRIFT + PAGE_S
 # After a fault: its lease and its silence are over, and everybody has found the leader.
 RECOVERED_S = 6.0
@@ -39,18 +40,18 @@ CALM_STOP_S = 1.0
 # A stop that was left in the store, with no fault anywhere: a look of the watch that may fail
 # once, for calls that are given up after 0.5 s, and a request of the scheduler's own before it.
 CALM_WATCH_S = 2.0
-# It writes a stop of its own into the store, which nothing fences.
+# The operator writes a stop into the store, which nothing fences.
 OPERATOR = "operator"
 CLOSED = (HarvestMode.OFF, HarvestMode.HOLD_AND_DRAIN)
 
 
 @dataclass(slots=True)
 class Promised:
-    """What clients were told is done."""
+    """Results that were confirmed to clients."""
 
     jobs: set[str] = field(default_factory=set)
     versions: dict[str, int] = field(default_factory=dict)
-    # Of each job, the newest life of its trainer that was told it has the job.
+    # Newest life of each job's trainer that was told it has the job.
     runs: dict[str, int] = field(default_factory=dict)
     policies: set[str] = field(default_factory=set)
 
@@ -113,7 +114,7 @@ class Invariants:
             self._broken(f"{key} was deleted, and nobody asked for it")
 
     def saved(self) -> Saved:
-        """What a scheduler would start from now."""
+        """Return the state from which a scheduler would start now."""
         return load(self._entries.values())
 
     def loaded(self, term: int, saved: Saved) -> None:
@@ -202,7 +203,7 @@ class Invariants:
             self._broken(f"{what}, and a stop has been in the store since {self._stored_s}")
 
     def _overdue(self, since_s: float | None, bound_s: float) -> bool:
-        """Whether that is so for longer, and so long after the last fault."""
+        """Return True if that lasts longer, and this long after the last fault."""
         if since_s is None:
             return False
         return self._now_s() > max(since_s, self._calm_since_s() + RECOVERED_S) + bound_s

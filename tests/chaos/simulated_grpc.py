@@ -30,7 +30,7 @@ WATCH_REPLICAS = "/rose.v1.Scheduler/WatchReplicas"
 
 
 def addresses_of(names: tuple[str, ...]) -> str:
-    """What `--scheduler` gets."""
+    """Return the value of `--scheduler`."""
     return ",".join(f"{name}:{PORT}" for name in names)
 
 
@@ -40,7 +40,7 @@ def name_of(address: str) -> str:
 
 
 def copied(message: Message) -> Message:
-    """What arrives of a message at the other end."""
+    """Return a message as the other end receives it."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
@@ -74,14 +74,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call ended."""
+    """End of a call."""
 
     code: grpc.StatusCode
     details: str = ""
     leader: str = ""
 
     def error(self) -> grpc.aio.AioRpcError:
-        """As a client sees it."""
+        """Return the error that a client gets."""
         trailing = grpc.aio.Metadata()
         if self.leader:
             trailing.add(LEADER_METADATA, self.leader)
@@ -207,7 +207,7 @@ class LoopProcess(SimulatedProcess):
         self.loop.run(self.begin)
 
     def begin(self) -> None:
-        """What it does first, inside its loop."""
+        """Run its first step, inside its loop."""
 
     def crashed(self) -> None:
         self.loop.end()
@@ -320,5 +320,5 @@ async def answer(handler: Any, call: Call) -> Reply:
 
 
 def handler_of(handlers: Any, method: str) -> Any:
-    """As a server finds it."""
+    """Return the handler as a server finds it."""
     return handlers.service(SimpleNamespace(method=method))

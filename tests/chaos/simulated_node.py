@@ -93,7 +93,7 @@ class Page:
 
 
 def token_of(turn: int, position: int) -> int:
-    """What any replica generates at a position of a turn."""
+    """Return the token that any replica generates at a position of a turn."""
     return turn * 1_000 + position
 
 
@@ -273,7 +273,7 @@ class SimulatedUpdates:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """It ended."""
+        """End the engine."""
         self.job, self.version, self._life = "", 0, 0
 
     async def run(self) -> None:
@@ -426,7 +426,8 @@ class SimulatedNode(LoopProcess):
         self._page = page
         self._invariants = invariants
         self._bugs = bugs
-        # When the newest word was read by which the lease lives, by true time, and for how long.
+        # True time at which the newest message that renews the lease was read, and the lease's
+        # duration.
         self._renewed_s, self._lease_s = 0.0, STALE_AFTER_S
         # The lease of the grant on the page, which lives on when the daemon does not.
         self._granted_under: int | None = None
@@ -467,7 +468,7 @@ class SimulatedNode(LoopProcess):
 
     @property
     def attached(self) -> bool:
-        """Whether it hears a scheduler."""
+        """True while it hears a scheduler."""
         return self.up and self._contact.lost_s() == 0.0
 
     @property
@@ -478,13 +479,13 @@ class SimulatedNode(LoopProcess):
 
     @property
     def barred(self) -> bool:
-        """Whether its guest must not exist."""
+        """True while its guest must not exist."""
         off = self._harvest.off(self._engine.replica)
         return off and "a stop leaves its guest" not in self._bugs
 
     @property
     def may_start(self) -> bool:
-        """Whether a guest may be started."""
+        """True if a guest may be started."""
         return self._harvest.known and not self._harvest.off(self._engine.replica)
 
     def guest_steps(self) -> None:
@@ -504,12 +505,12 @@ class SimulatedNode(LoopProcess):
     # ---- clocks ----
 
     def _clock_s(self) -> float:
-        """What its session goes by."""
+        """Return the clock of its session."""
         deaf = {"a pause counts for nothing", "reads on after a stall"} & self._bugs
         return self.now_s() - (self.paused_s if deaf else 0.0)
 
     def lease_clock_s(self) -> float:
-        """What its lease agent goes by."""
+        """Return the clock of its lease agent."""
         deaf = "a pause counts for nothing" in self._bugs
         return self.now_s() - (self.paused_s if deaf else 0.0)
 

@@ -27,7 +27,7 @@ from tests.chaos.simulation import SKIPPED, SimulatedProcess, Simulation
 STORE = "store"
 ANSWER_S = 0.5
 LEASE_TICK_S = 0.2
-# As of a file; etcd pushes.
+# Delay of a watch on a file; etcd pushes.
 LOOK_S = 0.25
 
 
@@ -98,7 +98,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of it; `value` None for a transaction that was not done."""
+    """Result of a transaction; `value` is None if it was not done."""
 
     number: int
     value: object
@@ -141,7 +141,7 @@ class SimulatedStore(SimulatedProcess):
         self._history.clear()
 
     def listing(self, prefix: str) -> Listing:
-        """What a list answers now."""
+        """Return the answer to a list now."""
         found = sorted(key for key in self.entries if key.startswith(prefix))
         return Listing(prefix, tuple(self.entries[key] for key in found), self.revision)
 

@@ -16,24 +16,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Of a message between two processes that nothing disturbs.
+# Delay of a message between two undisturbed processes.
 LEAST_DELAY_S, MOST_DELAY_S = 0.001, 0.02
 LATE_S = 1.5
 HISTORY_LINES = 4_000
 # After `rose.rpc.channel`: a ping after 2 s, which waits for 3 s.
 KEEPALIVE_S = 1.0
 KEEPALIVE_MISSES = 5
-# What a call returns that did nothing at all, and is no event.
+# Result of a call that did nothing at all, and is not an event.
 SKIPPED = object()
 
 
 class InvariantError(AssertionError):
-    """What must never happen did."""
+    """An invariant was broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How the network treats messages: probabilities of each that is sent."""
+    """Treatment of messages by the network: probabilities for each one."""
 
     drop: float = 0.0
     late: float = 0.0
@@ -48,7 +48,7 @@ class SimulatedProcess:
         self.life = 0
         self.up = False
         self.paused = False
-        # For how long it stood still in all, by true time.
+        # Total true time during which it was paused.
         self.paused_s = 0.0
         self.pause_began_s = 0.0
         # Its monotonic clock: offset + rate * time of the simulation.
@@ -57,10 +57,10 @@ class SimulatedProcess:
         world.processes[name] = self
 
     def started(self) -> None:
-        """It starts, for the first time or after a crash: all that it knew is gone."""
+        """Start, for the first time or after a crash, which lost all its state."""
 
     def crashed(self) -> None:
-        """It ended without a word."""
+        """End it without a message."""
 
     def heard(self, sender: str, message: object) -> None:
         """A message came."""
@@ -107,9 +107,9 @@ class Stream:
         self.number = number
         self.ends = (opener, acceptor)
         self.closed: set[str] = set()
-        # When the message that is handled now was sent, and reached the receiver's machine.
+        # Times at which the current message was sent, and reached the receiver's machine.
         self.sent_s = self.arrived_s = 0.0
-        # What whoever closed it said.
+        # Reason given by the side that closed it.
         self.reason: object = None
         self.missed = 0
         self._world = world
@@ -167,7 +167,7 @@ class Stream:
         self._pass_on(self.ends[0], lambda: acceptor.stream_opened(self))
 
     def healed(self) -> None:
-        """What the partition held back goes on."""
+        """Deliver the messages that the partition held back."""
         held, self._held = self._held, []
         for sender, call in held:
             self._pass_on(sender, call)
@@ -217,7 +217,7 @@ class Simulation:
         heapq.heappush(self._heap, entry)
 
     def delay_s(self) -> float:
-        """How long a message takes that arrives."""
+        """Return the delay of a message that arrives."""
         delay_s = self.rng.uniform(LEAST_DELAY_S, MOST_DELAY_S)
         if self.weather.late and self.rng.random() < self.weather.late:
             delay_s += self.rng.uniform(0.0, LATE_S)
@@ -340,5 +340,5 @@ class Simulation:
                 stream.healed()
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether a partition is between the two."""
+        """Return True if a partition is between the two."""
         return bool(self._cuts) and frozenset((one, other)) in self._cuts

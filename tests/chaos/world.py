@@ -37,14 +37,14 @@ END_S = DRAINED_S + 2.0
 CALM_REST_S = 0.2
 # A turn waits that long for a job's first lease, at most, when nothing is amiss.
 TURN_WAITS_S = 3.0
-# How long a scheduler has from SIGTERM on; then it is gone.
+# Time that a scheduler has after SIGTERM.
 TERM_S = 0.5
 MOST_FAULTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to `target` at a time, and is over so much later."""
+    """A fault of `target` at a time, with its duration."""
 
     at_s: float
     kind: str
@@ -135,7 +135,7 @@ class ChaosWorld:
         self.faults = draw_faults(seed) if faults is None else tuple(faults)
         self.simulation = world = Simulation(seed)
         planted = frozenset(bugs)
-        # How many faults there are now, and since when there is none.
+        # Number of present faults, and the time since when there is none.
         self._faults = 0
         self._calm_since_s = 0.0
         self.invariants = Invariants(
@@ -277,7 +277,7 @@ class ChaosWorld:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a seed; `broken` is empty where every invariant held."""
+    """Result of a seed; `broken` is empty if every invariant held."""
 
     seed: int
     events: int

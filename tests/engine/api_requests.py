@@ -159,7 +159,7 @@ def _rounded(value: Any) -> Any:
 
 
 class Comparison:
-    """What differed between two servers: ours may only refuse more, and by name."""
+    """Differences between two servers: ours may refuse more, by name."""
 
     def __init__(self) -> None:
         self.alike: Counter[int] = Counter()
@@ -171,7 +171,7 @@ class Comparison:
         # vLLM finds some faults only when a stream has begun.
         both = theirs, ours
         statuses = [400 if a[0] == 200 and "error" in a[1] else a[0] for a in both]
-        # Of two faults in one request another may be found first.
+        # If a request has two faults, either may be reported.
         alike = statuses[0] == statuses[1] or statuses == [400, 404]
         if statuses[0] == 200 and alike:
             alike = comparable(theirs[1]) == comparable(ours[1])

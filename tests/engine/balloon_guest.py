@@ -71,7 +71,7 @@ class Guest:
         return [t for line in lines for t in line.get("token_ids", [])], lines[-1]["finish_reason"]
 
     async def trajectory(self, prompt: list[int]) -> tuple[list[int], int]:
-        """As a gateway does: what was handed back goes on from where it was. Returns the moves."""
+        """Play a trajectory like a gateway: returned turns continue. Returns the moves."""
         output: list[int] = []
         for moves in range(200):
             more, reason = await self.turn(prompt + output, MAX_TOKENS - len(output))

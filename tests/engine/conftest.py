@@ -90,7 +90,7 @@ def engine_pool(
 
 @pytest.fixture(scope="module", autouse=True)
 def others(request: pytest.FixtureRequest) -> None:
-    """Those that come next start beside a module that takes one core, and no times."""
+    """The next engines start beside a module that takes one core, and measures no times."""
     if request.node.get_closest_marker("starts_others") and any(
         _plan(request.session.items).values()
     ):
@@ -99,7 +99,7 @@ def others(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[list[Started]]:
-    """What the module's mark names, in that order."""
+    """Return the engines of the module's mark, in its order."""
     python = getattr(request, "param", None)
     specs = [replace(spec, python=python) for spec in _needs(request.node)]
     with engine_pool.lease(_module(request.node), specs) as started:

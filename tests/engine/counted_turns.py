@@ -62,7 +62,7 @@ class CountedTurns:
         expected = (*range(first, first + OUTPUT_TOKENS),)
         assert turn.token_ids == expected, f"{turn.request_id} is no unbroken count: {turn}"
         assert turn.logprobs == tuple(-token / 1000 for token in expected)
-        # Of tokens that came before a gateway died nobody says the replica, but the version.
+        # Tokens that came before a gateway died have a version, but no replica.
         spans = [(start, end) for _, start, end in turn.versions]
         assert [0, *(end for _, end in spans)] == [*(start for start, _ in spans), OUTPUT_TOKENS]
         self.versions |= {version for version, _, _ in turn.versions}
@@ -75,7 +75,7 @@ class CountedTurns:
 async def counted_turns(
     urls: Sequence[str], in_flight: int = IN_FLIGHT
 ) -> AsyncIterator[CountedTurns]:
-    """So many turns in flight until the end, when all of them have come whole."""
+    """Keep `count` turns in flight until the end, when all of them have come whole."""
     async with RolloutClient(urls, 4 * PATIENCE_S, retry=RETRY) as client:
         turns, ended = CountedTurns(client), asyncio.Event()
         async with asyncio.TaskGroup() as group:

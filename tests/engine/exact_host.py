@@ -1,4 +1,4 @@
-"""What a host generates under each state of its page, as JSON. argv: model, page; no page: stock.
+"""Output of a host under each state of its page, as JSON. argv: model, page; no page: stock.
 
 In one process, with the plugin attached anew for each state: an engine takes long to start. First
 the host is only observed; then it lends: each round is a burst of requests, and between bursts the
@@ -97,7 +97,7 @@ class Engine:
         return [found[f"r{number}"] for number in range(len(prompts))]
 
     def _idle(self) -> None:
-        """What the core's loop does while no request comes."""
+        """Run the core's idle loop."""
         while self.scheduler.has_requests():
             self._core.step()
             self._note()

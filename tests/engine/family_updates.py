@@ -40,10 +40,10 @@ ENVIRONMENT = {
 
 @dataclass
 class Outcome:
-    """What a family's replica did; `refused`: the line, where it was refused.
+    """Result of a family's replica. refused: the line, if it was refused.
 
-    `equal`: after the updates it answers as a fresh engine does, tokens and log probabilities.
-    `missed`: kinds of weight of which a stale copy was proven. `flipped`: an audit's findings.
+    equal: after the updates it answers as a fresh engine does, tokens and log probabilities.
+    missed: kinds of weight of which a stale copy was proven. flipped: an audit's findings.
     """
 
     family: str

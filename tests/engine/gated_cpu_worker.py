@@ -19,4 +19,4 @@ class WarmingCpuWorker(CPUWorker):
 
 
 class GatedCpuWorker(GatedStart, WarmingCpuWorker):
-    """For tests."""
+    """CPU worker with a gate, for tests."""

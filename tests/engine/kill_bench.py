@@ -216,7 +216,7 @@ class KillBench:
         return [record for line in lines if (record := json.loads(line))["event"] == event]
 
     def granted_epoch(self) -> int:
-        """Of the newest lease that the scheduler has granted."""
+        """Return the epoch of the newest lease that the scheduler has granted."""
         lines = (self.folder / "logs" / "events-scheduler.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         return max(e["epoch"] for e in events if e["event"] == "lease_granted")
@@ -254,7 +254,7 @@ class KillBench:
         return until(lambda: not group_alive(group), within_s, "the guest is gone")
 
     def _last_words(self) -> str:
-        """What a failed run leaves to read."""
+        """Return the logs of a failed run."""
         logs = sorted((self.folder / "logs").glob("events-*.jsonl"))
         ends = [(log.name, log.read_text().splitlines()[-12:]) for log in logs]
         worst_s = max(self.host_load.latencies_s, default=0.0)

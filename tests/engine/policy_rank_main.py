@@ -160,7 +160,7 @@ def scenario_own_stores() -> None:
 
 
 def fetch(publisher: ShardedPolicyPublisher) -> None:
-    """What a node does: manifests from the first rank, chunks from whoever has them."""
+    """Fetch like a node: manifests from the first rank, chunks from any rank that has them."""
     assert publisher._publisher is not None
     into = ChunkStore(FOLDER / "fetched")
     for version, base in ((1, True), (2, False), (3, False)):

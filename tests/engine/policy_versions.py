@@ -24,7 +24,7 @@ class PolicyVersions:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """As for an engine that has just started."""
+        """Begin anew, for an engine that has just started."""
         self.store = ChunkStore(self.folder / f"life-{next(self._lives)}")
         self.publisher = Publisher(self.store, job="test", trainer="test", key=self.key)
         self.version = 0
@@ -38,7 +38,7 @@ class PolicyVersions:
         return self.paths(parent + 1)
 
     def paths(self, version: int) -> dict[str, str]:
-        """Of a published version, as the route takes them."""
+        """Return the paths of a published version, as the route takes them."""
         manifest, chunks = self.store.manifest_path(version), self.store.chunks_dir
         return {"manifest": str(manifest), "chunks": str(chunks)}
 

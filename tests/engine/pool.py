@@ -121,13 +121,13 @@ class Started:
 
     @property
     def node(self) -> StandInNode:
-        """Who grants on its page."""
+        """Node that grants on its page."""
         assert self.page is not None
         return self.page.node
 
     @property
     def versions(self) -> PolicyVersions:
-        """What was published for it."""
+        """Versions published for it."""
         assert self.published is not None
         return self.published
 
@@ -138,12 +138,12 @@ class Started:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request for control bears."""
+        """Headers of a control request."""
         return self.running.headers
 
     @property
     def pid(self) -> int:
-        """Of its API process, which leads its group."""
+        """Process id of its API process, which leads its group."""
         return self.running.process.pid
 
     @property
@@ -157,7 +157,7 @@ class Started:
         return next(child for child in family if "EngineCore" in child.name())
 
     def signal(self, number: signal.Signals) -> None:
-        """To the whole group."""
+        """Send a signal to the whole group."""
         os.killpg(self.pid, number)
 
     def spend(self, why: str) -> None:
@@ -210,7 +210,7 @@ class EnginePool:
         later = next((m for m in self._after(module) if self._needs(m)), None)
         if later is not None:
             wanted = [*self._needs(later), *self._alike(later, self._needs(later))]
-            # What has to wait for its turn would start in whatever environment a test has then.
+            # An engine that waited for its turn would start in the environment of some test.
             for started in self._begin([*dict.fromkeys(wanted)][:AT_ONCE]):
                 started.spawned.wait(START_S)
 
@@ -230,9 +230,10 @@ class EnginePool:
             self._end([spec for spec in self._engines if spec not in needed])
 
     def faults(self, engines: Iterable[Started], *, at_the_end: bool = False) -> list[str]:
-        """What is not as it was before a test, after some patience; the engine is replaced then.
+        """Return its differences from the state before a test, after some patience; it is replaced
+        then.
 
-        `at_the_end`: of a module, which has to leave the model's own weights.
+        at_the_end: of a module, which has to leave the model's own weights.
         """
         found = []
         for started in engines:
@@ -244,7 +245,7 @@ class EnginePool:
         return found
 
     def _alike(self, module: str, specs: Sequence[PoolSpec]) -> list[PoolSpec]:
-        """What the modules right after this one need that begin with the same engine."""
+        """Return the needs of the next modules that begin with the same engine."""
         alike: list[PoolSpec] = []
         for later in self._after(module):
             if self._needs(later)[:1] != (specs[0],):
@@ -260,7 +261,7 @@ class EnginePool:
         return modules[modules.index(module) + 1 :]
 
     def _begin(self, specs: Iterable[PoolSpec]) -> list[Started]:
-        """Those that do not run yet are on their way from here on."""
+        """Start the ones that do not run yet."""
         new = [self._made(spec) for spec in dict.fromkeys(specs) if spec not in self._engines]
         for started in new:
             self._engines[started.of] = started
@@ -383,7 +384,7 @@ def _environment(spec: PoolSpec, folder: Path) -> dict[str, Any]:
 
 
 async def _settled(started: Started, at_the_end: bool) -> list[str]:
-    """What is still wrong with it when patience is over."""
+    """Return the faults that remain when patience is over."""
     now_s = asyncio.get_running_loop().time
     deadline_s = now_s() + SETTLE_S
     async with aiohttp.ClientSession(timeout=LOOK) as http:
@@ -453,6 +454,6 @@ def _of_a_page(started: Started, page: Page) -> dict[str, object]:
         "the grant is not what it was": not page.node.generous,
         "no guest on its page": guest is None,
         "requests": guest is not None and guest.running + guest.waiting,
-        # What a cap took away comes back when it is used.
+        # Memory that a cap took away comes back on use.
         "KV in use": guest is not None and guest.kv_used,
     }

@@ -26,7 +26,7 @@ MODEL, RANK, SIZE, PORT, MANIFEST, CHUNKS = sys.argv[1:]
 
 
 def loader() -> SglangLoader:
-    """Of a rank whose groups are joined, as a scheduler's process joins them."""
+    """Return the loader of a rank whose groups are joined, as a scheduler's process joins them."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap

@@ -40,7 +40,7 @@ class StandInNode(threading.Thread):
 
     @property
     def generous(self) -> bool:
-        """Whether it grants what `reset` lets it grant."""
+        """True if it grants the whole grant of `reset`."""
         grant = (self.mode, self.token_budget, self.kv_granule_cap, self.slack_share, self.ttl_s)
         rest = self.host_running, self.max_sequences
         return (*grant, *rest) == (GrantMode.RUN, 2048, 0, 0.0, 0.5, 0, 32)

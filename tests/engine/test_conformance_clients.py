@@ -171,7 +171,7 @@ def _unused(stage: Stage) -> int:
 
 
 def _train_client_request(stage: Stage, **more: Any) -> dict[str, Any]:
-    """What `renderers.client.generate` posts for verifiers' TrainClient, field for field."""
+    """Post field for field like `renderers.client.generate` for verifiers' TrainClient."""
     sampling = {
         "temperature": 0.0,
         "max_tokens": TOKENS,
@@ -211,7 +211,7 @@ async def test_verifiers_train_client_itself(stage: Stage, sdk: openai.AsyncOpen
     client = pytest.importorskip("renderers.client", reason="renderers is not installed")
 
     class Renderer:
-        """Of a renderer, what `generate` uses once the prompt is token ids."""
+        """The part of a renderer that `generate` uses once the prompt is token ids."""
 
         def get_stop_token_ids(self) -> list[int]:
             return [_unused(stage)]
@@ -293,7 +293,7 @@ async def test_trl_client_itself(stage: Stage) -> None:
 
 
 async def test_plain_sglang_generate_calls(stage: Stage) -> None:
-    """What slime and SGLang's own clients post, whole and streamed."""
+    """The requests of slime and of SGLang's own clients, whole and streamed."""
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"temperature": 0.0, "max_new_tokens": TOKENS},

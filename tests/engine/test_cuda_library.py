@@ -1,4 +1,4 @@
-"""What wants a GPU, through cuda-bindings and a stand-in for the driver's library."""
+"""GPU code through cuda-bindings and a stand-in for the driver's library."""
 
 import json
 import re

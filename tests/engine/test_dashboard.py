@@ -33,7 +33,7 @@ PAGE_BYTES = 150_000
 UPDATE_MS = 100.0
 TRIES = 4
 PAGES = ("/", "/nodes", "/node?name=serving-0004", "/leases", "/advice", "/decisions")
-# What a browser needs from a message to the next frame with its texts.
+# Time that a browser needs from a message to the next frame with its texts.
 UPDATES = """
     new Promise((done) => {
       const took = [];
@@ -87,7 +87,7 @@ async def standin(nodes: int) -> AsyncIterator[Standin]:
 
 
 async def axed(tab: Tab) -> list[str]:
-    """What axe-core finds wrong with the page, a line each."""
+    """Return the findings of axe-core on the page, a line each."""
     await tab.call("Runtime.evaluate", expression=AXE.read_text())
     found: dict[str, Any] = json.loads(
         await tab.run("axe.run(document, { resultTypes: ['violations'] }).then(JSON.stringify)")

@@ -21,7 +21,7 @@ from weight_transfer import SigningKey
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1_200)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# What makes an engine small, and leaves the GPU out.
+# Options of a small engine without a GPU.
 SMALL = ("--enforce-eager", "--kv-cache-memory-bytes=67108864", "--max-model-len=512")
 BIN = Path(sys.executable).parent
 # A guest yields to all other work of the machine, its start included.
@@ -35,7 +35,7 @@ def without_gpu(path: Path) -> None:
         del engine["device"]
     config["replicas"][0] |= {"kv_bytes": 64 << 20, "max_model_len": 512}
     config["verify_key"] = SigningKey.load(path.parents[1] / "run/trainer.key").verify_key.hex
-    # Of this test alone, as its folder is.
+    # One folder for each test.
     config["run_dir"] = str(path.parents[1] / "run/node")
     path.write_text(json.dumps(config))
 

@@ -1,4 +1,4 @@
-"""What trainers ask for besides tokens, through the gateway and by real engines."""
+"""Features that trainers use besides tokens, through the gateway and real engines."""
 
 import asyncio
 import json

@@ -35,8 +35,8 @@ PROMPT = [(7 * k + 3) % 90 for k in range(40)]
 GREEDY = {"max_new_tokens": 24, "temperature": 0.0}
 BODY = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
 GENERATE = "/generate"
-# What SGLang measures of itself, or makes up for each answer; the version is what it was started
-# with, which the gateway does not take for a policy version.
+# Fields that SGLang measures, or makes anew for each answer; the version is the one at its start,
+# which the gateway does not take for a policy version.
 OWN = {
     "id",
     "e2e_latency",
@@ -149,7 +149,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
 
 
 def comparable(value: Any) -> Any:
-    """What must be equal, keys in their order."""
+    """Return the fields that must be equal, keys in their order."""
     if isinstance(value, dict):
         return [(k, comparable(v)) for k, v in value.items() if k not in OWN]
     if isinstance(value, list):
@@ -158,7 +158,7 @@ def comparable(value: Any) -> Any:
 
 
 def without_extras(value: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang's own answer has."""
+    """Return SGLang's own answer."""
     return {k: v for k, v in value.items() if k not in {"versions", "segments", "attempts"}}
 
 

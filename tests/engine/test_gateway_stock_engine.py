@@ -30,7 +30,7 @@ MODEL = ONE.served
 PROMPT = [(7 * k + 3) % 90 for k in range(40)]
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
 EXTRA = {"versions", "segments", "attempts"}
-# What an engine knows of itself, or makes anew for every answer.
+# Fields of an engine itself, or made anew for every answer.
 OWN = {"request_id", "id", "created", "system_fingerprint", "rank"}
 # An engine calls whatever it started with its version; the gateway does not take that for one.
 UNKNOWN = "weight_versions"
@@ -108,7 +108,7 @@ async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
 
 
 def ours_alone(value: dict[str, Any]) -> set[str]:
-    """What only the gateway says; beside a token's id also the name that it had before."""
+    """Return the gateway's own fields; beside a token's id also its earlier name."""
     return EXTRA | {"token"} if "token_id" in value else EXTRA
 
 
@@ -126,7 +126,7 @@ def shape(value: Any) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """What must be equal: everything but what an engine makes up for each answer."""
+    """Return the fields that must be equal: all but those made anew for each answer."""
     if isinstance(value, dict):
         free = ours_alone(value) | OWN | {UNKNOWN}
         return {k: comparable(v) for k, v in value.items() if k not in free}

@@ -1,4 +1,4 @@
-"""What is measured of kernels, in Triton's interpreter and in a process that has nothing else."""
+"""Measurements of kernels, in Triton's interpreter and in a process without anything else."""
 
 import importlib.util
 import json
@@ -93,7 +93,7 @@ def test_each_kernel_is_timed_beside_the_copy_of_the_same_run(found: dict[str, A
         assert row["share_of_copy"] == pytest.approx(row["gb_s"] / speed["copy"]["gb_s"])
         assert 0 < row["p50_s"] <= row["most_s"]
     (scattered,) = (row for row in speed.values() if "touched_share_of_copy" in row)
-    # Of 2% of the weights nearly each is alone in its sector of 16: 14 + 3 × 32 bytes for 14 + 6.
+    # Nearly each of 2% of the weights is alone in its sector of 16: 14 + 3 × 32 bytes for 14 + 6.
     over_asked = scattered["touched_share_of_copy"] / scattered["share_of_copy"]
     assert over_asked == pytest.approx((14 + 96 * 0.87) / 20, rel=0.05)
 

@@ -46,7 +46,7 @@ def rehearsal(
         try:
             yield process
         finally:
-            # It ends all that it started.
+            # SIGTERM ends all that it started.
             process.terminate()
 
 

@@ -105,7 +105,7 @@ def head_of(tensors: int) -> bytes:
 
 
 def many_tensors() -> bytes:
-    """As many tensors as are allowed, of one chunk each while there is room for it."""
+    """Return the largest allowed number of tensors, of one chunk each while there is room."""
     bare = b'["%0100d","bfloat16",[8,4096],"' + b"0" * 16 + b'","' + b"1" * 16 + b'",[%s]]'
     chunk = b'["%064x",[0,8],"sparse",123456,7,null,null]'
     lines: list[bytes] = []
@@ -189,7 +189,7 @@ async def longest_hold(raws: dict[str, bytes], folder: Path) -> float:
 
 @pytest.fixture(autouse=True)
 def frozen() -> Iterator[None]:
-    """As in a node's process, whose collector does not look at what was imported."""
+    """A node's process: its collector does not scan imported modules."""
     gc.collect()
     gc.freeze()
     yield
@@ -200,7 +200,7 @@ def frozen() -> Iterator[None]:
 def test_the_largest_manifest_and_catalog_hold_up_no_grant(
     largest: Callable[[], bytes], tmp_path: Path
 ) -> None:
-    """Of a few runs the best one counts: a thread may wait for a core while others run on."""
+    """The best of a few runs counts: a thread may wait for a core while others run on."""
     raws = {f"/manifests/{VERSION}": largest(), "/catalog": longest_catalog()}
     holds: list[float] = []
     for number in range(ROUNDS):

@@ -49,7 +49,7 @@ pytestmark = [
 
 log = logging.getLogger(__name__)
 START_S = 240.0
-# For so long nothing happens beside a busy host.
+# Nothing happens beside a busy host for this long.
 HELD_S = 3.0
 WAITS, WAITED = "the start waits until its host is idle", "passes of the start waited"
 # A cold turn takes seconds; what two shared cores may keep a process waiting does not.

@@ -43,7 +43,7 @@ BAD = {
 
 @dataclass
 class Runs:
-    """What was generated, and what the host with ROSE said meanwhile."""
+    """Generated tokens, and the reports of the host with ROSE meanwhile."""
 
     stock: dict[str, Any]
     observed: dict[str, Any]

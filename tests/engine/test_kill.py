@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 ORPHAN_S = ReplicaConfig.model_fields["orphan_s"].default
 FREEZE_S = 0.25
 GONE_S = 2.0
-# What two shared cores may keep a process waiting.
+# Delay that two shared cores may cause.
 LATE_S = 0.1
 
 

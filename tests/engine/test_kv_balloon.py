@@ -86,7 +86,7 @@ async def test_a_frozen_guest_returns_memory_of_rollouts_that_wait(guest: Guest)
 async def test_a_turn_that_cannot_fit_is_handed_back_at_once(guest: Guest) -> None:
     guest.node.kv_granule_cap = 1
     await guest.until(lambda state: state.granules_mapped == 1)
-    # It would wait for as long as the cap lasts.
+    # The call would wait for as long as the cap lasts.
     async with asyncio.timeout(30):
         tokens, reason = await guest.turn([n % VOCABULARY for n in range(300)], 10)
     assert (tokens, reason) == ([], "abort")

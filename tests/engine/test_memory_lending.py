@@ -37,7 +37,7 @@ LENT_WITHIN_S = 20.0
 BURST, PROMPT, OUTPUT = 110, 440, 60
 # After its daemon's death a guest ends the step that it is in, and begins none.
 FREEZE_S = 0.25
-# What two shared cores may keep a process waiting.
+# Delay that two shared cores may cause.
 LATE_S = 0.5
 READS = 20
 
@@ -113,7 +113,7 @@ def _advised(smaps: str) -> Iterator[Area]:
 
 
 def lends_all(bench: KillBench) -> bool:
-    """What may be lent of an idle host: all but the reserve, and the granule that is never lent."""
+    """Return an idle host's lendable bytes: all but the reserve and the kept granule."""
     state = host(bench)
     return state.idle and state.granules_lent >= (1 - RESERVE) * state.granules_total - 2
 
@@ -148,7 +148,7 @@ def burst(bench: KillBench) -> list[float]:
 
 @dataclass
 class Watch:
-    """What host and guest hold, looked at all the time; times are seconds."""
+    """Memory of host and guest, sampled all the time; times are seconds."""
 
     bench: KillBench
     resident_most: int = 0

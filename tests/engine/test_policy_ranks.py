@@ -53,7 +53,7 @@ async def trained(cluster: Cluster, ranks: int, scenario: str) -> None:
 
 
 def assert_published(cluster: Cluster, version: int, root: str = "root") -> None:
-    """What nodes would come to is what the trainer gathered, bit for bit."""
+    """Assert that nodes would get what the trainer gathered, bit for bit."""
     wanted = read_model_dir(cluster.folder / f"gathered-{version}")
     base = read_model_dir(cluster.folder / "checkpoint")
     found = restore(ChunkStore(cluster.folder / root), version, base)

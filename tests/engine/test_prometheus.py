@@ -52,7 +52,7 @@ def test_each_alert_fires_where_it_should_and_nowhere_else() -> None:
 
 @needs_promtool
 def test_promtool_parses_every_panel(tmp_path: Path) -> None:
-    # As recording rules: one call for all of them.
+    # Recording rules: one call for all of them.
     rules = [
         {"record": f"panel:{number}", "expr": text}
         for number, (_, text) in enumerate(expressions())
@@ -141,7 +141,7 @@ async def test_a_real_prometheus_has_a_sample_for_every_panel(tmp_path: Path) ->
             )
             async with counted_turns(cluster.urls, 4) as turns, publisher:
                 await cluster.leased()
-                # What grew before it was looked at first has not grown.
+                # Growth before the first scrape does not count.
                 await _scraped(real)
                 await publisher.publish(1, 0, tensors(0), tensors(1))
                 await turns.more(8)
@@ -151,7 +151,7 @@ async def test_a_real_prometheus_has_a_sample_for_every_panel(tmp_path: Path) ->
                 await publisher.publish(2, 1, tensors(1), tensors(2))
                 await _all_answered(real, missing, but=8)
                 await turns.settled()
-            # Those that show what an operator does, and guests that stand still.
+            # The ones that show an operator's actions, and paused guests.
             await _asked(cluster, "g0")
             await _all_answered(real, missing)
             assert not missing, "\n".join(f"{name}: {text}" for name, text in missing.items())

@@ -70,7 +70,7 @@ class Heard:
 
 @dataclass
 class Way:
-    """To the replica, by the proxy or straight."""
+    """Way to the replica, by the proxy or direct."""
 
     replica: Started
     door: Door

@@ -136,7 +136,7 @@ async def test_a_frozen_guest_is_drained_at_once(replica: Replica) -> None:
     stream = replica.stream(PROMPT, 400)
     first = await anext(stream)
     await frozen(replica)
-    # It would wait for as long as the guest is frozen.
+    # The call would wait for as long as the guest is frozen.
     async with asyncio.timeout(30):
         status, answer = await replica.call("drain", {"epoch": epoch, "reason": "revoked"})
         rest = [line async for line in stream]

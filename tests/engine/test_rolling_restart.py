@@ -50,7 +50,7 @@ async def training(cluster: LittleCluster, turns: CountedTurns) -> AsyncIterator
             yield training
         finally:
             task.cancel()
-            # What it broke off by itself with is told.
+            # An error with which it broke off is reported.
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 

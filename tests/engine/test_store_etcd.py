@@ -45,7 +45,7 @@ async def store(cluster: EtcdCluster, request: pytest.FixtureRequest) -> AsyncIt
 
 
 class Follower:
-    """What a watch makes of a prefix, and each event that it yielded."""
+    """A prefix as a watch sees it, and each event that the watch yielded."""
 
     def __init__(self, store: EtcdStore) -> None:
         self._store = store

@@ -20,7 +20,7 @@ from rose.engines import EngineProcess, EngineRole, EngineSpec
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(300), needs_25]
 
 ROOT = Path(__file__).parents[2]
-# What runs on vLLM: schedulers, block pools, layouts and allocation.
+# Tests that run on vLLM: schedulers, block pools, layouts and allocation.
 BODIES = {
     "test_steps_in_flight.py": 9,
     "test_guest_balloon.py": 27,

@@ -117,7 +117,7 @@ class Served:
 
 
 def install_plugins(folder: Path) -> None:
-    """What vLLM discovers is what this tree declares, whichever tree was installed."""
+    """Make vLLM discover the plugins that this tree declares, whichever tree was installed."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     plugins = project["entry-points"]["vllm.general_plugins"]
     info = folder / "rose_tree-0.dist-info"
@@ -186,7 +186,7 @@ def flip(parameter: str, index: int, mask: int) -> Any:
 
 
 def prove(worker: Any) -> tuple[bool, bool, float]:
-    """Whether all live weights and what is computed with them are the active version's, anew."""
+    """Return True if live weights and values computed from them are the active version's."""
     from weight_transfer.engine.proof.probe import compare, judge
     from weight_transfer.engine.proof.reference import finish, reference_in_pieces
 
@@ -347,7 +347,7 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
 
 
 def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None:
-    """What a replica that lags is given: several manifests, or all weights anew."""
+    """A replica that lags gets several manifests, or all weights anew."""
     first, held = served.version + 2, served.version
     one, two, three = (sgd_like(served.base, seed=seed, size=1e-4) for seed in (11, 12, 13))
     served.publisher.publish(first, held, served.active, one)
@@ -366,7 +366,7 @@ def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None
 def test_another_jobs_weights_come_into_force_through_a_base_only(
     served: Served, tmp_path: Path
 ) -> None:
-    """What a replica is given that another job leased: versions below its own, and back again."""
+    """A replica that another job leased gets versions below its own, and back again."""
     store = ChunkStore(tmp_path)
     other = Publisher(store, "other", "test", served.publisher._key)
     theirs = sgd_like(served.base, seed=21, size=1e-3)

@@ -53,7 +53,7 @@ def apply(served: Served, version: int) -> dict[str, Any]:
 
 
 def segments(label: str) -> list[set[str]]:
-    """Of each process that has any: which segments of this label it maps."""
+    """Return the segments of this label that each process maps, if any."""
     found = []
     for process in psutil.Process().children(recursive=True):
         maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()

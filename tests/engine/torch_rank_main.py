@@ -42,7 +42,7 @@ from weight_transfer.torch import Ranks, ShardedPublisher, state_pieces
 
 KEY = SigningKey.from_hex("09" * 32)
 ROOT = Path(sys.argv[1])
-# Of this process, once it is a rank.
+# Rank of this process, once it is one.
 RANK = RANKS = 0
 State = dict[str, torch.Tensor]
 

@@ -63,7 +63,7 @@ class StandInRun:
     forced_revocations: int = 12
     mid_turn: bool = True
     kill_signal: int | None = 9
-    # Of a run of two jobs: whose lease the guest had, one after the other, and for how long.
+    # For a run of two jobs: the guest's leases, one after the other, with their durations.
     leases: tuple[tuple[str, float], ...] = ()
     new_engines: int = 0
 

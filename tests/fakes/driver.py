@@ -14,7 +14,7 @@ from executor.errors import DeviceError, DeviceMemoryShort
 
 PAGE = 2 << 20
 GARBAGE = 0xAA
-"""What is in memory that nobody wrote: whoever forgets to zero it finds that."""
+"""Content of fresh memory: code that forgets to zero it reads this."""
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class StandInDriver:
         self._begin("synchronize")
         self._unsynchronized = False
 
-    # What a kernel, and the end of a process, would do.
+    # A kernel, and the end of a process.
 
     def write(self, address: int, data: bytes) -> None:
         mapped, at = self._byte(address)
@@ -190,7 +190,7 @@ class StandInDriver:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is reserved, mapped or held."""
+        """True if nothing is reserved, mapped or held."""
         return not (self.reserved or self.mapped or self.handles)
 
     def _begin(self, name: str) -> None:

@@ -20,7 +20,7 @@ class StandInGateway:
     def __init__(self, port: int = 0, version: int = 0, delay_s: float = 0.0) -> None:
         self.port = port
         self.version = version
-        # Of the KV behind all tokens, where it is older than they are.
+        # Version of the KV behind all tokens, if it is older than they are.
         self.kv_version: int | None = None
         self.delay_s = delay_s
         self.refuse_with: tuple[int, dict[str, str]] | None = None

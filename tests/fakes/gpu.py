@@ -71,7 +71,7 @@ MEASURED: dict[str, Any] = {
 
 
 def served_row(arm: Arm, ratio: float, guest_tok_s: float, verdict: str) -> dict[str, Any]:
-    """As `bench.coserve.rows` makes it, as far as anybody here reads it."""
+    """Return a row of `bench.coserve.rows`, with the fields that are read here."""
     check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict}
     return {
         "mode": arm.policy or arm.name,

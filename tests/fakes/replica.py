@@ -43,10 +43,10 @@ class StandInReplica:
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        # How many turns each request of several had, and places of those that left it.
+        # Number of turns of each batch request, and places of those that left it.
         self.batches: list[int] = []
         self.left: list[int] = []
-        # Of a batch this turn alone is refused.
+        # Place of a batch's turn that is refused.
         self.refuse_at: int | None = None
         # No request of several turns is read.
         self.refuse_batches = False
@@ -199,7 +199,7 @@ class StandInReplica:
         return web.json_response({})
 
     async def _stream(self, http: web.Request, write: Write, asked: dict[str, Any]) -> bool:
-        """Whether the turn came to an end of its own."""
+        """Return True if the turn ended by itself."""
         first = asked["token_ids"][-1] + 1
         budget = asked["sampling"]["max_tokens"]
         if asked["sampling"].get("prompt_logprobs") is not None:

@@ -11,7 +11,7 @@ PLUGIN = ("plugin", "replica", "weights")
 
 
 class _Awaited:
-    """What a remote call returns: awaited, it is the call's result."""
+    """Result of a remote call, which can be awaited."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -118,7 +118,7 @@ def installed() -> Iterator[tuple[StandInRay, SimpleNamespace]]:
             if depth > 1:
                 setattr(found[".".join(parts[: depth - 1])], parts[depth - 1], module)
         found[name].__dict__.update(members)
-    # What else is imported meanwhile stays: torch cannot be imported twice.
+    # Other modules that are imported meanwhile stay: torch cannot be imported twice.
     sys.modules.update(found)
     try:
         yield ray, SimpleNamespace(replicas=replicas, rollouts=rollouts, engines=engines)

@@ -76,7 +76,7 @@ class FakeWeightRanks(FakeAsyncLLM):
         return self._reports()
 
     def step_unpaused(self) -> None:
-        """What the engine's own loop does all the time."""
+        """Step like the engine's own loop."""
         if self.paused or not self.live:
             return
         for state in self.output_processor.request_states.values():

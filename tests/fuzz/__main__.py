@@ -29,7 +29,7 @@ TAIL_LINES = 30
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What fuzzing one module gave; `trouble` is empty where nothing was found."""
+    """Result of fuzzing one module; `trouble` is empty if nothing was found."""
 
     module: str
     functions: int

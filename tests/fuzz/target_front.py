@@ -50,7 +50,7 @@ def run_routes(data: bytes) -> None:
 
 
 def run_http(data: bytes) -> None:
-    """What a connection sends, be it HTTP or not."""
+    """Fuzz the bytes of a connection, HTTP or not."""
     _answered(data)
 
 
@@ -104,7 +104,7 @@ def run_stream(data: bytes) -> None:
 
 
 def run_noted(data: bytes) -> None:
-    """What a watcher noted down."""
+    """Fuzz a watcher's saved note."""
     state = _folder() / "state"
     state.write_bytes(data)
     try:
@@ -122,7 +122,7 @@ class _Publisher:
         raise RefusedError("nothing is published here")
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
-        """It is."""
+        """Return: it is served."""
 
 
 class _Nowhere(Forwarding):

@@ -53,7 +53,7 @@ HEADERS = (
     "X-Session-ID",
     "X-Group-ID",
     "X-SMG-Routing-Key",
-    "X-Job",
+    "X-Rose-Job",
     "Content-Encoding",
     "Transfer-Encoding",
     "Expect",
@@ -100,12 +100,12 @@ def run_routes(data: bytes) -> None:
 
 
 def run_http(data: bytes) -> None:
-    """What a connection sends, be it HTTP or not."""
+    """Fuzz the bytes of a connection, HTTP or not."""
     _answered(data)
 
 
 def run_replica(data: bytes) -> None:
-    """What a replica of each API streams, in two pieces."""
+    """Fuzz a replica's stream of each API, in two pieces."""
     for link in LINKS.values():
         reader = link.reader()
         try:

@@ -66,7 +66,7 @@ def run_section_content(data: bytes) -> None:
         view[HEADER_BYTES : HEADER_BYTES + size] = payload
         record = _read(kind, view)
         if record is not None:
-            # What came out of a page may be written into one again.
+            # A record that was read from a page may be written into one again.
             assert kind.unpack(record.pack()).pack() == record.pack()
 
 
@@ -136,7 +136,7 @@ def run_loans(data: bytes) -> None:
 
 
 def run_lent(data: bytes) -> None:
-    """What a borrower reads of a lender: numbers are distinct, and no more than a message has."""
+    """Fuzz a borrower's reading of a lender: numbers are distinct, and within a message's bound."""
     with suppress(LoanError):
         frame = decode(data)
         if isinstance(frame, Lend):
@@ -152,7 +152,7 @@ def run_guest_record(data: bytes) -> None:
 
 
 def run_host_description(data: bytes) -> None:
-    """What lies beside a page in a folder that several users share."""
+    """Fuzz files beside a page in a folder that several users share."""
     page = Path(_run_dir().name) / "h.page"
     page.touch()
     page.with_suffix(".json").write_bytes(data)

@@ -93,7 +93,7 @@ async def _control(path: str, data: bytes) -> None:
 
 
 async def _answered(path: str, data: bytes) -> AsgiExchange | None:
-    """What came of turns, of which one step is made before a drain; None for a good refusal."""
+    """Return the results of turns that a drain ends after one step; None for a good refusal."""
     served = await Served(FakeWeightRanks()).start()
     await _ask(served, "admit", b'{"epoch":1}').done()
     asked = _ask(served, path, data)
@@ -115,7 +115,7 @@ async def _turn(data: bytes) -> None:
 
 
 def _turns_of(body: bytes) -> int:
-    """How many a batch has; what is no text may stand in a field that nobody reads."""
+    """Return the number of turns of a batch; fields that nobody reads may hold invalid text."""
     return len(json.loads(body.decode(errors="replace"))["turns"])
 
 

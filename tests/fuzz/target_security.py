@@ -32,7 +32,7 @@ VERIFIER: Final = _verifier()
 
 
 def _check(caller: Caller) -> None:
-    """What a token was believed to say can be a job and a subject."""
+    """Check that an accepted token's names can be a job and a subject."""
     for name in (caller.job, caller.subject):
         assert name is not None
         assert 0 < len(name) <= MAX_NAME_CHARS

@@ -228,13 +228,13 @@ def run_http_lease(data: bytes) -> None:
 
 
 def run_http_path(data: bytes) -> None:
-    """What is asked for, by whoever bears the token."""
+    """Fuzz the path of a request with a good token."""
     path = bytes(byte for byte in data if byte > 32)
     _face().send(b"GET /%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n\r\n" % path)
 
 
 def run_http_range(data: bytes) -> None:
-    """Which part of a chunk is asked for."""
+    """Fuzz the range of a chunk's request."""
     asked = bytes(byte for byte in data if byte not in b"\r\n")
     head = b"GET /chunks/%s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tok\r\n"
     head += b"Range: %s\r\n\r\n"
@@ -242,7 +242,7 @@ def run_http_range(data: bytes) -> None:
 
 
 def run_http_token(data: bytes) -> None:
-    """What is shown as a token: only the right one is let in."""
+    """Fuzz the token: only the right one is let in."""
     shown = bytes(byte for byte in data if byte not in b"\r\n")
     line = _face().send(
         b"GET /catalog HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\r\n\r\n" % shown

@@ -1,4 +1,4 @@
-"""Which targets there are, and how one input finds its function."""
+"""The fuzz targets, and the function of an input."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ def find_modules() -> list[str]:
 
 
 def names(module: str) -> list[str]:
-    """Of the module's functions `run_NAME`, sorted; it is not imported, which takes seconds."""
+    """Return the sorted names of the module's functions `run_NAME`, without importing it."""
     source = (FUZZ_DIR / f"target_{module}.py").read_text(encoding="utf-8")
     return sorted(re.findall(r"^def (run_\w+)", source, re.MULTILINE))
 

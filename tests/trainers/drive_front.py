@@ -142,7 +142,7 @@ class Slime:
         engine.continue_generation()
 
     async def turn(self, prompt: list[int], tokens: int, temperature: float) -> dict[str, Any]:
-        """As slime.rollout.sglang_rollout asks for one."""
+        """Request a turn like slime.rollout.sglang_rollout."""
         from slime.utils.http_utils import post
 
         sampling = {

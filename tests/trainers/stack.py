@@ -1,4 +1,4 @@
-"""What tests of trainers share: a fleet, a policy, and the environment that a trainer has.
+"""Shared parts of the tests of trainers: a fleet, a policy, and a trainer's environment.
 
 Trainers run in environments of their own, `scripts/trainer-env NAME` makes `.venv-NAME`; without it
 the tests of that trainer are skipped. The fleet and these tests run in the project's.

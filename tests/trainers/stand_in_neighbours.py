@@ -29,7 +29,7 @@ PACKAGES = (
 
 @dataclasses.dataclass
 class HttpRequest:
-    """As areal.api.io_struct has it."""
+    """Fields of areal.api.io_struct's request."""
 
     endpoint: str
     payload: dict[str, Any]
@@ -76,14 +76,14 @@ class ServerArgs:
 
 
 class ClientConfig:
-    """What verifiers' client configurations are: whatever fields they are given."""
+    """verifiers' client configuration: any fields."""
 
     def __init__(self, **fields: object) -> None:
         vars(self).update(fields)
 
 
 class UpdateWeightFromDistributed:
-    """What slime's delta mode is made of, as far as it uses it."""
+    """The part of the class that slime's delta mode uses."""
 
     def __init__(self, args: object, *rest: object, **named: object) -> None:
         self.args, self.weight_version = args, 0

@@ -51,7 +51,7 @@ def stack(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
 
 
 def said(python: Path, stack: TrainerStack, name: str, *argv: str) -> str:
-    """What an example prints."""
+    """Return an example's output."""
     done = subprocess.run(
         [str(python), str(ROOT / "examples" / name), *argv],
         env={**stack.environ(), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
@@ -80,7 +80,7 @@ def test_a_policy_plays_both_seats_of_a_game(
     assert len(re.findall(r"^seat \d: won \d+ of 32 games", printed, re.M)) == 2
     played = rows(games)
     assert len(played) == 64
-    # Who takes the last one wins, who makes an impossible move loses; 0 are games given up.
+    # The player who takes the last one wins, an impossible move loses; 0 is a game given up.
     assert {-1, 1} <= {row["reward"] for row in played} <= {-1, 0, 1}
     assert all(row["versions"] == [0] for row in played if row["moves"])
 

@@ -109,7 +109,7 @@ def test_greedy_tokens_are_the_trainers_after_each_update(
     try:
         whats = ["slime-delta", "slime-delta", "prime", "slime", "areal", "areal-vllm", "prime"]
         first = drive(stack, front, clients, 0, *whats)
-        # It dies between two updates; the next life goes on at its version.
+        # Kill it between two updates; the next life continues at its version.
         front.member.kill()
         front.start()
         assert "at version 7" in front.log.read_text().splitlines()[-1]

@@ -93,7 +93,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_its_answers_are_scored(
     first.communicate()
     written = len(lines(answers))
     assert 10 <= written < TASKS
-    # It was killed in the middle of a line.
+    # A line cut off by a kill.
     with answers.open("a") as file:
         file.write('{"task": 7, "que')
     said, _ = example(stack, "batch_inference.py", str(answers), str(TASKS)).communicate(

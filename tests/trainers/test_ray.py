@@ -42,7 +42,7 @@ def ray_folder() -> Iterator[Path]:
 def run(
     python: Path, environ: dict[str, str], node: dict[str, Any], replica: dict[str, Any], *argv: str
 ) -> dict[str, Any]:
-    """What the program said, by name; nothing that it started is left."""
+    """Return the program's output by name, and assert that nothing it started is left."""
     name = uuid.uuid4().hex
     told = {RUN: name, **RAY_ON_LOOPBACK}
     arguments = json.dumps(node), json.dumps(replica), *argv

@@ -29,7 +29,7 @@ RUN_S = 240.0
 
 @dataclass(frozen=True)
 class Training:
-    """What one run wrote down."""
+    """Output of one run."""
 
     steps: list[dict[str, Any]]
     end: dict[str, Any]
@@ -50,7 +50,7 @@ class Training:
         return mean(each["sampling/sampling_logp_difference/mean"] for each in self.steps)
 
     def learned(self) -> bool:
-        """Whether the reward of its last third is above that of its first."""
+        """True if the reward of its last third is above that of its first."""
         rewards = [each["reward"] for each in self.steps]
         third = len(rewards) // 3
         return mean(rewards[-third:]) > mean(rewards[:third])
@@ -92,14 +92,14 @@ def started(
 
 
 def finished(process: "subprocess.Popen[bytes]", folder: Path) -> Training:
-    """What came of it, once it has ended by itself."""
+    """Return its result, once it has ended by itself."""
     code = process.wait(RUN_S)
     assert code == 0, (folder / "log").read_text()[-4_000:]
     return Training.read(folder / "out")
 
 
 def serves(stack: TrainerStack, version: int) -> bool:
-    """Whether a turn of exactly that version comes back."""
+    """Return True if a turn of exactly that version comes back."""
     with BlockingRolloutClient(stack.gateway, 30.0, job=stack.job) as client:
         turn = client.generate([1, 2], Sampling(max_tokens=2), exact_version=version)
         return {each for each, *_ in turn.versions} == {version}

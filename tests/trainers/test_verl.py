@@ -165,5 +165,5 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_and_its_version(
         steps = run.finished(RUN_S)
     assert min(steps) in (3, 4)
     assert max(steps) == 5
-    # What it restored, and one after each step.
+    # The restored version, and one after each step.
     assert versions(fleet)[-1] == before + 1 + len(steps)

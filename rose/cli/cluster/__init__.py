@@ -1,1 +1,1 @@
-"""Verbs that ask a cluster's scheduler, and its nodes' pages."""
+"""Commands that ask a cluster's scheduler, and its nodes' pages."""

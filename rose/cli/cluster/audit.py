@@ -1,6 +1,6 @@
-"""`rose audit verify|tail`: whether an audit log is whole, and what it says.
+"""`rose audit verify|tail`: check that an audit log is whole, and print it.
 
-Exit code 0 for a whole chain, 1 for one with something wrong, 2 for what is no audit log.
+Exit code 0 for a whole chain, 1 for one with a fault, 2 for a file that is not an audit log.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Raises RoseError with one line."""
+    """Run one command. Raises RoseError with one line."""
     parser = Parser(prog="rose audit", description="Check and read the audit log of a process.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     check = commands.add_parser("verify", help="follow the chain of hashes from end to end")

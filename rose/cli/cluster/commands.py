@@ -1,4 +1,4 @@
-"""Verbs that look: status, nodes, replicas, jobs. Each shows a part of one read model."""
+"""Commands that read: status, nodes, replicas, jobs. Each shows a part of one read model."""
 
 import argparse
 import difflib
@@ -16,7 +16,7 @@ from rose.operate.fleet import Fleet, Node, Replica, fleet_of
 
 
 def add_reading_commands(subparsers: Subparsers) -> None:
-    """Add them to the command line; `args.run` is what carries one out."""
+    """Add them to the command line; `args.run` carries one out."""
     for name, run, what in (
         ("status", _status, "everything right now: nodes, replicas, leases, jobs, and troubles"),
         ("nodes", _nodes, "hosts' latency against its target, and what each node lends"),
@@ -101,7 +101,7 @@ Named = TypeVar("Named", Node, Replica)
 
 
 def _chosen(found: Sequence[Named], names: Sequence[str], what: str) -> Sequence[Named]:
-    """Return those of these names, or all. RefusedError for a name that nothing has."""
+    """Return the rows of these names, or all. Raises RefusedError for an unknown name."""
     by_name = {each.name: each for each in found}
     for name in names:
         if name not in by_name:

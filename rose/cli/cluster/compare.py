@@ -1,8 +1,8 @@
-"""`rose compare NODE`: what lending costs its hosts, measured on their own traffic, on and off.
+"""`rose compare NODE`: the cost of lending to a node's hosts, on their own traffic, on and off.
 
-Blocks with and without lending come in pairs, in a drawn order. Exit code 0 when all limits hold,
-1 when one fails, 3 when too little was seen to say, 2 for bad input or an unreachable service.
-However it ends, interrupted or not, lending is put back as it was.
+Blocks with and without lending come in pairs, in a drawn order. Exit code 0 if all limits hold, 1
+if one fails, 3 if the data are too few, 2 for bad input or an unreachable service. However it ends,
+interrupted or not, lending is restored.
 """
 
 import argparse
@@ -113,14 +113,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class NodeLending:
-    """The scheduler's switches of one node's guests."""
+    """Switches of one node's guests at the scheduler."""
 
     def __init__(self, client: PolicyClient, node: str) -> None:
         self._client = client
         self._node = node
 
     def check_policy(self) -> None:
-        """Raise RefusedError where a policy keeps the node from lending: nothing would differ."""
+        """Raise RefusedError if a policy keeps the node from lending: nothing would differ."""
         for row in self._client.snapshot().capacity:
             if row.node == self._node and row.policy_mode and row.policy_mode != "Active":
                 raise RefusedError(
@@ -160,7 +160,7 @@ def _reader(url: str, host: str) -> Callable[[], Reading]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Lending is put back by whatever this is ended, and a second Ctrl-C does not end that."""
+    """Restore lending however this ends; a second Ctrl-C does not stop that."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         for number in ENDING:
@@ -176,7 +176,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def show(found: Comparison) -> None:
-    """Print the rows and what they come to."""
+    """Print the rows and the verdict."""
     console = console_of()
     table = Table(title_justify="left")
     for column in ("of the hosts", "on", "off", "change (95%)", "must be", "verdict"):

@@ -1,4 +1,4 @@
-"""`rose explain TRAJECTORY`: where a gateway placed its turns lately, and why."""
+"""`rose explain TRAJECTORY`: the replicas on which a gateway placed its last turns, and why."""
 
 import argparse
 import http.client
@@ -22,17 +22,17 @@ from rose.security.certificates import (
 from rose.security.tokens import TokenFile
 
 if TYPE_CHECKING:
-    # It takes long to import, for commands that ask no gateway.
+    # The import takes long, and most commands ask no gateway.
     from rose.contract.gateway import Choosing
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
 EXPLAIN_TIMEOUT_S = 5.0
-# A choice in a large fleet weighs a dozen replicas; the cheapest few say why.
+# A choice in a large fleet weighs a dozen replicas; the cheapest few explain it.
 SHOWN = 5
 
 
 def add_explain_command(subparsers: Subparsers) -> None:
-    """Add it to the command line; `args.run` is what carries it out."""
+    """Add it to the command line; `args.run` carries it out."""
     why = subparsers.add_parser("explain", help="say where turns were placed lately, and why")
     why.add_argument("subject", metavar="TRAJECTORY", help="a session, or one turn's request id")
     why.add_argument(
@@ -59,13 +59,13 @@ def explain(
     token: str = "",
     certificates: CertificateFiles | None = None,
 ) -> View:
-    """Each remembered choice, oldest first. Raises RoseError when there is nothing to say."""
+    """Return each remembered choice, oldest first. Raises RoseError if there is none."""
     found = _ask(gateway, subject, job, token, certificates)
     return View(found, tuple(map(line_of, found)))
 
 
 def line_of(decision: "Choosing") -> str:
-    """`12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (guest-0 0.41 s, own-1 0.5 s)`."""
+    """Return a line: `12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (…)`."""
     cheapest = sorted(decision.weighed, key=lambda pair: pair[1])[:SHOWN]
     costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
     long = ", likely among the longest" if decision.is_long else ""

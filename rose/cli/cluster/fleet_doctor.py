@@ -1,4 +1,4 @@
-"""`rose doctor` of a cluster: what it lacks, by its scheduler's word, and how to mend it."""
+"""`rose doctor` of a cluster: its faults by its scheduler's word, and how to mend them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -9,18 +9,18 @@ from rose.operate.client import PolicyClient
 from rose.operate.fleet import Fleet, Mode, NodeState, fleet_of, names
 from rose.rpc import rose_pb2 as pb
 
-# Starts of an engine after which it is no accident.
+# Starts of an engine after which they are no accident.
 MANY_RESTARTS: Final = 3
 
 
 def diagnose_fleet(client: PolicyClient) -> Iterator[Finding]:
-    """Ask the scheduler, and check what it says. Raises `UnavailableError` where none answers."""
+    """Ask the scheduler, and check its answer. Raises `UnavailableError` if none answers."""
     snapshot = client.snapshot()
     yield from fleet_checks(fleet_of(snapshot), client.policies())
 
 
 def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Finding]:
-    """Findings about one look at a cluster, from the scheduler down to its engines."""
+    """Return findings about one snapshot of a cluster, from the scheduler down to its engines."""
     yield from _scheduler(fleet)
     yield from _policies(fleet, policies)
     yield from _nodes(fleet)

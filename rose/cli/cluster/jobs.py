@@ -1,9 +1,9 @@
-"""`rose jobs`: the registered jobs, whose they are, and which replica serves which version.
+"""`rose jobs`: the registered jobs, their owners, and the version that each replica serves.
 
 rose jobs [list]      a row for each job
-rose jobs show JOB    its run, its versions, and what each of its replicas serves
-rose jobs end JOB     its leases are released; name and newest version are kept
-rose jobs drop JOB    besides, its chain and its run are forgotten; refused while a run lives
+rose jobs show JOB    its run, its versions, and the version that each of its replicas serves rose
+jobs end JOB     release its leases; its name and newest version are kept rose jobs drop JOB
+besides, forget its chain and its run; refused while a run lives
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _dropped(before: Job | None, versions: int) -> str:
 
 
 def jobs_table(jobs: Sequence[Job], title: str = "") -> Table:
-    """A row for each job: what it has, what it may have, and whether a trainer lives."""
+    """Return a row for each job: its replicas, its limits, and the state of its trainer."""
     return Table(COLUMNS, tuple(map(_row, jobs)), title, RIGHT)
 
 
@@ -112,13 +112,13 @@ def _row(job: Job) -> tuple[Said, ...]:
 
 
 def list_jobs(fleet: Fleet) -> View:
-    """A row for each job."""
+    """Show a row for each job."""
     lines = () if fleet.jobs else ("no job is registered",)
     return View(fleet.jobs, lines, (jobs_table(fleet.jobs),))
 
 
 def show_job(fleet: Fleet, name: str) -> View:
-    """Return a job's run, its versions, and which replica serves which. RefusedError for none."""
+    """Return a job's run, versions and replicas. Raises RefusedError for an unknown job."""
     job = _known(fleet, name)
     rows = [row for row in fleet.replicas if row.job == name]
     table = Table(

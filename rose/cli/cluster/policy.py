@@ -1,4 +1,4 @@
-"""`rose policy`: capacity policies in force, changes of them, and what holds for a node and why."""
+"""`rose policy`: capacity policies in force, their changes, and the result for a node."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ from rose.operate.fleet import Capacity, Mode, Replica, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
 if TYPE_CHECKING:
-    # What checks policies takes long to import, for commands that have nothing to do with them.
+    # The import takes long, and most commands have nothing to do with policies.
     from elastic_scheduler.capacity import CapacityPolicy
 
 COLUMNS: Final = (
@@ -46,12 +46,12 @@ COLUMNS: Final = (
     ("OBJECTIVE", "sloBudget.objective"),
     ("CANARY", "canary.percent"),
 )
-# Averages over less say nothing that the figures of the moment do not.
+# Averages over less say no more than the present figures.
 LEAST_ADVISED_S: Final = 60.0
 
 
 def add_policy_commands(subparsers: Subparsers) -> None:
-    """Add them to the command line; `args.run` is what carries one out."""
+    """Add them to the command line; `args.run` carries one out."""
     policy = subparsers.add_parser("policy", help="say what may be lent, where and when")
     verbs = policy.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, run, what in (
@@ -102,7 +102,7 @@ def _get(args: argparse.Namespace) -> int:
     table = _fields_table(said[0]) if args.name else _policies_table(said, views)
     write(View(data, lines, (table,)), Format(args.output))
     if any(each.get("nodeSelector") for each in said):
-        # Takes long to import, for policies that are for all nodes.
+        # The import takes long, and is not needed for policies for all nodes.
         from elastic_scheduler.capacity import policy_of
 
         _note_selectors(client, [policy_of(each) for each in said])
@@ -138,7 +138,7 @@ def _fields_table(policy: dict[str, Any]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field that would change; none of a policy that is new, or whose halt would end."""
+    """A field that would change; empty for a policy that is new, or whose halt would end."""
 
     policy: str
     field: str = ""
@@ -173,7 +173,7 @@ def _apply(args: argparse.Namespace) -> int:
 
 
 def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") -> None:
-    """Note selectors and names, of policies in force, that no attached node has."""
+    """Print a note for selectors and names, of policies in force, that match no attached node."""
     selectors = [policy.node_selector for policy in policies]
     if not any(each.names or each.match_labels for each in selectors):
         return
@@ -191,7 +191,7 @@ def _apply_one(client: PolicyClient, policy: "CapacityPolicy", rest: Sequence[st
     try:
         client.apply(policy)
     except UnavailableError as error:
-        # All were found good: only a scheduler that went away in between is in the way.
+        # All were accepted, so the scheduler went away in between.
         raise UnavailableError(
             f"{error}; not known to be in force: {', '.join(rest)}: apply the file again, which"
             " changes nothing twice"
@@ -281,7 +281,7 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
 
 
 def _paths(value: dict[str, Any]) -> dict[str, str]:
-    """Every field by its path, values as people write them."""
+    """Yield every field by its path, with values in their printed form."""
     return {
         path: text if isinstance(text, str) else json.dumps(text) for path, text in _leaves(value)
     }
@@ -296,7 +296,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: A
 
 
 def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[Difference]:
-    """What putting a policy in force changes, defaults included."""
+    """Return the changes that putting a policy in force would make, defaults included."""
     from elastic_scheduler.capacity import parse_policy
 
     if view is None:
@@ -340,7 +340,7 @@ def _value(text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class NodePolicy:
-    """What holds for a node, and what its guests do under it."""
+    """Policy in force for a node, and the state of its guests under it."""
 
     node: str
     capacity: Capacity
@@ -366,7 +366,7 @@ def _policy_of(row: pb.NodeCapacity, replicas: Sequence[Replica]) -> NodePolicy:
 
 
 def explained(found: NodePolicy, now: Callable[[], datetime] = datetime.now) -> Iterator[str]:
-    """Lines about one node: what it comes to, what holds, why not more, whose each field is."""
+    """Return lines about one node: the result, the limits, and the policy of each field."""
     capacity = found.capacity
     held = f"; held back by {'; '.join(capacity.limits)}" if capacity.limits else ""
     yield f"{found.node}: {_harvest(capacity, now())}{held}"
@@ -397,7 +397,7 @@ WORDS: Final = {
 
 
 def _harvest(capacity: Capacity, now: datetime) -> str:
-    """`would harvest 38.0 GiB, 61% of compute since 09:12`: on the average of that time."""
+    """Return `would harvest 38.0 GiB, 61% of compute since 09:12`, averaged over that time."""
     lends = capacity.mode is capacity.would is Mode.ACTIVE
     verb = "may harvest" if lends else "would harvest"
     if capacity.lend_bytes is None and capacity.lend_compute is None:
@@ -414,7 +414,7 @@ def _harvest(capacity: Capacity, now: datetime) -> str:
 
 
 def _since(over_s: float, now: datetime) -> str:
-    """The time of day at which that began, with its date where it was no time of today."""
+    """Return the time of day at which it began, with the date if that was not today."""
     began = datetime.fromtimestamp(now.timestamp() - over_s)
     return f"{began:%H:%M}" if began.date() == now.date() else f"{began:%b %d, %H:%M}"
 
@@ -426,7 +426,7 @@ def _load(capacity: Capacity) -> str:
 
 
 def _in_figures(capacity: Capacity) -> Iterator[str]:
-    """What it lends, or would, in bytes and share of compute at this moment."""
+    """Return the bytes and the share of compute that it lends, or would, at this moment."""
     verb = "lends up to" if capacity.mode is capacity.would else "would lend"
     figures = []
     if capacity.lend_bytes is not None:

@@ -1,8 +1,8 @@
-"""Verbs that stop lending, and let it go on: hold, drain, resume, stop-all, revoke, kill, unkill.
+"""Commands that stop and resume lending: hold, drain, resume, stop-all, revoke, kill, unkill.
 
-`rose stop-all` returns when every node has confirmed and every guest is gone, as its node measured,
-or says which is not, and of which nothing is known; without a scheduler it leaves the stop in the
-store, where the next one finds it.
+`rose stop-all` returns when every node has confirmed and every guest is gone by its node's
+measurement, or names the ones that are not or unknown. Without a scheduler it leaves the stop in
+the store, where the next one reads it.
 """
 
 import argparse
@@ -39,14 +39,14 @@ STOPS: Final = {
     ),
 }
 POLL_S: Final = 0.1
-# `reclaimDeadline` where no policy says another.
+# `reclaimDeadline` if no policy sets another.
 DEADLINE_S: Final = 5.0
-# A guest that is gone by the deadline is measured, and its duty of the last second is 0, so late.
+# Grace for the measurement of a guest that is gone by the deadline: its duty of a second is 0.
 PROOF_S: Final = 2.0
 
 
 def add_stop_commands(subparsers: Subparsers) -> None:
-    """Add them to the command line; `args.run` is what carries one out."""
+    """Add them to the command line; `args.run` carries one out."""
     for name, (_, what) in STOPS.items():
         stop = subparsers.add_parser(name, help=what)
         stop.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
@@ -55,7 +55,7 @@ def add_stop_commands(subparsers: Subparsers) -> None:
         stop.set_defaults(run=_stop, stop=name)
     _add_stop_all(subparsers)
 
-    harvest = subparsers.add_parser("harvest", help="say how much may be lent, as 0.2.0 did")
+    harvest = subparsers.add_parser("harvest", help="say how much may be lent, beside policies")
     harvest.add_argument("mode", choices=tuple(MODES), help="off and drain also end what is lent")
     harvest.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
     add_dry_run(harvest)
@@ -145,7 +145,7 @@ def _harvest(args: argparse.Namespace) -> int:
 
 
 def _look_for(client: PolicyClient, replica: str) -> None:
-    """Note a replica that is not there: its stop is kept for it, and a typo had better be seen."""
+    """Note a replica that does not exist: its stop is kept, but the name may be a typo."""
     if not replica:
         return
     try:
@@ -227,8 +227,8 @@ def _code(proof: Proof) -> ExitCode:
 
 
 def _deadline_s(client: PolicyClient) -> float:
-    """By when policies say that what was lent is back: the longest of them."""
-    # Imported here: it takes long, for commands that have nothing to do with policies.
+    """Return the longest deadline of the policies for returning lent capacity."""
+    # Imported here: it takes long, and most commands have nothing to do with policies.
     from elastic_scheduler.capacity import CLI, parse_policy
     from elastic_scheduler.errors import PolicyError
 
@@ -240,7 +240,7 @@ def _deadline_s(client: PolicyClient) -> float:
 
 
 def _see_gone(client: PolicyClient, began_s: float, within_s: float, grace_s: float) -> Proof:
-    """Look until all is settled, or it is too late; only for the last measurements a bit longer."""
+    """Look until all guests are gone or the deadline is over; wait longer only for measurements."""
     while True:
         proof = proof_of(fleet_of(client.snapshot()))
         waited_s = time.monotonic() - began_s
@@ -271,15 +271,15 @@ def _stop_in_store(args: argparse.Namespace) -> int:
 
 
 async def _leave_in_store(name: StoreName) -> None:
-    # Imported here: they take long to import, for commands that have nothing to do with them.
+    # Imported here: it takes long, and most commands do not need it.
     from elastic_scheduler import HarvestMode
-    from rose.scheduler.persistence import save_mode, save_stop
+    from rose.scheduler.persistence import save_stop
 
     store = open_store(name)
     try:
-        for entry in (save_stop(HarvestMode.OFF), save_mode(HarvestMode.OFF, None)):
-            assert entry.value is not None
-            await store.put(entry.key, entry.value)
+        entry = save_stop(HarvestMode.OFF)
+        assert entry.value is not None
+        await store.put(entry.key, entry.value)
     finally:
         await store.close()
 
@@ -292,7 +292,7 @@ def _kill(args: argparse.Namespace) -> int:
     from rose.node.guest.kill_switch import end_guests, guest_groups
 
     guests = guest_groups(args.folder, args.folder / KILL_FILE)
-    # A folder that was removed under its guests is one: their keepers name it.
+    # This covers a folder that was removed under its guests: their keepers name it.
     file = args.folder / KILL_FILE if guests else _kill_file(args.folder)
     if args.dry_run:
         named = ", ".join(f"{name} (process {pid})" for name, pid in guests.items())

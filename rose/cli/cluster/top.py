@@ -1,7 +1,7 @@
-"""`rose top`: hosts' latency against its target, and beneath each what its guests do and why.
+"""`rose top`: hosts' latency against its target, and below each its guests' state and reason.
 
-A frame is drawn from two snapshots: rates of tokens are what came between them. Hosts that miss
-their targets, or come near, stand first. In a pipe, or with --once, it is drawn once.
+A frame is drawn from two snapshots: token rates are the difference between them. Hosts that miss
+their targets, or come near, are first. In a pipe, or with --once, it is drawn once.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rose.operate.client import SchedulerClient
 from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of
 
 BAR: Final = 10
-# Rates of the one frame that a pipe gets: over this time.
+# The one frame of a pipe has rates over this time.
 ONCE_S: Final = 1.0
 COLUMNS: Final = (
     "NODE / GUEST", "TTFT P95/TARGET", "TPOT P95/TARGET", "LOAD", "KV", "TOKENS/S", "DOES", "WHY",
@@ -46,14 +46,14 @@ SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A snapshot and tokens per second of each replica since the one before."""
+    """A snapshot, and the tokens per second of each replica since the one before."""
 
     fleet: Fleet
     tok_s: dict[str, float]
 
 
 class Rates:
-    """Makes frames: keeps the counts of the snapshot before."""
+    """Maker of frames: it keeps the counts of the last snapshot."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class Rates:
         self._at_s: float | None = None
 
     def frame(self, fleet: Fleet) -> Frame:
-        """Rates since the last call; a count that began anew has none."""
+        """Return rates since the last call; a count that was reset has none."""
         now_s = self._clock()
         counts = {r.name: r.engine.tokens_total for r in fleet.replicas if r.engine}
         over_s = now_s - self._at_s if self._at_s is not None else 0.0
@@ -75,7 +75,7 @@ class Rates:
 
 
 def add_top_command(subparsers: Subparsers) -> None:
-    """Add it to the command line; `args.run` is what carries it out."""
+    """Add it to the command line; `args.run` carries it out."""
     top = subparsers.add_parser(
         "top", help="live: hosts' latency against its target, what each guest does, and why"
     )
@@ -119,7 +119,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def frame_view(frame: Frame, node: str) -> View:
-    """Rows of all nodes, or of one, the most urgent first."""
+    """Return rows of all nodes, or of one, the most urgent first."""
     nodes = [each for each in frame.fleet.nodes if node in ("", each.name)]
     replicas = frame.fleet.by_node()
     rows = [
@@ -134,7 +134,7 @@ def frame_view(frame: Frame, node: str) -> View:
 
 
 def fitted_view(view: View, height: int) -> RenderableType:
-    """As many rows as the terminal has lines for; how many are left out is said."""
+    """Return as many rows as the terminal has lines for, and the number of omitted ones."""
     (table,) = view.tables
     room = max(1, height - len(view.lines) - 4)
     left_out = len(table.rows) - room
@@ -147,12 +147,12 @@ def fitted_view(view: View, height: int) -> RenderableType:
 
 
 def _urgency(node: Node) -> tuple[float, str]:
-    """Order of hosts: the nearest to its target, or beyond it, first."""
+    """Return a sort key: hosts beyond or near their targets first."""
     return -node.strain, node.name
 
 
 def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator[tuple[Said, ...]]:
-    """A row for each of the node's hosts, then one for each of its replicas."""
+    """Return a row for each of the node's hosts, then one for each of its replicas."""
     total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
     for host in node.hosts or (None,):
         busy = host.busy_share if host else None
@@ -211,6 +211,6 @@ def _doing(replica: Replica) -> Said:
 
 
 def bar(share: float | None) -> str:
-    """`█████     ` for a half."""
+    """Return `█████     ` for a half."""
     full = round(BAR * min(1.0, max(0.0, share or 0.0)))
     return "█" * full + "·" * (BAR - full)

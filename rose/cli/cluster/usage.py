@@ -1,6 +1,6 @@
-"""`rose usage FILE`: what was lent to whom, from the records that schedulers keep of it.
+"""`rose usage FILE`: lent capacity by job, from the schedulers' usage records.
 
-Exit code 0, also when nothing was lent; 2 for a file that cannot be read.
+Exit code 0, also if nothing was lent; 2 for a file that cannot be read.
 """
 
 import json
@@ -55,7 +55,7 @@ def _summed(files: Sequence[Path], since_s: float, columns: Sequence[str]) -> Su
 def _records(
     file: Path, since_s: float, columns: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], Lent]]:
-    # A log that was rotated goes on in FILE.1 and so on; the order does not matter.
+    # A rotated log continues in FILE.1 and so on; the order does not matter.
     parts = [file, *file.parent.glob(f"{file.name}.[0-9]*")]
     if not file.is_file():
         raise ConfigError(f"{file} is no file; give LOG_DIR/usage.jsonl of a scheduler that led")

@@ -1,1 +1,1 @@
-"""Verbs about what lies on this machine: a node, a store, keys, weights."""
+"""Commands about this machine: a node, a store, keys, weights."""

@@ -1,6 +1,6 @@
-"""`rose certs init|issue|show`: a development CA, and what a certificate says.
+"""`rose certs init|issue|show`: a development CA, and the content of a certificate.
 
-A cluster with cert-manager or SPIRE needs none of it: any CA does whose certificates have the URI
+A cluster with cert-manager or SPIRE does not need it: any CA works whose certificates have the URI
 and the DNS name of docs/security.md.
 """
 
@@ -23,7 +23,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 def duration_s(text: str) -> float:
-    """Seconds in `90s`, `15m`, `1h` or `30d`; a type for argparse."""
+    """Return the seconds in `90s`, `15m`, `1h` or `30d`; a type for argparse."""
     match = _DURATION.fullmatch(text)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give 90s, 15m, 1h or 30d")
@@ -31,7 +31,7 @@ def duration_s(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Raises RoseError with one line."""
+    """Run one command. Raises RoseError with one line."""
     parser = Parser(prog="rose certs", description="Make and show certificates of a cluster.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     init = commands.add_parser("init", help="make a CA for development in a folder")

@@ -1,14 +1,13 @@
 """`rose doctor [--config FILE] [--scheduler HOST:PORT]`: checks of a node, or of a cluster.
 
 Without a file the cluster is checked, by its scheduler's word; with one the machine, and the
-cluster where a scheduler is named.
+cluster if a scheduler is named.
 
 Host: its page, its publisher, its process, its clock. Node: daemon, scheduler, guests, kill switch,
 engines' plugins, placement, ports, disk. GPUs: driver, card, other users, MPS, and the parts that a
 guest needs to return memory.
 
-Exit code 0 when nothing is wrong, 1 when something is, 2 when the file cannot be used, 4 when no
-scheduler answers.
+Exit code 0 without faults, 1 with any, 2 when the file cannot be used, 4 when no scheduler answers.
 """
 
 import argparse
@@ -58,7 +57,7 @@ from rose.security.certificates import add_certificate_options, taken_certificat
 
 
 class Severity(StrEnum):
-    """NOTE: it works, yet something should be known. WRONG: it does not work like this."""
+    """NOTE: it works, with something that an operator should know. WRONG: it does not work."""
 
     OK = "ok"
     NOTE = "note"
@@ -67,7 +66,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: `what`, and for everything but OK what to do next."""
+    """One line: `what`, and unless it is OK the next thing to do."""
 
     level: Severity
     subject: str
@@ -79,22 +78,19 @@ class Finding:
 
 
 def ok(subject: str, what: str) -> Finding:
-    """All is well."""
     return Finding(Severity.OK, subject, what)
 
 
 def note(subject: str, what: str, do: str) -> Finding:
-    """It works, yet."""
     return Finding(Severity.NOTE, subject, what, do)
 
 
 def wrong(subject: str, what: str, do: str) -> Finding:
-    """It does not work like this."""
     return Finding(Severity.WRONG, subject, what, do)
 
 
 def checked(subject: str, check: Callable[[], Finding]) -> Finding:
-    """The finding, also where the check itself breaks: a doctor never faints."""
+    """Return the check's finding, even if the check itself fails."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001 -- whatever a broken machine throws is a finding
@@ -102,14 +98,13 @@ def checked(subject: str, check: Callable[[], Finding]) -> Finding:
         return wrong(subject, f"cannot be checked ({type(error).__name__}: {first})", "look at it")
 
 
-# Fifty grants a second are written; a host in a step writes at its end, which may take a while.
+# Grants are written fifty times a second; a host in a step writes at its end, which may be late.
 GRANT_STALE_S = 1.0
 HOST_STALE_S = 30.0
 _NS = 1e9
 
 
 def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Finding]:
-    """Findings about one host."""
     yield checked("page", partial(_page, host))
     if not host.name:  # one that was found holds its seat
         yield checked("host", partial(_alive, host))
@@ -140,7 +135,7 @@ def _page(host: HostConfig) -> Finding:
 
 
 def _access(path: Path) -> str:
-    """Who may map it."""
+    """Check the users that may map the page."""
     status = path.stat()
     if not status.st_mode & 0o070:
         return f"for uid {status.st_uid} alone"
@@ -170,7 +165,7 @@ def _alive(host: HostConfig) -> Finding:
 
 
 _NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
-# How a host is started that publishes, and what keeps one of a tested version from it.
+# Ways to start a host that publishes, and reasons for which a tested version does not.
 _PUBLISHES = {
     EngineKind.VLLM: (
         "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and ROSE_ROLE=host"
@@ -187,7 +182,7 @@ _BREAKS = {
 
 
 def _seat(host: HostConfig) -> Finding:
-    """Whether a process that lives publishes here, and no other serves unseen."""
+    """Check that a live process publishes here, and that no other serves unobserved."""
     with _open(host) as page:
         view = page.host_view()
     if view.vetoed:
@@ -269,12 +264,12 @@ _LOOK = "import os;print(int(os.sched_getscheduler(0)==os.SCHED_IDLE), os.getpri
 
 
 def daemon_of(config: NodeConfig) -> int | None:
-    """The process that runs this node."""
+    """Return the process that runs this node."""
     return holder_of(config.run_dir / "daemon.lock")
 
 
 def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
-    """Findings about everything but the host and what GPUs are."""
+    """Check everything but the host and the GPUs."""
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", partial(_daemon, config))
     yield checked("kill switch", partial(_kill_switch, config))
@@ -328,7 +323,7 @@ def _scheduler(config: NodeConfig) -> Finding:
     try:
         SchedulerClient(address, SCHEDULER_TIMEOUT_S, config.certificates.files).snapshot()
     except RefusedError:
-        # It knows this node's certificate, with which nobody reads a snapshot.
+        # A node's certificate may not read a snapshot, so an answer is all that is checked.
         return ok("scheduler", f"{address} answers")
     except RoseError as error:
         what, _, do = str(error).partition("; ")
@@ -366,7 +361,7 @@ def _interpreters(
 
 
 def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> Finding:
-    """Whether an engine's plugins, ROSE's and others', can be imported where engines run."""
+    """Check that an engine's plugins, ROSE's and others', can be imported in its interpreter."""
     broken, name = broken_plugins(python, extra_env, engine), _NAMES[engine]
     if not broken:
         return ok("plugins", f"all plugins of {name} load in {python}")
@@ -384,7 +379,7 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> F
 
 
 def _proxy(config: NodeConfig) -> Finding:
-    """How gateways reach this node's replicas."""
+    """Check the way from gateways to this node's replicas."""
     proxy = config.proxy
     if proxy is None:
         hosts = [address.rpartition(":")[0] for address in config.scheduler.split(",")]
@@ -463,7 +458,7 @@ def _megabytes(weights: Path, kept: int) -> str:
 
 
 GIB = 1 << 30
-# What a driver keeps for itself on a card that nobody uses.
+# Memory that a driver keeps for itself on an idle card.
 DRIVERS_OWN_BYTES = 2 << 30
 _LOOK_FOR_CUDA = (
     "from importlib.util import find_spec; print(find_spec('cuda.bindings') is not None)"
@@ -471,7 +466,7 @@ _LOOK_FOR_CUDA = (
 
 
 def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
-    """Findings about every GPU that the node's file names, nothing without one."""
+    """Check every GPU that the node's file names."""
     replicas = [replica for replica in config.replicas if replica.device is not None]
     named = [replica.device for replica in replicas]
     if config.host and config.host.device is not None:
@@ -515,7 +510,7 @@ def _card(subject: str, card: Card) -> Finding:
 
 
 def _load(subject: str, config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
-    """Who computes there beside host and guests, as far as the driver tells."""
+    """Check for other processes on the card beside host and guests, as far as the driver tells."""
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)
     if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
@@ -587,7 +582,7 @@ def _pinned(replica: ReplicaConfig) -> Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a machine; a file that cannot be used raises ConfigError, which `rose` says."""
+    """Check a machine. Raises ConfigError for a file that cannot be used."""
     parser = Parser(
         prog="rose doctor",
         description=__doc__,
@@ -622,7 +617,7 @@ def _of_cluster(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _reported(subject: str, findings: Iterator[Finding]) -> bool:
-    """Print each finding as it comes; whether something is wrong."""
+    """Print each finding as it comes; return True if something is wrong."""
     found = list[Finding]()
     for finding in findings:
         found.append(finding)
@@ -634,7 +629,7 @@ def _reported(subject: str, findings: Iterator[Finding]) -> bool:
 
 
 def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
-    """Check everything; nothing is changed and nothing is raised."""
+    """Check everything; this changes nothing and raises nothing."""
     gpus = gpus or Gpus()
     if config.discover:
         config = yield from discovery_checks(config, config.discover, gpus)
@@ -647,7 +642,7 @@ def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
 def discovery_checks(
     config: NodeConfig, discover: DiscoverConfig, gpus: Gpus
 ) -> Generator[Finding, None, NodeConfig]:
-    """Findings about the hosts in a shared folder; returns the node without them."""
+    """Check the hosts in a shared folder; return the node without them."""
     seen = look(discover.folder, discover.page_group)
     for page, reason in seen.unusable.items():
         what, _, do = reason.partition("; ")

@@ -1,7 +1,7 @@
-"""`rose store backup|show|restore`: a scheduler's store in one file, and back from it.
+"""`rose store backup|show|restore`: back up a scheduler's store to one file, and restore it.
 
-Exit code 0 when it is done; 2, with one line, when it was not: nothing is half done then, or the
-store says so to whoever starts on it.
+Exit code 0 when it is done; 2, with one line, when it is not: nothing is half done then, or the
+store refuses to start a scheduler and says so.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Raises RoseError with one line."""
+    """Run one command. Raises RoseError with one line."""
     args = _parser().parse_args(argv)
     return int(args.work(args))
 

@@ -1,11 +1,11 @@
-"""`rose support-bundle --out FILE`: what somebody who helps needs to see, and no secret.
+"""`rose support-bundle --out FILE`: what a helper needs to see, without secrets.
 
     versions, configuration, newest lines of logs, metrics, the scheduler's word, `rose doctor`
-    ──► every text is looked through for secrets ──► FILE (mode 0600), whole or not at all
+    ──► secrets are redacted from every text ──► FILE (mode 0600), whole or not at all
 
 Prompts and answers are in none of these logs. Engines' own logs, which may have both, environment
-variables, weights, stores and keys are never read into it. What could not be had is said in
-`manifest.json` and stops nothing.
+variables, weights, stores and keys are never read into it. `manifest.json` lists what could not be
+read.
 """
 
 import argparse
@@ -66,7 +66,7 @@ SECRETS = (
     # Addresses that are secrets: hooks, and queries that are signed.
     re.compile(r"(?i)(?<=hooks\.slack\.com/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"),
     re.compile(r"(?i)(?<=[?&])[\w-]*(?:signature|credential|security-token|sig)=[^&\s\"'\\]+"),
-    # Named as one, in JSON, in a file of settings, or on a command line.
+    # A secret by its name, in JSON, in a file of settings, or on a command line.
     re.compile(
         rf"(?i)(?<![\w])[\w-]*{_NAMED}\\?[\"']?\s*[:=]\s*\\?[\"']?[^\s\"',}}]{{6,}}"
         rf"|--?[\w-]*{_NAMED}[\s\"',]+[^\s\"',}}]{{6,}}"
@@ -76,21 +76,21 @@ SECRETS = (
 
 @dataclass
 class Bundle:
-    """Texts by their names in the archive. known: secrets that were read to be recognised."""
+    """Texts by their names in the archive. known: secrets that were read to be redacted."""
 
     texts: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
 
     def take(self, name: str, text: Callable[[], str]) -> None:
-        """Add one text; where it cannot be had say so."""
+        """Add one text, or the reason for which it cannot be read."""
         try:
             self.texts[name] = text()
         except (RoseError, OSError, ValueError) as error:
             self.missing[name] = str(error) or type(error).__name__
 
     def learn(self, file: Path | None) -> None:
-        """A file of secrets: none of its lines may stand anywhere else."""
+        """Read a file of secrets: its lines are redacted everywhere."""
         if file is None:
             return
         try:
@@ -100,7 +100,7 @@ class Bundle:
         self.known.update(line for line in lines if len(line) >= LEAST_SECRET)
 
     def written(self) -> Iterator[tuple[str, bytes]]:
-        """Every file of the archive, without secrets."""
+        """Return every file of the archive, without secrets."""
         said = {name: redacted(why, self.known) for name, why in self.missing.items()}
         manifest = {
             "made_at_s": round(time.time()),
@@ -113,7 +113,7 @@ class Bundle:
 
 
 def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str:
-    """The text without anything that is, or looks like, a secret."""
+    """Return the text without anything that is, or looks like, a secret."""
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, LEFT_OUT)
     for pattern in SECRETS:
@@ -122,7 +122,7 @@ def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write one archive. Raises RoseError with one line, and then nothing is written."""
+    """Write one archive. Raises RoseError with one line, and writes nothing then."""
     parser = Parser(
         prog="rose support-bundle",
         description="Collect what somebody who helps needs to see, without secrets.",

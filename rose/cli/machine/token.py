@@ -22,7 +22,7 @@ DEFAULT_KEY = Path("token.key")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Raises RoseError with one line."""
+    """Run one command. Raises RoseError with one line."""
     parser = Parser(prog="rose token", description="Make keys and tokens for callers of gateways.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     key = commands.add_parser("key", help="make a signing key, and FILE.pub for --token-keys")

@@ -29,7 +29,7 @@ _MOST_TENSORS = 12
 
 
 def delta_report(delta: Delta, model_bytes: int) -> Report:
-    """After `diff`."""
+    """Return the report of `diff`."""
     plain = _summary(delta) | {"model_bytes": model_bytes}
     share = 100 * delta.nbytes / max(1, model_bytes)
     return plain, [
@@ -39,7 +39,7 @@ def delta_report(delta: Delta, model_bytes: int) -> Report:
 
 
 def inspect_report(delta: Delta) -> Report:
-    """Of any delta."""
+    """Return the report of any delta."""
     index = delta.index
     tensors = [
         {
@@ -64,7 +64,7 @@ def inspect_report(delta: Delta) -> Report:
 
 
 def applied_report(applied: Applied, out: Path) -> Report:
-    """After `apply`."""
+    """Return the report of `apply`."""
     plain: dict[str, object] = {
         "out": str(out),
         "bytes": applied.nbytes,
@@ -117,7 +117,7 @@ AUTO = "auto"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb on weight files; what cannot be done raises ConfigError, which `rose` says."""
+    """Run one command on weight files. Raises ConfigError."""
     args = _arguments(argv)
     try:
         code, (plain, lines) = args.work(args)
@@ -169,7 +169,7 @@ def _verify(args: argparse.Namespace) -> tuple[int, Report]:
 
 
 def _wanted(path: Path) -> Sequence[TensorUpdate]:
-    """Tensors of a manifest, or of a delta, which has one inside."""
+    """Return the tensors of a manifest, or of the manifest inside a delta."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a manifest or a delta")
     with path.open("rb") as file:

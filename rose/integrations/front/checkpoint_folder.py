@@ -1,10 +1,11 @@
-"""Checkpoint folders that a trainer saves: which may be read, whether one is whole, its tensors.
+"""Checkpoint folders that a trainer saves: the permission to read one, its completeness, its
+tensors.
 
-    path ── below a root of the operator's? ──► folder ── whole? ──► its tensors ── the same still?
+    path ── below a root of the operator's? ──► folder ── whole? ──► its tensors ── unchanged?
             no: refused, whatever is there        │ not yet: waited for                │ no: refused
 
-A trainer names folders of its own file system, and whoever reaches the front's port may name any:
-only what an operator gave is looked at, links resolved first.
+A trainer names folders of its own file system, and any caller of the front's port may name any
+other: only folders below the operator's roots are read, after links are resolved.
 """
 
 import json
@@ -35,14 +36,14 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 class NotWholeError(RefusedError):
-    """A folder is no whole checkpoint: not yet, if somebody still writes it."""
+    """A folder is not a whole checkpoint, or not yet, if a trainer is still writing it."""
 
 
 class WeightRoots:
-    """The folders below which checkpoints may be read."""
+    """Folders below which checkpoints may be read."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises ConfigError for one that is no folder."""
+        """Raises ConfigError for a path that is not a folder."""
         if not roots:
             raise ConfigError("give --weights-root DIR: checkpoints are read below it and nowhere")
         for root in roots:
@@ -54,8 +55,8 @@ class WeightRoots:
         return ", ".join(map(str, self._roots))
 
     def folder(self, path: str) -> Path:
-        """The folder of a caller's path, links resolved. Raises RefusedError outside of them."""
-        # The same words whatever is there: callers learn nothing of other folders.
+        """Return the folder of a caller's path, links resolved. Raises RefusedError."""
+        # The same words whether it exists or not: callers learn nothing of other folders.
         refusal = RefusedError(
             f"{path[:200]!r} is not below a --weights-root of this front; save checkpoints below"
             " one, and name them by their absolute path"
@@ -71,7 +72,7 @@ class WeightRoots:
         return resolved
 
     def holds(self, resolved: Path) -> bool:
-        """Whether a resolved path lies below one of them."""
+        """Return True if a resolved path lies below a root."""
         return any(resolved.is_relative_to(root) for root in self._roots)
 
 
@@ -85,15 +86,15 @@ class SavedCheckpoint:
 
     @property
     def changed_ns(self) -> int:
-        """When its newest weight file was written, Unix time."""
+        """Unix time at which its newest weight file was written."""
         return max(changed_ns for _, _, changed_ns in self.stamp)
 
 
 def look(folder: Path, roots: WeightRoots, marker: str | None = None) -> SavedCheckpoint:
-    """The checkpoint in a folder, if it is whole. Raises NotWholeError, RefusedError.
+    """Return the checkpoint in a folder. Raises NotWholeError, RefusedError.
 
-    Each file that its index names is there and as long as its own header says. marker: file that
-    the trainer makes last, in the folder or the one above.
+    Each file of its index must exist and be as long as its own header says. marker: file that the
+    trainer makes last, in the folder or the one above.
     """
     if not folder.is_dir():
         raise NotWholeError(f"{folder}: no such folder")
@@ -118,7 +119,7 @@ def named_tensors(
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Read all tensors, one in memory at a time. Raises RefusedError if the files change meanwhile.
 
-    Read, not mapped: a file that its trainer cuts short under a mapping ends the process.
+    Read, not mapped: a file that is cut short under a mapping ends the process.
     """
     try:
         for shard in saved.shards:
@@ -167,7 +168,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Names of the weight files of an index; it is written last, and may be half written."""
+    """Return the weight files of an index; it is written last, and may be half written."""
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise RefusedError(f"{index} is no index: it is longer than {MAX_INDEX_BYTES} bytes")
@@ -184,7 +185,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _stamp(folder: Path, names: Sequence[str], roots: WeightRoots) -> Stamp:
-    """Raises OSError, and RefusedError for what is no plain file below the roots."""
+    """Raises OSError, and RefusedError for anything but a plain file below the roots."""
     stamp = []
     for name in names:
         path = (folder / name).resolve()

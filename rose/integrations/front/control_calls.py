@@ -1,9 +1,9 @@
-"""Control calls of vLLM and SGLang, and what each is answered.
+"""Control calls of vLLM and SGLang, and the answer to each.
 
-Four kinds: updates, which publish a folder; questions; what an engine must do and a fleet need not
-(pause: versions change between steps of each replica; flush: caches are of one version); and what
-cannot be done, refused by name with the setting that does it instead. The last two are the tables
-here; docs/trainers/front.md says who calls what.
+Four kinds: updates, which publish a folder; questions; calls that an engine must obey and a fleet
+need not (pause: versions change between steps of each replica; flush: caches are of one version);
+and unsupported calls, refused by name with the setting that replaces them. The last two are the
+tables here; docs/trainers/front.md says who calls what.
 """
 
 from typing import Any, Final
@@ -46,7 +46,7 @@ PAUSES: Final = frozenset({"/pause", "/pause_generation", "/areal_pause_generati
 RESUMES: Final = frozenset({"/resume", "/continue_generation", "/areal_continue_generation"})
 
 REFUSED: Final[dict[str, tuple[int, str]]] = {
-    # prime-rl goes on without it where there is no such route.
+    # prime-rl continues without it if there is no such route.
     "/init_broadcaster": (404, BY_FOLDERS),
     "/init_weights_update_group": (400, BY_FOLDERS),
     "/destroy_weights_update_group": (400, BY_FOLDERS),
@@ -68,13 +68,13 @@ REFUSED: Final[dict[str, tuple[int, str]]] = {
     "/finish_weight_update": (400, BY_PLUGIN),
     "/collective_rpc": (400, BY_PLUGIN),
 }
-"""Calls that cannot be done, by path: status, and what to set instead."""
+"""Unsupported calls by path: status, and the setting that replaces them."""
 
 FORMATS: Final = frozenset({None, "auto", "safetensors"})
 
 
 class UpdateBody(msgspec.Struct):
-    """Of an update, in any of the three dialects; what else engines take changes nothing here."""
+    """Body of an update, in any of the three dialects; further fields of engines are ignored."""
 
     weight_dir: str | None = None
     model_path: str | None = None
@@ -88,7 +88,7 @@ class UpdateBody(msgspec.Struct):
 
 
 class PullBody(msgspec.Struct):
-    """slime's and Miles': bring the engine's own copy up to a version of a stream."""
+    """Body of slime's and Miles' call to bring the engine's copy up to a version of a stream."""
 
     local_checkpoint_dir: str
     source_dir: str
@@ -96,13 +96,13 @@ class PullBody(msgspec.Struct):
 
 
 class AbortBody(msgspec.Struct):
-    """SGLang's: one request by its `rid`, or all."""
+    """Body of SGLang's abort: one request by its `rid`, or all."""
 
     abort_all: bool = False
 
 
 class WorkerBody(msgspec.Struct):
-    """What registers an engine at a router."""
+    """Body that registers an engine at a router."""
 
     url: str = ""
     worker_type: str = "regular"
@@ -115,7 +115,7 @@ decode_worker = msgspec.json.Decoder(WorkerBody)
 
 
 def server_info(model: str, label: str, tp_size: int, pp_size: int) -> dict[str, object]:
-    """What SGLang says of itself, as far as trainers read it: the fleet as one engine."""
+    """Return SGLang's server info, as far as trainers read it: the fleet as one engine."""
     return {
         "model_path": model,
         "tokenizer_path": model,
@@ -128,13 +128,13 @@ def server_info(model: str, label: str, tp_size: int, pp_size: int) -> dict[str,
         "num_gpus": tp_size * pp_size,
         "disaggregation_mode": "null",
         "encoder_only": False,
-        # slime insists on what it would have started the engine with.
+        # slime insists on the options with which it would have started the engine.
         "enable_memory_saver": False,
     }
 
 
 def aborted_turn(label: str) -> dict[str, Any]:
-    """SGLang's answer to a turn that was aborted before its first token."""
+    """Return SGLang's answer to a turn that was aborted before its first token."""
     return {
         "text": "",
         "output_ids": [],

@@ -1,6 +1,6 @@
-"""All calls that are not the front's own: to the gateway and back, as they come.
+"""Forwarding of all calls that are not the front's own, to the gateway and back, as they come.
 
-Nothing is kept: a chunk that a slow side has not taken yet holds the other one up. A caller that
+Nothing is buffered: a chunk that a slow side has not read yet holds the other one up. A caller that
 hangs up ends its turn at the gateway.
 """
 
@@ -16,7 +16,7 @@ from rose.errors import UnavailableError
 
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 CONNECT_S = 10.0
-# Of one connection only (RFC 9110, 7.6.1), or said anew.
+# Headers of one connection only (RFC 9110, 7.6.1), or written anew.
 _OWN_HEADERS: Final = frozenset(
     {
         "connection",
@@ -35,7 +35,7 @@ _OWN_HEADERS: Final = frozenset(
 
 
 class _Passing:
-    """One call on its way."""
+    """One forwarded call."""
 
     __slots__ = ("aborted", "begun", "path", "task")
 
@@ -47,7 +47,7 @@ class _Passing:
 
 
 class Forwarding:
-    """Passes calls on to one gateway, as calls of `job`; silent_s: without a byte of its answer."""
+    """Forwarding of calls to one gateway, as calls of `job`; silent_s: bound on a silent answer."""
 
     def __init__(
         self, session: aiohttp.ClientSession, gateway: str, job: str, silent_s: float
@@ -61,11 +61,11 @@ class Forwarding:
         self._passing: set[_Passing] = set()
 
     def running(self, path: str) -> int:
-        """Calls of this path that are not answered yet."""
+        """Return the number of unanswered calls of this path."""
         return sum(each.path == path for each in self._passing)
 
     def abort(self, path: str) -> int:
-        """End all calls of this path, at the gateway too; returns how many."""
+        """End all calls of this path, at the gateway too; return their number."""
         ended = [each for each in self._passing if each.path == path and not each.aborted]
         for each in ended:
             each.aborted = True
@@ -88,7 +88,7 @@ class Forwarding:
     async def post(
         self, http: web.Request, path: str, body: bytes, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Ask on a caller's behalf, with its proof of who it is. Raises UnavailableError."""
+        """Ask on a caller's behalf, with its credentials. Raises UnavailableError."""
         proof = {k: v for k, v in http.headers.items() if k.lower() == "authorization"}
         try:
             async with self._session.post(
@@ -105,10 +105,9 @@ class Forwarding:
     async def forward(self, http: web.Request) -> web.StreamResponse | None:
         """Answer as the gateway does; None for a call that was aborted before its answer began.
 
-        Raises UnavailableError where the gateway does not answer, ConnectionError where it breaks
-        off.
+        Raises UnavailableError if the gateway does not answer, ConnectionError if it breaks off.
         """
-        # Of an absolute address only the path counts: the gateway is the one that was given.
+        # Only the path of an absolute address counts: the gateway is the configured one.
         path = http.rel_url.raw_path_qs
         if http.method not in METHODS or not path.startswith("/"):
             raise web.HTTPMethodNotAllowed(http.method, METHODS)

@@ -1,11 +1,11 @@
 """Weights that an engine pulls before it loads them: `/pull_weights` of slime's and Miles' SGLang.
 
-    weight_v000001/ ── whole, or how it changes the one before ──► the front's copy
+    weight_v000001/ ── whole, or changes of the one before ──► the front's copy
     update_weights_from_disk ── the copy's folder ──► a version of the copy
 
-A trainer in delta mode saves no checkpoints, only changes: each tensor's, compressed, with the
-checksum of what it becomes. The first builds on the checkpoint that replicas start with, so a front
-that starts again builds its copy from there.
+A trainer in delta mode saves no checkpoints, only the changes of each tensor, compressed, with the
+checksum of the result. The first builds on the checkpoint that replicas start with, so a front that
+restarts builds its copy from there.
 """
 
 import importlib
@@ -53,7 +53,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What the index of a folder of changes says."""
+    """The index of a folder of changes."""
 
     version: int
     builds_on: int
@@ -69,12 +69,12 @@ class PulledWeights:
         self._base = base
         self._tensors: dict[str, TensorBits] = {}
         self.version: int | None = None
-        """That was pulled last, 0 for the base; None while there is nothing."""
+        """Version that was pulled last, 0 for the base; None before the first."""
 
     def pull(self, source: Path, version: int) -> None:
         """Bring the copy up to a version. Raises RefusedError, NotWholeError.
 
-        A stream that begins anew is asked for at 0, or at a version that is older than the copy's.
+        A stream that begins anew starts at 0, or at a version older than the copy's.
         """
         if version == 0 or self.version is None or version < self.version:
             self._begin()
@@ -86,10 +86,10 @@ class PulledWeights:
                 self._take(each, source / f"weight_v{each:06d}")
                 self.version = each
         except NotWholeError:
-            # Nothing of it is applied yet: it may be asked for again.
+            # Nothing of it is applied yet: it may be pulled again.
             raise
         except RefusedError:
-            # What is half applied is of no use: the next pull builds it anew.
+            # A half-applied copy is useless: the next pull builds it anew.
             self.version = None
             raise
         except _UNREADABLE as error:
@@ -97,7 +97,7 @@ class PulledWeights:
             raise RefusedError(f"{source} holds no changes that can be read: {error!r}") from error
 
     def named(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """All tensors of the copy."""
+        """Return all tensors of the copy."""
         for name, tensor in self._tensors.items():
             yield name, tensor_of(tensor)
 
@@ -142,7 +142,7 @@ class PulledWeights:
 
 
 def _said(folder: Path) -> dict[str, Any] | None:
-    """The index of a folder of changes; None for a whole checkpoint. Raises NotWholeError."""
+    """Return the index of a folder of changes; None for a whole one. Raises NotWholeError."""
     if not folder.is_dir():
         raise NotWholeError(f"{folder}: no such folder")
     if not (folder / INDEX).exists():
@@ -179,7 +179,7 @@ def _entries(folder: Path, shard: Shard) -> Iterator[tuple[CheckpointEntry, byte
 
 
 def _decompressed(data: bytes, most: int) -> bytes:
-    """The content, of at most so many bytes: what a frame claims is allocated at once."""
+    """Return the content, within a bound: a frame's claimed size is allocated at once."""
     if not 0 <= zstandard.frame_content_size(data) <= most:
         raise RefusedError(f"changes of {most} bytes at most are longer, or do not say how long")
     return zstandard.ZstdDecompressor().decompress(data)
@@ -190,7 +190,7 @@ def _xor(content: Bytes, data: bytes) -> None:
 
 
 def _overwrite(content: Bytes, data: bytes) -> None:
-    """Their number, positions of four bytes each, then a byte for each."""
+    """Parse a count, positions of four bytes each, then a byte for each."""
     raw = _decompressed(data, _COUNT_BYTES + 5 * content.size)
     (count,) = struct.unpack_from("<I", raw)
     positions = np.frombuffer(raw, "<u4", count, _COUNT_BYTES)

@@ -1,4 +1,4 @@
-"""HTTP server of the front: control calls are answered here, all others go to the gateway."""
+"""HTTP server of the front: it answers control calls, and forwards all others to the gateway."""
 
 import asyncio
 import sys
@@ -53,7 +53,7 @@ class FrontServer:
         self.connections = Connections(allowed, HEAD_S, self._limits, clock, error_body)
 
     def application(self) -> web.Application:
-        # `Bodies` bounds what is read here, the gateway what is passed on.
+        # `Bodies` bounds the bodies that are read here, the gateway the forwarded ones.
         app = web.Application(client_max_size=0)
         every, get, post = app.router.add_route, app.router.add_get, app.router.add_post
         for path in calls.UPDATES:
@@ -78,7 +78,7 @@ class FrontServer:
         get("/workers", self._workers)
         post("/workers", self._register)
         every("DELETE", "/workers/{worker}", self._unregister)
-        # Of Miles' own router.
+        # A route of Miles' own router.
         get("/list_workers", self._list_workers)
         post("/add_worker", self._unregister)
         post("/remove_worker", self._unregister)
@@ -91,7 +91,7 @@ class FrontServer:
         http: web.BaseRequest,
         routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Return what the route answers, every failure in the one shape."""
+        """Return the route's answer, every failure in the one shape."""
         try:
             self._authenticator.admit(http)
             if http.path not in OPEN_ROUTES:
@@ -155,7 +155,7 @@ class FrontServer:
         return _json({"success": True, "message": "Success."})
 
     def _complain(self, line: str) -> None:
-        """Tell the operator, as often as is read."""
+        """Print a line for the operator, within a bound."""
         minute = int(asyncio.get_running_loop().time() // 60)
         self._minute, self._said = minute, self._said + 1 if minute == self._minute else 1
         if self._said <= MOST_A_MINUTE:
@@ -173,7 +173,7 @@ class FrontServer:
         return _refusal(f"{http.path}: {why}", status, "BadRequestError")
 
     async def _abort(self, http: web.Request) -> web.StreamResponse:
-        """All at once here, since only this front knows which turns came through it."""
+        """Abort all turns here, since only this front knows which came through it."""
         raw = await self._bodies.read(http)
         if read_json(calls.decode_abort, raw or b"{}").abort_all:
             return _json({"aborted": self._forwarding.abort(GENERATE)})
@@ -183,7 +183,7 @@ class FrontServer:
     # ---- questions ----
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Healthy once a turn would be placed: trainers begin when it is."""
+        """Answer healthy once a turn would be placed: trainers begin then."""
         status, raw = await self._forwarding.get("/health", HEALTH_S)
         replicas = 0
         with suppress(msgspec.DecodeError):
@@ -264,9 +264,9 @@ class FrontServer:
 
 
 def tell(what: str, **fields: object) -> None:
-    """Say one line to the operator."""
+    """Print one line for the operator."""
     more = "".join(f" {name}={value}" for name, value in fields.items())
-    # Nobody may read it, or a full disk take it: no call depends on that.
+    # Standard error may have no reader, or a full disk: no call depends on it.
     with suppress(OSError):
         sys.stdout.write(clean(f"rose front: {what}{more}\n"))
         sys.stdout.flush()
@@ -277,7 +277,7 @@ def _json(answer: object, status: int = 200) -> web.Response:
 
 
 def _refusal(line: str, status: int, kind: str) -> web.Response:
-    """One line, where each of the engines' clients looks for it."""
+    """Return one line, in the field that each of the engines' clients reads."""
     said = clean(line)
     fault = {"message": said, "type": kind, "param": None, "code": status}
     response = _json({"success": False, "message": said, "error": fault}, status)

@@ -1,4 +1,4 @@
-"""Settings of `rose front` and `rose publish`, as options; where ROSE is also by `ROSE_*`."""
+"""Settings of `rose front` and `rose publish`, as options; the trainer's are also `ROSE_*`."""
 
 import argparse
 import math
@@ -20,10 +20,10 @@ MOST_RANKS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """All settings of a front; times in seconds.
+    """Settings of a front; times in seconds.
 
-    tp_size, pp_size: of what it says it is, one engine. whole_s: how long a folder that is still
-    written is waited for. silent_s: how long the gateway may send nothing of an answer.
+    tp_size, pp_size: reported to trainers, as of one engine. whole_s: wait for a folder that is
+    still being written. silent_s: bound on the gateway's silence in an answer.
     """
 
     port: int
@@ -59,14 +59,14 @@ class FrontSettings:
 
 
 def checked_marker(marker: str | None) -> str | None:
-    """The name of a file. Raises ConfigError for a path."""
+    """Return the name of a file. Raises ConfigError for a path."""
     if marker is not None and (not marker or "/" in marker or "\0" in marker):
         raise ConfigError(f"--marker {marker!r:.80}: give the name of a file, as STABLE")
     return marker
 
 
 def parse_front(argv: Sequence[str]) -> FrontSettings:
-    """Settings of a command line. Raises ConfigError with what to correct."""
+    """Parse a command line. Raises ConfigError with what to correct."""
     parser = Parser(
         "rose front", description="Answer the control calls of vLLM and SGLang for a trainer."
     )
@@ -125,7 +125,7 @@ _FIELDS = {"signing_key": "key", "publish_host": "host", "publish_port": "port"}
 
 
 def add_trainer_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say where ROSE is; read them with `taken_trainer`."""
+    """Add the options of a trainer's connection to ROSE; read them with `taken_trainer`."""
     group = parser.add_argument_group("job", f"each may be {PREFIX}* in the environment instead")
     for name, (option, kind, shown, what) in _TRAINER.items():
         group.add_argument(option, dest=name, type=kind, metavar=shown, help=what)
@@ -136,7 +136,7 @@ def add_trainer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_trainer(options: dict[str, Any]) -> TrainerSettings:
-    """The settings of parsed options, which are taken out. Raises ConfigError."""
+    """Remove the settings from parsed options; return them. Raises ConfigError."""
     given = {_FIELDS.get(name, name): options.pop(name) for name in _TRAINER}
     given["take_over"] = options.pop("take_over")
     given["ca"], given["certificate"] = options.pop("ca"), options.pop("certificate")

@@ -1,10 +1,10 @@
-"""Updates from checkpoint folders: one after the other, each served before the next is begun.
+"""Updates from checkpoint folders: one after the other, each served before the next begins.
 
     asked ── in turn? ── whole? ── read, published, served ──► its version is in force
       │ too many wait    │ not within `whole_s`     │ does not fit, not served
       └──────────────────┴──────────────────────────┴────────► refused; the version before stays
 
-Asked again for what is in force (a client that gave up waiting asks again), it is no new version.
+A repeated request for the version in force (a client that timed out repeats it) makes no new one.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ START_LABEL = "default"
 
 
 class VersionPublisher(Protocol):
-    """What publishes; `PolicyPublisher` does."""
+    """A publisher of versions, such as `PolicyPublisher`."""
 
     @property
     def version(self) -> int:
-        """That was published last, 0 before the first."""
+        """Version that was published last, 0 before the first."""
 
     def publish(self, named: Named, *, wait: bool = True) -> int:
-        """Publish and return the version, once it is served."""
+        """Publish, and return the version once it is served."""
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
         """Return once it is served."""
@@ -48,7 +48,7 @@ class VersionPublisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What was published last. label: the trainer's own name of it."""
+    """The last published version. label: the trainer's own name of it."""
 
     version: int
     label: str
@@ -57,7 +57,7 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Weights that were pulled; `name` is the folder that an engine would have pulled them into.
+    """Pulled weights; `name` is the folder into which an engine would have pulled them.
 
     number: of the pull, since a stream that begins anew has the same versions again.
     """
@@ -67,10 +67,10 @@ class Pulled:
 
 
 class CheckpointUpdates:
-    """Publishes checkpoint folders in the order in which they are asked for.
+    """Publisher of checkpoint folders, in the order of their requests.
 
-    base: checkpoint on which streams of changes build. whole_s: how long a folder that is still
-    written is waited for; marker: file that says it is whole, where the trainer makes one.
+    base: checkpoint on which streams of changes build. whole_s: wait for a folder that is still
+    being written. marker: file that says it is whole, if the trainer makes one.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class CheckpointUpdates:
         self.in_force = InForce(version, str(version) if version else START_LABEL)
 
     async def update(self, path: str, label: str | None = None) -> InForce:
-        """Publish a folder, or what was pulled into it; returns once it is served.
+        """Publish a folder, or the weights pulled into it; return once they are served.
 
-        A caller that hangs up stops nothing: half an update would leave nobody knowing. Raises
-        RoseError with one line.
+        A caller that hangs up does not stop the update: half an update would leave an unknown
+        state. Raises RoseError with one line.
         """
         if path == self._pulled_into:
             return await self._shielded(self._in_turn_pulled(label))
@@ -123,13 +123,13 @@ class CheckpointUpdates:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Wait for what is being published, which has bounds of its own."""
+        """Wait for the running publication, which has bounds of its own."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Told to the caller, if it is still there.
+            # The caller gets it, if it is still there.
             task.exception()
 
     async def _in_turn(self, folder: Path, label: str | None) -> InForce:
@@ -159,7 +159,7 @@ class CheckpointUpdates:
         version = self.in_force.version
         if saved != self.in_force.saved:
             version = await asyncio.to_thread(self._publisher.publish, read(), wait=False)
-            # Announced: whatever becomes of the waiting, this is the version that is in force.
+            # The version is announced: this version is in force however the wait ends.
             self.in_force = InForce(version, label or str(version), saved)
         await asyncio.to_thread(self._publisher.wait_served, version)
         self.in_force = InForce(version, label or str(version), saved)

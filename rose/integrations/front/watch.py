@@ -3,9 +3,9 @@
     step_7/ ── whole, and settled or marked? ── newer than the last? ──► published, noted, served
                 no: looked at again               no: left
 
-`checkpoint-N`, `global_step_N`, `step_N`, `weight_vN`: a name that ends with its number. Where
-several are new the newest wins: the ones between were never anybody's policy. Newer is what was
-written later, so a trainer that goes back to an earlier step and saves it anew is followed.
+`checkpoint-N`, `global_step_N`, `step_N`, `weight_vN`: a name that ends with its number. If several
+are new the newest wins: no replica needs the ones between. Newer means written later, so a trainer
+that goes back to an earlier step and saves it anew is followed.
 """
 
 import os
@@ -28,13 +28,13 @@ from rose.integrations.front.checkpoint_folder import (
 from rose.integrations.front.updates import VersionPublisher
 from weight_transfer.files.checkpoint import SUFFIX
 
-# A checkpoint that is still written lacks files for a while: no line is written before.
+# A checkpoint that is still being written lacks files for a while: no line is logged before.
 LACKING_S = 30.0
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What was published last, as it is kept for the next start. changed_ns: its newest file."""
+    """The last published checkpoint, as saved for the next start. changed_ns: its newest file's."""
 
     folder: str
     name: str
@@ -53,19 +53,19 @@ class Saved:
 
     @property
     def age_key(self) -> tuple[int, int]:
-        """Orders them, oldest first."""
+        """Sort key, oldest first."""
         return self.checkpoint.changed_ns, self.number
 
 
 def newest(saved: Sequence[Saved], last: Noted | None) -> Saved | None:
-    """The newest that is newer than the last, if there is one."""
+    """Return the newest checkpoint that is newer than the last, or None."""
     new = [s for s in saved if last is None or s.age_key > (last.changed_ns, last.number)]
     return max(new, key=lambda each: each.age_key, default=None)
 
 
 @dataclass(slots=True)
 class _Lacking:
-    """Reason why a step's folder is no whole checkpoint, since `since_s`."""
+    """Reason why a step's folder is not a whole checkpoint, since `since_s`."""
 
     why: str
     since_s: float
@@ -73,10 +73,11 @@ class _Lacking:
 
 
 class CheckpointWatcher:
-    """Looks into one folder, and publishes what is new; one thread uses it.
+    """Watcher of one folder, which publishes new checkpoints; one thread uses it.
 
-    inside: where in a step's folder the weights are. marker: file that says a step is whole;
-    without one its files are left alone for `settled_s` first. state: file of what was published.
+    inside: folder of the weights in a step's folder. marker: file that says a step is whole;
+    without one its files are left alone for `settled_s` first. state: file that notes the last
+    publication.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CheckpointWatcher:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for what cannot be watched."""
+        """Raises ConfigError for a folder that cannot be watched."""
         if not folder.is_dir():
             raise ConfigError(f"--watch {folder}: no such folder; make it, or start the trainer")
         if PurePosixPath(inside).is_absolute() or ".." in PurePosixPath(inside).parts:
@@ -111,10 +112,10 @@ class CheckpointWatcher:
         self.last = self._load()
 
     def step(self) -> Noted | None:
-        """Look once, and publish the newest that is new; None where nothing is.
+        """Look once, and publish the newest new checkpoint; return None if there is none.
 
         Raises RefusedError for one that cannot be published, which is not tried again before its
-        files change, and UnavailableError where ROSE does not answer: then try again.
+        files change, and UnavailableError if ROSE does not answer: then try again.
         """
         saved = newest(self._settled(), self.last)
         if saved is None:
@@ -128,19 +129,19 @@ class CheckpointWatcher:
         self.last = Noted(
             str(self._folder), saved.name, saved.number, saved.checkpoint.changed_ns, version
         )
-        # Before anything else may fail: what is announced is not published again.
+        # Before anything else may fail: an announced checkpoint is not published again.
         self._keep(self.last)
         self._publisher.wait_served(version)
         return self.last
 
     @property
     def waits(self) -> bool:
-        """Whether a checkpoint is there that has not settled yet."""
+        """True if a checkpoint is there that has not settled yet."""
         return any(self._clock() - since_s < self._settled_s for _, since_s in self._seen.values())
 
     @property
     def lacks(self) -> str:
-        """Reason why the newest step without a whole checkpoint is left out, empty without one."""
+        """Reason why the newest step without a whole checkpoint is left out, or ""."""
         names = dict(self._steps())
         left_out = [
             (names[name], each.why) for name, each in self._lacking.items() if name in names
@@ -160,7 +161,7 @@ class CheckpointWatcher:
                 self._say(f"{name} is left out: {why}")
 
     def _settled(self) -> list[Saved]:
-        """Whole checkpoints that nobody writes any more and that were not refused as they are."""
+        """Return whole checkpoints that are settled and were not refused in this state."""
         now_s = self._clock()
         found = []
         seen: dict[str, tuple[Stamp, float]] = {}
@@ -171,7 +172,7 @@ class CheckpointWatcher:
                     continue
                 checkpoint = self._look(name)
             except (RefusedError, OSError) as error:
-                # Of another make, half written, or just cleaned up: whole ones are of interest.
+                # Another kind, half written, or just cleaned up: only whole checkpoints matter.
                 lacking[name] = str(error)
                 continue
             if self._refused.get(name) == checkpoint.stamp:
@@ -187,7 +188,7 @@ class CheckpointWatcher:
         return found
 
     def _may_be_new(self, name: str, number: int) -> bool:
-        """Whether a file of it is newer than the last: most steps are old, and need no reading."""
+        """Return True if a file of it is newer than the last: most steps are old, so unread."""
         last = self.last
         if last is None:
             return True
@@ -201,12 +202,12 @@ class CheckpointWatcher:
     def _look(self, name: str) -> SavedCheckpoint:
         step = self._folder / name
         weights = self._roots.folder(str(step / self._inside))
-        # A trainer marks the step, wherever in it the weights are.
+        # A trainer marks the step's folder, whatever subfolder has the weights.
         marked = self._marker is not None and (step / self._marker).exists()
         return look(weights, self._roots, None if marked else self._marker)
 
     def _steps(self) -> list[tuple[str, int]]:
-        """Folders of steps: name and number."""
+        """Yield the folders of steps: name and number."""
         steps = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -237,5 +238,6 @@ class CheckpointWatcher:
                 os.fsync(file.fileno())
             part.replace(self._state)
         except OSError as error:
-            # A start would publish the same weights again, as a version without a change.
+            # After a restart the same weights would be published again, as a version without a
+            # change.
             self._say(f"{self._state} cannot be written ({error.strerror}); make room")

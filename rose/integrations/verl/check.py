@@ -1,9 +1,9 @@
-"""Self-check of the plugin: verl swallows a plugin's errors, so this says what is wrong, and where.
+"""Self-check of the plugin: verl swallows a plugin's errors, so this prints what is wrong.
 
     python -m rose.integrations.verl
 
-Prints one line for each thing that verl and ROSE need of each other here. Exit code 2 where one is
-missing, in the environment that runs it: run it on each machine, as verl's workers run.
+It prints one line for each thing that verl and ROSE need of each other. Exit code 2 if one is
+missing in this environment: run it on each machine, as verl's workers run.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ CHECKS: tuple[Callable[[], str], ...] = (
 
 
 def main() -> int:
-    """Run all checks; 0 where everything is as it should be."""
+    """Run all checks; return 0 if all hold."""
     wrong = 0
     for check in CHECKS:
         try:

@@ -1,4 +1,4 @@
-"""verl's configuration as ROSE reads it: settings, lengths, and what is refused by name."""
+"""verl's configuration as ROSE reads it: settings, lengths, and unsupported fields by name."""
 
 import os
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _YES = ("1", "true", "yes")
 
 
 def settings_of(rollout: "RolloutConfig") -> TrainerSettings:
-    """Settings from `engine_kwargs.rose` of a rollout configuration, else from the environment."""
+    """Return settings from `engine_kwargs.rose` of a rollout, else from the environment."""
     return overlaid((getattr(rollout, "engine_kwargs", None) or {}).get("rose") or {})
 
 
 def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
-    """Settings from the environment, under what is given. Raises `ConfigError`."""
+    """Return settings from the environment, overridden by the arguments. Raises `ConfigError`."""
     known = [field.name for field in fields(TrainerSettings)]
     for name in given:
         if name not in known:
@@ -39,12 +39,12 @@ def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
 
 
 def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an abort of verl's ends turns; else they go on under the new version."""
+    """Return True if verl's abort ends turns; else they continue under the new version."""
     return environ.get(ENDS_TURNS, "").lower() in _YES
 
 
 def lengths_of(rollout: "RolloutConfig") -> Lengths:
-    """Limits of a turn."""
+    """Return the limits of a turn."""
     return Lengths(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
 
 

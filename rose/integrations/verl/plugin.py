@@ -3,9 +3,9 @@
 actor_rollout_ref.rollout.name=rose                        RoseReplica, ServerAdapter
 actor_rollout_ref.rollout.checkpoint_engine.backend=rose   RoseCheckpointEngine
 
-verl logs an error of a plugin at DEBUG and goes on without it. So nothing that may fail happens
-here: what is wrong is raised where `rose` is asked for, and `python -m rose.integrations.verl`
-says it beforehand.
+verl logs an error of a plugin at DEBUG and continues without it. So nothing that may fail happens
+here: errors are raised when `rose` is used, and `python -m rose.integrations.verl` prints them
+beforehand.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ def _replica() -> "type[RoseReplica]":
 
 
 def register() -> None:
-    """Make `rose` known to verl's registries; again is as good as once."""
+    """Register `rose` with verl; a second call changes nothing."""
     RolloutReplicaRegistry.register(NAME, _replica)
     rollouts._ROLLOUT_REGISTRY[NAME, "async"] = "rose.integrations.verl.weights.ServerAdapter"
     from rose.integrations.verl.weights import RoseCheckpointEngine

@@ -1,6 +1,6 @@
-"""RoseReplica: one of verl's rollout replicas, which is a Ray actor without resources.
+"""RoseReplica: one of verl's rollout replicas, a Ray actor without resources.
 
-agent loop ── generate ──► RoseServer ──► gateways ──► replicas of ROSE, on GPUs that Ray has not
+agent loop ── generate ──► RoseServer ──► gateways ──► replicas of ROSE, on GPUs outside of Ray
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ SERVER = "rose_server"
 
 
 class RoseServer:
-    """One of verl's servers, as its agent loops and its trainer call it."""
+    """A server as verl's agent loops and its trainer call it."""
 
     def __init__(
         self, settings: TrainerSettings, lengths: Lengths, lag: int, ends_turns: bool
@@ -31,7 +31,7 @@ class RoseServer:
         self._turns = RolloutTurns(settings, lengths, lag, ends_turns=ends_turns)
 
     async def generate(self, **asked: object) -> TokenOutput:
-        """One turn; see `RolloutTurns.generate`."""
+        """Generate one turn; see `RolloutTurns.generate`."""
         return TokenOutput(**await self._turns.generate(**asked))  # type: ignore[arg-type]
 
     async def published(self, version: int, step: int) -> None:
@@ -39,22 +39,22 @@ class RoseServer:
         self._turns.published(version, step)
 
     async def abort_all_requests(self, reject_request: bool = False, **_: object) -> dict[str, int]:
-        """Around an update of weights; see `RolloutTurns.abort`."""
+        """Abort before an update of weights; see `RolloutTurns.abort`."""
         return {"aborted_count": self._turns.abort(rejects=reject_request)}
 
     async def resume_generation(self, **_: object) -> None:
-        """After it."""
+        """Resume after the update."""
         self._turns.resume()
 
     async def _nothing(self, *_: object, **__: object) -> None:
-        """ROSE's replicas keep their memory, and each version has a cache of its own."""
+        """Do nothing: replicas keep their memory, and each version has a cache of its own."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
     start_profile = stop_profile = set_global_steps = _nothing
 
 
 class NoWorker:
-    """What verl finds where a replica has workers that receive weights: ROSE's have none here."""
+    """Stand-in for workers that receive weights: a ROSE replica has none in verl."""
 
     def execute_checkpoint_engine(self, *_: object, **__: object) -> dict[str, Any]:
         return {}
@@ -82,7 +82,7 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not
                 " own, and ask the gateway from the reward function"
             )
         settings = settings_of(self.config)
-        # Colocated modes generate for the step that comes next; the other runs ahead of it.
+        # Colocated modes generate for the next step; the other mode runs ahead of it.
         hybrid = self.rollout_mode is RolloutMode.HYBRID
         lag = 0 if hybrid else settings.max_staleness
         name = f"{SERVER}_{self.replica_rank}{self.name_suffix}"
@@ -92,5 +92,5 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not
         server = actor.remote(settings, lengths_of(self.config), lag, ends_turns())
         self.servers = [server]
         self._server_handle = server
-        # verl tells its servers apart by address.
+        # verl identifies its servers by address.
         self._server_address = f"{settings.gateway.partition('//')[2]}#{self.replica_rank}"

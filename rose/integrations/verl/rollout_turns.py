@@ -4,9 +4,9 @@ published(version, step)   from then on turns are of that version, or as old as 
 generate                   sampling parameters in verl's words ──► fields of its `TokenOutput`
 abort, resume              around each update of weights
 
-ROSE's replicas take a version between two steps and go on with their turns, so an abort ends none
-of them; each answer says which versions sampled it. With `ends_turns` an abort does end them:
-what they have is returned as aborted, and nothing starts until `resume`.
+ROSE's replicas take a version between two steps and continue their turns, so an abort ends none of
+them; each answer has the versions that sampled it. With `ends_turns` an abort does end them: they
+are returned as aborted, and nothing starts until `resume`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from rose.integrations.verl.turns import (
     sampling_of,
 )
 
-# Between two tries of a turn whose version no replica had: gateways wait for one themselves.
+# Pause before a repeated turn whose version no replica had: gateways wait for one themselves.
 PAUSE_S = 1.0
 _REFUSED = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
 
@@ -41,7 +41,7 @@ class _Names(TypedDict):
 
 @dataclass(slots=True)
 class _Part:
-    """What a turn has so far."""
+    """Tokens of a turn so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -57,12 +57,12 @@ class _Part:
 
 
 class RolloutTurns:
-    """The turns of one of verl's servers, in one event loop."""
+    """Turns of one of verl's servers, in one event loop."""
 
     def __init__(
         self, settings: TrainerSettings, lengths: Lengths, lag: int, *, ends_turns: bool = False
     ) -> None:
-        """lag: so many versions may a turn be behind the newest when it starts."""
+        """lag: versions that a turn may be behind the newest when it starts."""
         self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
         self._steps = PolicySteps(lag)
         self._trajectories = Trajectories()
@@ -74,7 +74,7 @@ class RolloutTurns:
         self._client: RolloutClient | None = None
 
     def published(self, version: int, step: int) -> None:
-        """A version was published after verl's global step."""
+        """Record a version that was published after verl's global step."""
         self._steps.told(version, step)
 
     async def generate(
@@ -99,7 +99,7 @@ class RolloutTurns:
     async def _served(
         self, prompt: list[int], sampling: Sampling, session: str, request_id: str, priority: int
     ) -> dict[str, Any]:
-        """One turn, asked for again while no replica has its version: verl drops what fails."""
+        """Return one turn, repeated while no replica has its version: verl drops failed turns."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.timeout_s
         while True:
@@ -130,7 +130,7 @@ class RolloutTurns:
         return await self._until_aborted(task, part)
 
     def abort(self, *, rejects: bool = False) -> int:
-        """End the turns that run, where that is asked for, and return how many.
+        """End the running turns, if they are to end, and return their number.
 
         rejects: turns that come before `resume` are answered as aborted, and not kept waiting.
         """
@@ -149,7 +149,7 @@ class RolloutTurns:
         self._admits.set()
 
     async def close(self) -> None:
-        """Cancel what runs; the next turn opens it anew."""
+        """Cancel the running turns; the next turn opens it anew."""
         client, self._client = self._client, None
         if client is not None:
             await client.__aexit__(None, None, None)

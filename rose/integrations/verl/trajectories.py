@@ -1,8 +1,8 @@
-"""Trajectories, found again by their tokens: verl gives each turn an id of its own.
+"""Trajectories by their tokens: verl gives each turn an id of its own.
 
-A turn whose prompt begins with everything that an earlier one ended with goes on with its
-trajectory, and is sent to the replica that has its prefix. Prompts are hashed in blocks, a chain of
-them; what is left over is compared. A wrong guess costs a prefix that is computed again.
+A turn whose prompt begins with all tokens of an earlier turn belongs to its trajectory, and goes to
+the replica that has its prefix. Prompts are hashed in blocks, a chain of them; the remainder is
+compared. A wrong match costs a prefix that is computed again.
 """
 
 import uuid
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16
-# Of turns that ended: what an agent loop has under way, several times over.
+# Ended turns to remember: several times as many as an agent loop runs at once.
 MOST = 65_536
 _Key = tuple[int, tuple[int, ...]]
 
@@ -21,11 +21,11 @@ class Trajectories:
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._ended: OrderedDict[_Key, str] = OrderedDict()
-        # Lengths of what is left over, for each chain: most have one.
+        # Lengths of the remainders for each chain: most have one.
         self._rests: dict[int, list[int]] = {}
 
     def session_of(self, prompt: Sequence[int]) -> str:
-        """The session that goes on with this prompt, or a new one."""
+        """Return the session that continues with this prompt, or a new one."""
         for chain, at in reversed([*_chains(prompt)]):
             for length in sorted(self._rests.get(chain, ()), reverse=True):
                 key = chain, tuple(prompt[at : at + length])
@@ -34,7 +34,7 @@ class Trajectories:
         return uuid.uuid4().hex
 
     def ended(self, session: str, tokens: Sequence[int]) -> None:
-        """A turn of the session ended, and these are all of its tokens, prompt included."""
+        """Record all tokens of a session's ended turn, prompt included."""
         chain, at = [*_chains(tokens)][-1]
         key = chain, tuple(tokens[at:])
         if key not in self._ended:
@@ -52,7 +52,7 @@ class Trajectories:
 
 
 def _chains(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The hash of each whole number of blocks that it begins with, and their tokens, none first."""
+    """Return the hash of each number of whole blocks, and their tokens, none first."""
     chain = 0
     yield chain, 0
     for at in range(BLOCK, len(tokens) + 1, BLOCK):

@@ -1,4 +1,4 @@
-"""One turn in verl's words and in ROSE's: sampling parameters there, tokens and steps back."""
+"""One turn in verl's terms and in ROSE's: sampling parameters in, tokens and steps out."""
 
 from bisect import bisect_right
 from collections import deque
@@ -11,7 +11,7 @@ from rose.client import Sampling
 from rose.client.types import Turn
 from rose.errors import RefusedError
 
-# What changes nothing, and comes with every request.
+# Values that change nothing, and come with every request.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (None, 1),
     "stop": (None, (), [], ""),
@@ -19,10 +19,10 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "logit_bias": (None, {}),
     "prompt_logprobs": (None, 0, False),
 }
-# Logprobs of the sampled tokens always come, and text is never asked for.
+# Logprobs of the sampled tokens always come, and text is never requested.
 NOT_ASKED: Final = frozenset({"logprobs", "detokenize", "skip_special_tokens"})
 T = TypeVar("T")
-# Turns that last so many updates are few.
+# Turns that last for more updates are few.
 REMEMBERED = 256
 COMPLETED, ABORTED = "completed", "aborted"
 
@@ -36,7 +36,7 @@ class Lengths:
     model: int | None
 
     def budget(self, prompt_tokens: int, asked: int | None) -> int:
-        """Tokens that the turn may have. Raises `RefusedError` where none is left."""
+        """Return the turn's token budget. Raises `RefusedError` if none is left."""
         left = self.prompt + self.response - prompt_tokens
         most = max(1, min(self.response, left) if asked is None else asked)
         room = most if self.model is None else self.model - prompt_tokens
@@ -49,7 +49,7 @@ class Lengths:
 
 
 def sampling_of(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int) -> Sampling:
-    """Translate sampling parameters. Raises `RefusedError` that names what cannot be had."""
+    """Translate sampling parameters. Raises `RefusedError` that names an unsupported one."""
     given = dict(params)
     asked = [given.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
     budget = lengths.budget(prompt_tokens, next((n for n in asked if n is not None), None))
@@ -80,9 +80,9 @@ def sampling_of(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int)
 
 @dataclass(slots=True)
 class PolicySteps:
-    """Which of verl's global steps each published version is; versions go on where a run resumes.
+    """verl's global step of each published version; versions continue when a run resumes.
 
-    lag: so many versions may a turn be behind the newest when it starts.
+    lag: versions that a turn may be behind the newest when it starts.
     """
 
     lag: int
@@ -91,7 +91,7 @@ class PolicySteps:
     _first: int = 0
 
     def told(self, version: int, step: int) -> None:
-        """A version was published after this step; each is newer than the one before."""
+        """Record a version that was published after this step, newer than all before."""
         self._first = self._first or version
         self._versions.append(version)
         self._steps.append(step)
@@ -100,19 +100,19 @@ class PolicySteps:
     def least(self) -> int | None:
         """The oldest version that may still sample, None before the first one.
 
-        None of an earlier run: its steps are not this run's.
+        Never one of an earlier run, whose steps are not this run's.
         """
         if not self._versions:
             return None
         return max(self._first, self._versions[-1] - self.lag)
 
     def step_of(self, version: int) -> int:
-        """The step after which it was published; what is not known counts as the one before."""
+        """Return the step after which it was published; an unknown one counts as the one before."""
         at = bisect_right(self._versions, version)
         return self._steps[max(0, at - 1)] if self._steps else 0
 
     def fields(self, versions: list[int]) -> dict[str, int]:
-        """What verl reads of an answer, whose tokens are of these versions."""
+        """Return verl's fields of an answer, whose tokens are of these versions."""
         steps = [self.step_of(version) for version in versions] or [*self._steps][-1:] or [0]
         return {
             "global_steps": min(steps),
@@ -122,7 +122,7 @@ class PolicySteps:
 
 
 def output_of(turn: Turn, steps: PolicySteps) -> dict[str, Any]:
-    """Fields of verl's `TokenOutput`."""
+    """Return the fields of verl's `TokenOutput`."""
     versions = [span[0] for span in (*turn.versions, *turn.oldest_versions)]
     return {
         "token_ids": list(turn.token_ids),
@@ -137,7 +137,7 @@ def output_of(turn: Turn, steps: PolicySteps) -> dict[str, Any]:
 def aborted_output(
     tokens: list[int], logprobs: list[float], versions: list[int], steps: PolicySteps
 ) -> dict[str, Any]:
-    """The same of a turn that was ended in the middle."""
+    """Return the fields for a turn that was ended in the middle."""
     return {
         "token_ids": tokens,
         "log_probs": logprobs,

@@ -1,10 +1,10 @@
-"""What runs in each of verl's actor ranks: weights leave it as versions of ROSE.
+"""Weights of verl's actor ranks, published as versions of ROSE.
 
 ServerAdapter          rollout.name=rose, the trainer's own process (sync, colocate_async)
 RoseCheckpointEngine   checkpoint_engine.backend=rose (separate_async)
 
-Every rank walks all weights, since gathering them is collective; the first one publishes, and tells
-each server which version is which of verl's global steps.
+Every rank walks all weights, since gathering them is collective; the first one publishes, and
+passes each server the version of each of verl's global steps.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Weights = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterator[tuple[str, "torch
 
 
 class _Shared:
-    """The publisher of this process: a job has one, whoever asks for it here."""
+    """Publisher of this process; a job has one for all callers."""
 
     publisher: PolicyPublisher | None = None
 
@@ -44,7 +44,7 @@ class _Shared:
 async def publish(
     settings: TrainerSettings, weights: Weights, step: int | None, *, wait: bool
 ) -> dict[str, float]:
-    """Publish what this rank's generator yields, together with all ranks; returns figures.
+    """Publish this rank's generated weights, together with all ranks; return figures.
 
     Not in a thread: gathering uses the device that this one has chosen.
     """
@@ -67,7 +67,7 @@ async def publish(
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not read
-    """The rollout side of an actor rank; publishes, and has no engine."""
+    """The rollout side of an actor rank; it publishes, and has no engine."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         self._settings = settings_of(config)
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing sleeps here."""
+        """Do nothing: no engine sleeps here."""
 
     async def release(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: nothing is held here."""
 
     async def update_weights(
         self,
@@ -104,33 +104,33 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
 
 
 class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's types are not read
-    """Sends weights as a version; nobody receives them here: nodes fetch it."""
+    """Sender of weights as a version; there is no receiver here: nodes fetch it."""
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **given: object) -> None:
-        """`given`: settings, as `checkpoint_engine.engine_kwargs.rose` has them."""
+        """given: settings, from `checkpoint_engine.engine_kwargs.rose`."""
         self._given: Mapping[str, object] = given
 
     def prepare(self) -> dict[str, Any]:
-        """No ranks have to meet."""
+        """Do nothing: ranks need not meet."""
         return {}
 
     @classmethod
     def build_topology(
         cls, *_: object, **__: object
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """No connections are made."""
+        """Return an empty topology: no connections are made."""
         return {}, {}
 
     def init_process_group(self, **_: object) -> None:
-        """None is needed."""
+        """Do nothing: no group is needed."""
 
     def finalize(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     async def send_weights(
         self, weights: Weights, global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish; rollouts go on meanwhile, and take it as soon as they have it."""
+        """Publish; rollouts continue meanwhile, and take the version when they have it."""
         return await publish(overlaid(self._given), weights, global_steps, wait=False)
 
     async def receive_weights(

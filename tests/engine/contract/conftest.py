@@ -22,7 +22,7 @@ _found: dict[str, dict[str, str]] = {}
 
 
 def _marks(engine: ContractEngine) -> list[pytest.MarkDecorator]:
-    # What is promised of vLLM has test suites of its own that CI runs.
+    # vLLM's promises have test suites of their own in CI.
     nightly = [pytest.mark.nightly] if engine.kind is EngineKind.VLLM else []
     return [pytest.mark.skipif(not engine.there, reason=engine.missing), *nightly]
 

@@ -22,7 +22,7 @@ TOKENS_ONLY = "--skip-tokenizer-init"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine generated for one prompt."""
+    """Output of an engine for one prompt."""
 
     tokens: list[int]
 

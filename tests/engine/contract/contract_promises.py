@@ -12,7 +12,7 @@ from rose.engines.capabilities import Capability
 
 
 class Side(StrEnum):
-    """What an engine is while it keeps a promise."""
+    """Role of an engine while it keeps a promise."""
 
     HOST = "host"
     GUEST = "guest"
@@ -55,7 +55,7 @@ HOST: Sequence[Promise] = _of(
     ),
     ("refuses", "says in one line what it cannot be a host with, and serves on without ROSE"),
 )
-"""Of a production engine with ROSE's plugin."""
+"""A production engine with ROSE's plugin."""
 
 GUEST: Sequence[Promise] = _of(
     Side.GUEST,
@@ -81,7 +81,7 @@ GUEST: Sequence[Promise] = _of(
     ("orphan", "ends itself when nobody grants for too long"),
     ("refuses", "does not start, and says in one line, with what breaks a promise"),
 )
-"""Of a rollout engine beside a host."""
+"""A rollout engine beside a host."""
 
 WEIGHTS: Sequence[Promise] = _of(
     Side.WEIGHTS,
@@ -94,6 +94,6 @@ WEIGHTS: Sequence[Promise] = _of(
     ("audit", "finds each live weight to be its version's"),
     ("frozen", "takes a version while it is frozen"),
 )
-"""Of a replica that takes new versions."""
+"""A replica that takes new versions."""
 
 PROMISES: Sequence[Promise] = (*HOST, *GUEST, *WEIGHTS)

@@ -1,4 +1,4 @@
-"""What each engine promises as a guest: gate, budgets, freeze, drain, memory.
+"""Promises of each engine as a guest: gate, budgets, freeze, drain, memory.
 
 One real engine for the module, its host and its node stand-ins; greedy, in fp32.
 """

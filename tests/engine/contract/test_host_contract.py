@@ -1,4 +1,4 @@
-"""What every host promises, by real engines: stock, published, on a bad page, and unseen."""
+"""Promises of every host, by real engines: stock, published, on a bad page, and unseen."""
 
 import json
 import subprocess
@@ -93,7 +93,7 @@ def hosts(
 
 
 def granted(page: ControlPage) -> GrantMode:
-    """What a node's guard would let a guest do now."""
+    """Return the grant that a node's guard would write now."""
     now_ns = time.monotonic_ns()
     seen = Seen(page.host_view(), lease_epoch=1)
     first, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)
@@ -154,7 +154,7 @@ def watched(hosts: Hosts, tokens: int) -> list[HostState]:
 
 @pytest.mark.promise("host.busy")
 def test_it_is_busy_before_its_first_step(hosts: Hosts) -> None:
-    # Who watches may look away for some steps on a busy machine, but not each time.
+    # The observer may miss some steps on a busy machine, but not each time.
     told_from: list[int] = []
     told_to: list[int] = []
     for _ in range(TRIES):
@@ -302,7 +302,7 @@ def test_a_node_daemon_reads_its_page(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def requests(metrics: str) -> float:
-    """Of the host, that the daemon counted."""
+    """Return the host's requests that the daemon counted."""
     counted = [
         float(line.split()[-1])
         for line in metrics.splitlines()

@@ -78,7 +78,7 @@ async def moved(pair: Pair, first: int, revocations: int) -> list[tuple[int, flo
 
 
 def scored(model: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
-    """Of each token: its logprob, and by how much the best one beats the next."""
+    """Return each token's logprob, and the margin of the best one over the next."""
     import torch
 
     whole = torch.tensor([[*PROMPT, *tokens]])
@@ -116,6 +116,6 @@ async def test_a_turn_that_moves_between_engines_goes_on_as_one_that_stays(
 
 
 async def test_the_turn_has_no_two_tokens_as_good_as_equal(pair: Pair, model: Any) -> None:
-    """So that the comparison above is one of tokens."""
+    """Otherwise the comparison above would not be one of tokens."""
     assert scored(model, await stayed(pair.replicas[0]))[1].min() > NEAR_TIE
     assert await stayed(pair.replicas[0]) == await stayed(pair.replicas[1])

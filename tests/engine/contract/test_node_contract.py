@@ -43,7 +43,7 @@ KV_BYTES = 96 << 20
 
 @dataclass
 class HostLoad:
-    """What the host says of itself on its page, until it is told otherwise."""
+    """State that the host publishes on its page, until it is changed."""
 
     page: ControlPage
     said: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""What a guest of each engine is not started with: one line, which says what to change.
+"""Options with which a guest of each engine is refused: one line, with the change to make.
 
 The node refuses what it can read off the command line; the engine refuses all of it by itself, and
-has to when somebody else starts it.
+has to if another program starts it.
 """
 
 import json
@@ -80,7 +80,7 @@ def guest_of(engine: ContractEngine, folder: Path, *options: str) -> EngineSpec:
 
 
 async def said_of(spec: EngineSpec) -> str:
-    """What is said of a guest that does not start."""
+    """Return the error of a guest that does not start."""
     process = await EngineProcess.start(spec)
     try:
         with pytest.raises(EngineStartError, match="ended at start") as refused:

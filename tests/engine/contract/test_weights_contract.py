@@ -1,4 +1,4 @@
-"""What each engine promises of the versions that it takes: proofs, stamps, KV of older ones.
+"""Promises of each engine about its versions: proofs, stamps, KV of older ones.
 
 One real dedicated replica for the module; greedy, in fp32, so that a version's tokens are known.
 """
