@@ -45,7 +45,7 @@ def make_nicer(pid: int, nice: int) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all that came from it."""
+    """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [pid, *(child.pid for child in process.children(recursive=True))]
 

@@ -61,10 +61,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with its state, whatever is asked."""
-        said = {"policy_version": 0, "proven": True, "epoch": Handler.epoch, "warm": True}
+        state = {"policy_version": 0, "proven": True, "epoch": Handler.epoch, "warm": True}
         turns = TURNS if self.admitting[0] else 0
         counts = {"running": turns, "waiting": 0, "tokens_total": 0}
-        self._answer(200, said | counts | {"admitting": bool(self.admitting[0])})
+        self._answer(200, state | counts | {"admitting": bool(self.admitting[0])})
 
     def do_POST(self) -> None:
         """Admit or drain."""

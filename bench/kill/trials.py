@@ -190,9 +190,9 @@ class KillBench(ProcessFleet):
     def start(self) -> None:
         """Register a job and put the policy in force."""
         self._until(self._registers, START_S, "the scheduler answers")
-        said = {"name": "kill-trials", "mode": "Active"}
+        policy = {"name": "kill-trials", "mode": "Active"}
         deadline = {"reclaimDeadline": f"{round(self._deadline_s * 1e3)}ms"}
-        self._client.apply(parse_policy(json.dumps(said | deadline)))
+        self._client.apply(parse_policy(json.dumps(policy | deadline)))
 
     def close(self) -> None:
         super().close()
@@ -271,23 +271,23 @@ class KillBench(ProcessFleet):
 
     def _at_work(self) -> int:
         """Return the process group of a new guest, once it steps under a lease."""
-        begun: tuple[int, int] | None = None
+        life: tuple[int, int] | None = None
 
         def works() -> bool:
-            nonlocal begun
+            nonlocal life
             record = running_guests(self._run_dir).get(GUEST)
             now = record.identity.pid if record else 0
             steps = (self._page.guest.peek() or GuestState()).step_seq
             if not now or now == self._group:
                 return False
-            # The page still says what an earlier life said, until this one writes.
-            if begun is None or begun[0] != now or steps < begun[1]:
-                begun = now, steps
-            return steps >= begun[1] + STEPS
+            # The page shows the steps of an earlier life until this one writes.
+            if life is None or life[0] != now or steps < life[1]:
+                life = now, steps
+            return steps >= life[1] + STEPS
 
         self._until(works, START_S, "the guest is leased and works")
-        assert begun is not None
-        self._group = begun[0]
+        assert life is not None
+        self._group = life[0]
         return self._group
 
     def _duty(self, group: int) -> float:

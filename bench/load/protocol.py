@@ -25,7 +25,7 @@ from bench.load.arrivals import LoadShape
 class ClientRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`client_requests.jsonl`: a host request as its sender saw it.
 
-    `output_digest` names the tokens of the answer, where the load was told to keep it.
+    `output_digest` names the tokens of the answer, where the load keeps it.
     """
 
     request_id: str

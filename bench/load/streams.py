@@ -158,7 +158,7 @@ def figures(
         "turns": count,
         "turns_per_s": count / (stop_s - start_s),
         "errors": len(errors),
-        "said": errors[:ERRORS_KEPT],
+        "errors_kept": errors[:ERRORS_KEPT],
     }
 
 

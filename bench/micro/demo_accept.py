@@ -117,10 +117,10 @@ def ran(out: Path, seed: int, control: str) -> AcceptRun:
 def line(run: AcceptRun) -> str:
     """Return a run that ended, in one line."""
     counts = Counter(claim["verdict"] for claim in run.claims)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
-    told = told if run.claims else "no report; see its log"
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    verdicts = verdicts if run.claims else "no report; see its log"
     noticed = f" noticed: {', '.join(run.noticed) or 'nothing'};" if run.control else ""
-    return f"{run.control or 'accept'} seed {run.seed}:{noticed} {told} ({run.elapsed_s:.0f} s)"
+    return f"{run.control or 'accept'} seed {run.seed}:{noticed} {verdicts} ({run.elapsed_s:.0f} s)"
 
 
 def rows(runs: Sequence[AcceptRun]) -> list[ClaimRow]:

@@ -4,7 +4,7 @@
         [--late S] [--out FILE]
 
 Prints one JSON object. Two scheduler processes share a SQLite file; a node's session, a gateway's
-watch and a trainer follow whoever leads. In each round the leader is killed, told to stop, or
+watch and a trainer follow whoever leads. In each round the leader is killed, asked to stop, or
 stopped (SIGSTOP); the times are from that moment until the other one leads (`led_s`), the node's
 lease is renewed (`renewed_s`), the gateway has a table (`table_s`), and a version of a trainer that
 was connected to the old leader is announced (`announced_s`). `--beside`: so many processes compute
@@ -155,7 +155,7 @@ async def following(
 
 
 async def leased(node: FollowingNode, gateway: FollowingGateway) -> None:
-    """Wait until the replica is leased, and both have heard of it."""
+    """Wait until the replica is leased, and both know it."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110

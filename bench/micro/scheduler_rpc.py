@@ -3,9 +3,9 @@
     scheduler process  <── a connection for each node ──  load process (this module, `--address`)
                        <── 4 gateways: table and demand ──
 
-`measure` starts both and reads the scheduler's CPU time from the kernel; the load process says what
-it sent and heard. A stand-in node reports once a second (offers, telemetry), says which leases it
-holds, obeys releases, and now and then takes a replica back. Nothing of a real node runs in it.
+`measure` starts both and reads the scheduler's CPU time from the kernel; the load process counts its
+messages. A stand-in node reports once a second (offers, telemetry), names the leases it holds, obeys
+releases, and now and then takes a replica back. No code of a real node runs in it.
 """
 
 import argparse
@@ -111,7 +111,7 @@ class StandInNode:
         self._channel = channel_to(address)
         self._leases: dict[str, pb.Lease] = {}
         self._until_s: dict[str, float] = {}
-        self._said: list[pb.NodeReport] = []
+        self._due: list[pb.NodeReport] = []
         self.switches: list[pb.Switch] = []
 
     async def run(self) -> None:
@@ -128,8 +128,8 @@ class StandInNode:
         replica = f"{self.name}.g0"
         lease = self._leases.pop(replica, None)
         if lease is not None:
-            told = pb.Revocation(replica=replica, epoch=lease.epoch, reason="a burst")
-            self._said.append(pb.NodeReport(node=self.name, revocation=told))
+            revocation = pb.Revocation(replica=replica, epoch=lease.epoch, reason="a burst")
+            self._due.append(pb.NodeReport(node=self.name, revocation=revocation))
 
     def _obey(self, command: pb.NodeCommand) -> None:
         match command.WhichOneof("command"):
@@ -139,10 +139,10 @@ class StandInNode:
                 for lease in command.renewals.leases:
                     self._take(lease)
             case "release":
-                told = command.release
-                self._leases.pop(told.replica, None)
-                done = pb.Released(replica=told.replica, epoch=told.epoch)
-                self._said.append(pb.NodeReport(node=self.name, released=done))
+                release = command.release
+                self._leases.pop(release.replica, None)
+                done = pb.Released(replica=release.replica, epoch=release.epoch)
+                self._due.append(pb.NodeReport(node=self.name, released=done))
 
     def _take(self, lease: pb.Lease) -> None:
         self._tally.counts["leases"] += 1
@@ -157,8 +157,8 @@ class StandInNode:
         yield pb.NodeReport(node=self.name, hello=hello(self._number))
         next_s = time.monotonic()
         while True:
-            said, self._said = self._said, []
-            for report in (*said, *self._state()):
+            due, self._due = self._due, []
+            for report in (*due, *self._state()):
                 self._tally.counts["reports"] += 1
                 yield report
             next_s += 1.0

@@ -146,8 +146,8 @@ class ScaledFleet:
         self.cpu_s += took_s
         self.steps_ms.append(took_s * 1e3)
         for command in sent:
-            told = [command.lease] if command.HasField("lease") else command.renewals.leases
-            for lease in told:
+            leases = [command.lease] if command.HasField("lease") else command.renewals.leases
+            for lease in leases:
                 if self._leases.get(lease.replica, (0, ""))[0] != lease.epoch:
                     new = pb.Switch(replica=lease.replica, epoch=lease.epoch, took_s=SWITCH_S)
                     self._switches.append(new)

@@ -75,7 +75,7 @@ class StoppableNode:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self._gone_s: float | None = None
-        self._said: list[pb.NodeReport] = []
+        self._due: list[pb.NodeReport] = []
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
@@ -94,7 +94,7 @@ class StoppableNode:
         elif not stopped:
             self._gone_s = None
         if harvest.order:
-            self._said.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
+            self._due.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
         self._wake.set()
 
     async def _reports(self) -> AsyncIterator[pb.NodeReport]:
@@ -103,8 +103,8 @@ class StoppableNode:
         while True:
             self._wake.clear()
             if self.speaks.is_set():
-                said, self._said = self._said, []
-                for report in (*said, *self._state()):
+                due, self._due = self._due, []
+                for report in (*due, *self._state()):
                     yield report
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):

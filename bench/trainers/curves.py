@@ -159,10 +159,10 @@ def _trl(
 def _verl(
     mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
 ) -> Curve:
-    told = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
+    environ = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
     # A run of its own, on replicas that served the one before.
-    told |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
-    with VerlRun(stack, python, folder, **told) as run:
+    environ |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
+    with VerlRun(stack, python, folder, **environ) as run:
         figures = run.finished(RUN_S)
     return curve(seed, [figures[number] for number in sorted(figures)], "critic/score/mean")
 

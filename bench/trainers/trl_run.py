@@ -121,10 +121,10 @@ def two_turns(client: BlockingRolloutClient, newest: Callable[[], int]) -> Calla
             first = session.generate(asked, sampling, min_version=newest())
             so_far = [*asked, *first.token_ids, *more]
             second = session.generate(so_far, sampling, min_version=newest())
-        said = [*first.token_ids, *more, *second.token_ids]
+        tokens = [*first.token_ids, *more, *second.token_ids]
         logprobs = [*first.logprobs, *[0.0] * len(more), *second.logprobs]
         mask = [1] * len(first.token_ids) + [0] * len(more) + [1] * len(second.token_ids)
-        return asked, said, logprobs, mask
+        return asked, tokens, logprobs, mask
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
@@ -253,15 +253,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer, publisher = (asynchronous if args.mode == "async" else grpo)(args)
     began_s = time.monotonic()
     trainer.train(resume_from_checkpoint=bool([*args.folder.glob(SAVED)]) or None)
-    said: dict[str, Any] = {"train_s": time.monotonic() - began_s}
+    last: dict[str, Any] = {"train_s": time.monotonic() - began_s}
     if publisher is not None:
-        said["resumed"] = publisher.resumed
-        said["receipts"] = [
+        last["resumed"] = publisher.resumed
+        last["receipts"] = [
             {name: getattr(each, name) for name in each.__slots__} for each in publisher.receipts
         ]
         publisher.close()
     with args.out.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(said) + "\n")
+        out.write(json.dumps(last) + "\n")
     sys.stdout.flush()
     # Workers of TRL's are daemons that nobody joins.
     os._exit(0)

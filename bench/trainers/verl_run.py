@@ -33,7 +33,7 @@ RUN = "ROSE_TEST_RUN"
 SCRIPT = ROOT / "examples" / "verl_grpo.sh"
 LINE = re.compile(r"step:(\d+) - (.*)")
 FIGURE = re.compile(r"([\w/.@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)")
-# Ray takes the machine's own address for 127.0.0.1, unless it is told that here is no cluster.
+# Ray takes the machine's own address for 127.0.0.1, unless it knows that this is not a cluster.
 RAY_ON_LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -107,18 +107,18 @@ class VerlRun:
         """Wait for its end; return figures of each step. EngineStartError where it failed."""
         code = self.process.popen.wait(timeout_s)
         if code:
-            raise EngineStartError(f"verl ended with {code}: {self.said[-6_000:]}")
+            raise EngineStartError(f"verl ended with {code}: {self.output[-6_000:]}")
         return self.steps
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     @property
     def steps(self) -> dict[int, dict[str, float]]:
         """Figures of each step that is over."""
         found = {}
-        for line in LINE.finditer(self.said):
+        for line in LINE.finditer(self.output):
             figures = {name: float(value) for name, value in FIGURE.findall(line[2])}
             found[int(line[1])] = figures
         return found
@@ -127,7 +127,7 @@ class VerlRun:
         deadline_s = time.monotonic() + timeout_s
         while not holds():
             if not self.process.running or time.monotonic() > deadline_s:
-                raise UnavailableError(f"no {what}: {self.said[-4_000:]}")
+                raise UnavailableError(f"no {what}: {self.output[-4_000:]}")
             time.sleep(LOOK_S)
 
     def members(self) -> list[psutil.Process]:
@@ -183,15 +183,15 @@ def main() -> int:
         with TrainerStack(folder / "stack", model, replicas=args.replicas) as stack:
             stack.wait_ready()
             for seed in range(args.seeds):
-                told = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
+                environ = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
                 # A run of its own, on replicas that served the one before.
-                told |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
+                environ |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
                 began_s = time.monotonic()
-                with VerlRun(stack, python, folder / f"run-{seed}", **told) as run:
+                with VerlRun(stack, python, folder / f"run-{seed}", **environ) as run:
                     steps = run.finished(3_600)
                 took_s = time.monotonic() - began_s
-                said = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
-                sys.stdout.write("\n".join([said, *summary(steps), ""]))
+                line = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
+                sys.stdout.write("\n".join([line, *summary(steps), ""]))
                 sys.stdout.flush()
     return 0
 
