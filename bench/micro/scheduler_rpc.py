@@ -3,9 +3,9 @@
     scheduler process  <── a connection for each node ──  load process (this module, `--address`)
                        <── 4 gateways: table and demand ──
 
-`measure` starts both and reads the scheduler's CPU time from the kernel; the load process counts its
-messages. A stand-in node reports once a second (offers, telemetry), names the leases it holds, obeys
-releases, and now and then takes a replica back. No code of a real node runs in it.
+`measure` starts both and reads the scheduler's CPU time from the kernel; the load process counts
+its messages. A stand-in node reports once a second (offers, telemetry), names the leases it holds,
+obeys releases, and now and then takes a replica back. No code of a real node runs in it.
 """
 
 import argparse
