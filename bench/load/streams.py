@@ -21,6 +21,7 @@ from bench.common.processes import BenchProcess, python
 from bench.common.stats import quantiles
 from bench.load.caller import HUNG_UP, HttpCaller, Tls
 from bench.load.wires import WIRES, Wire
+from rose.errors import UnavailableError
 
 STREAMS = (1, 10, 100, 500, 1000, 2000)
 # From this many streams on each goes at its full pace; fewer go faster, or there were few turns.
@@ -212,7 +213,7 @@ async def block(
 ) -> list[TurnTimes]:
     """Return the turns that begin before `until_s`, one at least a stream, all of them ended.
 
-    spread_s: time within which the streams begin. Raises OSError for a turn that fails.
+    spread_s: time within which the streams begin. Raises UnavailableError for a turn that fails.
     """
     turns: list[TurnTimes] = []
 
@@ -222,14 +223,20 @@ async def block(
         while again:
             times = await stream.turn(request())
             if times.error:
-                raise OSError(f"a turn failed: {times.error}")
+                raise UnavailableError(f"a turn failed: {times.error}")
             turns.append(times)
             again = time.monotonic() < until_s
 
     count = len(streams)
-    async with asyncio.TaskGroup() as group:
-        for number, stream in enumerate(streams):
-            group.create_task(repeat(stream, spread_s * number / count))
+    tasks = [
+        asyncio.create_task(repeat(stream, spread_s * number / count))
+        for number, stream in enumerate(streams)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
     return turns
 
 

@@ -32,7 +32,7 @@ import msgspec
 import uvloop
 
 from bench.common.processes import BenchProcess, ProcessFleet, cores, python
-from bench.common.report import machine, put
+from bench.common.report import machine, put, reported
 from bench.common.stats import rounded
 from bench.load.standin import StandInEngine
 from bench.load.streams import Stream, block
@@ -228,6 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tick:
         return tick()
+    return reported("proxy", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     # A gateway runs on this loop, too.
     loads = uvloop.run(measure(args.rounds, args.seconds))
     found = {
