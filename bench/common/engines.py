@@ -45,13 +45,13 @@ def make_nicer(pid: int, nice: int) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that came from it."""
+    """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [pid, *(child.pid for child in process.children(recursive=True))]
 
 
 def _for_threads(pid: int, apply: Callable[[int], None]) -> None:
-    # A thread may start others while we look: go round until a look finds no new one.
+    # A thread may start others meanwhile: go round until a look finds no new one.
     done: set[int] = set()
     for _ in range(_ROUNDS):
         try:
@@ -70,21 +70,19 @@ def _for_threads(pid: int, apply: Callable[[int], None]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class EngineSet:
-    """Engines by name; whoever starts one puts it into `running`."""
+    """Engines by name; a started one is in `running`."""
 
     ports: Mapping[str, int]
     running: dict[str, EngineProcess] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
-        """Address of an engine."""
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def headers(self, name: str) -> dict[str, str]:
-        """What it asks for of whoever controls it."""
+        """Return the headers that its controller has to send."""
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
         engine = self.running.get(name)
         return engine.process.pid if engine and engine.process.returncode is None else None
 
@@ -105,7 +103,6 @@ class EngineSet:
                 )
 
     async def stop(self) -> None:
-        """End all."""
         await asyncio.gather(*(engine.stop() for engine in self.running.values()))
         self.running.clear()
 

@@ -1,4 +1,4 @@
-"""What publishing costs a host's scheduler.
+"""Cost of publishing to a host's scheduler.
 
     python -m bench.micro.host_overhead [--out FILE]
 
@@ -16,19 +16,21 @@ import argparse
 import gc
 import os
 import random
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common.output import machine_now, put
+from bench.common.processes import BenchProcess, python
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -43,7 +45,7 @@ STEPS_A_ROUND = 40
 FIRST_STEPS = 100
 KINDS = ("stock", "observed", "timed")
 VOCABULARY = 1_000
-STOP_S = 20.0
+MODULE = "bench.micro.host_overhead"
 ENVIRONMENT = {
     "ROSE_ROLE": "host",
     "ROSE_SLO_TTFT_S": "0.5",
@@ -55,7 +57,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class OverheadTraffic:
     """A load. `output_tokens`: shortest and longest answer; one that ends makes room for the next.
 
     `in_flight`: steps scheduled ahead, 2 with asynchronous scheduling. `backlog`: requests that
@@ -69,16 +71,16 @@ class Traffic:
 
 
 TRAFFICS = (
-    Traffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
-    Traffic("turnover", (50, 350), in_flight=2, backlog=0),
-    Traffic("overload", (50, 350), in_flight=2, backlog=1_000),
+    OverheadTraffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
+    OverheadTraffic("turnover", (50, 350), in_flight=2, backlog=0),
+    OverheadTraffic("overload", (50, 350), in_flight=2, backlog=1_000),
 )
 
 
-class Engine:
+class VllmSteps:
     """One scheduler under load, and a model that answers every request with the same token."""
 
-    def __init__(self, scheduler: Any, hasher: Any, traffic: Traffic) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, scheduler: Any, hasher: Any, traffic: OverheadTraffic) -> None:  # noqa: ANN401 - vLLM's
         self.scheduler = scheduler
         self._hasher = hasher
         self._traffic = traffic
@@ -87,7 +89,7 @@ class Engine:
         self._flight: deque[Any] = deque()
 
     def steps(self, number: int) -> list[float]:
-        """Wall seconds of each of `number` steps."""
+        """Return wall seconds of each of `number` steps."""
         return [self._step() for _ in range(number)]
 
     def _step(self) -> float:
@@ -135,7 +137,7 @@ class Engine:
 
 
 def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
-    """What vLLM makes of a small model's folder, as for a host of RUNNING sequences."""
+    """Return vLLM's configuration of a small model, for a host of RUNNING sequences."""
     from vllm.engine.arg_utils import EngineArgs
 
     model = TinyModel(
@@ -157,7 +159,7 @@ def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def scheduler_of(kind: Callable[..., Any], config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """A scheduler with the cache of one layer: its blocks are counted, never touched."""
+    """Return a scheduler with the cache of one layer: its blocks are counted, never touched."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -178,7 +180,7 @@ def scheduler_of(kind: Callable[..., Any], config: Any) -> Any:  # noqa: ANN401 
 
 
 def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """Names for full blocks, as the engine core makes them for prefix caching."""
+    """Return names for full blocks, as the engine core makes them for prefix caching."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -187,38 +189,7 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
     return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-class OverheadArm:
-    """A process with the engines of one arm; asked for rounds of steps through its pipes."""
-
-    def __init__(self, kind: str, core: int) -> None:
-        command = (sys.executable, "-m", "bench.micro.host_overhead", "--worker", kind)
-        self._process = subprocess.Popen(  # noqa: S603 - this very module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        os.sched_setaffinity(self._process.pid, {core})
-
-    def steps(self, traffic: Traffic) -> float:
-        """Microseconds of a round, see `round_of`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{traffic.name}\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit("a worker ended; what it said last is above")
-        return float(answer)
-
-    def stop(self) -> None:
-        """End the process: its input ends, and then it does."""
-        try:
-            self._process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-
-
 def worker(kind: str) -> None:
-    """Serve rounds until standard input ends."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from executor.vllm.host.scheduler import ObservedScheduler
@@ -228,6 +199,8 @@ def worker(kind: str) -> None:
         "observed": ObservedScheduler,
         "timed": timed_scheduler() if kind == "timed" else None,
     }
+    # Its page's folder is removed at the end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
@@ -236,7 +209,7 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
+            engine = VllmSteps(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
             if kind != "stock":
                 check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
@@ -248,7 +221,7 @@ def worker(kind: str) -> None:
 
 
 def check_published(path: Path) -> None:
-    """End unless the page tells of the load: what does not publish costs nothing."""
+    """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
         state = page.host.peek()
     if state is None or state.running != RUNNING:
@@ -256,7 +229,7 @@ def check_published(path: Path) -> None:
 
 
 def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
-    """ObservedScheduler that adds up what the code takes that ROSE added to it.
+    """Return an ObservedScheduler class that adds up the time of ROSE's code.
 
     A class of its own: a method that is replaced on an instance makes CPython keep that instance's
     attributes in another way, and slows all of its code.
@@ -274,8 +247,8 @@ def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
     return TimedScheduler
 
 
-def round_of(engine: Engine, kind: str) -> float:
-    """Median seconds of a round's steps; of a timed engine, of what was added to them."""
+def round_of(engine: VllmSteps, kind: str) -> float:
+    """Return median seconds of a round's steps; of a timed engine, of what was added to them."""
     if kind != "timed":
         return median(engine.steps(STEPS_A_ROUND))
     spent: list[float] = []
@@ -293,21 +266,20 @@ class Rounds:
     pairs: list[list[tuple[float, float]]] = field(default_factory=list)
     inside: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, OverheadArm]) -> None:
-        """One pair of processes, the two in turns."""
+    def measure(self, traffic: OverheadTraffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
+        """Measure one pair of processes, the two by turns."""
         order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
         pairs, inside = [], []
         for _ in range(rounds):
             took = {}
             for name in order.sample(sorted(arms), len(arms)):
-                took[name] = arms[name].steps(traffic)
+                took[name] = float(arms[name].ask(traffic.name))
             pairs.append((took["observed"], took["stock"]))
             inside.append((took["timed"], 0.0))
         self.pairs.append(pairs)
         self.inside.append(inside)
 
-    def figures(self, traffic: Traffic) -> dict[str, object]:
-        """What the rounds say."""
+    def figures(self, traffic: OverheadTraffic) -> dict[str, object]:
         every = [pair for pairs in self.pairs for pair in pairs]
         return {
             "overhead_us": estimate(self.pairs),
@@ -320,36 +292,37 @@ class Rounds:
 
 
 def estimate(pairs: Sequence[Sequence[tuple[float, float]]]) -> dict[str, object]:
-    """Mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
+    """Return mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
     made: Estimate = paired_difference(pairs, seed=3)
     low_high = None if made.ci95 is None else [round(bound, 2) for bound in made.ci95]
     return {"mean": round(made.value, 2), "ci95": low_high}
 
 
 def within_target(figures: dict[str, object]) -> bool:
-    """Whether the whole interval of the added code's own time is at or below the target."""
+    """Return True if the whole interval of the added code's own time is within the target."""
     inside = figures["inside_us"]
     assert isinstance(inside, dict)
     return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
 
 
 def measured(processes: int, rounds: int) -> dict[str, Rounds]:
-    """Every load, by pairs of fresh processes, one after the other."""
+    """Measure every load, by pairs of fresh processes, one after the other."""
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
     for _ in range(processes):
-        arms = {kind: OverheadArm(kind, core) for kind in KINDS}
-        try:
+        with ExitStack() as stack:
+            arms = {
+                kind: stack.enter_context(
+                    BenchProcess(kind, python(MODULE, "--worker", kind), core=[core], piped=True)
+                )
+                for kind in KINDS
+            }
             for traffic in TRAFFICS:
                 found[traffic.name].measure(traffic, rounds, arms)
-        finally:
-            for arm in arms.values():
-                arm.stop()
     return found
 
 
 def main() -> int:
-    """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, default=5, help="processes of each arm")
     parser.add_argument("--rounds", type=int, default=12, help="of each pair, a load")
@@ -371,9 +344,9 @@ def main() -> int:
         "rounds": arguments.rounds,
         "steps_a_round": STEPS_A_ROUND,
         "loads": loads,
-        "machine": machine_now(),
+        "machine": machine(),
     }
-    put(report, arguments.out, indent=2, shown=arguments.out is None)
+    put(report, arguments.out, shown=arguments.out is None)
     return 0 if holds else 1
 
 

@@ -1,4 +1,4 @@
-"""What publishing costs a host's scheduler, for SGLang; run it by an interpreter that has it.
+"""Cost of publishing to a host's scheduler, for SGLang; run it by an interpreter that has it.
 
     .venv-sglang/bin/python -m bench.micro.host_overhead_sglang [--out FILE]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from bench.common.output import machine_now, put
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -86,7 +86,7 @@ class TimedHooks:
         return clocked
 
 
-class Engine:
+class SglangSteps:
     """One scheduler and its load, a turn of the loop at a time."""
 
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
@@ -108,7 +108,7 @@ class Engine:
         self._answers = answers
 
     def steps(self, number: int) -> tuple[list[float], list[float]]:
-        """Microseconds of the hooks, and of whole turns."""
+        """Return microseconds of the hooks, and of whole turns."""
         inside, whole = [], []
         for _ in range(number):
             self.timed.spent_ns = 0
@@ -158,7 +158,7 @@ class Engine:
 
 
 def scheduler_of(folder: Path) -> Any:  # noqa: ANN401 -- SGLang's
-    """A scheduler of a tiny model with random weights, and nobody at its sockets' other ends."""
+    """Return a scheduler of a tiny random model, whose sockets have no other ends."""
     import zmq
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -193,7 +193,7 @@ def scheduler_of(folder: Path) -> Any:  # noqa: ANN401 -- SGLang's
 
 
 def answered(batch: Any, **_: object) -> Any:  # noqa: ANN401 -- SGLang's
-    """What a model returns that samples token 7 for everybody."""
+    """Return a result in which every request samples token 7."""
     import torch
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.utils import GenerationBatchResult
@@ -205,7 +205,7 @@ def answered(batch: Any, **_: object) -> Any:  # noqa: ANN401 -- SGLang's
 
 
 def check_published(path: str) -> None:
-    """End unless the page tells of the load: what does not publish costs nothing."""
+    """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
         state = page.host.peek()
     if state is None or not RUNNING * 0.9 <= state.running + state.waiting <= RUNNING * 1.1:
@@ -213,7 +213,6 @@ def check_published(path: str) -> None:
 
 
 def figures(inside: list[float], whole: list[float]) -> dict[str, float]:
-    """In microseconds a step."""
     return {
         "inside_us": round(median(inside), 2),
         "inside_p95_us": round(quantiles(inside, n=20)[-1], 2),
@@ -222,7 +221,6 @@ def figures(inside: list[float], whole: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="of each load")
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
@@ -232,7 +230,7 @@ def main() -> int:
     # In memory, as a page is on a node: on a disk a write waits for its writeback now and then.
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
         os.environ["ROSE_CONTROL_PAGE"] = page = str(Path(name) / "page")
-        engine = Engine(scheduler_of(Path(name) / "model"))
+        engine = SglangSteps(scheduler_of(Path(name) / "model"))
         gc.disable()
         for load, answers in LOADS.items():
             engine.load(answers)
@@ -249,9 +247,9 @@ def main() -> int:
         "holds": holds,
         "steps": arguments.steps,
         "loads": loads,
-        "machine": machine_now(),
+        "machine": machine(),
     }
-    put(report, arguments.out, indent=2, shown=arguments.out is None)
+    put(report, arguments.out, shown=arguments.out is None)
     return 0 if holds else 1
 
 

@@ -1,4 +1,4 @@
-"""How fast a guest stops, and gives a gibibyte of KV memory back: a real engine full of rollouts.
+"""Time in which a guest stops, and gives a gibibyte of KV memory back, full of rollouts.
 
     python -m bench.micro.kv_return [--engine sglang] [--out FILE]
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from bench.common.output import machine_now, put
+from bench.common.report import machine, put
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
@@ -42,19 +42,19 @@ KV_BYTES = RETURNED_BYTES + (256 << 20)
 VOCABULARY = 96
 STREAMS = 48
 FILL_BUDGET = 1024
-# What a granule may hold besides what is wanted.
+# A granule may hold this much besides the wanted bytes.
 SLACK_BYTES = 32 << 20
 KV_TOKEN_BYTES = 128 << 10
 # Tokens of a block that an engine counts.
 BLOCK_TOKENS = {EngineKind.VLLM: 32, EngineKind.SGLANG: 1}
-# As the gate asks for beside a host, so that the step in flight is short. SGLang parks whoever is
-# beyond, and leaves their KV to its prefix cache.
+# The gate asks for this beside a host, so that the step in flight is short. SGLang parks the
+# rollouts beyond, and leaves their KV to its prefix cache.
 SHORT_STEP_BUDGET = 4
-# Of the steps before a freeze: all KV is to be of rollouts that run.
+# Budget of the steps before a freeze, where all KV is to be of rollouts that run.
 FROZEN_STEP_BUDGET = {EngineKind.VLLM: SHORT_STEP_BUDGET, EngineKind.SGLANG: STREAMS}
 ENGINE_ARGS = {
     EngineKind.VLLM: ("--skip-tokenizer-init", "--no-enable-prefix-caching"),
-    # It would keep room for as many tokens as each rollout may still have.
+    # By default it keeps room for all tokens that each rollout may still have.
     EngineKind.SGLANG: ("--skip-tokenizer-init", "--schedule-conservativeness=0.2"),
 }
 START_S = 240.0
@@ -62,7 +62,7 @@ FILL_S = 120.0
 
 
 def save_wide_model(folder: Path) -> None:
-    """A small model with the KV cache of a large one: 128 KiB a token, as an 8B model in bf16."""
+    """Save a small model with a large one's KV cache: 128 KiB a token, as 8B in bf16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -83,7 +83,7 @@ def save_wide_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-class Node(threading.Thread):
+class StandInHost(threading.Thread):
     """Stands in for the host and the node daemon: an idle host, and a grant that stays alive."""
 
     def __init__(self, page: ControlPage) -> None:
@@ -95,7 +95,6 @@ class Node(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Keep the grant alive."""
         while not self._ended.wait(0.05):
             self.allow()
 
@@ -118,7 +117,6 @@ class Node(threading.Thread):
             )
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended.set()
         self.join()
         self._host.close()
@@ -150,18 +148,17 @@ class KvReturnBench:
 
     engine: EngineKind
     page: ControlPage
-    node: Node
+    node: StandInHost
     core: psutil.Process
     url: str
     _state: GuestState = field(default_factory=GuestState)
 
     def state(self) -> GuestState:
-        """The guest section; what was read last where its writer is held in the middle."""
+        """Return the guest section; what was read last where its writer is held in the middle."""
         self._state = self.page.guest.peek() or self._state
         return self._state
 
     async def until(self, holds: Callable[[GuestState], bool], within_s: float) -> GuestState:
-        """Poll the page until it holds."""
         deadline_s = time.monotonic() + within_s
         while not holds(state := self.state()):
             if time.monotonic() > deadline_s:
@@ -170,7 +167,7 @@ class KvReturnBench:
         return state
 
     async def stream(self, http: aiohttp.ClientSession, rng: random.Random) -> None:
-        """Rollouts without end, one after the other."""
+        """Ask for rollouts without end, one after the other."""
         while True:
             body = {
                 "request_id": "turn",
@@ -194,7 +191,6 @@ class KvReturnBench:
         return FreezeRound(time.monotonic() - began_s, after.last_step_ns / 1e9)
 
     async def round(self, *, frozen_first: bool) -> KvRound:
-        """Fill, shrink, measure, grow."""
         self.node.allow(GrantMode.RUN, FILL_BUDGET, kv_granule_cap=0)
         full = (RETURNED_BYTES + SLACK_BYTES) // (KV_TOKEN_BYTES * BLOCK_TOKENS[self.engine])
         filled = await self.until(lambda state: state.kv_used >= full, FILL_S)
@@ -223,7 +219,7 @@ class KvReturnBench:
 
 
 def summary(rounds: list[KvRound]) -> dict[str, object]:
-    """Percentiles by the nearest rank; seconds and bytes."""
+    """Return percentiles by the nearest rank; seconds and bytes."""
     times_s = [one.returned_s for one in rounds]
     return {
         "rounds": len(rounds),
@@ -238,7 +234,7 @@ def summary(rounds: list[KvRound]) -> dict[str, object]:
 
 
 def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
-    """The same of freezes; `over` is what a freeze took beyond its last step."""
+    """Return percentiles of freezes; `over`: time beyond the last step."""
     over_s = [one.stopped_s - one.step_s for one in freezes]
     return {
         "freezes": len(freezes),
@@ -251,7 +247,6 @@ def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
 
 
 def spec_of(engine: EngineKind, python: Path, folder: Path, page: Path) -> EngineSpec:
-    """The guest."""
     sglang = engine is EngineKind.SGLANG
     return EngineSpec(
         name="guest",
@@ -277,7 +272,7 @@ async def measure(
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
-    node = Node(page)
+    node = StandInHost(page)
     node.start()
     spec = spec_of(engine_kind, python, folder, page.path)
     engine = await EngineProcess.start(spec)
@@ -317,7 +312,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
     args = parser.parse_args()
-    before = machine_now()
+    before = machine()
     folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-", dir=PAGE_FOLDER))
     try:
         freezes, rounds = asyncio.run(
@@ -341,7 +336,7 @@ def main() -> int:
         "running": summary([one for one in rounds if not one.frozen_first]),
         "frozen_first": summary([one for one in rounds if one.frozen_first]),
     }
-    put(report, args.out, indent=2, shown=args.out is None)
+    put(report, args.out, shown=args.out is None)
     return 0 if holds else 1
 
 

@@ -1,4 +1,4 @@
-"""How many nodes one scheduler carries.
+"""Number of nodes that one scheduler carries.
 
     python -m bench.micro.scheduler_scale [--grpc] [--nodes N] [--replicas N] [--seconds S]
 
@@ -19,21 +19,18 @@ step with the time to serialise and read a table.
 Exit code 1 when `cpu_share` or `first_table_s` is above its target.
 """
 
-import argparse
 import gc
-import json
-import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from bench.common.report import machine, parser_of, put, reported
 from bench.micro import scheduler_rpc
-from bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
+from bench.micro.scheduler_rpc import JOBS, SWITCH_S, guest_offer, hello
 from elastic_scheduler import HarvestMode
-from rose.errors import RoseError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.core.messages import (
@@ -67,11 +64,7 @@ class ScaledFleet:
         replicas: int,
         gateways: int,
         seed: int = 0,
-        *,
-        takes_renewals: bool = True,
     ) -> None:
-        """`takes_renewals`: False for nodes that are told each renewal by itself."""
-        self._takes_renewals = takes_renewals
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret
         self._core = SchedulerCore(load({}), HarvestMode.ACTIVE)
         self._nodes, self._replicas, self._gateways = nodes, replicas, gateways
@@ -80,7 +73,7 @@ class ScaledFleet:
         self.steps_ms: list[float] = []
         self.published = self.sent = 0
         self.table = b""
-        # Epoch and job of what each replica was told last; the nodes say them with their offers.
+        # Epoch and job of each replica's last lease; the nodes send them with their offers.
         self._leases: dict[str, tuple[int, str]] = {}
         self.leased = 0
         # First tokens that a gateway has seen since its last report.
@@ -91,14 +84,13 @@ class ScaledFleet:
                 self._step(event)
 
     def attach(self) -> None:
-        """All nodes say hello and offer, within one second; then all replicas are leased."""
+        """Attach all nodes, within one second; then all replicas are leased."""
         for number in range(self._nodes):
-            said = hello(number, takes_renewals=self._takes_renewals)
-            report = pb.NodeReport(node=f"n{number}", hello=said)
+            report = pb.NodeReport(node=f"n{number}", hello=hello(number))
             self._step(wire.attached(report, number))
 
     def play_second(self, revocations: int = 0) -> None:
-        """One second: each node reports, at a moment of its own; ten ticks."""
+        """Play one second: each node reports, at a moment of its own; ten ticks."""
         for tick in range(TICKS_A_S):
             for number in range(tick, self._nodes, TICKS_A_S):
                 self.now_s += 1.0 / self._nodes
@@ -154,8 +146,8 @@ class ScaledFleet:
         self.cpu_s += took_s
         self.steps_ms.append(took_s * 1e3)
         for command in sent:
-            told = [command.lease] if command.HasField("lease") else command.renewals.leases
-            for lease in told:
+            leases = [command.lease] if command.HasField("lease") else command.renewals.leases
+            for lease in leases:
                 if self._leases.get(lease.replica, (0, ""))[0] != lease.epoch:
                     new = pb.Switch(replica=lease.replica, epoch=lease.epoch, took_s=SWITCH_S)
                     self._switches.append(new)
@@ -181,8 +173,7 @@ class ScaledFleet:
         return sent
 
 
-def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, object]:
-    """All figures of one fleet."""
+def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, Any]:
     fleet = ScaledFleet(nodes, replicas, gateways)
     fleet.attach()
     for _ in range(WARM_UP_S):
@@ -190,7 +181,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
     start_cpu_s, fleet.cpu_s = fleet.cpu_s, 0.0
     start_step_ms, fleet.steps_ms = max(fleet.steps_ms), []
     fleet.published = fleet.sent = 0
-    # What the beginning left is not the steady state's.
+    # Garbage of the beginning is not the steady state's.
     gc.collect()
     for _ in range(seconds):
         fleet.play_second(nodes // 250)
@@ -219,10 +210,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
 
 
 def main() -> int:
-    """Measure, print, and keep where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__, "bench.micro.scheduler_scale")
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--replicas", type=int, default=4, help="of each node")
     parser.add_argument("--gateways", type=int, default=4)
@@ -230,23 +218,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--grpc", action="store_true", help="over real connections")
     parser.add_argument("--spy", type=Path, metavar="FILE", help="with --grpc: py-spy's raw stacks")
-    options = parser.parse_args()
-    fleet = options.nodes, options.replicas, options.gateways, options.seconds
-    try:
-        row = scheduler_rpc.measure(*fleet, options.spy) if options.grpc else measure(*fleet)
-    except RoseError as error:
-        sys.stderr.write(f"bench-scheduler: {error}\n")
-        return 2
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    text = json.dumps({"rows": [row], "machine": machine}, indent=1)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(text + "\n")
-    cpu_share, table_s = row["cpu_share"], row["first_table_s"]
-    assert isinstance(cpu_share, float)
-    assert isinstance(table_s, float)
-    return int(cpu_share > MOST_CPU_SHARE or table_s > MOST_TABLE_S)
+    args = parser.parse_args()
+
+    def run() -> int:
+        fleet = args.nodes, args.replicas, args.gateways, args.seconds
+        row = scheduler_rpc.measure(*fleet, args.spy) if args.grpc else measure(*fleet)
+        put({"rows": [row], "machine": machine()}, args.out)
+        return int(row["cpu_share"] > MOST_CPU_SHARE or row["first_table_s"] > MOST_TABLE_S)
+
+    return reported("bench-scheduler", run)
 
 
 if __name__ == "__main__":

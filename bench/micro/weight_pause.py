@@ -1,4 +1,4 @@
-"""What a sparse update costs inside the engine, beside a full reload of the same model.
+"""Cost of a sparse update inside the engine, beside a full reload of the same model.
 
     python -m bench.micro.weight_pause --rounds 7 > out/bench/weight_pause.json
 
@@ -9,11 +9,8 @@ page cache has, and the engine's loader run on weights in memory.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_model_dir
 
@@ -65,7 +63,6 @@ def save_model(folder: Path, hidden: int, layers: int, experts: int) -> None:
 
 
 def start_engine(folder: Path) -> Any:  # noqa: ANN401 -- vLLM's
-    """An engine inside this process."""
     from vllm import LLM
 
     return LLM(
@@ -107,7 +104,7 @@ class PauseBench:
         )
 
     def round(self, share: float) -> dict[str, float]:
-        """Publish, stage and commit one update; seconds of its parts."""
+        """Publish, stage and commit one update; return seconds of its parts."""
         version = self._version + 1
         new = moved(self._active, share, version)
         self._publisher.publish(version, self._version, self._active, new)
@@ -128,13 +125,13 @@ class PauseBench:
             raise RuntimeError(f"the update was not proven: {report}")
         self._version, self._active = version, new
         times = {"apply_s": report["apply_s"], "probe_s": report["probe_s"]}
-        # The first piece waited for the decoding thread: it held up nobody.
+        # The first piece waited for the decoding thread, and held up no turn.
         longest_s = max(pieces[1:])
         times |= {"inside_s": inside_s, "stage_s": stage_s, "longest_piece_s": longest_s}
         return times | {"changed": float(report["changed_elements"])}
 
     def reloads(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of full reloads; the engine serves its first weights afterwards."""
+        """Return seconds of full reloads; the engine serves its first weights afterwards."""
         path = {"weights_path": str(self._folder)}
         reload = lambda: self._llm.collective_rpc("reload_weights", kwargs=path)  # noqa: E731
         fresh = lambda: self._llm.collective_rpc(load_from_memory)  # noqa: E731
@@ -148,7 +145,7 @@ class PauseBench:
 
 
 def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
-    """In a worker: a fresh dense load of what is active, nothing read from disk."""
+    """Load the active weights anew in a worker, with nothing read from disk."""
     from weight_transfer.engine.proof.reference import load_fresh, overlay
     from weight_transfer.vllm.engine_model import VllmLoader
 
@@ -158,7 +155,6 @@ def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that `run` takes."""
     began_s = time.perf_counter()
     run()
     return time.perf_counter() - began_s
@@ -167,13 +163,13 @@ def timed(run: Callable[[], object]) -> float:
 def summary(
     bench: PauseBench, rounds: list[dict[str, float]], reloads: dict[str, list[float]]
 ) -> Any:  # noqa: ANN401 -- JSON
-    """Medians, and what share of a reload they are."""
+    """Return medians, and their shares of a reload."""
     middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     middle |= {name: statistics.median(values) for name, values in reloads.items()}
     full_s = min(middle["reload_weights_s"], middle["loader_s"])
     weights = sum(tensor.bits.size for tensor in bench.base.values())
     return {
-        "machine": {"processor": platform.processor(), "cpus": os.cpu_count()},
+        "machine": machine(),
         "weights": weights,
         "share_changed": middle["changed"] / weights,
         "init_s": bench.init_s,
@@ -186,7 +182,6 @@ def summary(
 
 
 def main() -> None:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--share", type=float, default=0.01, help="of all weights, changed a round")
@@ -201,8 +196,7 @@ def main() -> None:
         bench = PauseBench(root, root / "model")
         rounds = [bench.round(arguments.share) for _ in range(arguments.rounds)]
         reloads = bench.reloads(arguments.rounds)
-        json.dump(summary(bench, rounds, reloads), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        put(summary(bench, rounds, reloads), None)
 
 
 if __name__ == "__main__":

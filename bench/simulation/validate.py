@@ -59,24 +59,23 @@ class ValidationRow:
 
     @property
     def off(self) -> float:
-        """Of the median of the repeats."""
+        """Error relative to the median of the repeats."""
         middle = median(self.measured)
         return self.simulated / middle - 1 if middle else 0.0
 
     @property
     def inside(self) -> bool:
-        """Whether it lies in the spread of the repeats."""
+        """True if it lies in the spread of the repeats."""
         return min(self.measured) <= self.simulated <= max(self.measured)
 
     @property
     def near(self) -> bool:
-        """Whether it lies there, or within 10% of their median; of nothing only nothing is near."""
+        """True if it is inside, or within 10% of their median."""
         return self.inside or (median(self.measured) != 0 and abs(self.off) <= MOST_ERROR)
 
     def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
         low, high = self.scale * min(self.measured), self.scale * max(self.measured)
-        said = "calibrated" if self.calibrated else ("inside" if self.inside else "")
+        verdict = "calibrated" if self.calibrated else ("inside" if self.inside else "")
         return (
             self.load,
             self.figure,
@@ -84,12 +83,12 @@ class ValidationRow:
             str(len(self.measured)),
             f"{self.scale * self.simulated:.4g} {self.unit}",
             f"{self.off:+.0%}" if median(self.measured) else "",
-            said or ("within 10%" if self.near else ""),
+            verdict or ("within 10%" if self.near else ""),
         )
 
 
 def summary(rows: Sequence[ValidationRow]) -> Iterator[str]:
-    """For each figure: how many predictions are near, and the middle of their errors."""
+    """Yield, for each figure, the number of near predictions and the median of their errors."""
     for figure in dict.fromkeys(row.figure for row in rows):
         mine = [row for row in rows if row.figure == figure and not row.calibrated]
         near = sum(row.near for row in mine)
@@ -127,7 +126,7 @@ class _Streams:
 
 
 def validate(measured: MeasuredRun) -> list[ValidationRow]:
-    """All rows; of the first load are the API process's time, and a guest's steps beside a host."""
+    """Return all rows; the first load calibrates API time, and a guest's steps beside a host."""
     rows: list[ValidationRow] = []
     api_s, slower = 0.0, 1.0
     for number, load in enumerate(measured.loads):
@@ -152,7 +151,6 @@ def validate(measured: MeasuredRun) -> list[ValidationRow]:
 
 
 def table(rows: Sequence[ValidationRow]) -> Table:
-    """Rows as a table."""
     return Table(COLUMNS, tuple(row.cells() for row in rows), right=frozenset(COLUMNS[2:6]))
 
 
@@ -183,7 +181,7 @@ def _rows(
 
 
 def _guest_tok_s(measured: MeasuredRun, load: MeasuredLoad, slower: float) -> float:
-    """Tokens of the guest while the load ran: those by its end without those by its beginning."""
+    """Return tokens a second of the guest while the load ran."""
     seconds = GUEST_TIMES * load.seconds
     before, after = (
         _play(measured, load, "paper", slower, until_s).counts["guest_tokens"]
@@ -199,7 +197,7 @@ def _play(
     slower: float = 1.0,
     until_s: float | None = None,
 ) -> RunResult:
-    """The load under a policy, until its last requests have ended unless `until_s` says when.
+    """Play the load under a policy, until its last requests have ended unless `until_s` says when.
 
     slower: steps of the guest, as a multiple of what they take alone.
     """

@@ -1,25 +1,23 @@
-"""`python -m bench.trainers.curves WAY…`: whether the reward rises, by trainer, mode and seed.
+"""`python -m bench.trainers.curves WAY…`: rises of the reward, by trainer, mode and seed.
 
     trl-server  trl-async  verl-sync  verl-async
 
 Each way has a fleet of its own for all its seeds; a seed is a run of its own, of the trainer as it
 is released. Writes a record for each way after each seed, `curve-WAY.json`, so that seeds and ways
 may be trained one by one; then the table and the picture of all records that are in the folder,
-those of `trl_measure` included. Without a way it draws what is there. Exit code 0, 1 where a reward
-did not rise or a way has fewer seeds than wanted, 2 for bad input or a training that does not work.
+those of `trl_measure` included. Without a way it draws the records that are there. Exit code 0, 1
+where a reward did not rise or a way has fewer seeds than wanted, 2 for bad input or a training that
+does not work.
 """
 
-import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,12 +27,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.common.checks import text_table
+from bench.common.processes import ROOT
+from bench.common.report import OUT, machine, parser_of, put, reported, say
 from bench.trainers.policy import CHATML, save_policy
-from bench.trainers.stack import ROOT, RUN_S, TrainerStack, run_program
+from bench.trainers.stack import RUN_S, TrainerStack, run_program
 from bench.trainers.verl_run import VerlRun
-from rose.errors import ConfigError, EngineStartError, RoseError
+from rose.errors import ConfigError, EngineStartError
 
-# As many steps as a policy of random weights needs to learn what is rewarded, and some more.
+PROG = "bench.trainers.curves"
+
+# A policy of random weights needs fewer steps to learn.
 STEPS = {"trl-server": 27, "trl-async": 18, "verl-sync": 18, "verl-async": 12}
 REWARDED = {"trl": "share of letters", "verl": "right sums, and digits"}
 COLORS = {
@@ -43,7 +45,7 @@ COLORS = {
     "verl-sync": "#5a9e4b",
     "verl-async": "#b0527a",
 }
-# How trainers name what both count: by which sampler and trainer differ, and how old samples are.
+# Names of the trainers for the difference of sampler and trainer, and for the age of samples.
 DRIFTS = ("sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean")
 STALENESS = ("staleness/max", "training/off_policy/trajectory_staleness/max")
 
@@ -66,20 +68,20 @@ class Curve:
 
     @property
     def rose(self) -> bool:
-        """Whether the last third is above the first."""
+        """True if the last third is above the first."""
         first, last = self.thirds
         return last > first
 
 
 @dataclass(slots=True)
-class Record:
+class CurveRecord:
     """All curves of one way, by seed."""
 
     way: str
     curves: dict[int, Curve] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path, way: str) -> "Record":
+    def load(cls, folder: Path, way: str) -> "CurveRecord":
         """Read it; one without curves where there is none.
 
         TRL's are read from what `trl_measure` wrote, where they were not trained here.
@@ -98,14 +100,12 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Write it with the machine that it was made on."""
-        folder.mkdir(parents=True, exist_ok=True)
-        machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-        curves = [asdict(self.curves[seed]) for seed in sorted(self.curves)]
-        kept = {"way": self.way, "machine": machine, "curves": curves}
-        _path(folder, self.way).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        curves = [self.curves[seed] for seed in sorted(self.curves)]
+        record = {"way": self.way, "machine": machine(), "curves": curves}
+        put(record, _path(folder, self.way), shown=False)
 
     def holds(self, seeds: int) -> bool:
-        """Whether so many seeds were trained, and all of them rose."""
+        """Return True if `seeds` were trained, and all of them rose."""
         return len(self.curves) >= seeds and all(each.rose for each in self.curves.values())
 
 
@@ -114,7 +114,7 @@ def _path(folder: Path, way: str) -> Path:
 
 
 def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
-    """One training by the figures that its trainer logged for each step."""
+    """Return one training by the figures that its trainer logged for each step."""
 
     def found(names: Sequence[str]) -> list[float]:
         return [step[name] for step in steps for name in names if name in step]
@@ -130,7 +130,7 @@ def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
 
 @contextmanager
 def _fleet(way: str, folder: Path) -> Iterator[tuple[TrainerStack, Path]]:
-    """Replicas that are ready for trainers of that way, and the interpreter that such have."""
+    """Give a fleet ready for trainers of that way, and the interpreter of such trainers."""
     trainer = way.split("-")[0]
     python = ROOT / f".venv-{trainer}" / "bin" / "python"
     if not python.exists():
@@ -151,9 +151,7 @@ def _trl(
     argv = [str(python), "-m", "bench.trainers.trl_run", mode, f"--model={stack.model}"]
     argv += [f"--seed={seed}", f"--steps={steps}", f"--folder={folder / 'saved'}"]
     environ = stack.environ(root=folder / "published", take_over=True)
-    code, said = run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
-    if code:
-        raise EngineStartError(f"TRL ended with {code}: {said[-2_000:]}")
+    run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
     rows = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     return curve(seed, [row for row in rows if "step" in row], "reward")
 
@@ -161,10 +159,10 @@ def _trl(
 def _verl(
     mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
 ) -> Curve:
-    told = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
+    environ = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
     # A run of its own, on replicas that served the one before.
-    told |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
-    with VerlRun(stack, python, folder, **told) as run:
+    environ |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
+    with VerlRun(stack, python, folder, **environ) as run:
         figures = run.finished(RUN_S)
     return curve(seed, [figures[number] for number in sorted(figures)], "critic/score/mean")
 
@@ -183,15 +181,15 @@ def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
             folder = Path(name) / f"seed-{seed}"
             folder.mkdir()
             made = TRAINS[trainer](mode, seed, steps, folder, stack, python)
-            record = Record.load(out, way)
+            record = CurveRecord.load(out, way)
             record.curves[seed] = made
             record.save(out)
             first, last = made.thirds
-            sys.stderr.write(f"{way}, seed {seed}: {first:.3f} to {last:.3f}\n")
+            say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
 
 
-def table(records: Sequence[Record]) -> str:
-    """Rewards of first and last thirds, each seed's, and what else has a limit."""
+def table(records: Sequence[CurveRecord]) -> str:
+    """Lay out rewards of first and last thirds, each seed's, with drift and age."""
     rows = []
     for record in records:
         for each in record.curves.values():
@@ -204,8 +202,8 @@ def table(records: Sequence[Record]) -> str:
     return text_table("rewards", header, rows)
 
 
-def draw(records: Sequence[Record]) -> Figure:
-    """Rewards by step, one picture for each way: a line for each seed, and their mean."""
+def draw(records: Sequence[CurveRecord]) -> Figure:
+    """Draw rewards by step, one picture for each way: a line for each seed, and their mean."""
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(8, 5.2), layout="constrained")
         for axes, record in zip(figure.subplots(2, 2).flat, records, strict=False):
@@ -228,9 +226,9 @@ def draw(records: Sequence[Record]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, then draw all that is there."""
-    parser = argparse.ArgumentParser(prog="bench.trainers.curves")
+    parser = parser_of(__doc__, PROG)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(STEPS))
-    parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
+    parser.add_argument("--out", type=Path, default=OUT / "trainers", metavar="DIR")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to this")
     parser.add_argument("--seed", type=int, help="that one alone")
     parser.add_argument("--steps", type=int, help="instead of each way's own number")
@@ -238,21 +236,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [way for way in args.ways if way not in STEPS]:
         parser.error(f"no way {unknown[0]!r}; choose from {', '.join(STEPS)}")
     seeds = range(args.seeds) if args.seed is None else [args.seed]
-    # Whoever ends it ends the fleet and the trainer too.
+    # The fleet and the trainer end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        for way in args.ways:
-            train(way, seeds, args.steps or STEPS[way], args.out.absolute())
-    except (RoseError, subprocess.TimeoutExpired) as error:
-        sys.stderr.write(f"curves: {error}\n")
-        return 2
-    records = [Record.load(args.out, way) for way in STEPS]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
-    draw(records).savefig(args.out / "curves.png", dpi=130)
-    sys.stdout.write(table(records))
-    judged = [each for each in records if each.way in (args.ways or STEPS)]
-    return int(not all(each.holds(len(seeds)) for each in judged))
+
+    def run() -> int:
+        try:
+            for way in args.ways:
+                train(way, seeds, args.steps or STEPS[way], args.out.absolute())
+        except subprocess.TimeoutExpired as error:
+            raise EngineStartError(str(error)) from error
+        records = [CurveRecord.load(args.out, way) for way in STEPS]
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
+        draw(records).savefig(args.out / "curves.png", dpi=130)
+        sys.stdout.write(table(records))
+        judged = [each for each in records if each.way in (args.ways or STEPS)]
+        return int(not all(each.holds(len(seeds)) for each in judged))
+
+    return reported("curves", run)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.trainers.stack import Member
+from bench.trainers.stack import rose_process
 from rose.addresses import free_port
 from tests.awaited import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy
@@ -47,7 +46,7 @@ class Front:
         self.url = f"http://127.0.0.1:{self._port}"
         settings = stack.settings()
         self.log = stack.folder / "front.log"
-        self.member = Member(
+        self.member = rose_process(
             "front",
             (
                 "front",
@@ -111,7 +110,7 @@ def test_greedy_tokens_are_the_trainers_after_each_update(
         whats = ["slime-delta", "slime-delta", "prime", "slime", "areal", "areal-vllm", "prime"]
         first = drive(stack, front, clients, 0, *whats)
         # Kill it between two updates; the next life continues at its version.
-        front.member.end(signal.SIGKILL)
+        front.member.kill()
         front.start()
         assert "at version 7" in front.log.read_text().splitlines()[-1]
         second = drive(stack, front, clients, 100, *whats[2:], "abort")

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
-from bench.gateway.standin_engine import Pace
-from bench.soak.callers import HUNG_UP, Caller
+from bench.load.caller import HUNG_UP, HttpCaller
+from bench.load.standin import Pace
 from bench.soak.engine import listen
 from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
@@ -60,8 +60,8 @@ class House:
     def __init__(self, gateway: Gateway, paces: list[Pace], ports: list[int]) -> None:
         self.gateway, self.paces, self.ports = gateway, paces, ports
         self.epoch = 1
-        self._callers: list[Caller] = []
-        self._idle: list[Caller] = []
+        self._callers: list[HttpCaller] = []
+        self._idle: list[HttpCaller] = []
         self.set_table()
 
     def set_table(self, names: str = "ab", decode_tok_s: Sequence[float] = (1e6, 1e6)) -> None:
@@ -86,10 +86,12 @@ class House:
         )
 
     async def ask(self, asked: bytes, *wanted: int, path: str = GENERATE, **how: Any) -> None:
-        caller = self._idle.pop() if self._idle else Caller(self.gateway.port)
+        caller = (
+            self._idle.pop() if self._idle else HttpCaller(f"http://127.0.0.1:{self.gateway.port}")
+        )
         if caller not in self._callers:
             self._callers.append(caller)
-        answer = await caller.ask(path, asked, **how)
+        answer = await caller.post(path, asked, **how)
         self._idle.append(caller)
         assert answer.status in wanted, answer
 
