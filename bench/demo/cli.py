@@ -2,21 +2,14 @@
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rose.errors import RoseError
 
-Control = Literal[
-    "shuffled-advantage",
-    "lr0",
-    "corrupt-chunk",
-    "wrong-chunk",
-    "stale-guest",
-    "drop-token",
-    "naive",
-]
+TrainerControl = Literal["shuffled-advantage", "lr0", "corrupt-chunk", "drop-token"]
+Control = Literal[TrainerControl, "wrong-chunk", "stale-guest", "naive"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
 Engine = Literal["vllm", "sglang"]
@@ -215,23 +208,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> DemoSettings:
-    """The settings that parsed arguments ask for. Raises `RoseError` for values that cannot run."""
-    return DemoSettings(
-        out=args.out,
-        seed=args.seed,
-        steps=args.steps,
-        accept=args.accept,
-        trace=args.trace,
-        long_turns=args.long_turns,
-        control=args.control,
-        compare=args.compare,
-        port_base=args.port_base,
-        host_model=args.host_model,
-        jobs=args.jobs,
-        host=args.host,
-        guest=args.guest,
-        sglang_python=args.sglang_python,
-    )
+    """Return the settings of parsed arguments. Raises RoseError for values that cannot run."""
+    given = {
+        field.name: getattr(args, field.name)
+        for field in fields(DemoSettings)
+        if field.name != "only"
+    }
+    return DemoSettings(**given)
 
 
 def _verify(folder: Path) -> int:
@@ -259,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     from bench.demo.run import run_demo
 
     if settings.compare:
-        from bench.demo.experiment.plan import run_compare
+        from bench.demo.plan import run_compare
 
         return run_compare(settings, run_demo)
     return run_demo(settings)

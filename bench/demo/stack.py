@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from bench.demo.cli import JOB, DemoSettings
+from bench.demo.cli import JOB, DemoSettings, TrainerControl
 from bench.demo.report.records import RunLayout
-from bench.demo.training.records import Control as TrainControl
 from executor.control_page.page import PAGE_FOLDER
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.engines.launch import check_port
@@ -330,7 +329,7 @@ class Stack:
             "steps": MAX_STEPS,
             "held_out_maps": self.settings.held_out_maps,
             "decay_steps": self.settings.steps,
-            "control": control if control in get_args(TrainControl) else "none",
+            "control": control if control in get_args(TrainerControl) else None,
             "long_turns": self.settings.long_turns,
             "torch_threads": 1,
             "key": str(key_path),

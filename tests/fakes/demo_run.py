@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from bench.demo.experiment.plan import (
+from bench.demo.plan import (
     BLOCK_S,
     STORM_STEPS,
     ExperimentBlock,

@@ -164,7 +164,7 @@ def _recipe_hash() -> str:
     demo = Path(__file__).parents[1]
     sources = (
         *("frozen_lake/vocab", "frozen_lake/task", "frozen_lake/data", "frozen_lake/models"),
-        *("training/forward", "training/warm_start", "training/rehearsal", "training/rollouts"),
+        *("training/forward", "training/warm_start", "training/local_policy", "training/rollouts"),
     )
     content = b"".join((demo / f"{name}.py").read_bytes() for name in sources)
     return hashlib.sha256(content).hexdigest()[:12]

@@ -247,24 +247,25 @@ def _had_s(leases: Sequence[GuestLease], until_s: float) -> float:
     return sum(max(0.0, min(lease.end_s, until_s) - lease.start_s) for lease in leases)
 
 
-PICTURES = {
-    "reward.png": draw_reward,
-    "host.png": draw_host,
-    "tokens.png": draw_tokens,
-    "wire.png": draw_wire,
+Picture = tuple[str, Callable[[Records], Figure]]
+PICTURES: dict[str, Picture] = {
+    "reward.png": ("Reward of each training step", draw_reward),
+    "host.png": ("Latency of the host's requests, and the guest's duty meanwhile", draw_host),
+    "tokens.png": ("Rollout tokens by replica", draw_tokens),
+    "wire.png": ("Bytes sent for each version", draw_wire),
+}
+SHARED_PICTURES: dict[str, Picture] = {
+    "jobs.png": ("The job that had the guest, and each job's share so far", draw_jobs)
 }
 
 
-def pictures_of(records: Records) -> dict[str, Callable[[Records], Figure]]:
-    """Pictures of a run by their names: one more where several jobs shared it."""
-    return {**PICTURES, **({"jobs.png": draw_jobs} if records.jobs else {})}
+def pictures(shared: bool) -> dict[str, Picture]:
+    """Return caption and drawing function of each picture; one more where jobs share a guest."""
+    return PICTURES | (SHARED_PICTURES if shared else {})
 
 
-def draw_all(records: Records, folder: Path) -> list[Path]:
-    """Draw and save every picture; returns their paths."""
-    paths = []
+def draw_all(records: Records, folder: Path) -> None:
+    """Draw and save every picture."""
     with mpl.rc_context(STYLE):
-        for name, draw in pictures_of(records).items():
+        for name, (_, draw) in pictures(bool(records.jobs)).items():
             draw(records).savefig(folder / name, dpi=DPI)
-            paths.append(folder / name)
-    return paths

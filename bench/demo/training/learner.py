@@ -17,8 +17,8 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from bench.demo.cli import TrainerControl
 from bench.demo.training.forward import pieces, published, reply_logprobs, values_of
-from bench.demo.training.records import Control
 from bench.demo.training.rollouts import Trajectory
 from weight_transfer import TensorBits
 
@@ -85,7 +85,7 @@ class Learner:
     def __init__(
         self,
         base: Mapping[str, TensorBits],
-        control: Control = "none",
+        control: TrainerControl | None = None,
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
         min_tokens: int = 0,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.demo.cli import DemoSettings
-from bench.demo.experiment.plan import plan_of, run_compare
+from bench.demo.plan import plan_of, run_compare
 
 
 def _settings(out: Path) -> DemoSettings:

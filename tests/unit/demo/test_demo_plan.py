@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.demo.cli import CONTROLS, Control, DemoSettings
-from bench.demo.experiment.plan import (
+from bench.demo.plan import (
     BLOCK_S,
     CEILINGS,
     accept_plan,
