@@ -1,10 +1,8 @@
-"""Real replicas and gateways, and what can be done to them."""
+"""Fleet of real replicas and gateways, which can be revoked, frozen and killed."""
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,16 +12,18 @@ from typing import Any, Self
 
 import aiohttp
 
+from bench.common.processes import BenchProcess, gateway_command
 from bench.common.tiny_models import FLEET_MODEL
-from rose.addresses import free_port
+from rose.addresses import free_ports
 from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
 from rose.errors import EngineStartError
 
 START_S = 240.0
+GATEWAY_S = 60.0
 SEQUENCES = 128
 REPLICA_ARGS = ("--skip-tokenizer-init",)
-# All of a fleet answer to one name, as engines behind a router do.
+# Engines of a fleet answer to one name, as engines behind a router do.
 STOCK_ARGS = ("--served-model-name=policy",)
 
 
@@ -54,7 +54,7 @@ class ChaosReplica:
         await self._command("admit")
 
     def signal(self, number: signal.Signals) -> None:
-        """To the whole group of the engine."""
+        """Send a signal to the whole group of the engine."""
         assert self.engine is not None
         with suppress(ProcessLookupError):
             os.killpg(self.engine.process.pid, number)
@@ -81,39 +81,6 @@ class ChaosReplica:
 
 
 @dataclass
-class GatewayProcess:
-    """A gateway over all replicas, on a port that it keeps."""
-
-    argv: Sequence[str]
-    port: int
-    log: Path
-    process: "subprocess.Popen[bytes] | None" = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self, http: aiohttp.ClientSession) -> None:
-        """Start it; returns once it answers. Raises EngineStartError."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(  # noqa: ASYNC220, S603 - takes a millisecond; our own
-                self.argv, stdout=log, stderr=log, process_group=0
-            )
-        for _ in range(600):
-            with suppress(aiohttp.ClientError, OSError):
-                async with http.get(f"{self.url}/health") as answer:
-                    if (await answer.json())["replicas"]:
-                        return
-            await asyncio.sleep(0.1)
-        raise EngineStartError(f"the gateway does not answer; see {self.log}")
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-@dataclass
 class ChaosFleet:
     """Replicas and gateways of one run. Async context manager.
 
@@ -128,18 +95,22 @@ class ChaosFleet:
     gateway_options: Sequence[str] = ()
     role: EngineRole = EngineRole.DEDICATED
     replicas: list[ChaosReplica] = field(default_factory=list)
-    gateways: list[GatewayProcess] = field(default_factory=list)
+    gateways: list[BenchProcess] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
     _own: list[ChaosReplica] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
         try:
             if not self.replicas:
-                self._own = [self._replica(f"replica-{k}") for k in range(self.count)]
+                ports = free_ports(self.count)
+                self._own = [self._replica(f"replica-{k}", port) for k, port in enumerate(ports)]
                 self.replicas = [*self._own]
             await asyncio.gather(*(replica.start() for replica in self._own))
-            self.gateways = [self._gateway(k) for k in range(self.gateways_count)]
-            await asyncio.gather(*(gateway.start(self.http) for gateway in self.gateways))
+            for number, port in enumerate(free_ports(self.gateways_count)):
+                self.gateways.append(self._gateway(number, port))
+                self.urls.append(f"http://127.0.0.1:{port}")
+            await asyncio.gather(*(self.start_gateway(k) for k in range(self.gateways_count)))
         except BaseException:
             await self._close()
             raise
@@ -153,10 +124,11 @@ class ChaosFleet:
     ) -> None:
         await self._close()
 
-    @property
-    def urls(self) -> list[str]:
-        """Of all gateways."""
-        return [gateway.url for gateway in self.gateways]
+    async def start_gateway(self, number: int) -> None:
+        """Start a gateway; return once it knows a replica. Raises EngineStartError."""
+        gateway = self.gateways[number].start()
+        health = f"{self.urls[number]}/health"
+        await asyncio.to_thread(gateway.wait_answers, health, 1, GATEWAY_S)
 
     async def _close(self) -> None:
         for gateway in self.gateways:
@@ -165,12 +137,12 @@ class ChaosFleet:
             await replica.stop()
         await self.http.close()
 
-    def _replica(self, name: str) -> ChaosReplica:
+    def _replica(self, name: str, port: int) -> ChaosReplica:
         spec = EngineSpec(
             name=name,
             role=self.role,
             model_dir=self.model_dir,
-            port=free_port(),
+            port=port,
             log=self.folder / f"{name}.log",
             dtype="float32",
             max_model_len=FLEET_MODEL.max_positions,
@@ -181,9 +153,8 @@ class ChaosFleet:
         )
         return ChaosReplica(spec, self.http)
 
-    def _gateway(self, number: int) -> GatewayProcess:
-        port = free_port()
-        replicas = [f"--replica={r.spec.name}=dedicated={r.spec.url}" for r in self.replicas]
-        argv = [sys.executable, "-m", "rose.main.gateway", f"--port={port}", *replicas]
-        argv += [f"--replica-max-sequences={SEQUENCES}", "--max-attempts=64", *self.gateway_options]
-        return GatewayProcess(argv, port, self.folder / f"gateway-{number}.log")
+    def _gateway(self, number: int, port: int) -> BenchProcess:
+        urls = {replica.spec.name: replica.spec.url for replica in self.replicas}
+        options = ("--max-attempts=64", *self.gateway_options)
+        argv = gateway_command(port, urls, SEQUENCES, *options)
+        return BenchProcess(f"gateway-{number}", argv, self.folder / f"gateway-{number}.log")

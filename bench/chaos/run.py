@@ -1,4 +1,4 @@
-"""One chaos run: a fleet, its faults, a trainer that looks hard at each answer, what was found."""
+"""One chaos run: a fleet, its faults, a trainer that checks each answer, and its findings."""
 
 import asyncio
 import itertools
@@ -9,10 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from bench.chaos.fleet import ChaosFleet, ChaosReplica, GatewayProcess
+from bench.chaos.fleet import ChaosFleet, ChaosReplica
 from bench.common.tiny_models import FLEET_MODEL
 from rose.client import Retry, RolloutClient, RolloutError, Sampling, Turn
 
@@ -21,7 +20,7 @@ WEIGHTS = {"revoke": 6, "freeze": 2, "kill": 1, "kill_gateway": 1}
 
 @dataclass
 class Faults:
-    """Goes on until `until_s` (monotonic); afterwards everything is up again, or is being started.
+    """Faults until `until_s` (monotonic); afterwards everything is up again, or is being started.
 
     One replica always stays untouched: with none at all turns wait, which proves nothing.
     """
@@ -34,7 +33,7 @@ class Faults:
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def run(self, until_s: float) -> None:
-        """Disturb. Raises what went wrong while something was started anew."""
+        """Disturb. Raises the error of a process that could not be started anew."""
         dice = random.Random(self.seed)  # noqa: S311 - a seed makes a failure repeatable
         while (now_s := time.monotonic()) < until_s:
             pause_s = min(dice.expovariate(1 / self.mean_pause_s), until_s - now_s)
@@ -48,7 +47,7 @@ class Faults:
                 replica.signal(signal.SIGCONT)
 
     async def settle(self) -> None:
-        """Wait until all that was killed is up again."""
+        """Wait until everything killed is up again."""
         await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
@@ -61,10 +60,10 @@ class Faults:
         kind = dice.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
         length_s = dice.uniform(0.2, 3.0)
         if kind == "kill_gateway":
-            gateways = self.fleet.gateways
-            gateway = dice.choice(gateways)
-            if len(gateways) > 1 and not any(g.url in self._busy for g in gateways):
-                self._start(kind, gateway.url, self._restart_gateway(gateway))
+            urls = self.fleet.urls
+            number = dice.randrange(len(urls))
+            if len(urls) > 1 and not any(url in self._busy for url in urls):
+                self._start(kind, urls[number], self._restart_gateway(number))
             return
         free = [r for r in self.fleet.replicas if r.spec.name not in self._busy]
         if len(free) < 2:
@@ -95,19 +94,19 @@ class Faults:
         await replica.kill()
         await replica.start()
 
-    async def _restart_gateway(self, gateway: GatewayProcess) -> None:
-        gateway.kill()
-        await gateway.start(self.fleet.http)
+    async def _restart_gateway(self, number: int) -> None:
+        self.fleet.gateways[number].kill()
+        await self.fleet.start_gateway(number)
 
 
 PROMPTS = 24
 OUTPUT_TOKENS = 300
 FEWEST_TOKENS = 100
-FAULTS_TOLD = 5
+FAULTS_KEPT = 5
 
 
 def prompts() -> list[list[int]]:
-    """Different ones of different lengths."""
+    """Return different prompts of different lengths."""
     return [
         [(7 * k + 5 * p + 3) % FLEET_MODEL.vocabulary for k in range(40 + p)]
         for p in range(PROMPTS)
@@ -115,12 +114,12 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(tokens: int) -> Sampling:
-    """So that every turn is known beforehand."""
+    """Return sampling under which every turn is known beforehand."""
     return Sampling(temperature=0.0, max_tokens=tokens)
 
 
 async def undisturbed(client: RolloutClient) -> list[Turn]:
-    """The turns as they have to be: the longest answer to every prompt."""
+    """Return the turns as they have to be: the longest answer to every prompt."""
     whole = greedy(OUTPUT_TOKENS)
     turns = [client.generate(p, whole, request_id=f"plain-{k}") for k, p in enumerate(prompts())]
     return await asyncio.gather(*turns)
@@ -128,7 +127,7 @@ async def undisturbed(client: RolloutClient) -> list[Turn]:
 
 @dataclass
 class ChaosFindings:
-    """What became of the turns; every count but the first three has to be zero."""
+    """Counts of turns and of their faults; every count but the first three has to be zero."""
 
     asked: int = 0
     delivered: int = 0
@@ -138,33 +137,26 @@ class ChaosFindings:
     wrong_tokens: int = 0
     unstamped: int = 0
     gaps: int = 0
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _ids: Counter[str] = field(default_factory=Counter)
 
-    def tell(self, what: str) -> None:
-        """Keep the first few in words."""
-        if len(self.told) < FAULTS_TOLD:
-            self.told.append(what)
+    def note(self, fault: str) -> None:
+        """Keep the first few faults in words."""
+        if len(self.notes) < FAULTS_KEPT:
+            self.notes.append(fault)
 
-    def look_at(self, turn: Turn, expected: Turn, tokens: int) -> None:
-        """Count one delivered turn and what is wrong with it."""
+    def add(self, turn: Turn, expected: Turn, tokens: int) -> None:
+        """Count one delivered turn and its faults."""
         self.delivered += 1
         self.moved += len(turn.segments) > 1 or turn.attempts > 1
         self._ids[turn.request_id] += 1
         self.doubled += self._ids[turn.request_id] > 1
         if turn.token_ids != expected.token_ids[:tokens] or len(turn.logprobs) != tokens:
             self.wrong_tokens += 1
-            at = next(
-                (
-                    i
-                    for i, (a, b) in enumerate(
-                        zip(turn.token_ids, expected.token_ids, strict=False)
-                    )
-                    if a != b
-                ),
-                min(len(turn.token_ids), tokens),
-            )
-            self.tell(
+            pairs = zip(turn.token_ids, expected.token_ids[:tokens], strict=False)
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            at = sum(1 for _ in same)
+            self.note(
                 f"{turn.request_id}: {len(turn.token_ids)} of {tokens} tokens, the first other one"
                 f" at {at}; {turn.segments}"
             )
@@ -172,11 +164,11 @@ class ChaosFindings:
         stamped = [(a, b) for version, a, b in turn.versions if version >= 0]
         if not _covers(stamped, tokens):
             self.unstamped += 1
-            self.tell(f"{turn.request_id}: stamps {turn.versions}")
+            self.note(f"{turn.request_id}: stamps {turn.versions}")
 
     @property
     def faults(self) -> int:
-        """All that must not be."""
+        """Number of faults."""
         return self.lost + self.doubled + self.wrong_tokens + self.unstamped + self.gaps
 
 
@@ -191,7 +183,7 @@ def _covers(spans: Sequence[tuple[int, int]], tokens: int) -> bool:
 
 @dataclass
 class ChaosTrainer:
-    """Half of its turns are streamed, half come whole."""
+    """Trainer that streams half of its turns, and takes the other half whole."""
 
     client: RolloutClient
     expected: Sequence[Turn]
@@ -213,9 +205,9 @@ class ChaosTrainer:
                 turn = await self._turn(name, which, tokens, streamed=dice.random() < 0.5)
             except RolloutError as error:
                 self.findings.lost += 1
-                self.findings.tell(f"{name}: {type(error).__name__}: {error}")
+                self.findings.note(f"{name}: {type(error).__name__}: {error}")
                 continue
-            self.findings.look_at(turn, self.expected[which], tokens)
+            self.findings.add(turn, self.expected[which], tokens)
 
     async def _turn(self, name: str, which: int, tokens: int, *, streamed: bool) -> Turn:
         prompt, sampling = prompts()[which], greedy(tokens)
@@ -227,7 +219,7 @@ class ChaosTrainer:
                 got += chunk.token_ids
         if tuple(got) != stream.turn.token_ids:
             self.findings.doubled += 1
-            self.findings.tell(f"{name}: the chunks are not the turn")
+            self.findings.note(f"{name}: the chunks are not the turn")
         return stream.turn
 
 
@@ -237,16 +229,16 @@ TURN_S = 240.0
 
 
 async def chaos(fleet: ChaosFleet, seconds: float, in_flight: int, seed: int) -> dict[str, object]:
-    """Disturb a fleet that is up for so long, with so many turns in flight all the time."""
+    """Disturb a running fleet, with `in_flight` turns all the time; return the findings."""
     async with RolloutClient(fleet.urls, TURN_S, retry=PATIENT) as client:
         expected = await undisturbed(client)
         trainer, faults = ChaosTrainer(client, expected, seed), Faults(fleet, seed)
         until_s = time.monotonic() + seconds
-        said = asyncio.create_task(_tell(trainer, faults))
+        progressing = asyncio.create_task(_progress(trainer, faults))
         try:
             await asyncio.gather(faults.run(until_s), trainer.run(in_flight, until_s))
         finally:
-            said.cancel()
+            progressing.cancel()
             await faults.cancel()
         progress = client.progress()
     found = asdict(trainer.findings)
@@ -262,7 +254,7 @@ async def chaos(fleet: ChaosFleet, seconds: float, in_flight: int, seed: int) ->
     }
 
 
-async def _tell(trainer: ChaosTrainer, faults: Faults) -> None:
+async def _progress(trainer: ChaosTrainer, faults: Faults) -> None:
     while True:
         await asyncio.sleep(10)
         found = trainer.findings
@@ -270,11 +262,3 @@ async def _tell(trainer: ChaosTrainer, faults: Faults) -> None:
             f"chaos: {found.delivered} of {found.asked} turns, {found.moved} moved,"
             f" {found.faults} faults; {dict(faults.counts)}\n"
         )
-
-
-async def start_and_run(
-    folder: Path, seconds: float, in_flight: int, seed: int, replicas: int
-) -> dict[str, object]:
-    """With a fleet of its own; `folder` has its model in `model`."""
-    async with ChaosFleet(folder, folder / "model", replicas) as fleet:
-        return await chaos(fleet, seconds, in_flight, seed)

@@ -1,1 +1,1 @@
-"""What the benchmarks and the demo share: checks, intervals, records, tables, models, engines."""
+"""Processes, load, checks, statistics, reports and models of all benchmarks and of the demo."""

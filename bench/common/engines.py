@@ -51,7 +51,7 @@ def family(pid: int) -> list[int]:
 
 
 def _for_threads(pid: int, apply: Callable[[int], None]) -> None:
-    # A thread may start others while we look: go round until a look finds no new one.
+    # A thread may start others meanwhile: go round until a look finds no new one.
     done: set[int] = set()
     for _ in range(_ROUNDS):
         try:
@@ -70,7 +70,7 @@ def _for_threads(pid: int, apply: Callable[[int], None]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class EngineSet:
-    """Engines by name; whoever starts one puts it into `running`."""
+    """Engines by name; a started one is in `running`."""
 
     ports: Mapping[str, int]
     running: dict[str, EngineProcess] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class EngineSet:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def headers(self, name: str) -> dict[str, str]:
-        """What it asks for of whoever controls it."""
+        """Return the headers that its controller has to send."""
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:

@@ -25,12 +25,12 @@ class Pair:
 
     @property
     def both_digests(self) -> bool:
-        """Whether the tokens of both answers are known."""
+        """True if the tokens of both answers are known."""
         return None not in (self.arm.output_digest, self.alone.output_digest)
 
     @property
     def mismatch(self) -> bool:
-        """Whether the answers differ in a token."""
+        """True if the answers differ in a token."""
         return self.both_digests and self.arm.output_digest != self.alone.output_digest
 
 
@@ -80,7 +80,7 @@ def latency_s(request: Request, metric: str) -> float | None:
 
 
 def slo_latency(request: Request) -> RequestLatency:
-    """For counting attainment: a failed request meets no target."""
+    """Return latencies for counting attainment: a failed request meets no target."""
     ok = request.status == "ok" and request.ttft_s is not None
     return RequestLatency(
         request_id=request.request_id,

@@ -1,16 +1,34 @@
-"""Results compared with their raw records, field by field; intervals are `rose.compare`'s."""
+"""Quantiles of measurements, and results compared with their raw records, field by field.
+
+Bootstrap intervals are those of `rose.compare.bootstrap`.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from rose.errors import BAD_BYTES, RoseError
 
 T = TypeVar("T")
+
+
+def quantiles(values: Sequence[float], *shares: float) -> list[float | None]:
+    """Return the quantile at each share of 0 to 1; None without values."""
+    if not values:
+        return [None] * len(shares)
+    return [float(value) for value in np.quantile(np.asarray(values), shares)]
+
+
+def rounded(values: Sequence[float], *shares: float, scale: float = 1.0) -> list[float]:
+    """Return quantiles, times `scale`, to three digits; not a number without values."""
+    found = quantiles(values, *shares)
+    return [math.nan if value is None else round(scale * value, 3) for value in found]
+
 
 # Sums in another order, by another version of a library, may differ in the last digits.
 RELATIVE_TOLERANCE = 1e-9
@@ -55,7 +73,7 @@ def compare(reported: object, recomputed: object, field: str = "") -> Iterator[F
 
 
 def read_json(path: Path, kind: type[T], hint: str) -> T:
-    """What a run wrote, as `kind`. Raises RoseError, with `hint`, where it cannot be read."""
+    """Return a run's file as `kind`. Raises RoseError, with `hint`, where it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.common.checks import (
@@ -11,7 +11,6 @@ from bench.common.checks import (
     at_least,
     at_most,
     exactly_none,
-    measured_at_most,
 )
 from bench.common.pairing import Window, latency_s
 from bench.common.pairing import slo_latency as as_slo
@@ -198,7 +197,7 @@ def harvest_checks(found: Evidence) -> list[Check]:
 
 def undecided(check: Check) -> Check:
     """The same figure, which does not decide."""
-    return Check(check.name, check.value, check.ci95, check.limit, INCONCLUSIVE, decisive=False)
+    return replace(check, verdict=INCONCLUSIVE, decisive=False)
 
 
 def _host_checks(found: Evidence) -> list[Check]:
@@ -222,11 +221,13 @@ def _target_checks(found: Evidence) -> list[Check]:
 def _guest_checks(found: Evidence) -> list[Check]:
     guest = found.guest
     step_s, cpu_s = guest["guest_step_p99_s"], guest["guest_step_cpu_p99_s"]
-    room_s = None if step_s is None else step_s + YIELD_ALLOWANCE_S
+    # Without a step there is no room to yield in, and nothing to judge.
+    yield_s = None if step_s is None else guest["yield_p99_s"]
+    room_s = 0.0 if step_s is None else step_s + YIELD_ALLOWANCE_S
     return [
-        measured_at_most("guest_step_p99_s", step_s, MAX_GUEST_STEP_S),
-        measured_at_most("guest_step_cpu_p99_s", cpu_s, MAX_GUEST_STEP_S),
-        measured_at_most("yield_p99_s", guest["yield_p99_s"], room_s),
+        at_most("guest_step_p99_s", step_s, MAX_GUEST_STEP_S, decisive=False),
+        at_most("guest_step_cpu_p99_s", cpu_s, MAX_GUEST_STEP_S, decisive=False),
+        at_most("yield_p99_s", yield_s, room_s, decisive=False),
     ]
 
 

@@ -1,1 +1,1 @@
-"""`make bench-gateway`: what a router between trainer and engine costs, per turn and per token."""
+"""Cost of a router between trainer and engine, per turn and per token: `make bench-gateway`."""

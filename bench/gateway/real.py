@@ -1,4 +1,4 @@
-"""The same over real, stock vLLM with a tiny model: two engines, one gateway, one generator.
+"""Cells and sessions over real, stock vLLM with a tiny model: two engines, one gateway.
 
 Without stamps in the chunks a router's share is a difference of times that are mostly the engine's,
 so these rows say that it works and what it costs roughly; exact figures are the stand-in's.
@@ -15,16 +15,17 @@ import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from bench.chaos.fleet import ChaosFleet
-from bench.gateway.arms import REAL_TEXT, REAL_TOKENS
-from bench.gateway.generator import Load
-from bench.gateway.processes import Generator, used
+from bench.common.processes import cores
+from bench.gateway.rounds import Say, cell_of
+from bench.load.streams import Generator, Load
+from bench.load.wires import REAL_TEXT, REAL_TOKENS
 from rose.client import RolloutClient, Sampling
 from rose.engines import EngineRole
 from rose.errors import ConfigError
@@ -51,14 +52,14 @@ class AgentSession:
     turns: tuple[SessionTurn, ...]
 
     def prompt(self, turn: int) -> list[int]:
-        """The session's own tokens as far as this turn has got: the next turn's begin with them."""
+        """Return the session's tokens up to this turn, with which its next prompt begins."""
         dice = random.Random(self.id)  # noqa: S311 - the same tokens whoever asks
         return [dice.randrange(VOCABULARY) for _ in range(self.turns[turn].prompt_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How small the replay is."""
+    """Sizes of the replay."""
 
     sessions: int = 24
     turns: int = 12
@@ -67,7 +68,7 @@ class Scale:
 
 
 def read_sessions(path: Path, scale: Scale) -> list[AgentSession]:
-    """The first sessions of a file with at least three turns. Raises ConfigError."""
+    """Return the first sessions of a file with at least three turns. Raises ConfigError."""
     opened = gzip.open if path.suffix == ".gz" else open
     rows: list[list[tuple[int, float]]] = []
     try:
@@ -84,7 +85,7 @@ def read_sessions(path: Path, scale: Scale) -> list[AgentSession]:
 
 
 def made_up_sessions(scale: Scale, seed: int = 0) -> list[AgentSession]:
-    """A long first prompt, then turns that each add a little, and think times with a long tail."""
+    """Return sessions whose prompts grow turn by turn, with long-tailed think times."""
     dice = random.Random(seed)  # noqa: S311 - repeatable
     rows = []
     for _ in range(scale.sessions):
@@ -116,7 +117,7 @@ def _scaled(rows: Sequence[Sequence[tuple[int, float]]], scale: Scale) -> list[A
 
 
 async def replay(sessions: Sequence[AgentSession], ask: Ask) -> int:
-    """All sessions side by side, each turn after its think time; how many turns that were."""
+    """Play all sessions side by side, each turn after its think time; return the turns."""
 
     async def one(session: AgentSession) -> int:
         for number, turn in enumerate(session.turns):
@@ -130,7 +131,6 @@ async def replay(sessions: Sequence[AgentSession], ask: Ask) -> int:
 STREAMS = (1, 10, 50)
 # vLLM's own counters, in tokens; only stock engines have them: replicas leave their upkeep out.
 QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-Say = Callable[[str], None]
 
 
 async def over_real_engines(
@@ -138,19 +138,16 @@ async def over_real_engines(
     sessions: Mapping[str, Sequence[AgentSession]],
     rounds: int,
     seconds: float,
-    cores: Mapping[str, Sequence[int]],
     say: Say,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Cells and rows of sessions; `folder` has the model in `model`."""
+    """Return cells and rows of sessions; `folder` has the model in `model`."""
     say("starting two real engines")
     async with ChaosFleet(
         folder, folder / "model", 2, gateways_count=1, role=EngineRole.STOCK
     ) as fleet:
-        generator = Generator(folder / "gateway-generator.log", cores["generator"])
-        try:
+        log = folder / "gateway-generator.log"
+        with Generator.of(log, cores()["generator"]) as generator:
             cells = await asyncio.to_thread(_cells, fleet, generator, rounds, seconds, say)
-        finally:
-            generator.end()
         rows = []
         for name, some in sessions.items():
             say(f"sessions, {name}")
@@ -162,43 +159,36 @@ def _cells(
     fleet: ChaosFleet, generator: Generator, rounds: int, seconds: float, say: Say
 ) -> list[dict[str, Any]]:
     direct = [replica.spec.url for replica in fleet.replicas]
-    gateway = fleet.gateways[0].process
-    assert gateway is not None
+    gateway = fleet.gateways[0]
     ways = (("direct", REAL_TEXT, direct), ("rose", REAL_TOKENS, fleet.urls))
     cells: list[dict[str, Any]] = []
     for number in range(-1, rounds):
         for streams in STREAMS:
             for router, wire, urls in ways:
                 load = Load(streams, seconds, prompt_tokens=64, chunks=16, chunk_tokens=4)
-                before, began_s = used(gateway.pid), time.monotonic()
-                result = generator.cell(urls, wire.name, asdict(load), len(cells))
-                took_s, after = time.monotonic() - began_s, used(gateway.pid)
+                before, began_s = gateway.cpu_use(), time.monotonic()
+                measured = generator.cell(urls, wire.name, load, len(cells))
+                took_s = time.monotonic() - began_s
                 if number < 0:
                     continue  # The first steps of an engine take seconds.
                 say(f"{streams} streams, vllm, {router}, {number}")
-                cells.append(
-                    {
-                        "engine": "vllm",
-                        "router": router,
-                        "wire": wire.name,
-                        "baseline": REAL_TEXT.name,
-                        "streams": streams,
-                        "round": number,
-                        "load": load.as_json(),
-                        "due_turns_per_s": None,
-                        "engine_busy": 0.0,
-                        "router_busy": (after.ran_s - before.ran_s) / took_s,
-                        "router_waited": (after.waited_s - before.waited_s) / took_s,
-                        **result,
-                    }
-                )
+                names = {
+                    "engine": "vllm",
+                    "router": router,
+                    "wire": wire.name,
+                    "baseline": REAL_TEXT.name,
+                    "round": number,
+                    "due_turns_per_s": None,
+                }
+                used = {"router": gateway.cpu_use().share_since(before, took_s)}
+                cells.append(cell_of(names, load, used) | dict(measured))
     return cells
 
 
 async def _session_row(
     fleet: ChaosFleet, name: str, sessions: Sequence[AgentSession]
 ) -> dict[str, Any]:
-    """Hit rates of routed sessions, and of the same ones when each stays where it is put.
+    """Return hit rates of routed sessions, and of the same ones when each stays where it is put.
 
     Other ids are other tokens: what one run leaves in the caches is of no use to the next.
     """
@@ -238,7 +228,7 @@ async def _session_row(
 
 
 async def _counters(fleet: ChaosFleet) -> tuple[float, float]:
-    """Tokens looked up and found in all prefix caches so far."""
+    """Return tokens looked up and found in all prefix caches so far."""
     asked = found = 0.0
     for replica in fleet.replicas:
         async with fleet.http.get(f"{replica.spec.url}/metrics") as answer:

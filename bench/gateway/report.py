@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from bench.common.checks import checks_table, figure_at_least, figure_at_most, text_table
+from bench.common.checks import Check, at_least, at_most, checks_table, text_table
 
 # A process this busy for most of a cell is what limits it.
 BUSY = 0.85
@@ -13,22 +13,17 @@ WAITED = 0.2
 
 
 def rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each way and number of streams: medians over the rounds."""
+    """Return one row for each way and number of streams: medians over the rounds."""
     keys = dict.fromkeys((c["engine"], c["router"], c["wire"], c["streams"]) for c in cells)
     made = []
-    for engine, router, wire, streams in keys:
-        mine = [
-            c
-            for c in cells
-            if (c["engine"], c["router"], c["wire"], c["streams"])
-            == (engine, router, wire, streams)
-        ]
+    for key in keys:
+        mine = [c for c in cells if (c["engine"], c["router"], c["wire"], c["streams"]) == key]
         made.append(_row(mine, [_direct(cells, cell) for cell in mine]))
     return made
 
 
 def _direct(cells: Sequence[Mapping[str, Any]], cell: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The direct cell of the same engine, streams and round."""
+    """Return the direct cell of the same engine, streams and round."""
     where = ("engine", "streams", "round")
     return next(
         c
@@ -74,7 +69,7 @@ def _added(
     quantile: str,
     direct: bool,
 ) -> float | None:
-    """Median over the rounds of the difference; None where there is nothing to compare."""
+    """Return the median over the rounds of the difference; None where nothing can be compared."""
     if direct:
         return None
     pairs = [(a[what][quantile], b[what][quantile]) for a, b in zip(mine, base, strict=True)]
@@ -100,19 +95,17 @@ DONE = 0.9
 OF_ORACLE = 0.85
 
 
-def checks(
-    rows: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, Any]]
-) -> list[dict[str, object]]:
-    """Every figure of ROSE's beside its limit; other routers are there to compare with."""
-    found: list[dict[str, object]] = []
+def checks(rows: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Judge every figure of ROSE's; other routers are there to compare with."""
+    found: list[Check] = []
     ours = [r for r in rows if r["router"] == "rose" and r["engine"].startswith("standin")]
     for row in ours:
         label = f"{row['wire']} at {row['streams']} streams"
-        found.append(figure_at_most(f"errors, {label}", row["errors"], 0))
+        found.append(at_most(f"errors, {label}", row["errors"], 0))
         done = row["turns_per_s"] / row["due_turns_per_s"]
-        found.append(figure_at_least(f"turns of those due, {label}", done, DONE))
+        found.append(at_least(f"turns of those due, {label}", done, DONE))
         if row["worst_s"] is not None:
-            found.append(figure_at_most(f"worst s, {label}", row["worst_s"], STALL_S))
+            found.append(at_most(f"worst s, {label}", row["worst_s"], STALL_S))
         if row["streams"] != AT_STREAMS:
             continue
         for key, limit in (
@@ -121,10 +114,10 @@ def checks(
             ("added_itl_p99_s", ADDED_P99_S),
         ):
             if row[key] is not None:
-                found.append(figure_at_most(f"{key}, {label}", row[key], limit))
+                found.append(at_most(f"{key}, {label}", row[key], limit))
     for row in sessions:
         label = f"prefix hits of the oracle's, {row['engine']}"
-        found.append(figure_at_least(label, row["of_oracle"], OF_ORACLE))
+        found.append(at_least(label, row["of_oracle"], OF_ORACLE))
     return found
 
 
@@ -145,7 +138,7 @@ HEAD = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Rows, sessions and checks."""
+    """Lay out rows, sessions and checks."""
     blocks = [
         text_table(
             "Added by a router: to a turn (its request's way in and its first token's way out; of"

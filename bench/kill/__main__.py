@@ -1,4 +1,4 @@
-"""`python -m bench.kill`: how fast the kill switch gives everything back, and how surely.
+"""`python -m bench.kill`: time in which the kill switch gives everything back, trial by trial.
 
 Writes kill.json and kill.txt. Exit code 0, 1 when a trial missed the deadline or pressing the
 switch again changed something, 2 for bad input or a bench that does not work.
@@ -6,48 +6,47 @@ switch again changed something, 2 for bad input or a bench that does not work.
 
 import argparse
 import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from bench.common.checks import text_table
+from bench.common.report import add_out_folder, machine, parser_of, put_both, reported, say
 from bench.kill.trials import KillRow, Trial, rows_of, trials
 from executor.control_page.page import PAGE_FOLDER
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError
 
-# The shortest and longest that a policy may say.
+PROG = "bench.kill"
+# The shortest and longest deadline of a policy.
 DEADLINES_S = 1.0, 600.0
+progress = partial(say, "kill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all trials, print the table, keep it."""
     args = _parser().parse_args(argv)
-    # What is started here is ended, whoever ends this.
+    # Started processes are ended by any end of this one.
     signal.signal(signal.SIGTERM, _ended)
+    return reported(PROG, lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.trials < 1 or args.guest_mib < 1:
+        raise ConfigError("--trials, --guest-mib: at least 1")
+    if not DEADLINES_S[0] <= args.deadline_s <= DEADLINES_S[1]:
+        raise ConfigError("--deadline-s: 1 to 600, as a policy's reclaimDeadline")
     folder = Path(tempfile.mkdtemp(prefix="rose-kill-", dir=PAGE_FOLDER))
     done: list[Trial] = []
-    try:
-        if args.trials < 1 or args.guest_mib < 1:
-            raise ConfigError("--trials, --guest-mib: at least 1")
-        if not DEADLINES_S[0] <= args.deadline_s <= DEADLINES_S[1]:
-            raise ConfigError("--deadline-s: 1 to 600, as a policy's reclaimDeadline")
-        for trial in trials(folder, args.trials, args.deadline_s, args.guest_mib << 20):
-            done.append(trial)
-            sys.stderr.write(f"kill {len(done)}/{2 * args.trials}: {_line(trial)}\n")
-    except RoseError as error:
-        sys.stderr.write(f"kill: {error}\n")
-        return 2
+    for trial in trials(folder, args.trials, args.deadline_s, args.guest_mib << 20):
+        done.append(trial)
+        progress(f"{len(done)}/{2 * args.trials}: {_line(trial)}")
     shutil.rmtree(folder)
     rows = rows_of(done)
-    text = table(rows, args.deadline_s)
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = {
         "trials_each": args.trials,
         "deadline_s": args.deadline_s,
@@ -55,22 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "engine": "a stand-in that holds memory and burns a core",
         "niceness": os.nice(0),
     }
-    machine = {
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "kernel": platform.release(),
-    }
-    found = {"settings": settings, "machine": machine, "rows": rows, "trials": done}
-    encoded = msgspec.json.format(msgspec.json.encode(found), indent=1)
-    (args.out / "kill.json").write_bytes(encoded + b"\n")
-    (args.out / "kill.txt").write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
+    result = {"settings": settings, "machine": machine(), "rows": rows, "trials": done}
+    put_both(args.out, "kill", result, table(rows, args.deadline_s))
     total = rows[-1]
     return int(total.in_time < total.trials or total.changed_again > 0)
 
 
 def table(rows: Sequence[KillRow], deadline_s: float) -> str:
-    """Percentiles of each kind in seconds, and how many trials were within the deadline."""
+    """Lay out percentiles of each kind in seconds, and the trials within the deadline."""
     head = (
         *("control plane", "switch", "trials", "gone p50", "p99", "worst"),
         *("proved p50", "p99", "worst", "in time", "changed by a second press"),
@@ -111,12 +102,8 @@ def _ended(number: int, _: object) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench.kill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
+    parser = parser_of(__doc__, PROG)
+    add_out_folder(parser)
     parser.add_argument("--trials", type=int, default=100, help="with each, up and down")
     parser.add_argument("--deadline-s", type=float, default=5.0, metavar="S")
     parser.add_argument("--guest-mib", type=int, default=256, metavar="N")

@@ -39,7 +39,7 @@ class Core:
 
     def run(self) -> NoReturn:
         """Step for ever."""
-        # As vLLM's: the node looks for it by this name.
+        # The node looks for it by this name, which is vLLM's.
         Path("/proc/self/comm").write_text("VLLM::EngineCore")
         while True:
             load = EngineLoad(TURNS if self._admitting[0] else 0, 0, 0)
@@ -55,13 +55,13 @@ class Core:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What a replica answers its node; `admitting` and `epoch` are those of the process."""
+    """Answers of a replica to its node; `admitting` and `epoch` are those of the process."""
 
     admitting = mmap.mmap(-1, 1)
     epoch = 0
 
     def do_GET(self) -> None:
-        """Its state, whatever is asked."""
+        """Answer with its state, whatever is asked."""
         said = {"policy_version": 0, "proven": True, "epoch": Handler.epoch, "warm": True}
         turns = TURNS if self.admitting[0] else 0
         counts = {"running": turns, "waiting": 0, "tokens_total": 0}

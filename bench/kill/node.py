@@ -9,7 +9,7 @@ from rose.process.child import ProcessSpec
 
 
 def standin_spec(spec: EngineSpec) -> ProcessSpec:
-    """The same process with another program: where it stands, and who ends it, is as ever."""
+    """Return the same process with another program; its place and its end stay as they are."""
     program = (sys.executable, "-m", "bench.kill.engine", str(spec.port), str(spec.kv_bytes))
     return replace(process_spec(spec), argv=program)
 

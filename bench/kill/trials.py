@@ -1,4 +1,4 @@
-"""Kill trials: a guest at work, the kill switch, and how long until all of it is given back.
+"""Kill trials: a guest at work, the kill switch, and the time until all of it is given back.
 
     guest leased and working ──► [scheduler killed] ──► switch pressed, twice
         ──► nothing of its processes is left, as the kernel says       (gone)
@@ -14,19 +14,17 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from bench.common.processes import BenchProcess, Fleet, scheduler_command
 from elastic_scheduler.capacity import parse_policy
 from executor import ControlPage, GuestState, HostState
 from rose.addresses import free_ports
@@ -43,7 +41,7 @@ from slo import percentile
 NODE, GUEST = "serving-0", "guest"
 START_S = 60.0
 POLL_S = 0.005
-# A guest at work: so many steps of this life were seen.
+# A guest is at work once this many steps of its life were seen.
 STEPS = 20
 DUTY_WINDOW_S = 0.1
 # After the third press: longer than a daemon needs to notice that a guest may start.
@@ -57,7 +55,7 @@ class TrialError(RoseError):
 
 
 class Way(StrEnum):
-    """How the kill switch is pressed."""
+    """Ways to press the kill switch."""
 
     STORE = "store key"
     FILE = "dropped file"
@@ -68,7 +66,7 @@ UP, DOWN = (Way.STORE, Way.FILE, Way.SIGNAL), (Way.FILE, Way.SIGNAL)
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One press; seconds from before it. again: what pressing it again changed, "" for nothing.
+    """One press; seconds from before it. again: the change by a further press, "" for none.
 
     duty_before: share of a core that the guest used just before. It is behind everybody else, and
     on a busy machine that may be little.
@@ -87,7 +85,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def in_time(self) -> bool:
-        """Whether all of it was given back, and measured so, by the deadline."""
+        """True if all of it was given back, and measured so, by the deadline."""
         measured = self.proved_bytes == 0 and self.proved_duty == 0
         return measured and max(self.gone_s, self.proved_s) <= self.deadline_s
 
@@ -111,7 +109,7 @@ class KillRow(msgspec.Struct, frozen=True):
 
 
 def rows_of(trials: list[Trial]) -> list[KillRow]:
-    """A row for each plane and way, then one of all."""
+    """Return a row for each plane and way, then one of all."""
     kinds = dict.fromkeys((each.plane, each.way) for each in trials)
     rows = [
         _row(plane, way, [t for t in trials if (t.plane, t.way) == (plane, way)])
@@ -153,7 +151,7 @@ class NodeEvents:
         self.seen: list[dict[str, Any]] = []
 
     def of(self, *names: str) -> list[dict[str, Any]]:
-        """All events of these names."""
+        """Return all events of these names."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -164,11 +162,12 @@ class NodeEvents:
         return [each for each in self.seen if each["event"] in names]
 
 
-class KillBench:
-    """A scheduler, a node and its guest, of which trials are made. Context manager."""
+class KillBench(Fleet):
+    """A scheduler, a node and its guest, for trials. Context manager."""
 
     def __init__(self, folder: Path, deadline_s: float, guest_bytes: int, seed: int = 0) -> None:
-        self._folder, self._deadline_s = folder, deadline_s
+        super().__init__(folder)
+        self._deadline_s = deadline_s
         self._random = random.Random(seed)  # noqa: S311 - moments, not secrets
         self._run_dir = folder / "run"
         self._port, guest_port = free_ports(2)
@@ -179,12 +178,15 @@ class KillBench:
         self._seat.write(HostState(heartbeat_ns=time.monotonic_ns()))
         self._seat.start()
         self._events = NodeEvents(folder / "logs" / f"events-{NODE}.jsonl")
-        self._scheduler = self._start_scheduler()
-        self._node = self._start_node(guest_port, guest_bytes)
+        # This policy leases all offers: one that learns from revocations would stop to lease a
+        # guest that is killed every few seconds.
+        options = ("--cooldown-s=0", "--policy=spot")
+        argv = scheduler_command(self._port, folder, *options)
+        log = folder / "scheduler.log"
+        self._scheduler = self.add(BenchProcess("scheduler", argv, log).start())
+        config = self._node_config(guest_port, guest_bytes)
+        self._node = self.launch("node", "bench.kill.node", f"--config={config}")
         self._group = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def start(self) -> None:
         """Register a job and put the policy in force."""
@@ -193,18 +195,9 @@ class KillBench:
         deadline = {"reclaimDeadline": f"{round(self._deadline_s * 1e3)}ms"}
         self._client.apply(parse_policy(json.dumps(said | deadline)))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for process in (self._node, self._scheduler):
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-            process.wait()
+    def close(self) -> None:
+        """End all processes, the guest's too."""
+        super().close()
         for guest in running_guests(self._run_dir).values():
             with suppress(ProcessLookupError):
                 os.killpg(guest.identity.pid, signal.SIGKILL)
@@ -218,7 +211,6 @@ class KillBench:
         time.sleep(self._random.uniform(0, MOST_DELAY_S))
         if not plane_up:
             self._scheduler.kill()
-            self._scheduler.wait()
         if not group_alive(group):
             raise TrialError(f"the guest ended by itself; see {self._events.path}")
         proofs, starts = len(self._proofs()), len(self._events.of("engine_started"))
@@ -234,7 +226,7 @@ class KillBench:
         if running_guests(self._run_dir) or len(self._events.of("engine_started")) > starts:
             again = again or "a guest started"
         if not plane_up:
-            self._scheduler = self._start_scheduler()
+            self._scheduler.start()
             self._until(self._registers, START_S, "the scheduler is back")
         self._release(way)
         return Trial(
@@ -253,18 +245,18 @@ class KillBench:
     # ---- the switch ----
 
     def _press(self, way: Way) -> int:
-        """Returns the leases that it released, where somebody says."""
+        """Press it; return the leases that it released, where that is known."""
         match way:
             case Way.STORE:
                 return self._client.stop(pb.HARVEST_MODE_OFF)
             case Way.FILE:
                 (self._run_dir / "KILL").touch()
             case Way.SIGNAL:
-                self._node.send_signal(signal.SIGUSR1)
+                self._node.send(signal.SIGUSR1)
         return 0
 
     def _pressed_again(self, way: Way) -> str:
-        """What changed that pressing it once has not changed already."""
+        """Press it once more; return what that changed."""
         released = self._press(way)
         return f"released {released} leases again" if released else ""
 
@@ -306,36 +298,25 @@ class KillBench:
         return (group_cpu_s(group) - began) / (time.monotonic() - began_s)
 
     def _until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
+        """Return once it holds. Raises TrialError; the control plane may be down meanwhile."""
         deadline_s = time.monotonic() + within_s
         while not holds():
             if time.monotonic() > deadline_s:
-                raise TrialError(f"not within {within_s:g} s: {what}; logs are in {self._folder}")
+                raise TrialError(f"not within {within_s:g} s: {what}; logs are in {self.folder}")
             time.sleep(POLL_S)
 
     # ---- processes ----
 
     def _registers(self) -> bool:
-        """Whether a leader takes the job: again is as good as once."""
+        """Return True if a leader takes the job: again is as good as once."""
         with make_blocking_channel(self._address) as channel, suppress(Exception):
             job = pb.RegisterJobRequest(job="job", max_staleness=1)
             SchedulerStub(channel).RegisterJob(job, timeout=1)
             return True
         return False
 
-    def _start_scheduler(self) -> "subprocess.Popen[bytes]":
-        # It leases whatever is offered: a policy that learns from revocations would lease a guest
-        # that is killed every few seconds no more.
-        return self._start(
-            "rose.main.scheduler",
-            f"--port={self._port}",
-            f"--store={self._folder / 'store.sqlite'}",
-            f"--log-dir={self._folder / 'scheduler'}",
-            "--cooldown-s=0",
-            "--policy=spot",
-        )
-
-    def _start_node(self, guest_port: int, guest_bytes: int) -> "subprocess.Popen[bytes]":
-        model = self._folder / "model"
+    def _node_config(self, guest_port: int, guest_bytes: int) -> Path:
+        model = self.folder / "model"
         model.mkdir()
         for name in ("config.json", "tokenizer.json", "model.safetensors"):
             (model / name).write_text("{}")
@@ -344,18 +325,14 @@ class KillBench:
             "node": NODE,
             "scheduler": self._address,
             "run_dir": str(self._run_dir),
-            "log_dir": str(self._folder / "logs"),
+            "log_dir": str(self.folder / "logs"),
             "unsigned": True,
             "host": {"page": str(self._page.path), "pid": os.getpid()},
             "replicas": [guest | {"kv_bytes": guest_bytes, "reclaim_s": self._deadline_s}],
         }
-        (self._folder / "node.json").write_text(json.dumps(config))
-        return self._start("bench.kill.node", f"--config={self._folder / 'node.json'}")
-
-    def _start(self, module: str, *options: str) -> "subprocess.Popen[bytes]":
-        with (self._folder / f"{module}.log").open("ab") as log:
-            argv = (sys.executable, "-m", module, *options)
-            return subprocess.Popen(argv, stderr=log, process_group=0)  # noqa: S603 - our own
+        path = self.folder / "node.json"
+        path.write_text(json.dumps(config))
+        return path
 
 
 def _nothing_of(group: int) -> bool:
@@ -363,7 +340,7 @@ def _nothing_of(group: int) -> bool:
 
 
 def trials(folder: Path, each: int, deadline_s: float, guest_bytes: int) -> Iterator[Trial]:
-    """`each` with the control plane up, then as many with it down; the ways in turn."""
+    """Yield `each` trials with the control plane up, then as many without it; ways by turns."""
     with KillBench(folder, deadline_s, guest_bytes) as bench:
         bench.start()
         for plane_up, ways in ((True, UP), (False, DOWN)):

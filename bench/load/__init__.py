@@ -1,1 +1,1 @@
-"""Open-loop load on a host: seeded or traced arrivals, a process that plays them, its records."""
+"""Load on a host in an open loop, and on a gateway or an engine in a closed one."""

@@ -94,7 +94,7 @@ def ran(out: Path, seed: int, control: str) -> Ran:
         return Ran(**json.loads(note.read_text()))
     command = [sys.executable, "-m", "rose.cli", "demo", "--accept", f"--seed={seed}"]
     command += [f"--out={folder}", *([f"--control={control}"] if control else [])]
-    # Of a run that was cut off; its claims are not this one's.
+    # A run that was cut off may have left it; its claims are not this one's.
     (folder / "report.json").unlink(missing_ok=True)
     started_s = time.monotonic()
     with (out / f"{folder.name}.log").open("w") as log:
@@ -141,7 +141,7 @@ def rows(runs: Sequence[Ran]) -> list[Row]:
 
 
 def shortfalls(runs: Sequence[Ran]) -> list[str]:
-    """Where the runs miss the bar, in words; empty when they meet it."""
+    """Return the misses of the bar in words; empty when the runs meet it."""
     missed = [line(run) for run in runs if not run.claims]
     counted: Counter[str] = Counter()
     for row in rows(runs):

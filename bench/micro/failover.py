@@ -1,4 +1,4 @@
-"""How long a cluster is without a leading scheduler.
+"""Time in which a cluster is without a leading scheduler.
 
     python -m bench.micro.failover [--rounds N] [--how HOW] [--beside N]
         [--late S] [--out FILE]
@@ -12,21 +12,18 @@ all the while. `--late`: for so long the other scheduler stands still too, as on
 overloaded. Exit code 1 when a lease was lost, or one of the first three is above 5 s.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from bench.common.processes import BenchProcess, Fleet
+from bench.common.report import machine, parser_of, put
 from rose.addresses import free_ports
 from rose.errors import UnavailableError
 from rose.gateway.replicas.table import ReplicaEntry
@@ -39,63 +36,55 @@ from rose.rpc.leader_channel import LeaderChannel
 
 JOB, REPLICA = "grpo", "g0"
 HOWS = {"dies": signal.SIGKILL, "stops": signal.SIGTERM, "hangs": signal.SIGSTOP}
-# What takes longer than this was never going to happen.
+# An event that takes longer than this will not happen.
 PATIENCE_S = 60.0
 MOST_S = 5.0
 LOOK_S = 0.01
 
 
-class SchedulerProcesses:
+class SchedulerProcesses(Fleet):
     """Schedulers on one store, by number; each writes its events into a folder of its own."""
 
     def __init__(self, folder: Path, store: str, count: int = 2) -> None:
-        self._folder = folder
-        self._store = store
-        self._ports = free_ports(count)
-        self._processes = [self._start(number) for number in range(count)]
-
-    @property
-    def addresses(self) -> str:
-        """All of them, as clients take them."""
-        return ",".join(f"127.0.0.1:{port}" for port in self._ports)
-
-    def _start(self, number: int) -> "subprocess.Popen[bytes]":
-        argv = [
-            *(sys.executable, "-m", "rose.main.scheduler", f"--port={self._ports[number]}"),
-            *(f"--store={self._store}", f"--log-dir={self._folder}/{number}", "--harvest=ACTIVE"),
+        super().__init__(folder)
+        ports = free_ports(count)
+        self.addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        self._schedulers = [
+            self.launch(
+                *(str(number), "rose.main.scheduler", f"--port={port}", f"--store={store}"),
+                *(f"--log-dir={folder}/{number}", "--harvest=ACTIVE"),
+            )
+            for number, port in enumerate(ports)
         ]
-        with (self._folder / f"{number}.err").open("wb") as errors:
-            return subprocess.Popen(argv, stderr=errors)  # noqa: S603 - our own
 
-    def says(self, number: int) -> str:
-        """All that it wrote down."""
-        log = self._folder / str(number) / "events-scheduler.jsonl"
+    def events(self, number: int) -> str:
+        """Return the event log of a scheduler."""
+        log = self.folder / str(number) / "events-scheduler.jsonl"
         return log.read_text() if log.exists() else ""
 
     def leader(self, but: int | None = None) -> int | None:
-        """Which of those that run leads, by their logs; None while none does."""
-        for number, process in enumerate(self._processes):
-            said = self.says(number)
-            leads = said.rfind("scheduler_leads") > said.rfind("steps_down")
-            if number != but and process.poll() is None and leads:
+        """Return the number of the running scheduler that leads, by its log; None without one."""
+        for number, scheduler in enumerate(self._schedulers):
+            events = self.events(number)
+            leads = events.rfind("scheduler_leads") > events.rfind("steps_down")
+            if number != but and scheduler.running and leads:
                 return number
         return None
 
     def end(self, number: int, how: signal.Signals) -> None:
-        """Send a signal; returns once the process is gone, unless it only stands still."""
-        self._processes[number].send_signal(how)
+        """Send a signal; return once the process is gone, unless SIGSTOP only stopped it."""
+        self._schedulers[number].send(how)
         if how is not signal.SIGSTOP:
-            self._processes[number].wait()
+            self._schedulers[number].popen.wait()
 
     def resume(self, number: int) -> None:
-        """Let one that stands still go on."""
-        self._processes[number].send_signal(signal.SIGCONT)
+        """Continue a stopped scheduler."""
+        self._schedulers[number].send(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill all of them."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for scheduler in self._schedulers:
+            scheduler.kill()
 
 
 class FollowingNode:
@@ -180,7 +169,7 @@ async def leased(node: FollowingNode, gateway: FollowingGateway) -> None:
 
 
 async def announce(channel: LeaderChannel, version: int) -> None:
-    """Announce a version that nobody will fetch."""
+    """Announce a version that no replica will fetch."""
     request = pb.AnnounceVersionRequest(
         job=JOB, version=version, parent=version - 1, url="http://127.0.0.1:9"
     )
@@ -209,14 +198,13 @@ class Failover:
 
     @property
     def in_time(self) -> bool:
-        """Whether leases and turns went on within the bound."""
+        """True if leases and turns went on within the bound."""
         return self.lease_kept and max(self.led_s, self.renewed_s, self.table_s) <= MOST_S
 
 
 async def fail_over(how: str, folder: Path, late_s: float = 0.0) -> Failover:
     """End a leader in one way, and measure; the other one may lead after `late_s`."""
-    schedulers = SchedulerProcesses(folder, str(folder / "store.sqlite"))
-    try:
+    with SchedulerProcesses(folder, str(folder / "store.sqlite")) as schedulers:
         async with (
             following(schedulers, folder) as (node, gateway),
             LeaderChannel(schedulers.addresses) as trainer,
@@ -234,7 +222,7 @@ async def fail_over(how: str, folder: Path, late_s: float = 0.0) -> Failover:
 
             async def since(happened: Callable[[], bool]) -> float:
                 async with asyncio.timeout(PATIENCE_S):
-                    while not happened():  # noqa: ASYNC110 - nobody tells
+                    while not happened():  # noqa: ASYNC110 - another process's doing
                         await asyncio.sleep(LOOK_S)
                 return round(time.monotonic() - began_s, 2)
 
@@ -251,28 +239,21 @@ async def fail_over(how: str, folder: Path, late_s: float = 0.0) -> Failover:
             kept = set(node.epochs) == {1} and not node.refused and not node.ended
             kept &= all(table == {REPLICA: 1} for table in gateway.tables[tables:])
             return Failover(how, led_s, renewed_s, table_s, announced_s, kept)
-    finally:
-        schedulers.close()
 
 
 @contextlib.contextmanager
 def computing(count: int) -> Iterator[None]:
-    """So many processes that compute."""
-    argv = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(argv) for _ in range(count)]  # noqa: S603 - our own
-    try:
+    """Run `count` processes that compute."""
+    argv = (sys.executable, "-c", "while True: pass")
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            stack.enter_context(BenchProcess(f"computing-{number}", argv))
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and keep where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    """Measure, print, and keep."""
+    parser = parser_of(__doc__, "bench.micro.failover")
     parser.add_argument("--rounds", type=int, default=3, help="of each way to end")
     parser.add_argument("--how", choices=[*HOWS], help="how the leader ends; else each way")
     parser.add_argument("--late", type=float, default=0.0, metavar="S")
@@ -285,14 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for _ in range(options.rounds):
                 with tempfile.TemporaryDirectory() as folder:
                     found.append(asyncio.run(fail_over(how, Path(folder), options.late)))
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    rows = [asdict(each) for each in found]
     load = {"beside": options.beside, "late_s": options.late}
-    text = json.dumps({"rows": rows, "load": load, "machine": machine}, indent=1)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(text + "\n")
+    put({"rows": found, "load": load, "machine": machine()}, options.out)
     return int(not all(each.in_time for each in found))
 
 

@@ -1,4 +1,4 @@
-"""What publishing costs a host's scheduler.
+"""Cost of publishing to a host's scheduler.
 
     python -m bench.micro.host_overhead [--out FILE]
 
@@ -16,19 +16,20 @@ import argparse
 import gc
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common.output import machine_now, put
+from bench.common.processes import BenchProcess, python
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -43,7 +44,7 @@ STEPS_A_ROUND = 40
 FIRST_STEPS = 100
 KINDS = ("stock", "observed", "timed")
 VOCABULARY = 1_000
-STOP_S = 20.0
+MODULE = "bench.micro.host_overhead"
 ENVIRONMENT = {
     "ROSE_ROLE": "host",
     "ROSE_SLO_TTFT_S": "0.5",
@@ -135,7 +136,7 @@ class Engine:
 
 
 def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
-    """What vLLM makes of a small model's folder, as for a host of RUNNING sequences."""
+    """Return vLLM's configuration of a small model, for a host of RUNNING sequences."""
     from vllm.engine.arg_utils import EngineArgs
 
     model = TinyModel(
@@ -187,36 +188,6 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
     return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-class OverheadArm:
-    """A process with the engines of one arm; asked for rounds of steps through its pipes."""
-
-    def __init__(self, kind: str, core: int) -> None:
-        command = (sys.executable, "-m", "bench.micro.host_overhead", "--worker", kind)
-        self._process = subprocess.Popen(  # noqa: S603 - this very module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        os.sched_setaffinity(self._process.pid, {core})
-
-    def steps(self, traffic: Traffic) -> float:
-        """Microseconds of a round, see `round_of`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{traffic.name}\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit("a worker ended; what it said last is above")
-        return float(answer)
-
-    def stop(self) -> None:
-        """End the process: its input ends, and then it does."""
-        try:
-            self._process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-
-
 def worker(kind: str) -> None:
     """Serve rounds until standard input ends."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -248,7 +219,7 @@ def worker(kind: str) -> None:
 
 
 def check_published(path: Path) -> None:
-    """End unless the page tells of the load: what does not publish costs nothing."""
+    """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
         state = page.host.peek()
     if state is None or state.running != RUNNING:
@@ -293,21 +264,21 @@ class Rounds:
     pairs: list[list[tuple[float, float]]] = field(default_factory=list)
     inside: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, OverheadArm]) -> None:
+    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
         """One pair of processes, the two in turns."""
         order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
         pairs, inside = [], []
         for _ in range(rounds):
             took = {}
             for name in order.sample(sorted(arms), len(arms)):
-                took[name] = arms[name].steps(traffic)
+                took[name] = float(arms[name].ask(traffic.name))
             pairs.append((took["observed"], took["stock"]))
             inside.append((took["timed"], 0.0))
         self.pairs.append(pairs)
         self.inside.append(inside)
 
     def figures(self, traffic: Traffic) -> dict[str, object]:
-        """What the rounds say."""
+        """Return the figures of all rounds."""
         every = [pair for pairs in self.pairs for pair in pairs]
         return {
             "overhead_us": estimate(self.pairs),
@@ -327,7 +298,7 @@ def estimate(pairs: Sequence[Sequence[tuple[float, float]]]) -> dict[str, object
 
 
 def within_target(figures: dict[str, object]) -> bool:
-    """Whether the whole interval of the added code's own time is at or below the target."""
+    """Return True if the whole interval of the added code's own time is within the target."""
     inside = figures["inside_us"]
     assert isinstance(inside, dict)
     return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
@@ -338,13 +309,15 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
     for _ in range(processes):
-        arms = {kind: OverheadArm(kind, core) for kind in KINDS}
-        try:
+        with ExitStack() as stack:
+            arms = {
+                kind: stack.enter_context(
+                    BenchProcess(kind, python(MODULE, "--worker", kind), core=[core], piped=True)
+                )
+                for kind in KINDS
+            }
             for traffic in TRAFFICS:
                 found[traffic.name].measure(traffic, rounds, arms)
-        finally:
-            for arm in arms.values():
-                arm.stop()
     return found
 
 
@@ -371,9 +344,9 @@ def main() -> int:
         "rounds": arguments.rounds,
         "steps_a_round": STEPS_A_ROUND,
         "loads": loads,
-        "machine": machine_now(),
+        "machine": machine(),
     }
-    put(report, arguments.out, indent=2, shown=arguments.out is None)
+    put(report, arguments.out, shown=arguments.out is None)
     return 0 if holds else 1
 
 

@@ -1,4 +1,4 @@
-"""What publishing costs a host's scheduler, for SGLang; run it by an interpreter that has it.
+"""Cost of publishing to a host's scheduler, for SGLang; run it by an interpreter that has it.
 
     .venv-sglang/bin/python -m bench.micro.host_overhead_sglang [--out FILE]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from bench.common.output import machine_now, put
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -193,7 +193,7 @@ def scheduler_of(folder: Path) -> Any:  # noqa: ANN401 -- SGLang's
 
 
 def answered(batch: Any, **_: object) -> Any:  # noqa: ANN401 -- SGLang's
-    """What a model returns that samples token 7 for everybody."""
+    """Return a result in which every request samples token 7."""
     import torch
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.utils import GenerationBatchResult
@@ -205,7 +205,7 @@ def answered(batch: Any, **_: object) -> Any:  # noqa: ANN401 -- SGLang's
 
 
 def check_published(path: str) -> None:
-    """End unless the page tells of the load: what does not publish costs nothing."""
+    """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
         state = page.host.peek()
     if state is None or not RUNNING * 0.9 <= state.running + state.waiting <= RUNNING * 1.1:
@@ -249,9 +249,9 @@ def main() -> int:
         "holds": holds,
         "steps": arguments.steps,
         "loads": loads,
-        "machine": machine_now(),
+        "machine": machine(),
     }
-    put(report, arguments.out, indent=2, shown=arguments.out is None)
+    put(report, arguments.out, shown=arguments.out is None)
     return 0 if holds else 1
 
 

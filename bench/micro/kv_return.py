@@ -1,4 +1,4 @@
-"""How fast a guest stops, and gives a gibibyte of KV memory back: a real engine full of rollouts.
+"""Time in which a guest stops, and gives a gibibyte of KV memory back, full of rollouts.
 
     python -m bench.micro.kv_return [--engine sglang] [--out FILE]
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from bench.common.output import machine_now, put
+from bench.common.report import machine, put
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
@@ -42,19 +42,19 @@ KV_BYTES = RETURNED_BYTES + (256 << 20)
 VOCABULARY = 96
 STREAMS = 48
 FILL_BUDGET = 1024
-# What a granule may hold besides what is wanted.
+# A granule may hold this much besides the wanted bytes.
 SLACK_BYTES = 32 << 20
 KV_TOKEN_BYTES = 128 << 10
 # Tokens of a block that an engine counts.
 BLOCK_TOKENS = {EngineKind.VLLM: 32, EngineKind.SGLANG: 1}
-# As the gate asks for beside a host, so that the step in flight is short. SGLang parks whoever is
-# beyond, and leaves their KV to its prefix cache.
+# The gate asks for this beside a host, so that the step in flight is short. SGLang parks the
+# rollouts beyond, and leaves their KV to its prefix cache.
 SHORT_STEP_BUDGET = 4
-# Of the steps before a freeze: all KV is to be of rollouts that run.
+# Budget of the steps before a freeze, where all KV is to be of rollouts that run.
 FROZEN_STEP_BUDGET = {EngineKind.VLLM: SHORT_STEP_BUDGET, EngineKind.SGLANG: STREAMS}
 ENGINE_ARGS = {
     EngineKind.VLLM: ("--skip-tokenizer-init", "--no-enable-prefix-caching"),
-    # It would keep room for as many tokens as each rollout may still have.
+    # By default it keeps room for all tokens that each rollout may still have.
     EngineKind.SGLANG: ("--skip-tokenizer-init", "--schedule-conservativeness=0.2"),
 }
 START_S = 240.0
@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
     args = parser.parse_args()
-    before = machine_now()
+    before = machine()
     folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-", dir=PAGE_FOLDER))
     try:
         freezes, rounds = asyncio.run(
@@ -341,7 +341,7 @@ def main() -> int:
         "running": summary([one for one in rounds if not one.frozen_first]),
         "frozen_first": summary([one for one in rounds if one.frozen_first]),
     }
-    put(report, args.out, indent=2, shown=args.out is None)
+    put(report, args.out, shown=args.out is None)
     return 0 if holds else 1
 
 

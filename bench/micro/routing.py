@@ -1,4 +1,4 @@
-"""How long a routing decision takes.
+"""Time of a routing decision.
 
     python -m bench.micro.routing [--replicas N] [--trajectories N]
 
@@ -15,17 +15,15 @@ Exit code 1 when a decision takes longer than `MOST_AGAIN_P99_US`: a tenth of wh
 3,000 replicas, which leaves room for a slow machine.
 """
 
-import argparse
 import gc
-import json
-import os
-import platform
 import random
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from bench.common.report import machine, parser_of, put
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 from slo import percentile
 
@@ -149,10 +147,10 @@ def constant_us() -> float:
     return (time.thread_time() - began_s) * 1e6
 
 
-def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> dict[str, object]:
-    """All figures of one fleet; `judged` decisions are held against the whole fleet."""
+def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> dict[str, Any]:
+    """Return all figures of one fleet; `judged` decisions are held against the whole fleet."""
     fleet = RoutedFleet(replicas, trajectories)
-    # What is there stays: a collector that walks it again and again measures itself.
+    # The fleet stays: a collector that walks it again and again measures itself.
     gc.collect()
     gc.freeze()
     wall_us: list[float] = []
@@ -194,25 +192,16 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
 
 def main() -> int:
     """Measure, print, and keep where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__, "bench.micro.routing")
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--judged", type=int, default=100, help="decisions to take the regret of")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    row = measure(options.replicas, options.trajectories, options.decisions, options.judged)
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    text = json.dumps({"rows": [row], "machine": machine}, indent=1)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(text + "\n")
-    again_us = row["again_p99_us"]
-    assert isinstance(again_us, float)
-    return int(again_us >= MOST_AGAIN_P99_US)
+    args = parser.parse_args()
+    row = measure(args.replicas, args.trajectories, args.decisions, args.judged)
+    put({"rows": [row], "machine": machine()}, args.out)
+    return int(row["again_p99_us"] >= MOST_AGAIN_P99_US)
 
 
 if __name__ == "__main__":

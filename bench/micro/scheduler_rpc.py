@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +21,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import psutil
 
-from bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
+from bench.common.processes import BenchProcess, Fleet, python, scheduler_command
 from rose.addresses import free_port
 from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
@@ -35,19 +35,63 @@ from rose.rpc.channel import channel_options
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from slo import percentile
 
+JOBS = ("grpo", "ppo")
+# Nodes with one cluster label.
+OF_CLUSTER = 50
+# Time from a lease to the first token of its job.
+SWITCH_S = 0.02
+OFFER_TTL_S = 3.0
 START_S = 180.0
 WARM_UP_S = 15.0
 NEWCOMER_EVERY_S = 2.0
 AGAIN_S = 0.4
-# Of one report.
+# Switches of one report.
 MOST_SWITCHES = 2_000
 # Connections that begin at once.
 ATTACH_A_S = 200
 
 
+def hello(number: int, *, takes_renewals: bool = True) -> pb.Hello:
+    """Return the first message of node `number`."""
+    return pb.Hello(
+        protocol=1,
+        cluster=f"c{number // OF_CLUSTER}",
+        relay_url=f"http://{_host(number)}:7500",
+        takes_caps=True,
+        jobs=True,
+        takes_renewals=takes_renewals,
+    )
+
+
+def guest_offer(
+    number: int, each: int, epoch: int, job: str, held: pb.HeldLease | None = None
+) -> pb.Offer:
+    """Return the offer of guest `each` of node `number`, with a version of a named `job`."""
+    return pb.Offer(
+        replica=f"n{number}.g{each}",
+        kind=pb.REPLICA_KIND_GUEST,
+        url=f"http://{_host(number)}:{9000 + each}",
+        kv_tokens=100_000,
+        decode_tok_s=900.0,
+        prefill_tok_s=9_000.0,
+        policy_version=1 if job else 0,
+        healthy=True,
+        ttl_s=OFFER_TTL_S,
+        epoch=epoch,
+        max_sequences=16,
+        job=job,
+        model="m",
+        held=held,
+    )
+
+
+def _host(number: int) -> str:
+    return f"10.0.{number // 250}.{number % 250}"
+
+
 @dataclass
 class Tally:
-    """What the load process sent and heard, since `reset`."""
+    """Counts of the load process, since `reset`."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first_tables_s: list[float] = field(default_factory=list)
@@ -72,7 +116,7 @@ class StandInNode:
         self.switches: list[pb.Switch] = []
 
     async def run(self) -> None:
-        """Until cancelled; a stream that ends is opened again, as a node's is."""
+        """Run until cancelled; a stream that ends is opened again, as a node's is."""
         while True:
             with suppress(grpc.aio.AioRpcError):
                 async for command in SchedulerStub(self._channel).Attach(self._reports()):
@@ -253,62 +297,48 @@ class Load:
 
 
 def channel_to(address: str) -> grpc.aio.Channel:
-    """A connection that nobody shares, as that of a process of its own."""
+    """Return a connection that is not shared, as that of a process of its own."""
     options = (*channel_options(), ("grpc.use_local_subchannel_pool", 1))
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def say(**event: object) -> None:
-    """A line for `measure`."""
+    """Write a line for `measure`."""
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
 
 def measure(
     nodes: int, replicas: int, gateways: int, seconds: int, spy: Path | None = None
-) -> dict[str, object]:
-    """Figures of one fleet over real connections. Raises UnavailableError where it does not start.
+) -> dict[str, Any]:
+    """Return figures of one fleet over real connections. EngineStartError where it does not start.
 
-    spy: where py-spy writes what the scheduler does meanwhile; it slows the scheduler down.
+    spy: file for py-spy's stacks of the scheduler; it slows the scheduler down.
     """
-    with tempfile.TemporaryDirectory(prefix="rose-scheduler-") as folder:
-        port = free_port()
-        scheduler = _started(
-            "rose.main.scheduler",
-            f"--port={port}",
-            f"--store={folder}/store.sqlite",
-            f"--log-dir={folder}/logs",
-            "--harvest=ACTIVE",
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    prefix = "rose-scheduler-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, Fleet(Path(name)) as fleet:
+        argv = scheduler_command(port, fleet.folder, "--harvest=ACTIVE")
+        scheduler = fleet.add(BenchProcess("scheduler", argv).start())
+        _register(address)
+        argv = python(
+            *("bench.micro.scheduler_rpc", f"--address={address}", f"--nodes={nodes}"),
+            *(f"--replicas={replicas}", f"--gateways={gateways}", f"--seconds={seconds}"),
         )
-        load: subprocess.Popen[str] | None = None
-        try:
-            _register(f"127.0.0.1:{port}")
-            load = subprocess.Popen(  # noqa: S603 - our own
-                (
-                    *(sys.executable, "-m", "bench.micro.scheduler_rpc"),
-                    *(f"--address=127.0.0.1:{port}", f"--nodes={nodes}", f"--replicas={replicas}"),
-                    *(f"--gateways={gateways}", f"--seconds={seconds}"),
-                ),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            steady = _heard(load, "steady")
-            process = psutil.Process(scheduler.pid)
-            cpu_s, began_s = _cpu_s(process), time.monotonic()
-            spying = _spied(scheduler.pid, seconds, spy) if spy else None
-            _heard(load, "done")
-            share = (_cpu_s(process) - cpu_s) / (time.monotonic() - began_s)
-            rss = process.memory_info().rss
-            if spying is not None:
-                spying.wait()
-            found = _heard(load, "found")
-            said = Path(folder, "logs", "events-scheduler.jsonl").read_text(encoding="utf-8")
-            terms = said.count('"scheduler_leads"')
-        finally:
-            for each in (load, scheduler):
-                if each is not None:
-                    each.terminate()
-                    each.wait()
+        load = fleet.add(BenchProcess("load", argv, piped=True).start())
+        steady = load.event("steady")
+        before, began_s = scheduler.cpu_use(), time.monotonic()
+        if spy:
+            fleet.add(_spied(scheduler.pid, seconds, spy).start())
+        load.event("done")
+        share, _ = scheduler.cpu_use().share_since(before, time.monotonic() - began_s)
+        rss = psutil.Process(scheduler.pid).memory_info().rss
+        if spy:
+            fleet.members["py-spy"].popen.wait()
+        found = load.event("found")
+        events = fleet.folder / "logs" / "events-scheduler.jsonl"
+        terms = events.read_text(encoding="utf-8").count('"scheduler_leads"')
     return {
         "nodes": nodes,
         "replicas": nodes * replicas,
@@ -325,25 +355,12 @@ def measure(
     }
 
 
-def _started(module: str, *options: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen((sys.executable, "-m", module, *options))  # noqa: S603 - our own
-
-
-def _spied(pid: int, seconds: int, out: Path) -> "subprocess.Popen[bytes]":
-    words = (
-        "py-spy",
-        "record",
-        "--gil",
-        "--format=raw",
-        f"--pid={pid}",
-        f"--duration={seconds - 5}",
+def _spied(pid: int, seconds: int, out: Path) -> BenchProcess:
+    argv = (
+        *("py-spy", "record", "--gil", "--format=raw", "--rate=200"),
+        *(f"--pid={pid}", f"--duration={seconds - 5}", f"--output={out}"),
     )
-    return subprocess.Popen((*words, "--rate=200", f"--output={out}"))  # noqa: S603 - our own
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    return BenchProcess("py-spy", argv)
 
 
 def _register(address: str) -> None:
@@ -356,17 +373,6 @@ def _register(address: str) -> None:
             stub.AnnounceVersion(version, timeout=30)
 
 
-def _heard(load: "subprocess.Popen[str]", wanted: str) -> dict[str, object]:
-    assert load.stdout is not None
-    for line in load.stdout:
-        event: dict[str, object] = json.loads(line)
-        if event["event"] == "failed":
-            raise UnavailableError(str(event["message"]))
-        if event["event"] == wanted:
-            return event
-    raise UnavailableError(f"the load ended before it said {wanted!r}")
-
-
 async def _loaded(args: argparse.Namespace) -> dict[str, object]:
     # Channels belong to the loop in which they are made.
     load = Load(args.address, args.nodes, args.replicas, args.gateways)
@@ -374,7 +380,7 @@ async def _loaded(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Be the load process."""
+    """Run the load process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     for name in ("nodes", "replicas", "gateways", "seconds"):

@@ -1,4 +1,4 @@
-"""How many nodes one scheduler carries.
+"""Number of nodes that one scheduler carries.
 
     python -m bench.micro.scheduler_scale [--grpc] [--nodes N] [--replicas N] [--seconds S]
 
@@ -19,21 +19,18 @@ step with the time to serialise and read a table.
 Exit code 1 when `cpu_share` or `first_table_s` is above its target.
 """
 
-import argparse
 import gc
-import json
-import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from bench.common.report import machine, parser_of, put, reported
 from bench.micro import scheduler_rpc
-from bench.micro.scheduler_fleet import JOBS, SWITCH_S, guest_offer, hello
+from bench.micro.scheduler_rpc import JOBS, SWITCH_S, guest_offer, hello
 from elastic_scheduler import HarvestMode
-from rose.errors import RoseError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.core.messages import (
@@ -80,7 +77,7 @@ class ScaledFleet:
         self.steps_ms: list[float] = []
         self.published = self.sent = 0
         self.table = b""
-        # Epoch and job of what each replica was told last; the nodes say them with their offers.
+        # Epoch and job of each replica's last lease; the nodes send them with their offers.
         self._leases: dict[str, tuple[int, str]] = {}
         self.leased = 0
         # First tokens that a gateway has seen since its last report.
@@ -181,8 +178,8 @@ class ScaledFleet:
         return sent
 
 
-def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, object]:
-    """All figures of one fleet."""
+def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, Any]:
+    """Return all figures of one fleet."""
     fleet = ScaledFleet(nodes, replicas, gateways)
     fleet.attach()
     for _ in range(WARM_UP_S):
@@ -190,7 +187,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
     start_cpu_s, fleet.cpu_s = fleet.cpu_s, 0.0
     start_step_ms, fleet.steps_ms = max(fleet.steps_ms), []
     fleet.published = fleet.sent = 0
-    # What the beginning left is not the steady state's.
+    # Garbage of the beginning is not the steady state's.
     gc.collect()
     for _ in range(seconds):
         fleet.play_second(nodes // 250)
@@ -220,9 +217,7 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
 
 def main() -> int:
     """Measure, print, and keep where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__, "bench.micro.scheduler_scale")
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--replicas", type=int, default=4, help="of each node")
     parser.add_argument("--gateways", type=int, default=4)
@@ -230,23 +225,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--grpc", action="store_true", help="over real connections")
     parser.add_argument("--spy", type=Path, metavar="FILE", help="with --grpc: py-spy's raw stacks")
-    options = parser.parse_args()
-    fleet = options.nodes, options.replicas, options.gateways, options.seconds
-    try:
-        row = scheduler_rpc.measure(*fleet, options.spy) if options.grpc else measure(*fleet)
-    except RoseError as error:
-        sys.stderr.write(f"bench-scheduler: {error}\n")
-        return 2
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    text = json.dumps({"rows": [row], "machine": machine}, indent=1)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(text + "\n")
-    cpu_share, table_s = row["cpu_share"], row["first_table_s"]
-    assert isinstance(cpu_share, float)
-    assert isinstance(table_s, float)
-    return int(cpu_share > MOST_CPU_SHARE or table_s > MOST_TABLE_S)
+    args = parser.parse_args()
+
+    def run() -> int:
+        fleet = args.nodes, args.replicas, args.gateways, args.seconds
+        row = scheduler_rpc.measure(*fleet, args.spy) if args.grpc else measure(*fleet)
+        put({"rows": [row], "machine": machine()}, args.out)
+        return int(row["cpu_share"] > MOST_CPU_SHARE or row["first_table_s"] > MOST_TABLE_S)
+
+    return reported("bench-scheduler", run)
 
 
 if __name__ == "__main__":

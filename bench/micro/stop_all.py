@@ -1,4 +1,4 @@
-"""How long `rose stop-all` takes over a fleet of which some nodes say nothing any more.
+"""Time that `rose stop-all` takes over a fleet with silent nodes.
 
     python -m bench.micro.stop_all [--nodes N] [--silent N] [--rounds N] [--out FILE]
 
@@ -13,21 +13,20 @@ not the ones that are named.
 import argparse
 import asyncio
 import json
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import msgspec
 
-from bench.common.output import put
+from bench.common.processes import BenchProcess, scheduler_command
+from bench.common.report import machine, put
 from bench.micro.scheduler_rpc import channel_to
 from rose.addresses import free_port
 from rose.cli.exit_codes import ExitCode
@@ -38,14 +37,14 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 DEADLINE_S = 5.0
 POLICY = {"name": "all", "mode": "Active", "reclaimDeadline": f"{DEADLINE_S:g}s"}
 REPORT_S = 0.5
-# Of handing turns back.
+# Handing turns back takes up to this.
 MOST_END_S = 1.0
 PATIENCE_S = 60.0
 LOOK_S = 0.05
 
 
 class StopRound(msgspec.Struct, frozen=True):
-    """One `rose stop-all`: what it said, and how long the whole command took."""
+    """One `rose stop-all`: its answer, and the time of the whole command."""
 
     nodes: int
     silent: int
@@ -59,14 +58,14 @@ class StopRound(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether it was in time and told the silent from the others."""
-        told = self.held == self.nodes - self.silent
+        """True if it was in time and named the silent nodes alone."""
+        counted = self.held == self.nodes - self.silent
         code = ExitCode.UNPROVED if self.silent else ExitCode.DONE
-        return self.in_time and self.named and told and self.exit_code == code
+        return self.in_time and self.named and counted and self.exit_code == code
 
 
 class StoppableNode:
-    """A node whose guest works until it is told to stop. Unless it `speaks` it hears nothing."""
+    """A node whose guest works until its stop. Unless it `speaks`, it reads nothing."""
 
     def __init__(self, address: str, number: int, dice: random.Random) -> None:
         self.name = f"n{number:03}"
@@ -127,25 +126,37 @@ class StoppableNode:
         yield pb.NodeReport(node=self.name, telemetry=pb.Telemetry(guests=[guest]))
 
 
-async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[StopRound]:
-    """A row for each round. Raises UnavailableError where the scheduler or the fleet fails."""
+@asynccontextmanager
+async def stoppable_fleet(
+    nodes: int, folder: Path, dice: random.Random
+) -> AsyncIterator[tuple[str, Any, list[StoppableNode]]]:
+    """Run a scheduler and nodes whose guests work; give its address, its stub, and the nodes.
+
+    Raises UnavailableError where the scheduler or the fleet fails.
+    """
     port = free_port()
-    scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
-        (
-            *(sys.executable, "-m", "rose.main.scheduler", f"--port={port}"),
-            *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
-        )
-    )
     address = f"127.0.0.1:{port}"
-    dice = random.Random(0)  # noqa: S311 - a load, not a secret
-    fleet = [StoppableNode(address, number, dice) for number in range(nodes)]
+    scheduler = BenchProcess("scheduler", scheduler_command(port, folder)).start()
     tasks: list[asyncio.Task[None]] = []
     try:
         stub = SchedulerStub(channel_to(address))
         apply = pb.ApplyPolicyRequest(policy=json.dumps(POLICY))
         await stub.ApplyPolicy(apply, timeout=PATIENCE_S, wait_for_ready=True)
+        fleet = [StoppableNode(address, number, dice) for number in range(nodes)]
         tasks = [asyncio.create_task(node.run()) for node in fleet]
-        rows = []
+        await at_work(stub, nodes)
+        yield address, stub, fleet
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.to_thread(scheduler.end)
+
+
+async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[StopRound]:
+    """Return a row for each round. Raises UnavailableError where the fleet fails."""
+    dice = random.Random(0)  # noqa: S311 - a load, not a secret
+    rows = []
+    async with stoppable_fleet(nodes, folder, dice) as (address, stub, fleet):
         for _ in range(rounds):
             await at_work(stub, nodes)
             mute = dice.sample(fleet, silent)
@@ -156,16 +167,11 @@ async def measure(nodes: int, silent: int, rounds: int, folder: Path) -> list[St
                 node.speaks.set()
             resume = pb.SetHarvestRequest(mode=pb.HARVEST_MODE_ACTIVE, stop_alone=True)
             await stub.SetHarvest(resume, timeout=PATIENCE_S)
-        return rows
-    finally:
-        for task in tasks:
-            task.cancel()
-        scheduler.terminate()
-        await asyncio.to_thread(scheduler.wait)
+    return rows
 
 
 async def at_work(stub: Any, nodes: int) -> None:  # noqa: ANN401 - of gRPC
-    """Until every node is attached, has confirmed its mode, and has a guest that works."""
+    """Return once every node is attached, has confirmed its mode, and has a guest that works."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         now = await stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE_S)
@@ -185,22 +191,22 @@ async def _stopped(address: str, nodes: int, silent: set[str]) -> StopRound:
     )
     out, _ = await run.communicate()
     command_s = time.monotonic() - began_s
-    said = json.loads(out)
+    answer = json.loads(out)
     return StopRound(
         nodes=nodes,
         silent=len(silent),
-        held=said["held"],
-        slowest_ms=round(1e3 * (said["slowest_s"] or 0.0), 1),
-        took_s=said["took_s"],
+        held=answer["held"],
+        slowest_ms=round(1e3 * (answer["slowest_s"] or 0.0), 1),
+        took_s=answer["took_s"],
         command_s=round(command_s, 3),
         exit_code=run.returncode or 0,
-        named={each["node"] for each in said["unheard"]} == silent,
-        in_time=said["took_s"] <= DEADLINE_S,
+        named={each["node"] for each in answer["unheard"]} == silent,
+        in_time=answer["took_s"] <= DEADLINE_S,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and say by the exit code whether all was in time."""
+    """Measure, print, and return 1 if a stop was not in time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--silent", type=int, default=3)
@@ -210,12 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rose-stop-") as folder:
         rows = asyncio.run(measure(args.nodes, args.silent, args.rounds, Path(folder)))
     found = {
-        "machine": f"{platform.machine()}, {platform.python_version()}",
+        "machine": machine(),
         "reclaim_deadline_s": DEADLINE_S,
         "good": all(row.good for row in rows),
-        "rounds": [msgspec.to_builtins(row) for row in rows],
+        "rounds": rows,
     }
-    put(found, args.out, indent=1, shown=True)
+    put(found, args.out)
     return 0 if found["good"] else 1
 
 

@@ -1,4 +1,4 @@
-"""What a sparse update costs inside the engine, beside a full reload of the same model.
+"""Cost of a sparse update inside the engine, beside a full reload of the same model.
 
     python -m bench.micro.weight_pause --rounds 7 > out/bench/weight_pause.json
 
@@ -9,11 +9,8 @@ page cache has, and the engine's loader run on weights in memory.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common.report import machine, put
 from bench.common.tiny_models import TinyModel
 from weight_transfer import ChunkStore, Publisher, SigningKey, TensorBits, read_model_dir
 
@@ -128,7 +126,7 @@ class PauseBench:
             raise RuntimeError(f"the update was not proven: {report}")
         self._version, self._active = version, new
         times = {"apply_s": report["apply_s"], "probe_s": report["probe_s"]}
-        # The first piece waited for the decoding thread: it held up nobody.
+        # The first piece waited for the decoding thread, and held up no turn.
         longest_s = max(pieces[1:])
         times |= {"inside_s": inside_s, "stage_s": stage_s, "longest_piece_s": longest_s}
         return times | {"changed": float(report["changed_elements"])}
@@ -158,7 +156,7 @@ def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that `run` takes."""
+    """Return the seconds that `run` takes."""
     began_s = time.perf_counter()
     run()
     return time.perf_counter() - began_s
@@ -167,13 +165,13 @@ def timed(run: Callable[[], object]) -> float:
 def summary(
     bench: PauseBench, rounds: list[dict[str, float]], reloads: dict[str, list[float]]
 ) -> Any:  # noqa: ANN401 -- JSON
-    """Medians, and what share of a reload they are."""
+    """Return medians, and their shares of a reload."""
     middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     middle |= {name: statistics.median(values) for name, values in reloads.items()}
     full_s = min(middle["reload_weights_s"], middle["loader_s"])
     weights = sum(tensor.bits.size for tensor in bench.base.values())
     return {
-        "machine": {"processor": platform.processor(), "cpus": os.cpu_count()},
+        "machine": machine(),
         "weights": weights,
         "share_changed": middle["changed"] / weights,
         "init_s": bench.init_s,
@@ -201,8 +199,7 @@ def main() -> None:
         bench = PauseBench(root, root / "model")
         rounds = [bench.round(arguments.share) for _ in range(arguments.rounds)]
         reloads = bench.reloads(arguments.rounds)
-        json.dump(summary(bench, rounds, reloads), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        put(summary(bench, rounds, reloads), None)
 
 
 if __name__ == "__main__":

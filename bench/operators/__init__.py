@@ -1,1 +1,1 @@
-"""What operators wait for, and what their views of turns cost."""
+"""Times of operators' commands, and the cost of tracing turns."""

@@ -1,4 +1,4 @@
-"""How long an operator waits for each command that looks, over a fleet of stand-in nodes.
+"""Time that an operator waits for each read-only command, over a fleet of stand-in nodes.
 
     python -m bench.operators.cli_answers [--nodes N] [--rounds N] [--out FILE]
 
@@ -12,7 +12,6 @@ takes longer than a second at best (`rose top` waits one between its two frames)
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import subprocess
@@ -25,13 +24,9 @@ from typing import Final
 
 import msgspec
 
-from bench.common.output import machine_line, put
-from bench.micro.scheduler_rpc import channel_to
-from bench.micro.stop_all import PATIENCE_S, POLICY, StoppableNode, at_work
-from rose.addresses import free_port
+from bench.common.report import machine, put
+from bench.micro.stop_all import stoppable_fleet
 from rose.cli.cluster.top import ONCE_S
-from rose.rpc import rose_pb2 as pb
-from rose.rpc.rose_pb2_grpc import SchedulerStub
 from slo import percentile
 
 MOST_S: Final = 1.0
@@ -68,13 +63,13 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether an operator gets on with it."""
+        """True if it is quick enough for an operator, and never fails."""
         most_s = MOST_S + (ONCE_S if self.command == TOP else 0.0)
         return self.failed == 0 and (self.least_s <= most_s or self.command in OFFLINE)
 
 
 class _Times:
-    """What one command took so far."""
+    """Times of one command so far."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
@@ -89,36 +84,17 @@ class _Times:
 
 
 async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
-    """An answer for each command. Raises UnavailableError where the fleet does not start."""
-    port = free_port()
-    scheduler = subprocess.Popen(  # noqa: ASYNC220, S603 - our own; it starts at once
-        (
-            *(sys.executable, "-m", "rose.main.scheduler", f"--port={port}"),
-            *(f"--store={folder}/store.sqlite", f"--log-dir={folder}/logs"),
-        )
-    )
-    address, dice = f"127.0.0.1:{port}", random.Random(0)  # noqa: S311 - a load, not a secret
-    fleet = [StoppableNode(address, number, dice) for number in range(nodes)]
-    tasks: list[asyncio.Task[None]] = []
-    python = (sys.executable, "-m", "rose.cli")
-    commands = {name: (*python, *words) for name, words in OFFLINE.items()}
-    commands |= {name: (*python, *words, "--scheduler", address) for name, words in VERBS.items()}
-    commands[NOTHING] = (sys.executable, "-c", "pass")
-    times = {name: _Times() for name in commands}
-    try:
-        stub = SchedulerStub(channel_to(address))
-        apply = pb.ApplyPolicyRequest(policy=json.dumps(POLICY))
-        await stub.ApplyPolicy(apply, timeout=PATIENCE_S, wait_for_ready=True)
-        tasks = [asyncio.create_task(node.run()) for node in fleet]
-        await at_work(stub, nodes)
+    """Return an answer for each command. Raises UnavailableError where the fleet fails."""
+    dice = random.Random(0)  # noqa: S311 - a load, not a secret
+    async with stoppable_fleet(nodes, folder, dice) as (address, _, _):
+        rose = (sys.executable, "-m", "rose.cli")
+        commands = {name: (*rose, *words) for name, words in OFFLINE.items()}
+        asking = {name: (*rose, *words, "--scheduler", address) for name, words in VERBS.items()}
+        commands |= {**asking, NOTHING: (sys.executable, "-c", "pass")}
+        times = {name: _Times() for name in commands}
         for _ in range(rounds):
             for name in dice.sample(sorted(commands), len(commands)):
                 await asyncio.to_thread(_run, commands[name], times[name])
-    finally:
-        for task in tasks:
-            task.cancel()
-        scheduler.terminate()
-        await asyncio.to_thread(scheduler.wait)
     return [found.answer(name) for name, found in times.items()]
 
 
@@ -126,17 +102,17 @@ def _run(words: Sequence[str], times: _Times) -> None:
     began_s = time.monotonic()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     times.took_s.append(time.monotonic() - began_s)
     times.cpu_s.append(usage.ru_utime + usage.ru_stime)
     process.returncode = os.waitstatus_to_exitcode(status)
-    times.bytes = max(times.bytes, len(said))
+    times.bytes = max(times.bytes, len(output))
     times.failed += process.returncode != 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and say by the exit code whether nobody waits."""
+    """Measure, print, and return 1 if a command is too slow or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
@@ -145,14 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rose-cli-") as folder:
         rows = asyncio.run(measure(args.nodes, args.rounds, Path(folder)))
     found = {
-        "machine": machine_line(),
+        "machine": machine(),
         "nodes": args.nodes,
         "rounds": args.rounds,
         "most_s": MOST_S,
         "good": all(row.good for row in rows),
-        "answers": [msgspec.to_builtins(row) for row in rows],
+        "answers": rows,
     }
-    put(found, args.out, indent=1, shown=True)
+    put(found, args.out)
     return 0 if found["good"] else 1
 
 

@@ -1,4 +1,4 @@
-"""What tracing costs a gateway: processor time of a turn, with a trace, and with spans of it.
+"""Cost of tracing to a gateway: processor time of a turn, with a trace, and with spans of it.
 
     python -m bench.operators.tracing [--rounds N] [--seconds S] [--out FILE]
 
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -26,12 +25,12 @@ from typing import Final
 
 import msgspec
 
-from bench.common.output import machine_line, put
-from bench.gateway.arms import TOKEN_STREAM, rose_command
-from bench.gateway.processes import MeasuredProcess, StandInEngine, cores
+from bench.common.processes import BenchProcess, Fleet, cores, gateway_command
+from bench.common.report import machine, put
+from bench.load.standin import StandInEngine
+from bench.load.streams import Stream, block
+from bench.load.wires import TOKEN_STREAM
 from rose.addresses import free_ports
-from rose.errors import UnavailableError
-from rose.gateway.backends.http_pool import Upstream
 
 STREAMS: Final = 8
 PIECES: Final = 2
@@ -59,32 +58,8 @@ class Arm(msgspec.Struct, frozen=True):
     blocks: list[Block]
 
 
-class _Answer:
-    """Receiver of one turn's answer."""
-
-    __slots__ = ("over",)
-
-    def __init__(self, over: "asyncio.Future[None]") -> None:
-        self.over = over
-
-    def status(self, code: int) -> None:
-        if code != 200 and not self.over.done():
-            self.over.set_exception(UnavailableError(f"a turn was answered with {code}"))
-
-    def body(self, data: bytes) -> None:
-        """It is not looked at."""
-
-    def ended(self, error: Exception | None) -> None:
-        if self.over.done():
-            return
-        if error is None:
-            self.over.set_result(None)
-        else:
-            self.over.set_exception(error)
-
-
 def trace_of(arm: str) -> bytes:
-    """The line of a request's head; each turn is of a trace of its own."""
+    """Return the line of a request's head; each turn is of a trace of its own."""
     if arm == WITHOUT:
         return b""
     flag = "00" if arm == UNRECORDED else "01"
@@ -92,72 +67,65 @@ def trace_of(arm: str) -> bytes:
     return f"traceparent: 00-{trace}-{span}-{flag}\r\n".encode()
 
 
-class Bench:
-    """All processes, placed; `block` measures one arm for a while."""
+class Bench(Fleet):
+    """All processes, placed; `block` measures one arm for a while. Context manager."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises EngineStartError when a process does not start."""
+        super().__init__(folder)
         placed = cores()
-        one, other, plain, spanned, collector, unused = free_ports(6)
-        engine = StandInEngine((one, other), folder / "engine.log", placed["engine"])
-        stack.callback(engine.end)
+        port, plain, spanned, collector = free_ports(4)
+        engine = StandInEngine.of((port,), folder / "engine.log", placed["engine"])
+        self.add(engine)
         engine.pace(0.0, 0.0, PIECE_TOKENS)
         self.arms = [WITHOUT, UNRECORDED, RECORDED]
         gateways: dict[int, dict[str, str]] = {plain: {}}
         if find_spec("opentelemetry"):
-            sink = StandInEngine((collector, unused), folder / "collector.log", placed["engine"])
-            stack.callback(sink.end)
+            sink = StandInEngine.of((collector,), folder / "collector.log", placed["engine"])
+            sink.name = "collector"
+            self.add(sink)
             gateways[spanned] = {"OTEL_EXPORTER_OTLP_ENDPOINT": sink.urls[0]}
             self.arms.append(SPANS)
-        self._gateways: dict[str, tuple[MeasuredProcess, str]] = {}
-        for port, env in gateways.items():
-            logs = folder / f"logs-{port}"
-            words = [*rose_command(port, engine.urls, 64), f"--log-dir={logs}"]
-            log = folder / f"gateway-{port}.log"
-            process = MeasuredProcess("gateway", words, log, placed["router"], env)
-            stack.callback(process.end)
-            url = f"http://127.0.0.1:{port}"
-            process.wait_answers(f"{url}/health", len(engine.urls))
+        self._gateways: dict[str, tuple[BenchProcess, str]] = {}
+        for number, env in gateways.items():
+            options = ("--max-waiting=4096", f"--log-dir={folder / f'logs-{number}'}")
+            argv = gateway_command(number, {"e0": engine.urls[0]}, 64, *options)
+            log, core = folder / f"gateway-{number}.log", placed["router"]
+            gateway = self.add(BenchProcess(f"gateway-{number}", argv, log, core, env).start())
+            url = f"http://127.0.0.1:{number}"
+            gateway.wait_answers(f"{url}/health", 1)
             for arm in [SPANS] if env else self.arms[:3]:
-                self._gateways[arm] = process, url + TOKEN_STREAM.path
+                self._gateways[arm] = gateway, url
         os.sched_setaffinity(0, placed["generator"])
 
     async def block(self, arm: str, seconds: float) -> Block:
-        """Turns of one arm, one after the other on each stream."""
-        process, _ = self._gateways[arm]
-        upstream = Upstream()
-        began_s, before_s = time.monotonic(), process.used().ran_s
-        try:
-            turns = [self._stream(upstream, arm, began_s + seconds) for _ in range(STREAMS)]
-            took_s = [each for stream in await asyncio.gather(*turns) for each in stream]
-        finally:
-            upstream.close()
-        spent_s, ran_s = time.monotonic() - began_s, process.used().ran_s - before_s
-        return Block(
-            len(took_s),
-            round(len(took_s) / spent_s, 1),
-            round(1e6 * ran_s / len(took_s), 1),
-            round(1e3 * median(took_s), 3),
-        )
+        """Measure turns of one arm, one after the other on each stream."""
+        gateway, url = self._gateways[arm]
+        streams = [Stream(url, TOKEN_STREAM) for _ in range(STREAMS)]
+        began_s, before_s = time.monotonic(), gateway.cpu_use().ran_s
 
-    async def _stream(self, upstream: Upstream, arm: str, until_s: float) -> list[float]:
-        """Seconds of each turn."""
-        _, url = self._gateways[arm]
-        took_s: list[float] = []
-        loop = asyncio.get_running_loop()
-        while time.monotonic() < until_s:
-            body = TOKEN_STREAM.body(secrets.token_hex(8), PROMPT, PIECES * PIECE_TOKENS)
-            began_s, answer = time.monotonic(), _Answer(loop.create_future())
-            await upstream.post(url, body, answer, trace_of(arm))
-            await answer.over
-            took_s.append(time.monotonic() - began_s)
-        return took_s
+        def request() -> bytes:
+            name, budget = secrets.token_hex(8), PIECES * PIECE_TOKENS
+            return TOKEN_STREAM.request(name, "bench", PROMPT, budget, trace_of(arm))
+
+        try:
+            turns = await block(streams, request, began_s + seconds)
+        finally:
+            for stream in streams:
+                stream.caller.hang_up()
+        spent_s, ran_s = time.monotonic() - began_s, gateway.cpu_use().ran_s - before_s
+        return Block(
+            len(turns),
+            round(len(turns) / spent_s, 1),
+            round(1e6 * ran_s / len(turns), 1),
+            round(1e3 * median(turn.ended_s - turn.sent_s for turn in turns), 3),
+        )
 
 
 async def measure(rounds: int, seconds: float) -> list[Arm]:
-    """All arms. Raises EngineStartError."""
-    with tempfile.TemporaryDirectory(prefix="rose-tracing-") as folder, ExitStack() as stack:
-        bench = Bench(Path(folder), stack)
+    """Measure all arms. Raises EngineStartError."""
+    prefix = "rose-tracing-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, Bench(Path(folder)) as bench:
         found: dict[str, list[Block]] = {arm: [] for arm in bench.arms}
         for arm in bench.arms:
             await bench.block(arm, seconds / 4)
@@ -188,11 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     arms = asyncio.run(measure(args.rounds, args.seconds))
     found = {
-        "machine": machine_line(),
+        "machine": machine(),
         "streams": STREAMS,
-        "arms": [msgspec.to_builtins(arm) for arm in arms],
+        "arms": arms,
     }
-    put(found, args.out, indent=1, shown=True)
+    put(found, args.out)
     return 0
 
 

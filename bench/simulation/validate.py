@@ -59,24 +59,24 @@ class ValidationRow:
 
     @property
     def off(self) -> float:
-        """Of the median of the repeats."""
+        """Error relative to the median of the repeats."""
         middle = median(self.measured)
         return self.simulated / middle - 1 if middle else 0.0
 
     @property
     def inside(self) -> bool:
-        """Whether it lies in the spread of the repeats."""
+        """True if it lies in the spread of the repeats."""
         return min(self.measured) <= self.simulated <= max(self.measured)
 
     @property
     def near(self) -> bool:
-        """Whether it lies there, or within 10% of their median; of nothing only nothing is near."""
+        """True if it is inside, or within 10% of their median."""
         return self.inside or (median(self.measured) != 0 and abs(self.off) <= MOST_ERROR)
 
     def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
+        """Return its cells of the table."""
         low, high = self.scale * min(self.measured), self.scale * max(self.measured)
-        said = "calibrated" if self.calibrated else ("inside" if self.inside else "")
+        verdict = "calibrated" if self.calibrated else ("inside" if self.inside else "")
         return (
             self.load,
             self.figure,
@@ -84,12 +84,12 @@ class ValidationRow:
             str(len(self.measured)),
             f"{self.scale * self.simulated:.4g} {self.unit}",
             f"{self.off:+.0%}" if median(self.measured) else "",
-            said or ("within 10%" if self.near else ""),
+            verdict or ("within 10%" if self.near else ""),
         )
 
 
 def summary(rows: Sequence[ValidationRow]) -> Iterator[str]:
-    """For each figure: how many predictions are near, and the middle of their errors."""
+    """Yield, for each figure, the number of near predictions and the median of their errors."""
     for figure in dict.fromkeys(row.figure for row in rows):
         mine = [row for row in rows if row.figure == figure and not row.calibrated]
         near = sum(row.near for row in mine)

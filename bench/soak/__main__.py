@@ -8,37 +8,41 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import uvloop
 
+from bench.common.checks import FAILS, Check, checks_table, row_verdict
+from bench.common.report import add_out_folder, parser_of, put_both, reported, say
 from bench.soak.callers import LATE, WAYS
-from bench.soak.run import RENEW_S, SoakCheck, SoakSeen, checks, soaking
-from rose.errors import ConfigError, RoseError
+from bench.soak.run import RENEW_S, SoakSeen, checks, soaking
+from rose.errors import ConfigError
+
+PROG = "bench.soak"
+progress = partial(say, "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Soak, print the table, keep it."""
     args = _parser().parse_args(argv)
     try:
-        if args.turns < 1 or args.in_flight < 1 or args.storm_s < 0:
-            raise ConfigError("--turns, --in-flight: at least 1, --storm-s: at least 0")
-        folder = args.out / "soak"
-        folder.mkdir(parents=True, exist_ok=True)
-        mixed, storm = uvloop.run(soak(folder, args))
-    except RoseError as error:
-        sys.stderr.write(f"soak: {error}\n")
-        return 2
+        return reported(PROG, lambda: _run(args))
     except asyncio.CancelledError:
-        sys.stderr.write("soak: ended by a signal\n")
+        progress("ended by a signal")
         return 128 + signal.SIGTERM
-    found = checks(mixed, storm)
-    text = table(mixed, storm, found)
-    result = msgspec.json.encode({"mixed": mixed, "storm": storm, "checks": found})
-    (args.out / "soak.json").write_bytes(msgspec.json.format(result) + b"\n")
-    (args.out / "soak.txt").write_text(text)
-    sys.stdout.write(text)
-    return int(not all(check.holds for check in found))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.turns < 1 or args.in_flight < 1 or args.storm_s < 0:
+        raise ConfigError("--turns, --in-flight: at least 1, --storm-s: at least 0")
+    folder = args.out / "soak"
+    folder.mkdir(parents=True, exist_ok=True)
+    mixed, storm = uvloop.run(soak(folder, args))
+    judged = checks(mixed, storm)
+    result = {"mixed": mixed, "storm": storm, "checks": judged}
+    put_both(args.out, "soak", result, table(mixed, storm, judged))
+    return int(row_verdict(judged) == FAILS)
 
 
 async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
@@ -48,16 +52,16 @@ async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSe
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with soaking(folder) as running:
         running.renewing(RENEW_S)
-        saying = asyncio.create_task(_say())
+        progressing = asyncio.create_task(_minutes())
         mixed = await running.phase(WAYS, args.in_flight, args.turns, args.seconds, args.seed)
-        saying.cancel()
+        progressing.cancel()
         running.renewing(0.0)
         storm = await running.phase([LATE], args.in_flight, sys.maxsize, args.storm_s, args.seed)
     return mixed, storm
 
 
-def table(mixed: SoakSeen, storm: SoakSeen, found: Sequence[SoakCheck]) -> str:
-    """What each way was answered with, what was seen besides, and all bounds."""
+def table(mixed: SoakSeen, storm: SoakSeen, judged: Sequence[Check]) -> str:
+    """Lay out the answers of each way, other observations, and all bounds."""
     lines = [f"{'way':>26}  {'asked':>7}  answers (0: the caller hung up)"]
     for name, statuses in mixed.statuses.items():
         said = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
@@ -72,20 +76,18 @@ def table(mixed: SoakSeen, storm: SoakSeen, found: Sequence[SoakCheck]) -> str:
                 f" {1e3 * seen.health_s:.0f} ms; for {seen.waited:.0%} of the time the gateway"
                 " waited for a processor"
             )
-    lines.append("")
-    lines += [check.line() for check in found]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", checks_table(judged, ".3f")])
 
 
-async def _say() -> None:
+async def _minutes() -> None:
     for minute in range(1, 60):
         await asyncio.sleep(60)
-        sys.stderr.write(f"soak: {minute} min\n")
+        progress(f"{minute} min")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
+    parser = parser_of(__doc__, PROG)
+    add_out_folder(parser)
     parser.add_argument("--turns", type=int, default=200_000)
     parser.add_argument("--seconds", type=float, default=540.0, help="at most, for the turns")
     parser.add_argument("--storm-s", type=float, default=60.0, help="of turns that time out")

@@ -10,20 +10,21 @@ from functools import partial
 
 import uvloop
 
-from bench.gateway.standin_engine import BATCH, EngineConnection, Pace
+from bench.load.caller import LAST_CHUNK
+from bench.load.standin import BATCH, EngineConnection, Pace
 
 # The gateway's name of an attempt is the turn's id, `.copyN` for a second copy, and its number.
 _ATTEMPT = re.compile(rb'"request_id":"([a-z_]+)-[^"]*\.(\d+)"')
 # Refused by every replica alike.
 STATUSES = {b"refused": 400, b"failing": 500}
-# What the first attempt meets; the next one, on another replica, goes well.
+# The first attempt meets this; the next one, on another replica, goes well.
 FIRST_STATUSES = {b"draining": 503, b"faulty": 500}
 REVOKED, DIES, SILENT, GARBAGE = b"revoked", b"dies", b"silent", b"garbage"
 AFTER_CHUNKS = 2
 
 
 class FaultyConnection(EngineConnection):
-    """One connection; what becomes of a turn is in its id."""
+    """One connection; a turn's id decides its end."""
 
     def _begin(self, body: bytes, path: bytes) -> None:
         named = _ATTEMPT.search(body)
@@ -47,7 +48,7 @@ class FaultyConnection(EngineConnection):
         if self._fault == REVOKED:
             line, places = b'{"finish_reason":"revoked"}', range(len(self._budgets))
             batch = b"".join(b"[%d,%b]\n" % (place, line) for place in places)
-            self._write_line(batch if self._path == BATCH else line + b"\n", b"0\r\n\r\n")
+            self._write_line(batch if self._path == BATCH else line + b"\n", LAST_CHUNK)
         elif self._fault == GARBAGE:
             self._write_line(b'{"token_ids": [1, \n')
         elif self._fault == DIES:

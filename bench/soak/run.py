@@ -1,11 +1,10 @@
-"""One soak: a gateway process, engines that fail when told to, callers, what was seen, bounds."""
+"""One soak: a gateway process, engines that fail on request, callers, observations and bounds."""
 
 import asyncio
 import itertools
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -18,8 +17,10 @@ from typing import Any
 import grpc
 import psutil
 
-from bench.gateway.processes import MeasuredProcess, cores
-from bench.soak.callers import GENERATE, Asker, Caller, SoakAnswer, Way
+from bench.common.checks import Check, at_most
+from bench.common.processes import BenchProcess, cores, python
+from bench.load.caller import Answer, Caller
+from bench.soak.callers import GENERATE, Asker, Way
 from rose.addresses import free_ports
 from rose.gateway.event_loop import WINDOW_S
 from rose.rpc import rose_pb2 as pb
@@ -28,7 +29,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_s
 
 
 class LeasingScheduler(SchedulerServicer):
-    """Every `renew_s` one replica's lease ends and it has a new one; 0: never."""
+    """Scheduler that ends a replica's lease, and grants a new one, every `renew_s`; 0: never."""
 
     def __init__(self, ports: Sequence[int], renew_s: float = 0.0) -> None:
         self._epochs = dict.fromkeys(ports, 1)
@@ -50,7 +51,7 @@ class LeasingScheduler(SchedulerServicer):
         request: Any,  # noqa: ANN401 - pb.WatchReplicasRequest
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.ReplicaTable]:
-        """Tables, for as long as anybody listens."""
+        """Yield tables until the gateway hangs up."""
         del request, context
         while True:
             yield self._table()
@@ -63,7 +64,7 @@ class LeasingScheduler(SchedulerServicer):
     async def ReportDemand(  # noqa: N802 - gRPC's name
         self, request: pb.DemandReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DemandReply:
-        """Demand is of no interest."""
+        """Take a report, which changes nothing."""
         del request, context
         return pb.DemandReply()
 
@@ -97,7 +98,7 @@ NEVER = -1
 
 @dataclass
 class SoakSeen:
-    """What one phase showed. `loop_lag_s`: by how much the gateway's event loop was late at worst.
+    """Observations of one phase. `loop_lag_s`: the gateway's event loop was late by this at worst.
 
     `loop_busy_s` is the same where the loop had the processor all the while, `waited` the share of
     the time for which the gateway was ready to run and others ran. `silence_s` is the longest time
@@ -119,7 +120,7 @@ class SoakSeen:
     renewed: int = 0
 
     def note(self, way: Way, status: int, body: bytes) -> None:
-        """One request is over."""
+        """Count one request that has ended."""
         self.turns += way.turns
         self.statuses.setdefault(way.name, Counter())[status] += 1
         if status not in way.statuses:
@@ -129,16 +130,16 @@ class SoakSeen:
 class Soak:
     """A gateway that is up, its scheduler, and callers that keep it busy."""
 
-    def __init__(self, port: int, gateway: int, scheduler: LeasingScheduler) -> None:
+    def __init__(self, url: str, gateway: int, scheduler: LeasingScheduler) -> None:
         """`gateway`: its process id."""
-        self._port, self._gateway, self._scheduler = port, gateway, scheduler
+        self._url, self._gateway, self._scheduler = url, gateway, scheduler
         self._process = psutil.Process(gateway)
         self._numbers = itertools.count()
 
     async def phase(
         self, ways: Sequence[Way], in_flight: int, turns: int, seconds: float, seed: int
     ) -> SoakSeen:
-        """Ask for so many turns, or for as long; first let go by what was before."""
+        """Ask for `turns`, for `seconds` at most, once the gateway is done with the last phase."""
         await asyncio.sleep(WINDOW_S + 1)
         seen, began_s, waited_s = SoakSeen(), time.monotonic(), _waited_s(self._gateway)
         until_s = began_s + seconds
@@ -153,7 +154,7 @@ class Soak:
         ]
 
         async def work(number: int) -> None:
-            asker = Asker(self._port, random.Random(f"{seed}/{number}"))  # noqa: S311
+            asker = Asker(self._url, random.Random(f"{seed}/{number}"))  # noqa: S311
             shares = [way.share for way in ways]
             while seen.turns < turns and time.monotonic() < until_s:
                 way = asker.dice.choices(ways, shares)[0]
@@ -162,7 +163,7 @@ class Soak:
                         answer = await way.go(asker, next(self._numbers))
                 except TimeoutError:
                     asker.close()
-                    answer = SoakAnswer(NEVER, b"no answer")
+                    answer = Answer(NEVER, b"no answer")
                 seen.note(way, *answer)
             asker.close()
 
@@ -190,11 +191,10 @@ class Soak:
 
     async def _lags(self, seen: SoakSeen) -> None:
         """Ask the gateway itself, often enough to miss none of its seconds."""
-        caller = Caller(self._port)
+        caller = Caller(self._url)
         try:
             while True:
-                told = await caller.ask("/rose/v1/stats", b"", method="GET")
-                stats = json.loads(told.body)
+                stats = json.loads((await caller.get("/rose/v1/stats")).body)
                 seen.loop_lag_s = max(seen.loop_lag_s, stats["loop_lag_max_s"])
                 seen.loop_busy_s = max(seen.loop_busy_s, stats["loop_busy_max_s"])
                 await asyncio.sleep(WINDOW_S / 5)
@@ -205,26 +205,26 @@ class Soak:
         """Follow a stream that never ends, by asking for the next one before long."""
         last_s = time.monotonic()
 
-        def heard(now_s: float) -> None:
+        def received(data: bytes, now_s: float) -> None:
             nonlocal last_s
             silence_s, last_s = now_s - last_s, now_s
             seen.silence_s = max(seen.silence_s, silence_s)
 
-        caller = Caller(self._port, heard)
+        caller = Caller(self._url, received)
         try:
             for number in itertools.count():
                 name, sampling = f"probe-{id(seen)}-{number}", {"max_tokens": PROBE_TOKENS}
                 asked = {"request_id": name, "token_ids": [1], "sampling_params": sampling}
-                await caller.ask(GENERATE, json.dumps({**asked, "stream": True}).encode())
+                await caller.post(GENERATE, json.dumps({**asked, "stream": True}).encode())
         finally:
             caller.hang_up()
 
     async def _health(self, seen: SoakSeen) -> None:
-        caller = Caller(self._port)
+        caller = Caller(self._url)
         try:
             while True:
                 asked_s = time.monotonic()
-                await caller.ask("/health", b"", method="GET")
+                await caller.get("/health")
                 seen.health_s = max(seen.health_s, time.monotonic() - asked_s)
                 await asyncio.sleep(0.05)
         finally:
@@ -232,37 +232,37 @@ class Soak:
 
 
 def _waited_s(pid: int) -> float:
-    """For how long the process's first thread, whose the event loop is, was ready and not run."""
+    """Return seconds that the process's first thread, the event loop's, was ready and not run."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 @asynccontextmanager
 async def soaking(folder: Path) -> AsyncIterator[Soak]:
-    """Everything that is needed, in processes of its own but for the scheduler.
+    """Run everything that is needed, in processes of its own but for the scheduler.
 
     The gateway has a core of its own where there are two: the rest must not be what holds it up.
     """
     *ports, gateway_port = free_ports(ENGINE_PORTS + 1)
-    places = cores()
+    places, url = cores(), f"http://127.0.0.1:{gateway_port}"
     with suppress(OSError):
         os.sched_setaffinity(0, places["generator"])
-    argv = [sys.executable, "-m", "bench.soak.engine", *map(str, ports)]
-    engine = MeasuredProcess("engine", argv, folder / "engine.log", places["engine"], piped=True)
-    try:
+    argv = python("bench.soak.engine", *ports)
+    log = folder / "engine.log"
+    with BenchProcess("engine", argv, log, places["engine"], piped=True) as engine:
         engine.read()
         async with LeasingScheduler(ports) as scheduler:  # type: ignore[abstract]
-            argv = [sys.executable, "-m", "rose.main.gateway", f"--port={gateway_port}"]
-            argv += [f"--scheduler=127.0.0.1:{scheduler.port}", "--max-waiting=4096"]
-            argv += ["--answers-kept=1024", "--resume-grace-s=1", "--version-wait-s=0.2"]
-            gateway = MeasuredProcess("gateway", argv, folder / "gateway.log", places["router"])
+            argv = python(
+                *("rose.main.gateway", f"--port={gateway_port}", "--max-waiting=4096"),
+                *(f"--scheduler=127.0.0.1:{scheduler.port}", "--answers-kept=1024"),
+                *("--resume-grace-s=1", "--version-wait-s=0.2"),
+            )
+            gateway = BenchProcess("gateway", argv, folder / "gateway.log", places["router"])
             try:
-                url = f"http://127.0.0.1:{gateway_port}/health"
-                await asyncio.to_thread(gateway.wait_answers, url, len(ports))
-                yield Soak(gateway_port, gateway.pid, scheduler)
+                gateway.start()
+                await asyncio.to_thread(gateway.wait_answers, f"{url}/health", len(ports))
+                yield Soak(url, gateway.pid, scheduler)
             finally:
                 await asyncio.to_thread(gateway.end)
-    finally:
-        await asyncio.to_thread(engine.end)
 
 
 # Over the second half of the turns: from the median of its first part to that of its last.
@@ -273,7 +273,7 @@ MEMORY_PARTS = 10
 # descriptor that stays in 1,700 turns.
 GROWTH_DESCRIPTORS = 40
 DESCRIPTOR_PARTS = 3
-# Of all turns together, answers that their way does not explain.
+# Answers that their way does not explain, of all turns.
 WRONG = 0
 PAUSE_S = 0.1
 STORM_RSS_MIB = 300.0
@@ -281,40 +281,15 @@ STORM_RSS_MIB = 300.0
 QUIET_WAITED = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class SoakCheck:
-    """One figure beside its bound; where it is not `judged`, it is told only."""
-
-    name: str
-    value: float
-    at_most: float
-    judged: bool = True
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is within, or not judged."""
-        return not self.judged or self.value <= self.at_most
-
-    def line(self) -> str:
-        """For the table."""
-        verdict = ("HOLDS" if self.holds else "FAILS") if self.judged else "not judged"
-        return f"{self.name:>60}  {self.value:>9.3f}  <= {self.at_most:>7g}  {verdict}"
-
-
-def checks(mixed: SoakSeen, storm: SoakSeen) -> list[SoakCheck]:
-    """All bounds."""
+def checks(mixed: SoakSeen, storm: SoakSeen) -> list[Check]:
+    """Judge all bounds."""
+    memory, descriptors = mixed.rss_mib, mixed.descriptors
     found = [
-        SoakCheck("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),
-        SoakCheck(
-            "growth of memory over the second half, MiB",
-            growth(mixed.rss_mib, MEMORY_PARTS),
-            GROWTH_MIB,
+        at_most("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),
+        at_most(
+            "growth of memory over the second half, MiB", growth(memory, MEMORY_PARTS), GROWTH_MIB
         ),
-        SoakCheck(
-            "growth of descriptors",
-            growth(mixed.descriptors, DESCRIPTOR_PARTS),
-            GROWTH_DESCRIPTORS,
-        ),
+        at_most("growth of descriptors", growth(descriptors, DESCRIPTOR_PARTS), GROWTH_DESCRIPTORS),
         *pauses("", mixed),
     ]
     if not storm.turns:
@@ -322,27 +297,31 @@ def checks(mixed: SoakSeen, storm: SoakSeen) -> list[SoakCheck]:
     rate = f"{storm.turns / storm.took_s:.0f} time-outs/s: "
     return [
         *found,
-        SoakCheck(f"{rate}answered otherwise", sum(storm.wrong.values()), WRONG),
+        at_most(f"{rate}answered otherwise", sum(storm.wrong.values()), WRONG),
         *pauses(rate, storm),
-        SoakCheck(f"{rate}memory, MiB", max(storm.rss_mib), STORM_RSS_MIB),
+        at_most(f"{rate}memory, MiB", max(storm.rss_mib), STORM_RSS_MIB),
     ]
 
 
-def pauses(when: str, seen: SoakSeen) -> list[SoakCheck]:
-    """For how long the gateway's loop kept all streams waiting, as its own probe saw it.
+def pauses(when: str, seen: SoakSeen) -> list[Check]:
+    """Judge the time for which the gateway's loop kept all streams waiting, by its own probe.
 
-    What the loop worked for is its own doing on any machine. All of a lag is so only where nobody
-    else had the processor meanwhile.
+    The time that the loop worked is its own doing on any machine. All of a lag is so only where no
+    other process had the processor meanwhile.
     """
+    step, pause = (
+        f"{when}longest step of its event loop, s",
+        f"{when}longest pause of its event loop, s",
+    )
     quiet = seen.waited <= QUIET_WAITED
     return [
-        SoakCheck(f"{when}longest step of its event loop, s", seen.loop_busy_s, PAUSE_S),
-        SoakCheck(f"{when}longest pause of its event loop, s", seen.loop_lag_s, PAUSE_S, quiet),
+        at_most(step, seen.loop_busy_s, PAUSE_S),
+        at_most(pause, seen.loop_lag_s, PAUSE_S, decisive=quiet),
     ]
 
 
 def growth(samples: list[float] | list[int], parts: int) -> float:
-    """How much more in the last of so many parts of the second half than in its first."""
+    """Return the growth from the first of so many parts of the second half to the last."""
     half = samples[len(samples) // 2 :]
     part = max(1, len(half) // parts)
     return median(half[-part:]) - median(half[:part])

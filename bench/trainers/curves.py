@@ -1,25 +1,23 @@
-"""`python -m bench.trainers.curves WAY…`: whether the reward rises, by trainer, mode and seed.
+"""`python -m bench.trainers.curves WAY…`: rises of the reward, by trainer, mode and seed.
 
     trl-server  trl-async  verl-sync  verl-async
 
 Each way has a fleet of its own for all its seeds; a seed is a run of its own, of the trainer as it
 is released. Writes a record for each way after each seed, `curve-WAY.json`, so that seeds and ways
 may be trained one by one; then the table and the picture of all records that are in the folder,
-those of `trl_measure` included. Without a way it draws what is there. Exit code 0, 1 where a reward
-did not rise or a way has fewer seeds than wanted, 2 for bad input or a training that does not work.
+those of `trl_measure` included. Without a way it draws the records that are there. Exit code 0, 1
+where a reward did not rise or a way has fewer seeds than wanted, 2 for bad input or a training that
+does not work.
 """
 
-import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,12 +27,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.common.checks import text_table
+from bench.common.processes import ROOT
+from bench.common.report import OUT, machine, parser_of, put, reported, say
 from bench.trainers.policy import CHATML, save_policy
-from bench.trainers.stack import ROOT, RUN_S, TrainerStack, run_program
+from bench.trainers.stack import RUN_S, TrainerStack, run_program
 from bench.trainers.verl_run import VerlRun
-from rose.errors import ConfigError, EngineStartError, RoseError
+from rose.errors import ConfigError, EngineStartError
 
-# As many steps as a policy of random weights needs to learn what is rewarded, and some more.
+PROG = "bench.trainers.curves"
+
+# A policy of random weights needs fewer steps to learn.
 STEPS = {"trl-server": 27, "trl-async": 18, "verl-sync": 18, "verl-async": 12}
 REWARDED = {"trl": "share of letters", "verl": "right sums, and digits"}
 COLORS = {
@@ -43,7 +45,7 @@ COLORS = {
     "verl-sync": "#5a9e4b",
     "verl-async": "#b0527a",
 }
-# How trainers name what both count: by which sampler and trainer differ, and how old samples are.
+# Names of the trainers for the difference of sampler and trainer, and for the age of samples.
 DRIFTS = ("sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean")
 STALENESS = ("staleness/max", "training/off_policy/trajectory_staleness/max")
 
@@ -66,7 +68,7 @@ class Curve:
 
     @property
     def rose(self) -> bool:
-        """Whether the last third is above the first."""
+        """True if the last third is above the first."""
         first, last = self.thirds
         return last > first
 
@@ -98,14 +100,12 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Write it with the machine that it was made on."""
-        folder.mkdir(parents=True, exist_ok=True)
-        machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-        curves = [asdict(self.curves[seed]) for seed in sorted(self.curves)]
-        kept = {"way": self.way, "machine": machine, "curves": curves}
-        _path(folder, self.way).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        curves = [self.curves[seed] for seed in sorted(self.curves)]
+        record = {"way": self.way, "machine": machine(), "curves": curves}
+        put(record, _path(folder, self.way), shown=False)
 
     def holds(self, seeds: int) -> bool:
-        """Whether so many seeds were trained, and all of them rose."""
+        """Return True if `seeds` were trained, and all of them rose."""
         return len(self.curves) >= seeds and all(each.rose for each in self.curves.values())
 
 
@@ -151,9 +151,7 @@ def _trl(
     argv = [str(python), "-m", "bench.trainers.trl_run", mode, f"--model={stack.model}"]
     argv += [f"--seed={seed}", f"--steps={steps}", f"--folder={folder / 'saved'}"]
     environ = stack.environ(root=folder / "published", take_over=True)
-    code, said = run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
-    if code:
-        raise EngineStartError(f"TRL ended with {code}: {said[-2_000:]}")
+    run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
     rows = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     return curve(seed, [row for row in rows if "step" in row], "reward")
 
@@ -187,11 +185,11 @@ def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
             record.curves[seed] = made
             record.save(out)
             first, last = made.thirds
-            sys.stderr.write(f"{way}, seed {seed}: {first:.3f} to {last:.3f}\n")
+            say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
 
 
 def table(records: Sequence[Record]) -> str:
-    """Rewards of first and last thirds, each seed's, and what else has a limit."""
+    """Lay out rewards of first and last thirds, each seed's, with drift and age."""
     rows = []
     for record in records:
         for each in record.curves.values():
@@ -228,9 +226,9 @@ def draw(records: Sequence[Record]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, then draw all that is there."""
-    parser = argparse.ArgumentParser(prog="bench.trainers.curves")
+    parser = parser_of(__doc__, PROG)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(STEPS))
-    parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
+    parser.add_argument("--out", type=Path, default=OUT / "trainers", metavar="DIR")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to this")
     parser.add_argument("--seed", type=int, help="that one alone")
     parser.add_argument("--steps", type=int, help="instead of each way's own number")
@@ -238,21 +236,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [way for way in args.ways if way not in STEPS]:
         parser.error(f"no way {unknown[0]!r}; choose from {', '.join(STEPS)}")
     seeds = range(args.seeds) if args.seed is None else [args.seed]
-    # Whoever ends it ends the fleet and the trainer too.
+    # The fleet and the trainer end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        for way in args.ways:
-            train(way, seeds, args.steps or STEPS[way], args.out.absolute())
-    except (RoseError, subprocess.TimeoutExpired) as error:
-        sys.stderr.write(f"curves: {error}\n")
-        return 2
-    records = [Record.load(args.out, way) for way in STEPS]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
-    draw(records).savefig(args.out / "curves.png", dpi=130)
-    sys.stdout.write(table(records))
-    judged = [each for each in records if each.way in (args.ways or STEPS)]
-    return int(not all(each.holds(len(seeds)) for each in judged))
+
+    def run() -> int:
+        try:
+            for way in args.ways:
+                train(way, seeds, args.steps or STEPS[way], args.out.absolute())
+        except subprocess.TimeoutExpired as error:
+            raise EngineStartError(str(error)) from error
+        records = [Record.load(args.out, way) for way in STEPS]
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
+        draw(records).savefig(args.out / "curves.png", dpi=130)
+        sys.stdout.write(table(records))
+        judged = [each for each in records if each.way in (args.ways or STEPS)]
+        return int(not all(each.holds(len(seeds)) for each in judged))
+
+    return reported("curves", run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A fleet for one trainer, on this machine: scheduler, gateway, a node with dedicated replicas.
+"""Fleet for one trainer, on this machine: scheduler, gateway, a node with dedicated replicas.
 
     with TrainerStack(folder, model, replicas=2) as stack:
         stack.wait_ready()
@@ -6,7 +6,7 @@
 
 Each is a process of its own, started by the product's own command; any may be killed and started
 again, under the same name and port. `python -m bench.trainers.stack MODEL` runs one until it
-is interrupted, and says which environment a trainer needs.
+is interrupted, and prints the environment that a trainer needs.
 """
 
 import argparse
@@ -17,88 +17,46 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import psutil
 
+from bench.common.processes import ROOT, STOP_S, BenchProcess, Fleet, python
 from rose.addresses import free_ports
 from rose.contract.gateway import VERSIONS, Versions
 from rose.errors import EngineStartError
 from rose.integrations import TrainerSettings
 from rose.integrations.settings import PREFIX
-from rose.process import launcher
 from weight_transfer import SigningKey
 
-ROOT = Path(__file__).parents[2]
 NODE, JOB = "train-0", "grpo"
 # An engine starts in 40 s on a quiet machine.
 START_S = 300.0
-STOP_S = 60.0
-# One training, from its program's start to its end.
+# Time of one training, from its program's start to its end.
 RUN_S = 900.0
-LOOK_S = 0.1
 CORE_NAME = "VLLM::EngineCore"
-# What children of a small machine need: one thread each, and no hub.
+# Settings of children on a small machine: one thread each, and no hub.
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-@dataclass
-class Member:
-    """One process of the fleet, in all its lives."""
-
-    name: str
-    argv: Sequence[str]
-    log: Path
-    process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
-
-    @property
-    def pid(self) -> int:
-        """Process id of its newest life."""
-        assert self.process is not None
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether it runs."""
-        return self.process is not None and self.process.poll() is None
-
-    def start(self) -> None:
-        """Start it; it ends with the process that calls this, however that ends."""
-        command = [sys.executable, "-I", "-S", launcher.__file__, f"parent={os.getpid()}", "--"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(  # noqa: S603 - commands of our own
-                [*command, sys.executable, "-m", "rose.cli", *self.argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **QUIET, "PYTHONPATH": path},
-            )
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it, and wait until it is gone."""
-        if self.process is not None and self.running:
-            self.process.send_signal(number)
-            try:
-                self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+def rose_process(name: str, argv: Sequence[str], log: Path) -> BenchProcess:
+    """Return a process of the `rose` command, not yet started."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return BenchProcess(name, python("rose.cli", *argv), log, env={**QUIET, "PYTHONPATH": path})
 
 
-def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Run a trainer's program in a folder, without GPUs: its exit code, and all that it printed.
+def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+    """Run a trainer's program in a folder, without GPUs; its output goes to `log` there.
 
-    subprocess.TimeoutExpired after RUN_S seconds.
+    Raises EngineStartError when it fails, subprocess.TimeoutExpired after RUN_S seconds.
     """
-    with (folder / "log").open("wb") as log:
+    path = folder / "log"
+    with path.open("wb") as log:
         done = subprocess.run(  # noqa: S603 - a program of our own
             argv,
             cwd=folder,
@@ -108,14 +66,16 @@ def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -
             timeout=RUN_S,
             check=False,
         )
-    return done.returncode, (folder / "log").read_text(errors="replace")
+    if done.returncode:
+        output = path.read_text(errors="replace")[-2_000:]
+        raise EngineStartError(f"{folder.name} ended with {done.returncode}: {output}")
 
 
-class TrainerStack:
+class TrainerStack(Fleet):
     """Members by name: scheduler, gateway, train-0 (the node). Context manager.
 
-    folder: of everything it writes. model: checkpoint that replicas start with, version 0. gateway,
-    scheduler, replica: more options of theirs.
+    folder: place of all its files. model: checkpoint that replicas start with, version 0. gateway,
+    scheduler, replica: further options of each.
     """
 
     def __init__(
@@ -130,7 +90,8 @@ class TrainerStack:
         scheduler: Sequence[str] = (),
         replica: Mapping[str, object] | None = None,
     ) -> None:
-        self.folder, self.model, self.job = folder.absolute(), model.absolute(), job
+        super().__init__(folder.absolute())
+        self.model, self.job = model.absolute(), job
         self.folder.mkdir(parents=True, exist_ok=True)
         scheduler_port, gateway_port, *self.engine_ports = free_ports(2 + replicas)
         self.scheduler = f"127.0.0.1:{scheduler_port}"
@@ -141,7 +102,6 @@ class TrainerStack:
         each = {"max_model_len": max_model_len, **(replica or {})}
         config = self._node(key.verify_key.hex, each)
         (self.folder / "node.json").write_text(json.dumps(config, indent=1))
-        self.members: dict[str, Member] = {}
         self._add(
             "scheduler",
             f"--port={scheduler_port}",
@@ -161,7 +121,7 @@ class TrainerStack:
         )
         self._add("gateway", f"--port={gateway_port}", *self._gateway_options)
         node = ("node", "--config", str(self.folder / "node.json"))
-        self.members[NODE] = Member(NODE, node, self.folder / f"{NODE}.log")
+        self.add(rose_process(NODE, node, self.folder / f"{NODE}.log"))
 
     def __enter__(self) -> Self:
         try:
@@ -172,20 +132,12 @@ class TrainerStack:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def add_gateway(self, name: str, port: int, *options: str) -> None:
-        """One more gateway of the same replicas, before anything is started."""
+        """Add one more gateway of the same replicas, before anything is started."""
         self._add(name, f"--port={port}", *self._gateway_options, *options, command="gateway")
 
     def settings(self, **given: object) -> TrainerSettings:
-        """What a trainer of its job is told."""
+        """Return the settings of a trainer of its job."""
         own: dict[str, Any] = {
             "job": self.job,
             "scheduler": self.scheduler,
@@ -197,43 +149,25 @@ class TrainerStack:
         return TrainerSettings(**(own | given))
 
     def environ(self, **given: object) -> dict[str, str]:
-        """The same as the environment of a process: this one's, and `ROSE_*`."""
+        """Return the settings as the environment of a process: this one's, and `ROSE_*`."""
         settings = self.settings(**given)
-        said = {
+        values = {
             PREFIX + each.name.upper(): str(int(value) if isinstance(value, bool) else value)
             for each in fields(settings)
             if (value := getattr(settings, each.name)) is not None
         }
-        return {**os.environ, **QUIET, **said}
+        return {**os.environ, **QUIET, **values}
 
     def wait_ready(self, timeout_s: float = START_S, gateway: str = "") -> None:
         """Return once all its replicas get turns of the job. EngineStartError where that fails.
 
-        gateway: address of another one, which is asked instead.
+        gateway: address of another gateway, asked instead.
         """
         url, ports = gateway or self.gateway, len(self.engine_ports)
         self.until(lambda: self._serving(url) >= ports, timeout_s, f"{ports} replicas that serve")
 
-    def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
-        """Return once it holds. EngineStartError where a member ends, or after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while not holds():
-            dead = [each.name for each in self.members.values() if not each.running]
-            if dead or time.monotonic() > deadline_s:
-                why = f"{dead[0]} ended" if dead else f"not within {timeout_s:g} s"
-                raise EngineStartError(f"no {what}: {why}\n{self.last_words()}")
-            time.sleep(LOOK_S)
-
-    def events(self, event: str = "") -> list[dict[str, Any]]:
-        """What the node wrote down, of one kind or all."""
-        path = self.folder / NODE / f"events-{NODE}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        # The last line may be half written.
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [each for each in records if event in ("", each.get("event"))]
-
     def kill_engine(self, number: int = 0) -> None:
-        """`kill -9` of one replica's engine core; its server and the node live on."""
+        """Kill one replica's engine core (`kill -9`); its server and the node live on."""
         port = f"--port={self.engine_ports[number]}"
         node = psutil.Process(self.members[NODE].pid)
         for process in node.children(recursive=True):
@@ -244,22 +178,8 @@ class TrainerStack:
                         return
         raise EngineStartError(f"replica {number} has no engine that runs")
 
-    def last_words(self) -> str:
-        """What a failed run leaves to read."""
-        words = []
-        for log in sorted(self.folder.rglob("*.log")):
-            said = log.read_text(errors="replace").splitlines()[-8:]
-            words += [f"-- {log.relative_to(self.folder)}", *said]
-        return "\n".join(words)
-
-    def close(self) -> None:
-        """End all of it; a node ends its engines."""
-        # The node, its gateways, the scheduler.
-        for member in reversed(self.members.values()):
-            member.end()
-
     def _serving(self, gateway: str) -> int:
-        """Replicas that get turns of the job, by the gateway's word."""
+        """Return the number of replicas that the gateway gives turns of the job."""
         connection = HTTPConnection(gateway.removeprefix("http://"), timeout=STOP_S)
         try:
             connection.request("GET", VERSIONS)
@@ -268,14 +188,14 @@ class TrainerStack:
                 return 0
             found = msgspec.json.decode(answer.read(), type=Versions)
         except (OSError, HTTPException):
-            return 0  # It has not begun to listen, or was killed.
+            return 0  # it does not listen yet, or was killed
         finally:
             connection.close()
         return found.serving(0, self.job)
 
     def _add(self, name: str, *options: str, command: str = "") -> None:
         argv = (command or name, *options, f"--log-dir={self.folder / name}")
-        self.members[name] = Member(name, argv, self.folder / f"{name}.log")
+        self.add(rose_process(name, argv, self.folder / f"{name}.log"))
 
     def _node(self, verify_key: str, replica: Mapping[str, object]) -> dict[str, object]:
         return {

@@ -1,4 +1,4 @@
-"""What `AsyncGRPOTrainer` takes for granted of a GPU, done on a CPU: for tests and measurements.
+"""Stand-ins on a CPU for the GPU calls of `AsyncGRPOTrainer`: for tests and measurements.
 
 Its forward calls FlashAttention 3, whose kernel comes from a hub, and it asks CUDA for the peak of
 the device.

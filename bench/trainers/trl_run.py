@@ -223,7 +223,7 @@ def asynchronous(args: argparse.Namespace) -> tuple[Any, PolicyPublisher]:
             vllm_server_base_url=settings.gateway,
             per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=BATCH // GROUP,
-            # As many samples in each step as GRPOTrainer has, and no more.
+            # GRPOTrainer has this many samples in each step, and no more.
             token_budget=0,
             weight_sync_steps=1,
             dtype="float32",

@@ -12,8 +12,6 @@ limit, 2 for a bench that does not work.
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -28,17 +26,24 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.common.checks import text_table
-from bench.trainers.engines import UNPACKED, PairedEngines
+from bench.common.report import machine, put_both, reported
+from bench.trainers.engines import (
+    PairedEngines,
+    measuring_parser,
+    ratio_of_medians,
+    ratio_text,
+    windows_of,
+)
 from bench.trainers.policy import save_policy
 from rose.addresses import free_port
 from rose.client.blocking import LoopThread
-from rose.compare.bootstrap import PairedWindow, ratio_of_percentiles
 from rose.contract.gateway import JOB_HEADER
-from rose.errors import EngineStartError, RoseError
+from rose.errors import EngineStartError
 
+PROG = "bench.trainers.turns_measure"
 MOST_RATIO = 1.1
 PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 4, 8, 16, 8
-# The first requests warm caches up; so many requests are one unit of chance.
+# The first requests warm caches up; a window of requests is one unit of chance.
 WARM, WINDOW = 10, 10
 ROSE, SINGLE, STOCK = "ROSE", "turn by turn", "stock vLLM"
 ARMS = (ROSE, SINGLE, STOCK)
@@ -57,17 +62,17 @@ class Arm:
     spent_s: dict[str, float] = field(default_factory=dict)
 
     def ask(self, body: dict[str, Any]) -> float:
-        """Seconds until the whole answer is there. EngineStartError where it is not what it is."""
+        """Return the seconds of a whole answer. EngineStartError where it is not all turns."""
         asked = json.dumps({**body, "model": self.model}).encode()
         before_s = {name: _cpu_s(process) for name, process in self.processes.items()}
         began_s = time.perf_counter()
         self._connection.request("POST", "/v1/completions", asked, self.headers)
         answer = self._connection.getresponse()
-        said = answer.read()
+        text = answer.read()
         took_s = time.perf_counter() - began_s
-        choices = json.loads(said).get("choices", []) if answer.status == 200 else []
+        choices = json.loads(text).get("choices", []) if answer.status == 200 else []
         if [len(each["token_ids"]) for each in choices] != [body["max_tokens"]] * PROMPTS * GROUP:
-            raise EngineStartError(f"{self.name} answers {answer.status}: {said[:300]!r}")
+            raise EngineStartError(f"{self.name} answers {answer.status}: {text[:300]!r}")
         for name, process in self.processes.items():
             spent_s = _cpu_s(process) - before_s[name]
             self.spent_s[name] = self.spent_s.get(name, 0.0) + spent_s
@@ -98,7 +103,7 @@ def _with_core(server: psutil.Process) -> dict[str, psutil.Process]:
 
 
 def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
-    """All three, their processes found."""
+    """Return all three, with their processes."""
     stack = engines.stack
     headers = {"Content-Type": "application/json"}
     job = {**headers, JOB_HEADER: stack.job}
@@ -146,34 +151,28 @@ def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
 
 
 def summary(arms: Sequence[Arm]) -> dict[str, Any]:
-    """Times of a request and what was spent on it, both ways beside the stock engine's."""
+    """Return times of a request and processor time spent on it, beside the stock engine's."""
     stock = arms[-1].times_s
-    starts = range(0, len(stock) - WINDOW + 1, WINDOW)
     found: dict[str, Any] = {"arms": {}, "requests": len(stock)}
     for arm in arms:
-        windows = [PairedWindow(arm.times_s[k : k + WINDOW], stock[k : k + WINDOW]) for k in starts]
-        ratio = ratio_of_percentiles(windows, 50, seed=0)
         found["arms"][arm.name] = {
             "request_s": median(arm.times_s),
-            "ratio": ratio.value,
-            "ratio_interval": ratio.ci95 and list(ratio.ci95),
+            "ratio": ratio_of_medians(windows_of(arm.times_s, stock, WINDOW)),
             "spent_s": {name: each / len(arm.times_s) for name, each in arm.spent_s.items()},
         }
-    found["holds"] = found["arms"][ROSE]["ratio"] <= MOST_RATIO
+    found["holds"] = found["arms"][ROSE]["ratio"].value <= MOST_RATIO
     return found
 
 
 def table(found: dict[str, Any]) -> str:
-    """The same for people, in milliseconds."""
+    """Lay out the summary, in milliseconds."""
     rows = []
     for name, each in found["arms"].items():
-        interval = each["ratio_interval"]
-        around = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
         spent = [
             f"{each['spent_s'][part] * 1e3:.1f}" if part in each["spent_s"] else "-"
             for part in ("gateway", "server", "core")
         ]
-        ratio = "1" if name == STOCK else f"{each['ratio']:.2f}{around}"
+        ratio = "1" if name == STOCK else ratio_text(each["ratio"])
         rows.append((name, f"{each['request_s'] * 1e3:.1f}", ratio, *spent))
     head = ("way", "request, ms", "of stock's", "gateway CPU, ms", "server CPU, ms", "core CPU, ms")
     return text_table(f"{PROMPTS * GROUP} turns a request", head, rows)
@@ -181,15 +180,17 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, keep it."""
-    parser = argparse.ArgumentParser(prog="bench.trainers.turns_measure")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/trainers"), metavar="DIR")
+    parser = measuring_parser(__doc__, PROG)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")
-    parser.add_argument("--unpacked", action="store_true", help=UNPACKED)
     args = parser.parse_args(argv)
+    return reported("turns", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     loop = LoopThread("rose-bench")
+    folder = Path(tempfile.mkdtemp(prefix="rose-turns-"))
     try:
-        folder = Path(tempfile.mkdtemp(prefix="rose-turns-"))
         model = save_policy(folder / "model")
         engines = PairedEngines(folder, model, loop, unpacked=args.unpacked)
         single_port = free_port()
@@ -198,23 +199,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             engines.stack.wait_ready(gateway=f"http://127.0.0.1:{single_port}")
             arms = arms_of(engines, single_port)
             measure(arms, args.requests, args.tokens)
-    except (RoseError, OSError) as error:
-        sys.stderr.write(f"turns: {error}\n")
-        return 2
+    except OSError as error:
+        raise EngineStartError(str(error)) from error
     finally:
         loop.stop()
     found = summary(arms)
-    args.out.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "kernel": platform.release()}
-    kept = {
-        "summary": found,
-        "unpacked": args.unpacked,
-        "machine": machine,
-        "times_s": {a.name: a.times_s for a in arms},
-    }
-    (args.out / "turns.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    (args.out / "turns.txt").write_text(table(found), encoding="utf-8")
-    sys.stdout.write(table(found))
+    times_s = {arm.name: arm.times_s for arm in arms}
+    result = {"summary": found, "unpacked": args.unpacked, "machine": machine()}
+    put_both(args.out, "turns", {**result, "times_s": times_s}, table(found))
     return int(not found["holds"])
 
 

@@ -1,10 +1,10 @@
-"""verl's own command on this machine's CPUs, as `examples/verl_grpo.sh` gives it, and what it said.
+"""One run of verl on this machine's CPUs, by the command of `examples/verl_grpo.sh`.
 
     python -m bench.trainers.verl_run [--mode sync|async] [--steps 12] [--seeds 3]
 
 prints the figures of each run, on a fleet of its own, by the environment that
 `scripts/trainer-env verl` makes. Everything that a run starts, Ray's processes too, inherits RUN,
-so that what it leaves is found.
+by which its processes are found.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from typing import Self
 
 import psutil
 
+from bench.common.processes import ROOT
 from bench.trainers.policy import save_policy
-from bench.trainers.stack import ROOT, TrainerStack
+from bench.trainers.stack import TrainerStack
 from rose.errors import EngineStartError, UnavailableError
 
 RUN = "ROSE_TEST_RUN"
@@ -113,7 +114,7 @@ class VerlRun:
         shutil.rmtree(self._ray, ignore_errors=True)
 
     def finished(self, timeout_s: float) -> dict[int, dict[str, float]]:
-        """Wait for its end, which must be a good one; figures of each step."""
+        """Wait for its end; return figures of each step. EngineStartError where it failed."""
         assert self.process is not None
         code = self.process.wait(timeout_s)
         if code:

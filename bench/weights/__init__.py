@@ -1,1 +1,1 @@
-"""What weight transfer costs: bytes for each changed weight and seconds, beside others' schemes."""
+"""Costs of weight transfer: bytes for each changed weight and seconds, beside other schemes."""

@@ -1,4 +1,4 @@
-"""What coding an update takes: bytes for each change, GB/s, and memory beside the weights."""
+"""Cost of coding an update: bytes for each change, GB/s, and memory beside the weights."""
 
 import ctypes
 import gc
@@ -131,7 +131,7 @@ CHUNK_BYTES = 64 << 20
 
 
 def sizes(steps: Sequence[Step]) -> dict[str, object]:
-    """Of one update of these tensors; ours with containers and the manifest's part."""
+    """Return bytes of one update of these tensors; ours with containers and the manifest's part."""
     changed = sum(step.changed for step in steps)
     weights = sum(step.old.bits.size for step in steps)
     raw = sum(step.old.bits.nbytes for step in steps)

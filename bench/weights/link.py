@@ -6,8 +6,8 @@ Needs root and iproute2. Everything is removed at the end; nothing outside the n
 Each side is a process, `python -m bench.weights.link`:
 
 origin FOLDER URL            serve a store until standard input ends
-receive FOLDER URL ORIGIN MEMBER…   say {"event":"up"}; on a line of input fetch version 1 as a
-                             base and load it, then say {"event":"ready", …}
+receive FOLDER URL ORIGIN MEMBER…   write {"event":"up"}; on a line of input fetch version 1 as a
+                             base and load it, then write {"event":"ready", …}
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
 
+from bench.common.processes import BenchProcess, python
 from rose.weight_distribution import Caps, ChunkFetcher, DownloadLimits, VersionServer
 from weight_transfer import ChunkStore, Manifest, Publisher, Receiver, SigningKey, TensorBits
 from weight_transfer.format.tensors import WIDTHS, unsigned
@@ -41,7 +41,7 @@ async def _origin(folder: Path, url: str) -> None:
     assert address.port
     server = VersionServer(ChunkStore(folder), address.port, host=address.hostname, insecure=True)
     await server.start()
-    _say(event="up")
+    _write(event="up")
     await asyncio.to_thread(sys.stdin.read)
     await server.close()
 
@@ -55,7 +55,7 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         server = VersionServer(store, port, fetcher=fetcher)
         await server.start()
         await asyncio.to_thread(_warm_up)
-        _say(event="up")
+        _write(event="up")
         await asyncio.to_thread(sys.stdin.readline)
         began_s = time.monotonic()
         manifest, size = await fetcher.manifest(JOB, 1, origin, None, base=True)
@@ -63,14 +63,14 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         fetched_s = time.monotonic() - began_s
         await asyncio.to_thread(_load, store, manifest)
         ready_s = time.monotonic() - began_s
-        _say(event="ready", received=size + sum(received), fetched_s=fetched_s, ready_s=ready_s)
+        _write(event="ready", received=size + sum(received), fetched_s=fetched_s, ready_s=ready_s)
         await asyncio.to_thread(sys.stdin.read)
         await fetcher.close()
         await server.close()
 
 
 def _warm_up() -> None:
-    """Kernels are compiled before: an engine that serves has used them at its start."""
+    """Compile the kernels: an engine that serves has used them at its start."""
     with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
         store = ChunkStore(Path(folder))
         bits = np.arange(1 << 12, dtype="<u2")
@@ -96,7 +96,7 @@ def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
-def _say(**fields: object) -> None:
+def _write(**fields: object) -> None:
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
@@ -116,12 +116,12 @@ _QUEUE_MS = 50
 
 
 class LinkUnavailableError(Exception):
-    """This machine does not let us shape a link; the message says why."""
+    """This machine cannot shape a link; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedLink:
-    """`origin`, `cluster`: namespaces. `delayed`: whether the kernel could delay and lose."""
+    """Namespaces `origin` and `cluster`; `delayed`: the kernel could delay and lose packets."""
 
     origin: str
     cluster: str
@@ -129,11 +129,11 @@ class ShapedLink:
     interface: str
 
     def inside(self, namespace: str, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` in a namespace."""
+        """Return the command line that runs `argv` in a namespace."""
         return ["ip", "netns", "exec", namespace, *argv]
 
     def sent_bytes(self) -> int:
-        """Bytes of all packets that left the origin so far."""
+        """Return bytes of all packets that left the origin so far."""
         path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
         found = _tool(self.inside(self.origin, ["cat", path]))
         return int(found.stdout)
@@ -141,7 +141,7 @@ class ShapedLink:
 
 @contextmanager
 def shaped_link(mbit: int, delay_ms: int, loss_percent: float) -> Iterator[ShapedLink]:
-    """A link of this speed; delay (there and back) and loss where the kernel has netem.
+    """Make a link of this speed; delay (there and back) and loss where the kernel has netem.
 
     Raises LinkUnavailableError.
     """
@@ -187,17 +187,16 @@ def _tool(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 -- ip and tc
 
 
-# So slow that the cores of one small machine can play the machines on both sides of it.
+# Slow enough that the cores of one small machine can play the machines on both sides of it.
 MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
 RECEIVERS = (1, 4, 8)
 TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024
 CHUNK_BYTES = 1 << 20
 PORT = 18_900
-_END_S = 20.0
 
 
 def link_figures(seed: int) -> dict[str, object]:
-    """A row for each number of receivers, or why there is none."""
+    """Return a row for each number of receivers, or the reason of having none."""
     try:
         with (
             tempfile.TemporaryDirectory(prefix="rose-link-") as folder,
@@ -231,31 +230,27 @@ def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict
     origin = f"http://{ORIGIN_ADDRESS}:{PORT}"
     members = [f"http://127.0.0.1:{PORT + 1 + n}" for n in range(count)]
     with ExitStack() as stack:
-        _start(stack, link.inside(link.origin, _node("origin", folder / "origin", origin)))
+        _started(stack, link, link.origin, "origin", folder / "origin", origin)
         receivers = [
-            _start(
-                stack,
-                link.inside(
-                    link.cluster,
-                    _node("receive", folder / f"{count}-{n}", member, origin, *members),
-                ),
+            _started(
+                *(stack, link, link.cluster, "receive"),
+                *(folder / f"{count}-{n}", member, origin, *members),
             )
             for n, member in enumerate(members)
         ]
         before, began_s = link.sent_bytes(), time.monotonic()
         for receiver in receivers:
-            receiver.stdin.write("go\n")
-            receiver.stdin.flush()
-        said = [_heard(receiver, "ready") for receiver in receivers]
+            receiver.write(b"go")
+        ready = [receiver.event("ready") for receiver in receivers]
         ready_s, sent = time.monotonic() - began_s, link.sent_bytes() - before
     encoded = manifest.wire_bytes + manifest.size
     link_s = encoded * 8 / (MBIT * 1e6)
-    fetched_s = max(one["fetched_s"] for one in said)
+    fetched_s = max(one["fetched_s"] for one in ready)
     return {
         "receivers": count,
         "encoded_bytes": encoded,
         "link_bytes": sent,
-        "received_bytes": sum(one["received"] for one in said),
+        "received_bytes": sum(one["received"] for one in ready),
         "link_s": link_s,
         "fetched_s": fetched_s,
         "ready_s": ready_s,
@@ -265,37 +260,13 @@ def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict
     }
 
 
-def _node(*words: object) -> list[str]:
-    return [sys.executable, "-m", "bench.weights.link", *map(str, words)]
-
-
-def _start(stack: ExitStack, argv: Sequence[str]) -> Any:  # noqa: ANN401 -- pipes are never None
-    process = stack.enter_context(
-        subprocess.Popen(  # noqa: S603 -- our own program
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-    )
-    stack.callback(_end, process)
-    _heard(process, "up")
-    return process
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    assert process.stdin
-    process.stdin.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-def _heard(process: Any, event: str) -> dict[str, Any]:  # noqa: ANN401 -- as above
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a node of the link benchmark ended with {process.wait()}")
-    said: dict[str, Any] = json.loads(line)
-    assert said["event"] == event, said
-    return said
+def _started(
+    stack: ExitStack, link: ShapedLink, namespace: str, role: str, *words: object
+) -> BenchProcess:
+    argv = link.inside(namespace, python("bench.weights.link", role, *words))
+    node = stack.enter_context(BenchProcess(f"{role} of the link", argv, piped=True))
+    node.event("up")
+    return node
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ anything is taken off, so a sum over ranks is what the checkpoint takes of the n
 import ctypes
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from bench.common.processes import BenchProcess, python
 from bench.weights.steps import adam_step, rate_for
 from weight_transfer import ChunkStore, Publisher, Receiver, SigningKey, StagedTensor, TensorBits
 from weight_transfer.files.checkpoint import Checkpoint
@@ -25,12 +25,11 @@ from weight_transfer.node_copy import NodeCopy
 SIZES = (1, 2, 4)
 TENSORS, ROWS, COLUMNS = 16, 2048, 4096
 DENSITY = 0.01
-_LIMIT_S = 300
 _FILE = "model.safetensors"
 
 
 def rank_memory(seed: int, sizes: Sequence[int] = SIZES) -> list[dict[str, object]]:
-    """Bytes of all ranks over the checkpoint's, at each tensor parallel size."""
+    """Return bytes of all ranks over the checkpoint's, at each tensor parallel size."""
     with tempfile.TemporaryDirectory(prefix="rose-ranks-") as name:
         root = Path(name)
         size = _publish(root, seed)
@@ -73,30 +72,33 @@ def write_safetensors(path: Path, tensors: dict[str, TensorBits]) -> None:
 
 
 def _row(root: Path, ranks: int, size: int) -> dict[str, object]:
-    command = [sys.executable, "-m", "bench.weights.ranks", str(root), str(ranks)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(  # noqa: S603 -- this very module
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [json.loads(process.communicate(timeout=_LIMIT_S)[0]) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    ratios = {name: sum(one[name] for one in said) / size for name in ("read", "decoded", "active")}
-    return {"ranks": ranks, "checkpoint_bytes": size, "decodes": _sum(said, "decodes"), **ratios}
-
-
-def _sum(said: Sequence[dict[str, int]], name: str) -> int:
-    return sum(one[name] for one in said)
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                BenchProcess(
+                    f"rank {rank}",
+                    python("bench.weights.ranks", root, ranks, rank),
+                    env=environment,
+                    piped=True,
+                )
+            )
+            for rank in range(ranks)
+        ]
+        found = [json.loads(process.read()) for process in started]
+    ratios = {
+        name: sum(one[name] for one in found) / size for name in ("read", "decoded", "active")
+    }
+    return {
+        "ranks": ranks,
+        "checkpoint_bytes": size,
+        "decodes": sum(one["decodes"] for one in found),
+        **ratios,
+    }
 
 
 def _rank(root: Path, ranks: int, rank: int) -> None:
-    """Entry point of one rank: say the bytes that it has more after each step."""
+    """Run one rank: write the bytes that it has more after each step."""
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -129,12 +131,13 @@ def _rank(root: Path, ranks: int, rank: int) -> None:
     receiver.commit(staged)
     del staged
     measure("active")
-    sys.stdout.write(json.dumps(found | {"decodes": len(decoded) // len(plan.tensors)}))
+    sys.stdout.write(json.dumps(found | {"decodes": len(decoded) // len(plan.tensors)}) + "\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 
 def _warm_up() -> None:
-    """Kernels are compiled before: their memory is not the checkpoint's."""
+    """Compile the kernels: their memory is not the checkpoint's."""
     step = adam_step(64, 64, 1e-4, 0)
     with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
         store = ChunkStore(Path(folder))
@@ -146,9 +149,9 @@ def _warm_up() -> None:
 
 
 def _pss_bytes(model: Path) -> int:
-    """Of what this process made itself and of the checkpoint's files.
+    """Return the PSS of this process's own memory and of the checkpoint's files.
 
-    Libraries are left out: what they take of it depends on who else has them just now.
+    Libraries are left out: their share depends on the other processes that map them just now.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

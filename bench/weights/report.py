@@ -3,13 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.common.checks import (
-    HOLDS,
-    checks_table,
-    figure_at_least,
-    figure_at_most,
-    text_table,
-)
+from bench.common.checks import Check, at_least, at_most, checks_table, text_table
 
 MODELS = {"8B": 8e9, "32B": 32e9, "235B": 235e9, "1T": 1e12}
 LINKS_GBIT = (10, 25, 50, 100, 200)
@@ -20,9 +14,10 @@ BITS = 8
 def on_paper(
     density: float, bytes_per_change: Mapping[str, float], encode_gb_s: Mapping[str, float]
 ) -> list[dict[str, object]]:
-    """Seconds on the link, and until the last byte is out when encoding goes on meanwhile.
+    """Return seconds on the link, and of encoding, for larger models.
 
-    `encode_gb_s`: of model, all cores together. Computed, not measured: no delay, no loss.
+    encode_gb_s: gigabytes of model a second, all cores together. Computed, not measured: no delay,
+    no loss.
     """
     rows: list[dict[str, object]] = []
     for model, weights in MODELS.items():
@@ -62,68 +57,59 @@ PACKET_HEADERS = 66 / 1448
 OURS = ("fast", "compact")
 
 
-def checks(result: Mapping[str, Any]) -> list[dict[str, object]]:
-    """Every figure beside its limit."""
-    found: list[dict[str, object]] = []
+def checks(result: Mapping[str, Any]) -> list[Check]:
+    """Judge every figure."""
+    found: list[Check] = []
     for row in result["synthetic"]:
         each, label = row["bytes_per_change"], f"{row['wanted']:.1%}"
         for name, limit in zip(OURS, SIZES.get(row["wanted"], ()), strict=False):
-            found.append(figure_at_most(f"{name} bytes at {label}", each[name], limit))
+            found.append(at_most(f"{name} bytes at {label}", each[name], limit))
         best = min(size for name, size in each.items() if name not in OURS)
         ours = min(each[name] for name in OURS)
-        found.append(
-            figure_at_most(f"ours over the best peer at {label}", ours / best, OVER_BEST_PEER)
-        )
+        found.append(at_most(f"ours over the best peer at {label}", ours / best, OVER_BEST_PEER))
         raw = min(row["bytes"][name] for name in OURS) / row["raw_bytes"]
-        found.append(figure_at_most(f"ours over raw at {label}", raw, OVER_RAW))
+        found.append(at_most(f"ours over raw at {label}", raw, OVER_RAW))
     for row in result["speed"]:
         if row["density"] > 0.03:
             continue
         label = f"{row['density']:.1%}"
         for name, limit in SPEEDS.items():
-            found.append(_guide(f"{name} GB/s a core at {label}", row[name]["one"], limit))
+            # The machine's speed decides more than the code's: it fails nothing.
+            speed = row[name]["one"]
+            found.append(at_least(f"{name} GB/s a core at {label}", speed, limit, decisive=False))
         share = row["diff"]["one"] / row["read"]["one"]
-        found.append(figure_at_least(f"diff of read bandwidth at {label}", share, DIFF_OF_READ))
+        found.append(at_least(f"diff of read bandwidth at {label}", share, DIFF_OF_READ))
         for name, limit in SCATTER.items():
-            found.append(_guide(f"scatter {name} at {label}", row["scatter"][name], limit))
+            rate = row["scatter"][name]
+            found.append(at_least(f"scatter {name} at {label}", rate, limit, decisive=False))
     for row in result["memory"]:
         label = f"{row['level']} at {row['density']:.0%}"
         found.append(
-            figure_at_most(f"chunks held to encode, {label}", row["encode_chunks"], MEMORY_CHUNKS)
+            at_most(f"chunks held to encode, {label}", row["encode_chunks"], MEMORY_CHUNKS)
         )
     for row in result["link"].get("rows", ()):
         label = f"to {row['receivers']} receivers"
         over = row["link_bytes_over_encoded"]
-        found.append(
-            figure_at_most(f"link bytes over encoded {label}", over, LINK_BYTES + PACKET_HEADERS)
-        )
-        found.append(
-            figure_at_least(f"goodput of the link {label}", row["goodput_of_link"], GOODPUT)
-        )
-        found.append(figure_at_most(f"ready over link time {label}", row["ready_over_link"], READY))
+        found.append(at_most(f"link bytes over encoded {label}", over, LINK_BYTES + PACKET_HEADERS))
+        found.append(at_least(f"goodput of the link {label}", row["goodput_of_link"], GOODPUT))
+        found.append(at_most(f"ready over link time {label}", row["ready_over_link"], READY))
     return found + rank_checks(result["ranks"])
 
 
-def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Of the memory of ranks that share a checkpoint; an update on its way is not counted."""
+def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Judge the memory of ranks that share a checkpoint."""
     found = []
     for row in rows:
         label = f"at tensor parallel size {row['ranks']}"
         for when in ("read", "active"):
             name = f"ranks' memory over the checkpoint {label}, {when}"
-            found.append(figure_at_most(name, row[when], RANKS_OF_CHECKPOINT))
-        found.append(figure_at_most(f"decodes of an update {label}", row["decodes"], 1))
+            found.append(at_most(name, row[when], RANKS_OF_CHECKPOINT))
+        found.append(at_most(f"decodes of an update {label}", row["decodes"], 1))
     return found
 
 
-def _guide(name: str, value: float, limit: float) -> dict[str, object]:
-    """What depends on the machine more than on us fails nothing."""
-    found = figure_at_least(name, value, limit)
-    return found if found["verdict"] == HOLDS else found | {"verdict": "BELOW"}
-
-
 def table(result: Mapping[str, Any]) -> str:
-    """All of it, the figures on paper for one link."""
+    """Lay out all of it, the figures on paper for one link."""
     schemes = list(result["synthetic"][0]["bytes_per_change"])
     blocks = [
         text_table(
@@ -182,7 +168,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def rank_table(result: Mapping[str, Any]) -> str:
-    """The memory of ranks alone."""
+    """Lay out the memory of ranks alone."""
     return "\n".join([_ranks(result["ranks"]), checks_table(result["checks"], ".3f")])
 
 

@@ -103,7 +103,7 @@ async def test_no_turn_is_lost_doubled_or_unstamped_whatever_is_killed(tmp_path:
     async with ChaosFleet(tmp_path, tmp_path / "model", 2) as fleet:
         await _usable(fleet, 2)
         found: dict[str, Any] = await chaos(fleet, SECONDS, IN_FLIGHT, seed=0)
-    assert found["told"] == []
+    assert found["notes"] == []
     assert found["faults_found"] == 0
     assert found["delivered"] == found["asked"] > IN_FLIGHT
     assert found["moved"] > IN_FLIGHT / 4, "the faults hit turns"

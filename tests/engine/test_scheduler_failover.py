@@ -90,7 +90,7 @@ async def test_a_leader_that_ends_takes_no_lease_job_or_version_with_it(
         if how is signal.SIGSTOP:
             schedulers.resume(first)
             async with asyncio.timeout(PATIENCE_S):
-                while "scheduler_steps_down" not in schedulers.says(first):  # noqa: ASYNC110
+                while "scheduler_steps_down" not in schedulers.events(first):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await announce(trainer, 3)
     assert [job.job for job in snapshot.jobs] == [JOB]
@@ -153,7 +153,7 @@ async def test_the_loss_of_etcds_own_leader_costs_no_lease(tmp_path: Path) -> No
                 await asyncio.to_thread(cluster.wait)
                 assert all(table == {REPLICA: 1} for table in gateway.tables[tables:])
             assert await register(trainer) == 2
-            said = "".join(schedulers.says(number) for number in (0, 1))
+            said = "".join(schedulers.events(number) for number in (0, 1))
             sys.stdout.write(f"{said.count('scheduler_steps_down')} times stepped down\n")
             renewals = len(node.epochs)
             async with asyncio.timeout(PATIENCE_S):

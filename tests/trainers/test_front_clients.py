@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,7 +110,7 @@ def test_greedy_tokens_are_the_trainers_after_each_update(
         whats = ["slime-delta", "slime-delta", "prime", "slime", "areal", "areal-vllm", "prime"]
         first = drive(stack, front, clients, 0, *whats)
         # Kill it between two updates; the next life continues at its version.
-        front.member.end(signal.SIGKILL)
+        front.member.kill()
         front.start()
         assert "at version 7" in front.log.read_text().splitlines()[-1]
         second = drive(stack, front, clients, 100, *whats[2:], "abort")

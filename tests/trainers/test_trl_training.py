@@ -176,7 +176,7 @@ def test_training_goes_on_past_a_killed(
         if killed == "engine":
             pair.kill_engine()
         else:
-            pair.members[killed].end(signal.SIGKILL)
+            pair.members[killed].kill()
             pair.members[killed].start()
         run = finished(process, tmp_path)
     assert [each["step"] for each in run.steps] == list(range(1, 25))

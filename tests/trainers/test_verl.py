@@ -1,6 +1,5 @@
 """verl as it is released trains through ROSE: `examples/verl_grpo.sh` on real engines."""
 
-import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -144,7 +143,7 @@ def test_training_goes_on_past_a_killed(
         if killed == "engine":
             fleet.kill_engine()
         else:
-            fleet.members[killed].end(signal.SIGKILL)
+            fleet.members[killed].kill()
             fleet.members[killed].start()
         steps = run.finished(RUN_S)
     assert [*steps] == [1, 2, 3, 4, 5, 6]

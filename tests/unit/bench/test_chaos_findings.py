@@ -34,9 +34,9 @@ def _turn(**changes: Any) -> Turn:
 )
 def test_whatever_is_wrong_with_a_turn_is_found(bad: dict[str, Any], count: str) -> None:
     findings = ChaosFindings()
-    findings.look_at(_turn(), _turn(), 3)
+    findings.add(_turn(), _turn(), 3)
     assert findings.faults == 0
-    findings.look_at(_turn(request_id="q", **bad), _turn(), 3)
+    findings.add(_turn(request_id="q", **bad), _turn(), 3)
     assert getattr(findings, count) == 1
-    findings.look_at(_turn(), _turn(), 3)
+    findings.add(_turn(), _turn(), 3)
     assert findings.doubled == 1

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from bench.load.arrivals import generate_segment
-from bench.load.protocol import LoadCommand, LoadConfig, make_prompt
+from bench.load.protocol import LoadConfig
 from tests.awaited import until_async
 from tests.patience import PATIENCE_S
 
@@ -185,42 +185,6 @@ async def test_the_loop_is_open_and_what_exceeds_its_bound_is_recorded(
     assert messages[-1]["errors"] == len(statuses)
 
 
-async def test_a_segment_that_is_over_starts_over(start_host: StartHost, tmp_path: Path) -> None:
-    host = await start_host()
-    load = LoadProcess(host, tmp_path, segment_s=0.05)
-    shape = LoadConfig.model_validate_json(load.config.read_text()).shape()
-    lap = len(generate_segment(shape, 0, 2))
-    await load.run(segment(2, 1), lambda: len(host.seen) > 2 * lap, {"cmd": "quit"})
-    offsets = sorted(record["offset_s"] for record in load.records())
-    laps = [[round(x % 0.05, 5) for x in offsets if int(x / 0.05) == lap] for lap in (0, 1)]
-    assert laps[0]
-    assert laps[0] == laps[1]
-
-
-async def test_a_segment_may_bring_its_own_rate_and_kind_of_traffic(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    load = LoadProcess(await start_host(), tmp_path)
-    own = {"rate_per_s": 40.0, "traffic": "poisson"}
-    await load.run(segment(1, 1) | own, 0.4, segment(1, 2), 0.2, {"cmd": "quit"})
-    config = LoadConfig.model_validate_json(load.config.read_text())
-    expected = [a.offset_s for a in generate_segment(config.shape(40.0, "poisson"), 0, 1)]
-    for block in (1, 2):
-        offsets = sorted(r["offset_s"] for r in load.records() if r["block"] == block)
-        assert offsets
-        assert offsets == expected[: len(offsets)]
-
-
-async def test_a_segment_of_a_trace_that_was_never_named_is_an_error(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    code, messages = await LoadProcess(await start_host(), tmp_path).run(
-        segment(1, 1) | {"traffic": "trace"}, {"cmd": "quit"}
-    )
-    assert code == 2
-    assert "without a trace" in messages[-1]["message"]
-
-
 async def test_replayed_prompts_are_alike_in_every_block_and_answers_have_a_digest(
     start_host: StartHost, tmp_path: Path
 ) -> None:
@@ -257,53 +221,3 @@ async def test_a_bad_configuration_is_one_error_message(
     code, messages = await load.run()
     assert code == 2
     assert messages[0]["event"] == "error"
-
-
-async def test_the_load_is_paced_by_how_long_the_host_takes(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    host = await start_host(token_s=0.005)
-    load = LoadProcess(host, tmp_path)
-    code, messages = await load.run({"cmd": "pace", "busy": 0.4}, {"cmd": "quit"})
-    assert code == 0
-    paced = next(message for message in messages if message["event"] == "paced")
-    # Eight tokens of at least 5 ms: no request can be quicker, and none was recorded as load.
-    assert paced["request_s"] >= 0.04
-    assert paced["mean_rate_per_s"] == pytest.approx(0.4 / paced["request_s"])
-    assert {body["max_tokens"] for _, body in host.seen} == {8}
-    assert load.records() == []
-
-
-async def test_a_host_that_cannot_be_measured_ends_the_process_with_an_error(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    load = LoadProcess(await start_host(fault="busy"), tmp_path)
-    code, messages = await load.run({"cmd": "pace"}, {"cmd": "quit"})
-    assert code == 2
-    assert "http_503" in messages[-1]["message"]
-
-
-def test_prompts_are_reproducible_and_inside_the_vocabulary(tmp_path: Path) -> None:
-    config = LoadConfig(url="u", model="m", out=tmp_path, token_ids=(5, 9))
-    command = LoadCommand("segment", 1, 2)
-    prompt = make_prompt(config, command, 3, 50)
-    assert prompt == make_prompt(config, command, 3, 50)
-    assert set(prompt) <= set(range(5, 9))
-
-
-def test_a_configured_load_keeps_to_its_lengths_and_its_bursts(tmp_path: Path) -> None:
-    config = LoadConfig(
-        url="http://127.0.0.1:1",
-        model="host",
-        out=tmp_path / "out",
-        segment_s=600.0,
-        burst_s=0.5,
-        min_prompt_tokens=24,
-        max_prompt_tokens=30,
-        min_output_tokens=2,
-        max_output_tokens=4,
-    )
-    arrivals = generate_segment(config.shape(), 0, 1)
-    assert {24, 30} <= {arrival.prompt_tokens for arrival in arrivals} <= set(range(24, 31))
-    assert {arrival.output_tokens for arrival in arrivals} == {2, 3, 4}
-    assert config.shape().burst_s == 0.5

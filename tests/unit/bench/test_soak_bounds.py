@@ -9,7 +9,11 @@ def phase(**seen: object) -> SoakSeen:
 
 
 def failed(mixed: SoakSeen, storm: SoakSeen | None = None) -> list[str]:
-    return [each.name for each in checks(mixed, storm or SoakSeen()) if not each.holds]
+    return [
+        each.name
+        for each in checks(mixed, storm or SoakSeen())
+        if each.decisive and each.verdict == "FAILS"
+    ]
 
 
 def test_a_quiet_soak_holds() -> None:

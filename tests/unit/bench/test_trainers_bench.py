@@ -1,4 +1,4 @@
-"""A fleet for a trainer tells it all that it asks for; a measurement judges by its limits."""
+"""Measurements of trainers are judged by their limits."""
 
 import json
 from collections.abc import Sequence
@@ -9,46 +9,8 @@ from typing import Any
 import pytest
 
 from bench.trainers import curves, turns_measure
-from bench.trainers.stack import NODE, TrainerStack
-from bench.trainers.trl_measure import Run, draw, summary, table
+from bench.trainers.trl_measure import Run, summary, table
 from bench.trainers.turns_measure import ROSE, SINGLE, STOCK, Arm
-from rose.errors import EngineStartError
-from rose.integrations import TrainerSettings
-from rose.node.config import NodeConfig
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> TrainerStack:
-    (tmp_path / "model").mkdir()
-    return TrainerStack(tmp_path / "stack", tmp_path / "model", replicas=2)
-
-
-def test_a_trainer_reads_in_its_environment_what_the_fleet_was_made_with(
-    stack: TrainerStack,
-) -> None:
-    given = {"replicas": 2, "take_over": True, "timeout_s": 9.5}
-    assert TrainerSettings.from_env(stack.environ(**given)) == stack.settings(**given)
-
-
-def test_its_node_has_a_replica_for_each_that_was_wanted(stack: TrainerStack) -> None:
-    config = NodeConfig.load(stack.folder / "node.json")
-    assert [each.id for each in config.replicas] == ["dedicated-0", "dedicated-1"]
-    assert (config.node, config.verify_key) == (
-        NODE,
-        stack.settings().signing_key().verify_key.hex,
-    )
-
-
-def test_a_member_that_ended_is_named_at_once(stack: TrainerStack) -> None:
-    with pytest.raises(EngineStartError, match="no replicas: scheduler ended"):
-        stack.until(lambda: False, 60.0, "replicas")
-
-
-def test_one_more_gateway_asks_the_same_scheduler(stack: TrainerStack) -> None:
-    stack.add_gateway("second", 7, "--turns-per-request=1")
-    first, second = stack.members["gateway"].argv, stack.members["second"].argv
-    assert (second[:2], second[-2]) == (("gateway", "--port=7"), "--turns-per-request=1")
-    assert set(first[2:-1]) == set(second[2:-2])
 
 
 def arm(name: str, time_s: float) -> Arm:
@@ -59,7 +21,7 @@ def test_a_request_is_judged_beside_the_stock_engines_of_the_same_moment() -> No
     arms = [arm(ROSE, 0.105), arm(SINGLE, 0.15), arm(STOCK, 0.1)]
     found = turns_measure.summary(arms)
     assert found["holds"]
-    assert found["arms"][SINGLE]["ratio"] == pytest.approx(1.5)
+    assert found["arms"][SINGLE]["ratio"].value == pytest.approx(1.5)
     assert found["arms"][ROSE]["spent_s"] == {"server": pytest.approx(0.01)}
     assert "105.0" in turns_measure.table(found)
     assert not turns_measure.summary([arm(ROSE, 0.12), *arms[1:]])["holds"]
@@ -81,10 +43,9 @@ GOOD = [
 def test_a_step_a_tenth_longer_than_on_a_stock_engine_is_within_the_limit() -> None:
     found = summary(GOOD, [0.5])
     assert found["holds"]
-    assert found["step_ratio"] == pytest.approx(1.04)
+    assert found["step_ratio"].value == pytest.approx(1.04)
     assert found["turns_s"] == {"unsynced": 0.2, "stock": 0.2, "server": 0.2}
     assert "1 of 1" in table(found)
-    assert len(draw(GOOD).axes) == 2
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
-from bench.gateway.standin_engine import Pace
-from bench.soak.callers import HUNG_UP, Caller
+from bench.load.caller import HUNG_UP, Caller
+from bench.load.standin import Pace
 from bench.soak.engine import listen
 from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
@@ -86,10 +86,10 @@ class House:
         )
 
     async def ask(self, asked: bytes, *wanted: int, path: str = GENERATE, **how: Any) -> None:
-        caller = self._idle.pop() if self._idle else Caller(self.gateway.port)
+        caller = self._idle.pop() if self._idle else Caller(f"http://127.0.0.1:{self.gateway.port}")
         if caller not in self._callers:
             self._callers.append(caller)
-        answer = await caller.ask(path, asked, **how)
+        answer = await caller.post(path, asked, **how)
         self._idle.append(caller)
         assert answer.status in wanted, answer
 

@@ -1,22 +1,26 @@
 """A stand-in for engines: answers at a fixed pace, computes nothing. One process, several ports.
 
-It speaks ROSE's replica lines and, as server-sent events, vLLM's
+`python -m bench.load.standin PORT…` speaks ROSE's replica lines and, as server-sent events, vLLM's
 completions and SGLang's `/generate`. A port given as `sPORT` is a stock engine's: no replica lines.
-Bare sockets: a web framework would cost more than what is measured.
+Bare sockets: a web framework would cost more than the router that is measured.
 """
 
 import asyncio
 import re
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Self, cast
 
-from bench.gateway.arms import as_logprob
+from bench.common.processes import BenchProcess, answers, python
+from bench.load.caller import LAST_CHUNK
+from bench.load.wires import as_logprob
+from rose.errors import EngineStartError
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
-LAST_CHUNK = b"0\r\n\r\n"
 _BUDGET = re.compile(rb'"max_(?:new_)?tokens": ?(\d+)')
 STATE = (
     b'{"replica_id":"standin","role":"dedicated","policy_version":0,"proven":true,"admitting":true,'
@@ -32,7 +36,7 @@ LINES, BATCH, TEXT, SGLANG = STREAMS
 
 
 class Pace:
-    """How a turn goes: from the command line, the same for all turns until told otherwise."""
+    """Pace of all turns, until it is changed, and the turns so far."""
 
     def __init__(self, first_s: float, gap_s: float, chunk_tokens: int) -> None:
         self.first_s = first_s
@@ -55,7 +59,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """A turn whose reader left is over."""
+        """End the turn: its reader has gone."""
         if self._timer is not None:
             self._timer.cancel()
             self._pace.left += 1
@@ -69,7 +73,7 @@ class EngineConnection(asyncio.Protocol):
         length = _LENGTH.search(head)
         needed = int(length.group(1)) if length else 0
         if _CHUNKED.search(head):
-            # Of the body only one number is looked for: chunk sizes between it do no harm.
+            # One number of the body alone is read: chunk sizes around it do no harm.
             needed = body.find(LAST_CHUNK) + len(LAST_CHUNK)
             if needed < len(LAST_CHUNK):
                 return
@@ -162,6 +166,32 @@ class EngineConnection(asyncio.Protocol):
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
+
+
+class StandInEngine(BenchProcess):
+    """Process of stand-in engines. Half of the ports are ROSE replicas, half stock engines."""
+
+    urls: Sequence[str] = ()
+    stock_urls: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, ports: Sequence[int], log: Path, core: Sequence[int]) -> Self:
+        """Return the process, started and serving. Raises EngineStartError."""
+        half = (len(ports) + 1) // 2
+        replicas, stock = ports[:half], ports[half:]
+        names = [*map(str, replicas), *(f"s{port}" for port in stock)]
+        argv = python("bench.load.standin", *names)
+        engine = cls("stand-in engine", argv, log, core, piped=True).start()
+        engine.urls = [f"http://127.0.0.1:{port}" for port in replicas]
+        engine.stock_urls = [f"http://127.0.0.1:{port}" for port in stock]
+        engine.read()
+        return engine
+
+    def pace(self, first_s: float, gap_s: float, chunk_tokens: int) -> None:
+        """Set the pace of all turns from now on."""
+        url = f"{self.urls[0]}/standin/pace/{first_s}/{gap_s}/{chunk_tokens}"
+        if not answers(url):
+            raise EngineStartError("the stand-in engine does not take its pace")
 
 
 async def _serve(ports: list[str]) -> None:
