@@ -125,7 +125,7 @@ def _draw(folder: Path) -> Path | None:
 def _pieces(args: argparse.Namespace) -> tuple[GpuPiece, ...]:
     """Those asked for; of a rehearsal those that start engines."""
     pieces = pieces_of(tuple(args.only))
-    return tuple(piece for piece in pieces if piece.group) if args.rehearse else pieces
+    return tuple(piece for piece in pieces if piece.served) if args.rehearse else pieces
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

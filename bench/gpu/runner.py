@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,10 +118,10 @@ class Runner:
 
         Tiny weights, of a rehearsal, are made in no time.
         """
-        if piece is first or not first.group:
+        if piece is first or not first.served:
             return piece is first
         alike = self._request.rehearsal or piece.known_weights == first.known_weights
-        return piece.group == first.group and alike and self._settled(piece) is None
+        return piece.served and alike and self._settled(piece) is None
 
     def _settled(self, piece: GpuPiece) -> Outcome | None:
         """What is known without the card, None when the piece is to be measured."""
@@ -177,7 +177,7 @@ class Runner:
 
     def _order(self, pieces: list[GpuPiece]) -> PieceOrder:
         request, first = self._request, pieces[0]
-        seconds = min(MOST_S, self._left_s) if first.group else first.limit_s
+        seconds = min(MOST_S, self._left_s) if first.served else first.limit_s
         return PieceOrder(
             tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
         )
@@ -195,7 +195,10 @@ class Runner:
             _write(_failed(self._folder, piece.name), record | {"failed": failed})
             return Outcome(piece.name, "failed", failed)
         assert answer.measured is not None
-        record |= {"measured": answer.measured, "checks": piece.checks(answer.measured)}
+        record |= {
+            "measured": answer.measured,
+            "checks": [asdict(check) for check in piece.checks(answer.measured)],
+        }
         path = write_done(self._folder, record)
         return Outcome(piece.name, "done", f"{record['took_s']:.0f} s, {path}", record)
 
@@ -272,7 +275,7 @@ def line_of(outcome: Outcome) -> str:
     """A piece's end, and its limits: each of a few, or how many hold and what does not."""
     checks = outcome.record["checks"] if outcome.record else []
     told = [
-        f"{c['check']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
+        f"{c['name']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
     ]
     if len(checks) > FEW_CHECKS:
         verdicts = [check["verdict"] for check in checks]
