@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here: verifying needs no engine.
+    # Verifying needs no engine, so the run's modules are imported here.
     from bench.coserve.run import run_bench
 
     options = {
