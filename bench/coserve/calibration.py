@@ -73,7 +73,7 @@ TARGETS_FROM = (
 async def measure_capacity(
     player: Player, shape: LoadShape, sequences: int, seconds: float
 ) -> float:
-    """Requests/s of the load's own lengths, with as many streams as the host takes at once."""
+    """Return requests/s of the load's own lengths, with all of the host's streams."""
     arrivals = generate_segment(shape, player.seed, 0)
     if not arrivals:
         raise RoseError("the load has no arrivals; choose longer blocks")

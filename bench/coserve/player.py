@@ -44,7 +44,7 @@ TOKENS = "vllm:generation_tokens_total", "sglang:generation_tokens_total"
 
 
 def metric(text: str, names: Iterable[str]) -> float:
-    """Sum over samples of counters or gauges in Prometheus' text format; 0 without any."""
+    """Return the sum over samples in Prometheus' text format; 0 without any."""
     one_of = "|".join(re.escape(name) for name in names)
     pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
     return sum(float(value) for value in pattern.findall(text))
@@ -231,7 +231,7 @@ class Granting:
         return self._arm if self._lent and arm.guest == "rose" else None
 
     def _uncapped(self) -> Grant | None:
-        """The last grant, whose epoch goes on; no arm begins with what another one took."""
+        """Return the last grant without its cap: epochs go on, caps do not."""
         last = self._page.grant.peek()
         return None if last is None else replace(last, kv_granule_cap=0)
 

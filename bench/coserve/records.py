@@ -112,7 +112,7 @@ def starts_s(host: StepTimes, arrivals: Ints) -> list[float]:
 
 
 def read_steps(folder: Path, role: str) -> StepTimes:
-    """Steps of every process that had this role; RoseError for a file that is no step log."""
+    """Return the steps of every process of a role. Raises RoseError for a damaged log."""
     found = [np.empty((0, 7), dtype=np.int64)]
     for path in sorted(folder.glob(f"steps-{role}-*.bin")):
         try:

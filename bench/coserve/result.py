@@ -142,7 +142,7 @@ def _told(event: CoserveEvent) -> bool:
 
 
 def verify(folder: Path) -> list[FieldDifference]:
-    """What differs; empty when nothing does. RoseError when a file is missing or malformed."""
+    """Return differences from the raw records. Raises RoseError for a malformed file."""
     reported = read_json(folder / RESULT, dict[str, Any], "was the run ended?")
     recomputed = json.loads(json.dumps(build_result(read_run(folder))))
     return list(compare(reported, recomputed))

@@ -19,7 +19,7 @@ SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 # These replace a worker of vLLM's.
 OF_VLLM: tuple[Control, ...] = ("stale-guest", "wrong-chunk")
 
-# The acceptance run goes on until it has taken so many, however slow the machine.
+# The acceptance run continues until it has taken so many steps, however slow the machine.
 DEFAULT_STEPS = 60
 MIN_STEPS = 4
 HELD_OUT_MAPS = 512
@@ -96,7 +96,7 @@ class DemoSettings:
 
     @property
     def quickstart(self) -> bool:
-        """Whether the run only shows the loop."""
+        """True if the run only shows the loop."""
         return not (self.accept or self.control or self.compare or self.only)
 
     @property
@@ -108,12 +108,12 @@ class DemoSettings:
 
     @property
     def held_out_maps(self) -> int:
-        """On how many maps the policy is evaluated before and after training."""
+        """Number of maps on which the policy is evaluated before and after training."""
         learning = self.control in (None, "lr0", "shuffled-advantage")
         return HELD_OUT_MAPS if learning and not self.quickstart else 0
 
     def as_record(self) -> dict[str, object]:
-        """The settings as JSON values, for `run.json`."""
+        """Return the settings as JSON values, for `run.json`."""
         given = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(self).items()
@@ -218,7 +218,7 @@ def settings_of(args: argparse.Namespace) -> DemoSettings:
 
 
 def _verify(folder: Path) -> int:
-    """0 when the report is what the records give, 1 with the differing fields otherwise."""
+    """Compare the report with its records; return 1 if a field differs."""
     # Imported here: the pictures' library is slow to load, and `rose --help` must not be.
     from bench.demo.report.report import verify
 
@@ -234,7 +234,7 @@ def _verify(folder: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `rose demo …`; returns the exit code. Raises `RoseError` for bad input."""
+    """Carry out `rose demo …` and return the exit code. Raises RoseError for bad input."""
     if args.demo_command == "verify":
         return _verify(args.folder)
     settings = settings_of(args)

@@ -147,7 +147,7 @@ class ExperimentPlan:
 
 
 def plan_of(settings: DemoSettings) -> ExperimentPlan:
-    """What the settings ask for."""
+    """Return the plan of the settings."""
     if settings.only:
         return ExperimentPlan(
             (ExperimentBlock(0, None, settings.only, 0, until_step=settings.steps),)
@@ -160,14 +160,14 @@ def plan_of(settings: DemoSettings) -> ExperimentPlan:
 
 
 def sharing_plan() -> ExperimentPlan:
-    """Several jobs with the guest, for some turns of each, and no faults."""
+    """Return a plan of several jobs with the guest, for some turns of each, and no faults."""
     return ExperimentPlan(
         (ExperimentBlock(0, None, "leased", 0, seconds=SHARING_S, until_step=SHARING_STEPS),)
     )
 
 
 def quickstart_plan() -> ExperimentPlan:
-    """The loop for a while, one revocation in mid-turn, one kill."""
+    """Return a plan of the loop for a while, one revocation in mid-turn, one kill."""
     return ExperimentPlan(
         (
             ExperimentBlock(0, None, "leased", 0, seconds=QUICKSTART_S, until_step=2),
@@ -177,7 +177,7 @@ def quickstart_plan() -> ExperimentPlan:
 
 
 def accept_plan(seed: int, steps: int) -> ExperimentPlan:
-    """Pairs in balanced random order with ceilings between, what is left of `steps`, the storm."""
+    """Return pairs in balanced random order, ceilings between, the rest of `steps`, the storm."""
     rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
     # Segment 0 belongs to the warm-up, segment k + 1 to both arms of pair k.
     blocks = [ExperimentBlock(0, None, "unmeasured", 0, until_step=1)]
@@ -191,7 +191,7 @@ def accept_plan(seed: int, steps: int) -> ExperimentPlan:
 
 
 def control_plan(seed: int, control: Control) -> ExperimentPlan:
-    """As much of the acceptance run as the claims need that must notice."""
+    """Return the part of the acceptance run that the claims which must notice need."""
     match control:
         case "lr0":
             return ExperimentPlan((ExperimentBlock(0, None, "leased", 0, until_step=3),))
@@ -227,7 +227,7 @@ def _storm(block: int, segment: int) -> ExperimentBlock:
 
 
 def _leased_first(pairs: int, rng: random.Random) -> list[bool]:
-    """Which pairs begin leased: as many as begin frozen, in random order.
+    """Return True for each pair that begins leased: half of them, in random order.
 
     Balance keeps a drift over the run (shorter replies, warmer caches) out of the comparison.
     """

@@ -124,7 +124,7 @@ class Runner:
         return piece.served and alike and self._settled(piece) is None
 
     def _settled(self, piece: GpuPiece) -> Outcome | None:
-        """What is known without the card, None when the piece is to be measured."""
+        """Return an outcome that needs no card, None when the piece is to be measured."""
         request = self._request
         if missing := piece.missing():
             return Outcome(piece.name, "failed" if request.named else "lacking", missing)
@@ -182,7 +182,7 @@ class Runner:
         )
 
     def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
-        """Write what a piece measured, or why it did not; `left` says what it left on the card."""
+        """Write a measurement or a failure; `left` names what stayed on the card."""
         piece, request = answer.piece, self._request
         described: Record = {
             "piece": piece.name,

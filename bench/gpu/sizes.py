@@ -139,7 +139,7 @@ class Sizes:
         return cls(**{**plain, "serving": serving})
 
     def told(self, *, serving: bool) -> dict[str, Any]:
-        """What a record holds: those of host and guests, or all others; no path among them."""
+        """Return a record's sizes: those of host and guests, or all others; without paths."""
         plain = asdict(self)
         engines: dict[str, Any] = plain.pop("serving")
         if not serving:

@@ -47,7 +47,7 @@ ENOUGH_REQUESTS = {50: 50, 95: 200}
 MIN_SPANNING_SHARE = 0.05
 MIN_FORCED_REVOCATIONS = 10
 MAX_STALENESS = 1
-# Of two jobs of equal weight: neither has less, so neither has more than 60%.
+# Neither of two jobs of equal weight has less, so neither has more than 60%.
 MIN_GUEST_SHARE = 0.4
 MIN_LEASED_SHARE = 0.9
 MIN_CHANGES = 2
@@ -91,7 +91,7 @@ class Claim:
 def exact(
     name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
 ) -> Claim:
-    """A claim decided by its value alone; `missing` says what a None value lacked."""
+    """Judge a claim by its value alone; `missing` names what a None value lacked."""
     if value is None:
         return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=True)
     verdict = verdict_of(value, bound, limit)
@@ -108,7 +108,7 @@ def measured(
     *,
     throughout: bool = False,
 ) -> Claim:
-    """A claim decided by value and interval; `missing` says what None, or no interval, lacked.
+    """Judge a claim by value and interval; `missing` names what None, or no interval, lacked.
 
     throughout: it holds only where the whole interval meets the limit.
     """
@@ -128,7 +128,7 @@ def measured(
 
 
 def learning_claims(records: Records, seed: int) -> list[Claim]:
-    """Reward rises over the run, and so does success on maps never trained on."""
+    """Judge that reward rises, and success on maps never trained on."""
     first, last = (rewards_by_group(records, steps) for steps in fifths(records))
     sampled = mean_difference(first, last, seed) if first and last else None
     crossed = crossings(records)
@@ -154,7 +154,7 @@ def learning_claims(records: Records, seed: int) -> list[Claim]:
 
 
 def token_claims(records: Records) -> list[Claim]:
-    """Borrowed tokens are as good as dedicated ones."""
+    """Judge that borrowed tokens are as good as dedicated ones."""
     gap: LogprobGap = logprob_gap(records)
     values = {"guest": gap.guest, "dedicated": gap.dedicated, "continued": gap.continued}
     why = "mean absolute difference of engine and trainer logprobs, under the stamped version"
@@ -172,7 +172,7 @@ def token_claims(records: Records) -> list[Claim]:
 
 
 def harvest_claims(records: Records, seed: int) -> list[Claim]:
-    """Lending turns idle host time into rollouts."""
+    """Judge that lending turns idle host time into rollouts."""
     found: HarvestMeasures = harvest(records, seed)
     enough = found.pairs >= ENOUGH_PAIRS
     pairs = f"needs {ENOUGH_PAIRS} pairs of blocks with tokens, and ceiling blocks"
@@ -206,7 +206,7 @@ def harvest_claims(records: Records, seed: int) -> list[Claim]:
 
 
 def host_claims(records: Records, seed: int) -> list[Claim]:
-    """The host does not notice."""
+    """Judge that host latencies stay as they are."""
     found = host_impact(records, seed)
     return [
         _latency_claim(found, metric, percent)
@@ -231,7 +231,7 @@ def _latency_claim(found: HostImpact, metric: str, percent: int) -> Claim:
 
 
 def delivery_claims(records: Records) -> list[Claim]:
-    """Every trajectory arrives once, every token says where it is from."""
+    """Judge that every trajectory arrives once, and every token has its version."""
     found, sampled = trajectories(records), tokens(records)
     total = sampled.dedicated + sampled.guest + sampled.continued
     none = "no trajectories recorded"
@@ -272,7 +272,7 @@ def delivery_claims(records: Records) -> list[Claim]:
 
 
 def safety_claims(records: Records, least_revocations: int) -> list[Claim]:
-    """Weights are proven, and the faults were real."""
+    """Judge that weights are proven, and the faults were real."""
     published, storm = weights(records), faults(records)
     return [
         exact(
@@ -295,7 +295,7 @@ def safety_claims(records: Records, least_revocations: int) -> list[Claim]:
 
 
 def sharing_claims(records: Records) -> list[Claim]:
-    """Jobs of equal weight get equal time of what is borrowed, and lose none of it to waiting."""
+    """Judge that jobs of equal weight get equal time of the guest, and lose none to waiting."""
     found = sharing(records)
     if found is None:
         return []
@@ -337,7 +337,7 @@ def sharing_claims(records: Records) -> list[Claim]:
 
 
 def _claims_of_jobs(records: Records) -> list[Claim]:
-    """How jobs share, what each gets is its own and all there, and weights are proven."""
+    """Judge how jobs share the guest, what each job gets, and the proof of weights."""
     claims = sharing_claims(records)
     for job in records.jobs:
         own = records.of_job(job)
@@ -352,7 +352,7 @@ def _claims_of_jobs(records: Records) -> list[Claim]:
 
 
 def claims_of(records: Records, seed: int) -> list[Claim]:
-    """The claims that the run was for, in the order in which the report tells them.
+    """Return the claims that the run was for, in the order of the report.
 
     The quickstart proves what is exact, but not how many trajectories span two versions: of its few
     some dozen do, or none. A control proves only what it must break.
@@ -380,7 +380,7 @@ def claims_of(records: Records, seed: int) -> list[Claim]:
 
 
 def exit_code(claims: Sequence[Claim], control: str | None) -> int:
-    """0 when no claim fails; of a control, when one that it must break did fail."""
+    """Return 0 when no claim fails; of a control, when one that it must break did fail."""
     failed = {claim.name for claim in claims if claim.verdict == "FAILS"}
     if control is None:
         return int(bool(failed))

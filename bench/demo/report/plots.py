@@ -28,7 +28,7 @@ ARM_COLORS = {
 }
 ALARM = "#c0392b"
 INK = "#22313f"
-# Of each job: its points or bars, and its line.
+# Colors of each job: points or bars, and line.
 REWARD_COLORS = ((ARM_COLORS["leased"], INK), (ARM_COLORS["ceiling"], "#7a5a14"))
 BAR_WIDTH = 0.8
 FAULT_WIDTHS = {FORCED_REVOCATION: 0.8, GUEST_KILLED: 2.5}
@@ -85,7 +85,7 @@ def _apart(records: Records) -> list[tuple[str, Records]]:
 
 
 def draw_reward(records: Records) -> Figure:
-    """Sampled reward by step with its rolling mean."""
+    """Draw sampled reward by step with its rolling mean."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
     for (job, own), (color, line) in zip(_apart(records), REWARD_COLORS, strict=False):
@@ -138,7 +138,7 @@ def _duty(records: Records) -> tuple[list[float], list[float]]:
 
 
 def draw_host(records: Records) -> Figure:
-    """Host TTFT and TPOT of every request by arm, and the guest's duty on the same timeline."""
+    """Draw TTFT and TPOT of every request by arm, and the guest's duty on the same timeline."""
     figure = Figure(figsize=(10, 6.4))
     ttft, tpot, guest = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1))
     for axes in (ttft, tpot, guest):
@@ -160,7 +160,7 @@ def draw_host(records: Records) -> Figure:
 
 
 def draw_tokens(records: Records) -> Figure:
-    """Rollout tokens per second, stacked by replica."""
+    """Draw rollout tokens per second, stacked by replica."""
     figure = Figure(figsize=(10, 3.6))
     axes = figure.subplots()
     t0_s = records.run.t0_s
@@ -193,7 +193,7 @@ def draw_tokens(records: Records) -> Figure:
 
 
 def draw_wire(records: Records) -> Figure:
-    """Bytes on the wire against the size of the weights, for each version."""
+    """Draw bytes on the wire against the size of the weights, for each version."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
     density = axes.twinx()
@@ -219,7 +219,7 @@ def draw_wire(records: Records) -> Figure:
 
 
 def draw_jobs(records: Records) -> Figure:
-    """Whose lease the guest had, and below it the part of its time that each job had by then."""
+    """Draw the job that had the guest, and below it each job's share so far."""
     figure = Figure(figsize=(10, 3.6))
     lent, part = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
     t0_s = records.run.t0_s

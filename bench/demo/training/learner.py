@@ -61,7 +61,7 @@ LONG_LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
 # Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
 WARM_UP_STEPS = 5
-# Where the rate ends: a policy that still jumps about is worse when it is read greedily.
+# The rate ends here: a policy that still jumps about is worse when it is read greedily.
 FINAL_SHARE = 0.1
 MAX_GRADIENT_NORM = 1.0
 
@@ -164,6 +164,6 @@ class Learner:
 
 
 def _share_of_rate(step: int, decay_steps: int | None) -> float:
-    """What part of the learning rate update number `step` uses."""
+    """Return the fraction of the learning rate that update number `step` uses."""
     decayed = 1.0 - step / decay_steps if decay_steps else 1.0
     return min((step + 1) / WARM_UP_STEPS, max(FINAL_SHARE, decayed))

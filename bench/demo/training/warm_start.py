@@ -47,7 +47,7 @@ class WarmStart:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether it is good enough to learn and bad enough to improve."""
+        """True if it is good enough to learn and bad enough to improve."""
         return LEAST_SUCCESS <= self.success <= MOST_SUCCESS
 
 

@@ -54,7 +54,7 @@ class StampedTurns:
             await self.turn()
 
     async def turn(self) -> list[int]:
-        """Play one; the versions of its chunks. Raises PieceError for what is not stamped."""
+        """Play one and return its chunks' versions. Raises PieceError for a wrong stamp."""
         versions: list[int] = []
         for line in await self._lines():
             if "finish_reason" in line:
@@ -121,7 +121,7 @@ class GuestVersions:
     async def apply(
         self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Have the guest apply the newest one; its report. Raises PieceError in one line."""
+        """Apply the newest version and return the guest's report. Raises PieceError."""
         body = {
             "manifest": str(self.store.manifest_path(self.published)),
             "chunks": str(self.store.chunks_dir),
@@ -160,8 +160,7 @@ QUANTILES = (50, 90, 99)
 
 
 async def updates(session: ServingSession, seconds: float) -> Measured:
-    """One update without host load, under turns; then `rounds` at most under it, while there is
-    time."""
+    """Measure one update without host load, then updates under it while there is time."""
     until_s = time.monotonic() + seconds
     weights = session.engines.guest_weights
     assert weights is not None

@@ -1,4 +1,4 @@
-"""Piece `pages`: what a physical page costs, and a gibibyte from a guest's process to a host's."""
+"""Piece `pages`: time of a physical page, and of a gibibyte from a guest to a host."""
 
 import os
 import socket

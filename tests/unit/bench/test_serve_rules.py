@@ -1,4 +1,4 @@
-"""How a card is judged, on the records of a bench that never ran."""
+"""Judgement of a card, on the records of a bench that never ran."""
 
 from dataclasses import replace
 from pathlib import Path
