@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from bench.common.figures import ALARM, DPI, INK, STYLE
 from bench.coserve.plan import ALONE
 from bench.coserve.rows import arm_of
 from bench.coserve.rules import RATIO_LIMIT
 from bench.gpu.limits import AGAINST_COPY, GIB_MOVED_S, SHARE_OF_COPY, UPDATE_S
 from bench.gpu.runner import Record, read_done
 
-HOLDS, FAILS, OPEN = "#2a7f9e", "#c0392b", "#e0a83a"
-VERDICTS = {"HOLDS": HOLDS, "FAILS": FAILS, "INCONCLUSIVE": OPEN}
+VERDICTS = {"HOLDS": "#2a7f9e", "FAILS": ALARM, "INCONCLUSIVE": "#e0a83a"}
 # Each metric a little above or below its arm's line.
 MARKS = {"ttft_p90": ("o", -0.16), "tpot_p90": ("s", 0.16)}
 RATIOS = (0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -85,19 +85,7 @@ def _load_title(measured: dict[str, Any]) -> str:
 
 
 PICTURE = "gpu.png"
-DPI = 130
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
-BLUE, LIGHT, AMBER, INK = "#2a7f9e", "#7fb8cc", "#e0a83a", "#22313f"
+BLUE, LIGHT, AMBER = "#2a7f9e", "#7fb8cc", "#e0a83a"
 # Room on the right of the longest bar for its figure.
 _MARGIN = 1.18
 
@@ -115,7 +103,7 @@ def draw(folder: Path) -> Path | None:
 
 def figure_of(records: dict[str, Record]) -> Figure:
     """Return a figure with a panel for each record."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | {"axes.titlesize": 10}):
         return _panels(records)
 
 

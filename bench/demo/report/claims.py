@@ -14,7 +14,15 @@ be none), the whole interval has to meet the limit.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.common.checks import Bound, Verdict, meets, verdict_of
+from bench.common.checks import (
+    FAILS,
+    HOLDS,
+    INCONCLUSIVE,
+    Bound,
+    Check,
+    meets,
+    verdict_of,
+)
 from bench.demo.report.measures import (
     KINDS,
     HarvestMeasures,
@@ -33,7 +41,7 @@ from bench.demo.report.measures import (
 )
 from bench.demo.report.records import Records
 from bench.demo.report.sharing import job_measures, sharing
-from rose.compare.bootstrap import Estimate, Interval, mean_difference, paired_difference
+from rose.compare.bootstrap import Estimate, mean_difference, paired_difference
 
 MIN_REWARD_RISE = 0.10
 MIN_HELD_OUT_RISE = 0.10
@@ -72,30 +80,23 @@ BROKEN_BY_CONTROL: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """One claim: `value` must be `bound` `limit`; `why` says in words what decided.
+class Claim(Check):
+    """Check with the reason of its verdict.
 
     `exact`: a count, or too exact for an interval to matter.
     """
 
-    name: str
-    value: float | None
-    ci95: Interval | None
-    bound: Bound
-    limit: float
-    verdict: Verdict
-    why: str
-    exact: bool
+    why: str = ""
+    exact: bool = False
 
 
 def exact(
     name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
 ) -> Claim:
     """Judge a claim by its value alone; `missing` names what a None value lacked."""
-    if value is None:
-        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=True)
-    verdict = verdict_of(value, bound, limit)
-    return Claim(name, value, None, bound, limit, verdict, why, exact=True)
+    verdict = INCONCLUSIVE if value is None else verdict_of(value, bound, limit)
+    why = missing if value is None else why
+    return Claim(name, value, None, limit, verdict, bound=bound, why=why, exact=True)
 
 
 def measured(
@@ -114,17 +115,17 @@ def measured(
     """
     if found is None or found.ci95 is None:
         value = found.value if found else None
-        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=False)
+        return Claim(name, value, None, limit, INCONCLUSIVE, bound=bound, why=missing)
     met = [meets(end, bound, limit) for end in found.ci95]
-    verdict: Verdict = "INCONCLUSIVE"
+    verdict = INCONCLUSIVE
     if all(met) if throughout else meets(found.value, bound, limit):
-        verdict = "HOLDS"
+        verdict = HOLDS
     elif not any(met):
-        verdict = "FAILS"
+        verdict = FAILS
         why = f"{why}; the whole interval misses"
     else:
         why = f"{why}; the interval contains the limit"
-    return Claim(name, found.value, found.ci95, bound, limit, verdict, why, exact=False)
+    return Claim(name, found.value, found.ci95, limit, verdict, bound=bound, why=why)
 
 
 def learning_claims(records: Records, seed: int) -> list[Claim]:

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
+from bench.common.figures import ALARM, DPI, GRID, INK
 from bench.demo.report.claims import MIN_GUEST_SHARE
 from bench.demo.report.measures import reward
 from bench.demo.report.records import FORCED_REVOCATION, GUEST_KILLED, Records
@@ -26,8 +27,6 @@ ARM_COLORS = {
     "ceiling": "#e0a83a",
     "unmeasured": "#c9b8dd",
 }
-ALARM = "#c0392b"
-INK = "#22313f"
 # Colors of each job: points or bars, and line.
 REWARD_COLORS = ((ARM_COLORS["leased"], INK), (ARM_COLORS["ceiling"], "#7a5a14"))
 BAR_WIDTH = 0.8
@@ -35,22 +34,6 @@ FAULT_WIDTHS = {FORCED_REVOCATION: 0.8, GUEST_KILLED: 2.5}
 SHADE = 0.16
 ROLLING_STEPS = 5
 BUCKET_S = 1.0
-DPI = 130
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.edgecolor": "#8a949e",
-    "grid.color": "#e6e9ec",
-    "font.size": 10,
-    "legend.frameon": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "figure.constrained_layout.use": True,
-}
 
 
 def rolling_mean(values: Sequence[float | None], width: int) -> list[float]:
@@ -266,6 +249,6 @@ def pictures(shared: bool) -> dict[str, Picture]:
 
 def draw_all(records: Records, folder: Path) -> None:
     """Draw and save every picture."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(GRID):
         for name, (_, draw) in pictures(bool(records.jobs)).items():
             draw(records).savefig(folder / name, dpi=DPI)
