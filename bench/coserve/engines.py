@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import psutil
 
-from bench.common.engines import EngineSet, family, make_background, make_foreground, pin
+from bench.common.engines import EngineSet, pin
 from bench.common.tiny_models import TinyModel
 from bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
 from executor.step_log import STEP_LOG
@@ -107,14 +107,6 @@ class Engines(EngineSet):
             raise EngineStartError(f"engine {name} has no engine core process to pin")
         for process in (api, *children):
             pin(process.pid, {self.cores[0 if process in cores else 1]})
-
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Schedule the ROSE guest's engine core behind all other processes, or level with them."""
-        for pid in family(self.running[GUEST].process.pid):
-            if background:
-                make_background(pid)
-            else:
-                make_foreground(pid)
 
     def _log(self, name: str) -> Path:
         return self.logs / f"engine-{name}.log"

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import aiohttp
 import msgspec
 
+from bench.common.engines import EngineSet, family, make_background, make_foreground
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
 from bench.coserve.records import CoserveBlockRecord, Counters
@@ -262,30 +263,6 @@ class Edge(NamedTuple):
     counters: Counters
 
 
-class PlayedEngines(Protocol):
-    """Host and guests that run already."""
-
-    def url(self, name: str) -> str:
-        """Address of an engine."""
-        ...
-
-    def headers(self, name: str) -> dict[str, str]:
-        """Return the headers that a completion without a lease needs."""
-        ...
-
-    def pid(self, name: str) -> int | None:
-        """Return its API process while it runs."""
-        ...
-
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Schedule the ROSE guest behind all other processes, or level with them."""
-        ...
-
-    def check(self) -> None:
-        """Raise when an engine ended by itself."""
-        ...
-
-
 @dataclass(slots=True)
 class Player:
     """Player that numbers and records blocks, one after another.
@@ -296,7 +273,7 @@ class Player:
 
     seed: int
     guest: GuestLoad
-    engines: PlayedEngines
+    engines: EngineSet
     page: ControlPage
     granting: Granting
     load: JsonlProcess
@@ -376,8 +353,11 @@ class Player:
 
     def rule(self, arm: Arm) -> None:
         """Schedule and grant by the arm's rules."""
-        if self.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
-            self.engines.prioritise_guest(background=self._isolation(arm) != NORMAL)
+        guest = self.engines.pid(GUEST)
+        if self.lent_priority == "normal" and guest is not None:
+            place = make_foreground if self._isolation(arm) == NORMAL else make_background
+            for pid in family(guest):
+                place(pid)
         self.granting.rule(arm, self.engines.pid(HOST), self.guest.token_budget, self.guest.streams)
 
     def _isolation(self, arm: Arm) -> str:

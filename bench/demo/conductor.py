@@ -9,7 +9,7 @@ import os
 import signal
 import time
 
-from bench.demo.plan import STORM_STEPS, ExperimentBlock, ExperimentPlan
+from bench.demo.plan import STORM_STEPS, ExperimentBlock, Plan
 from bench.demo.processes import cpu_seconds, engine_pid
 from bench.demo.report.records import BlockStats
 from bench.demo.stack import GUEST, Stack
@@ -96,7 +96,7 @@ class Conductor:
 
     def __init__(
         self,
-        plan: ExperimentPlan,
+        plan: Plan,
         stack: Stack,
         watcher: Watcher,
         drills: Drills,
@@ -125,7 +125,7 @@ class Conductor:
 
     async def run(self) -> None:
         """Every block of the plan, then tell the trainers to finish the batch under way."""
-        for block in self._plan.blocks:
+        for block in self._plan:
             await self._run_block(block)
         await self._load.say(cmd="off")
         for trainer in self._stack.trainers.values():

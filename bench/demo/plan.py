@@ -10,91 +10,44 @@ greedy success on the held-out maps is compared.
 
 import json
 import random
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-
+from bench.common.checks import FAILS, text_table, verdict_of
 from bench.demo.cli import Control, DemoSettings
 
 SEEDS = 3
 MAX_DIFFERENCE = 0.08
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPair:
-    """Held-out success of one seed, with and without harvest."""
-
-    seed: int
-    with_harvest: float
-    without: float
-
-    @property
-    def difference(self) -> float:
-        """With minus without."""
-        return self.with_harvest - self.without
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All pairs; `verdict` judges the size of their mean difference."""
-
-    pairs: tuple[BlockPair, ...]
-
-    @property
-    def mean_difference(self) -> float:
-        """Mean over seeds of with minus without."""
-        return sum(pair.difference for pair in self.pairs) / len(self.pairs)
-
-    @property
-    def verdict(self) -> str:
-        """HOLDS or FAILS."""
-        return "HOLDS" if abs(self.mean_difference) <= MAX_DIFFERENCE else "FAILS"
-
-
 def run_compare(settings: DemoSettings, run_demo: Callable[[DemoSettings], int]) -> int:
-    """Run all pairs, write `compare.json`, print it; 0 when the claim holds."""
+    """Run all pairs, write `compare.json`, print it; return 0 when the claim holds."""
     pairs = []
     for seed in range(settings.seed, settings.seed + SEEDS):
-        success = {}
+        final = {}
         for arm in ("leased", "frozen"):
             out = settings.out / f"seed-{seed}-{arm}"
             run_demo(replace(settings, compare=False, seed=seed, only=arm, out=out))
-            success[arm] = _held_out(out)
-        pairs.append(BlockPair(seed, success["leased"], success["frozen"]))
-    comparison = Comparison(tuple(pairs))
-    _write(comparison, settings.out)
-    return int(comparison.verdict == "FAILS")
-
-
-def _held_out(out: Path) -> float:
-    report = json.loads((out / "report.json").read_text())
-    return float(report["heldout"]["final"])
-
-
-def _write(comparison: Comparison, out: Path) -> None:
+            final[arm] = float(json.loads((out / "report.json").read_text())["heldout"]["final"])
+        difference = final["leased"] - final["frozen"]
+        pairs.append((seed, final["leased"], final["frozen"], difference))
+    mean = sum(difference for *_, difference in pairs) / len(pairs)
+    verdict = verdict_of(abs(mean), "at most", MAX_DIFFERENCE)
+    names = ("seed", "with_harvest", "without", "difference")
     record = {
-        "pairs": [asdict(pair) | {"difference": pair.difference} for pair in comparison.pairs],
-        "mean_difference": comparison.mean_difference,
+        "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs],
+        "mean_difference": mean,
         "limit": MAX_DIFFERENCE,
-        "verdict": comparison.verdict,
+        "verdict": verdict,
     }
-    (out / "compare.json").write_text(json.dumps(record, indent=2) + "\n")
-    table = Table(title="held-out success after training", box=None)
-    for column in ("seed", "with harvest", "without", "difference"):
-        table.add_column(column, justify="right")
-    for pair in comparison.pairs:
-        cells = (pair.with_harvest, pair.without, pair.difference)
-        table.add_row(str(pair.seed), *(f"{cell:.3f}" for cell in cells))
-    console = Console()
-    console.print(table)
-    console.print(
-        f"mean difference {comparison.mean_difference:+.3f},"
-        f" at most ±{MAX_DIFFERENCE}: {comparison.verdict}"
-    )
+    (settings.out / "compare.json").write_text(json.dumps(record, indent=2) + "\n")
+    head = [name.replace("_", " ") for name in names]
+    rows = [[str(seed), *(f"{cell:.3f}" for cell in cells)] for seed, *cells in pairs]
+    sys.stdout.write(text_table("held-out success after training", head, rows))
+    sys.stdout.write(f"mean difference {mean:+.3f}, at most ±{MAX_DIFFERENCE}: {verdict}\n")
+    return int(verdict == FAILS)
 
 
 Arm = Literal["leased", "frozen", "ceiling", "unmeasured"]
@@ -134,24 +87,14 @@ class ExperimentBlock:
     revocations: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExperimentPlan:
-    """All blocks of a run in the order in which they run."""
-
-    blocks: tuple[ExperimentBlock, ...]
-
-    @property
-    def pairs(self) -> int:
-        """Number of leased-frozen pairs."""
-        return sum(block.arm == "leased" and block.pair is not None for block in self.blocks)
+Plan = list[ExperimentBlock]
+"""Blocks of a run in the order in which they run."""
 
 
-def plan_of(settings: DemoSettings) -> ExperimentPlan:
+def plan_of(settings: DemoSettings) -> Plan:
     """Return the plan of the settings."""
     if settings.only:
-        return ExperimentPlan(
-            (ExperimentBlock(0, None, settings.only, 0, until_step=settings.steps),)
-        )
+        return [ExperimentBlock(0, None, settings.only, 0, until_step=settings.steps)]
     if settings.control:
         return control_plan(settings.seed, settings.control)
     if settings.accept:
@@ -159,24 +102,20 @@ def plan_of(settings: DemoSettings) -> ExperimentPlan:
     return quickstart_plan() if settings.jobs == 1 else sharing_plan()
 
 
-def sharing_plan() -> ExperimentPlan:
+def sharing_plan() -> Plan:
     """Return a plan of several jobs with the guest, for some turns of each, and no faults."""
-    return ExperimentPlan(
-        (ExperimentBlock(0, None, "leased", 0, seconds=SHARING_S, until_step=SHARING_STEPS),)
-    )
+    return [ExperimentBlock(0, None, "leased", 0, seconds=SHARING_S, until_step=SHARING_STEPS)]
 
 
-def quickstart_plan() -> ExperimentPlan:
+def quickstart_plan() -> Plan:
     """Return a plan of the loop for a while, one revocation in mid-turn, one kill."""
-    return ExperimentPlan(
-        (
-            ExperimentBlock(0, None, "leased", 0, seconds=QUICKSTART_S, until_step=2),
-            ExperimentBlock(1, None, "leased", 1, revocations=1),
-        )
-    )
+    return [
+        ExperimentBlock(0, None, "leased", 0, seconds=QUICKSTART_S, until_step=2),
+        ExperimentBlock(1, None, "leased", 1, revocations=1),
+    ]
 
 
-def accept_plan(seed: int, steps: int) -> ExperimentPlan:
+def accept_plan(seed: int, steps: int) -> Plan:
     """Return pairs in balanced random order, ceilings between, the rest of `steps`, the storm."""
     rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
     # Segment 0 belongs to the warm-up, segment k + 1 to both arms of pair k.
@@ -187,32 +126,27 @@ def accept_plan(seed: int, steps: int) -> ExperimentPlan:
             blocks.append(ExperimentBlock(len(blocks), None, "ceiling", None, BLOCK_S))
         blocks += _pair(len(blocks), pair, leased_first)
     rest = ExperimentBlock(len(blocks), None, "unmeasured", PAIRS + 1, until_step=steps)
-    return ExperimentPlan((*blocks, rest, _storm(len(blocks) + 1, PAIRS + 2)))
+    return [*blocks, rest, _storm(len(blocks) + 1, PAIRS + 2)]
 
 
-def control_plan(seed: int, control: Control) -> ExperimentPlan:
+def control_plan(seed: int, control: Control) -> Plan:
     """Return the part of the acceptance run that the claims which must notice need."""
+    warm_up = ExperimentBlock(0, None, "unmeasured", 0, until_step=1)
     match control:
         case "lr0":
-            return ExperimentPlan((ExperimentBlock(0, None, "leased", 0, until_step=3),))
+            return [ExperimentBlock(0, None, "leased", 0, until_step=3)]
         case "shuffled-advantage":
-            return ExperimentPlan(
-                (ExperimentBlock(0, None, "ceiling", None, until_step=LEARNING_STEPS),)
-            )
+            return [ExperimentBlock(0, None, "ceiling", None, until_step=LEARNING_STEPS)]
         case "drop-token":
-            return ExperimentPlan(
-                (ExperimentBlock(0, None, "unmeasured", 0, until_step=1), _storm(1, 1))
-            )
+            return [warm_up, _storm(1, 1)]
         case "naive":
             rng = random.Random(seed)  # noqa: S311 - an experiment's order, not a secret
-            blocks = [ExperimentBlock(0, None, "unmeasured", 0, until_step=1)]
+            blocks = [warm_up]
             for pair, leased_first in enumerate(_leased_first(CONTROL_PAIRS, rng)):
                 blocks += _pair(len(blocks), pair, leased_first)
-            return ExperimentPlan(tuple(blocks))
+            return blocks
         case _:
-            return ExperimentPlan(
-                (ExperimentBlock(0, None, "ceiling", None, until_step=WEIGHTS_STEPS),)
-            )
+            return [ExperimentBlock(0, None, "ceiling", None, until_step=WEIGHTS_STEPS)]
 
 
 def _pair(first: int, pair: int, leased_first: bool) -> list[ExperimentBlock]:

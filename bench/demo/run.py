@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.demo.cli import DemoSettings
 from bench.demo.conductor import Conductor, Drills
 from bench.demo.frozen_lake.models import Models
-from bench.demo.plan import ExperimentPlan, plan_of
+from bench.demo.plan import Plan, plan_of
 from bench.demo.processes import level_with_host, sample_memory, yield_to_trainer
 from bench.demo.report.claims import exit_code
 from bench.demo.report.records import RunLayout
@@ -173,9 +173,7 @@ async def _beside(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[Non
 class _Run:
     """One run from the first process to the report."""
 
-    def __init__(
-        self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: ExperimentPlan
-    ) -> None:
+    def __init__(self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: Plan) -> None:
         self._settings = settings
         self._layout = layout
         self._ports = ports

@@ -59,9 +59,6 @@ class ServingEngines(EngineSet):
         specs = (self._host(), self._guest(), self._naive())
         await self.start_together(specs, timeout_s, self.folder)
 
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Do nothing: the kernel's priorities do not affect a card."""
-
     def _host(self) -> EngineSpec:
         sizes = self.sizes
         spec = self._spec(HOST, EngineRole.HOST, sizes.host, sizes.host_sequences)
