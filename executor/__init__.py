@@ -1,9 +1,9 @@
 """SLO-safe co-serving: control page, grants, KV memory; plugins of engines in `executor.vllm` and
 `executor.sglang`.
 
-Its cores decide and do nothing: clock, page and memory are the caller's. A core is asked by
-`step(event, now_ns) -> list[Action]` and says where it stands by `status()`. The loop of a guest's
-grants (`rose.node.grants.guard_thread` is the real one), with a reclaim when it owes for too long:
+Its cores decide and act on nothing: clock, page and memory are the caller's. A core has
+`step(event, now_ns) -> list[Action]` and `status()`. The loop of a guest's grants
+(`rose.node.grants.guard_thread` is the real one), with a reclaim when it owes for too long:
 
     controller = GrantController(config, previous=page.grant.peek())
     while True:  # 50 times a second
@@ -22,7 +22,7 @@ grants (`rose.node.grants.guard_thread` is the real one), with a reclaim when it
                 case Escalate(level, bytes_left): take(level, bytes_left)
                 case Finished():                  finished = action
 
-Their stories are in tests/traces/{guard,reclaim}.
+Their golden traces are in tests/traces/{guard,reclaim}.
 """
 
 from executor.control_page.host_seat import HostSeat, HostView, Veto

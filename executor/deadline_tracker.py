@@ -1,13 +1,13 @@
-"""Earliest TTFT and TPOT deadlines of a host's requests, kept up to date in little time.
+"""Earliest TTFT and TPOT deadlines of a host's requests, updated in little time.
 
 All requests share one TTFT target, so the earliest prefill deadline belongs to the oldest arrival
 that still waits for its first token. Requests come nearly in the order of their arrival times: a
-queue holds those that do, a heap the others, and both forget lazily. Nearly all decoding requests
-get a token in every step, so only those that were left out need a time of their own.
+queue holds the ones in order, a heap the others, and both drop entries lazily. Nearly all decoding
+requests get a token in every step, so only the ones left out need a time of their own.
 
 Nor does a step look at its decoding requests one by one. Every request of a step is known to be
-prefilling, decoding or gone, and the first and the last are few: what is left counts the decoding
-ones, and while that count is right nobody was left out. Only when it is wrong a step is searched.
+prefilling, decoding or gone, and the first and the last are few: the rest are the decoding ones,
+and while their count is right no request was left out. Only a wrong count makes a step search.
 """
 
 import heapq
@@ -26,12 +26,13 @@ class DeadlineTracker:
         self._arrivals: deque[tuple[int, str]] = deque()
         self._overtaken: list[tuple[int, str]] = []
         self._prefill_left: dict[str, int] = {}
-        # Of those, the ones that a step has had.
+        # The prefilling requests that have been in a step.
         self._prefilling: set[str] = set()
         self._decoding: set[str] = set()
-        # In the order in which they were left out, so the first has waited longest.
+        # Ordered by the time at which they were left out, so the first has waited longest.
         self._left_out: dict[str, int] = {}
-        # Ended while steps were in flight that may hold them: (last of those steps, request).
+        # Requests that ended while steps were in flight that may hold them: (last of those steps,
+        # request).
         self._gone: deque[tuple[int, str]] = deque()
         self._last_token_ns = 0
         self._begun = 0
@@ -42,7 +43,7 @@ class DeadlineTracker:
         return len(self._prefill_left) + len(self._decoding)
 
     def arrived(self, request_id: str, arrival_ns: int, prompt_tokens: int) -> None:
-        """A request came in; one that is known already (a streamed session) keeps its deadline."""
+        """Add a request; one that is known already (a streamed session) keeps its deadline."""
         if request_id in self._prefill_left or request_id in self._decoding:
             return
         if not self._arrivals or arrival_ns >= self._arrivals[-1][0]:
@@ -53,7 +54,7 @@ class DeadlineTracker:
         self.queued_prefill_tokens += prompt_tokens
 
     def begun(self, new_ids: Iterable[str]) -> None:
-        """A step was scheduled; `new_ids` are all that are in one for the first time.
+        """Record a scheduled step; `new_ids` are all requests that are in one for the first time.
 
         Call it once for each `stepped`: steps end in the order in which they begin.
         """
@@ -65,7 +66,7 @@ class DeadlineTracker:
     def stepped(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
-        """A step over `scheduled` (request → tokens) ended; `has_token`: first token delivered?"""
+        """Record a step's end over `scheduled` (request → tokens); `has_token`: not prefilling."""
         prefilled: list[str] = []
         decoded = len(scheduled)
         if self._prefilling:
@@ -84,7 +85,7 @@ class DeadlineTracker:
         self._done += 1
 
     def finished(self, request_ids: Iterable[str]) -> None:
-        """Requests ended, for whatever reason."""
+        """Remove ended requests."""
         for request_id in request_ids:
             if request_id in self._decoding:
                 self._decoding.discard(request_id)
@@ -99,7 +100,7 @@ class DeadlineTracker:
 
     @property
     def earliest_prefill_ns(self) -> int:
-        """When the next first token is due, NO_DEADLINE when none is waited for."""
+        """Time at which the next first token is due, NO_DEADLINE if no request waits for one."""
         queue, heap, waiting = self._arrivals, self._overtaken, self._prefill_left
         while queue and queue[0][1] not in waiting:
             queue.popleft()
@@ -112,20 +113,20 @@ class DeadlineTracker:
 
     @property
     def earliest_decode_ns(self) -> int:
-        """When the next token after a first one is due, NO_DEADLINE when none is waited for."""
+        """Time at which the next later token is due, NO_DEADLINE if no request waits for one."""
         if not (self._decoding and self._tpot_ns):
             return NO_DEADLINE
         last_ns = next(iter(self._left_out.values())) if self._left_out else self._last_token_ns
         return last_ns + self._tpot_ns
 
     def _gone_of(self, scheduled: Mapping[str, int]) -> int:
-        """How many of a step ended while it was in flight."""
+        """Return how many of a step's requests ended while it was in flight."""
         while self._gone and self._gone[0][0] <= self._done:
             self._gone.popleft()
         return sum([id_ in scheduled for _, id_ in self._gone])
 
     def _search(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Note who was left out; returns the scheduled requests without a first token."""
+        """Record the requests left out; return the scheduled requests without a first token."""
         for request_id in self._decoding.difference(scheduled):
             self._left_out.setdefault(request_id, self._last_token_ns)
         return [id_ for id_ in scheduled if id_ in self._prefill_left]

@@ -19,23 +19,25 @@ AUTO = "auto"
 MADVISE = "madvise"
 CUDA = "cuda"
 WARM_UP = "rose-warm-up-"
-"""Ids of requests begin so that run before the first lease: their tokens are nobody's."""
+"""Prefix of the ids of requests that run before the first lease: their tokens belong to no job."""
 POLICY_VERSION = "ROSE_POLICY_VERSION"
-"""Set in its own process by whoever activates weights there, so that the guest can publish it."""
+"""Set in an engine's process by the code that activates weights; the guest publishes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean unknown.
+    """Settings; `role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean
+    unknown.
 
     `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
     `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
-    never lends, and after which time a prefix that nobody asked for may be forgotten.
-    `kv_backend`: how KV pages go: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
+    never lends, and the time after which an unused prefix may be dropped.
+    `kv_backend`: how KV pages are released: MADVISE on host memory, CUDA on a GPU, AUTO by where
+    the KV is.
     `page_socket`: where a host on a GPU lends pages by handle and its guest borrows them; empty for
     pages that pass through the driver.
     `page_group`: the group that shares the control page, empty for its owner alone.
-    `found`: a host that nodes find in the folder of its page, where it describes itself.
+    `found`: True for a host that nodes find in the folder of its page, where it describes itself.
     """
 
     role: str
@@ -91,10 +93,10 @@ class EngineSettings:
 
 
 def page_path_of(environ: Mapping[str, str]) -> str:
-    """Path of the control page: ROSE_CONTROL_PAGE, or a host's own in the folder ROSE_HOST_DIR.
+    """Return the path of the control page: ROSE_CONTROL_PAGE, or a host's own in ROSE_HOST_DIR.
 
-    All processes of a host come to the same one. Empty where the environment names neither. Raises
-    PageError for a ROSE_HOST_NAME that cannot be one.
+    All processes of a host get the same one. Empty if the environment names neither. Raises
+    PageError for an invalid ROSE_HOST_NAME.
     """
     folder = environ.get("ROSE_HOST_DIR", "")
     if environ.get("ROSE_CONTROL_PAGE") or environ.get("ROSE_ROLE") != HOST or not folder:
@@ -103,7 +105,7 @@ def page_path_of(environ: Mapping[str, str]) -> str:
 
 
 def _own_name(environ: Mapping[str, str]) -> str:
-    """That of the machine or pod, and of the GPUs where one machine has several hosts."""
+    """Return the machine's or pod's name, with the GPUs if one machine has several hosts."""
     parts = socket.gethostname(), environ.get("CUDA_VISIBLE_DEVICES", "")
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts if part)
     return name[:100]

@@ -2,12 +2,11 @@
 
 ExecutorError
 ├── DeviceError      a GPU's driver refuses a call
-│   ├── DeviceMemoryShort  the GPU has not enough free memory; what was mapped is as it was
-│   └── MappingLost        addresses of the KV cache are without memory: the engine has to end
-├── LendingError     a host's KV memory cannot be lent
-├── LoanError        the other side of a loan of pages breaks the rules
-├── PageError        the control page cannot be used: missing, foreign, of another layout
-├── PageReleaseError the kernel does not give KV memory back, or does not say
+│   ├── DeviceMemoryShort  the GPU has not enough free memory; the mappings are unchanged │   └──
+MappingLost        addresses of the KV cache are without memory: the engine has to end ├──
+LendingError     a host's KV memory cannot be lent ├── LoanError        the other side of a loan of
+pages breaks the rules ├── PageError        the control page cannot be used: missing, foreign, of
+another layout ├── PageReleaseError the kernel does not give KV memory back, or does not report it
 └── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
 """
 
@@ -21,19 +20,19 @@ class DeviceError(ExecutorError):
 
 
 class DeviceMemoryShort(DeviceError):  # noqa: N818 -- a state of the GPU that passes
-    """Nothing changed; the same may succeed when others have given memory back."""
+    """Not enough free memory; nothing changed, and a later call may succeed."""
 
 
 class MappingLost(DeviceError):  # noqa: N818 -- says what happened
-    """The KV cache could not be put back as it was: a kernel that touches it would fault."""
+    """The KV cache could not be restored: a kernel that touches it would fault."""
 
 
 class LendingError(ExecutorError):
-    """The host keeps its KV memory to itself."""
+    """The host's KV memory cannot be lent."""
 
 
 class LoanError(ExecutorError):
-    """A message about lent pages makes no sense; its sender is not dealt with any more."""
+    """A message about lent pages is invalid; its sender gets no more pages."""
 
 
 class PageError(ExecutorError):

@@ -1,7 +1,7 @@
-"""Why a guest runs, slows down or stands still: the words on the page, each with its sentence.
+"""Reasons why a guest runs, slows down or is frozen: the words on the page, each with its sentence.
 
 The guard writes one into every grant, the gate one into the guest section; logs, metrics and the
-CLI show the word, and the sentence where a person reads.
+CLI show the word, and the sentence for people.
 """
 
 from enum import StrEnum
@@ -9,18 +9,18 @@ from typing import Final, Self
 
 
 class FreezeReason(StrEnum):
-    """One word of at most REASON_BYTES; `sentence` says to an operator what it means."""
+    """One word of at most REASON_BYTES; `sentence` explains it to an operator."""
 
     sentence: str
 
     def __new__(cls, word: str, sentence: str) -> Self:
-        """`word`: the value, which compares and encodes as any text does."""
+        """word: the value, which compares and encodes like any text."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.sentence = sentence
         return member
 
-    # The guard's, from the hardest to the softest.
+    # Reasons of the guard, from the hardest to the softest.
     KILL_SWITCH = "kill_switch", "the kill switch is set; take it back with `rose unkill RUN_DIR`"
     STALLED = (
         "daemon_stalled",
@@ -45,7 +45,7 @@ class FreezeReason(StrEnum):
     LEASED = "leased", "a job has leased it"
     WARM_UP = "warm_up", "its engine warms up while the host is idle"
 
-    # What speaks against the host's state, for guard and gate alike.
+    # Reasons of guard and gate against the host's state.
     PAGE_REPLACED = (
         "page_replaced",
         "the page's file was deleted or made anew: start the node again",
@@ -62,7 +62,7 @@ class FreezeReason(StrEnum):
     HOST_STARTING = "host_starting", "the host took the page just now"
     HOST_SILENT = "host_silent", "the host's process has not said for a second that it lives"
 
-    # The gate's.
+    # Reasons of the gate.
     OK = "ok", "its grant holds, and its host is idle or has time to spare"
     THROTTLED = "throttled", "its grant allows smaller steps, or none"
     HOST_BUSY = "host_busy", "the host works, and only its idle time is lent"
@@ -79,6 +79,6 @@ _SENTENCES: Final = {str(reason): reason.sentence for reason in FreezeReason}
 
 
 def explained(word: str) -> str:
-    """`no_lease (no job has leased it)`; a word of another build stands alone."""
+    """Return `no_lease (no job has leased it)`; a word of another build is returned alone."""
     sentence = _SENTENCES.get(word)
     return f"{word} ({sentence})" if sentence else word

@@ -1,12 +1,12 @@
 """Grant controller: how much compute and KV memory a guest may use for the next half second.
 
     Seen, 50 times a second ──► Write      the grant, in every step
-                                VoidLeases the process stood still: what it knows of leases is old
+                                VoidLeases the process was paused: its leases are out of date
                                 Boost      the guest owes memory and needs a core to return it on
                                 Reclaim    it still owes it: `executor.kv.reclaim_ladder` begins
 
-Whatever the controller does not know counts against the guest. A daemon that stops calling revokes
-by silence: the last grant expires.
+Everything that the controller does not know counts against the guest. A daemon that stops calling
+revokes by silence: the last grant expires.
 
 `GrantLiveness` is the guest's side: it decides when a guest must end itself, either because its
 grant says so or because the grant is so old that the node daemon must be gone.
@@ -32,7 +32,7 @@ from executor.kv.reclaim_ladder import OverdueTimer
 
 
 class GrantLiveness:
-    """Judges the grant's age; the clock is handed in."""
+    """Judge of the grant's age; the clock is passed in."""
 
     def __init__(self, started_ns: int, orphan_ns: int) -> None:
         """A guest that never sees a grant counts from `started_ns`."""
@@ -42,17 +42,17 @@ class GrantLiveness:
         self._orphan_ns = orphan_ns
 
     def step(self, now_ns: int, grant: Grant | None) -> FreezeReason | None:
-        """Why to end now, None to live on; `grant` is None when it cannot be read."""
+        """Return the reason to end now, None to live on; `grant` is None if it cannot be read."""
         if grant is not None:
             if grant.mode is GrantMode.KILL:
                 return FreezeReason.KILLED
-            # A heartbeat from the future is no sign of life.
+            # A heartbeat from the future is not a sign of life.
             if grant.heartbeat_ns <= now_ns:
                 self._last_sign_ns = max(self._last_sign_ns, grant.heartbeat_ns)
         return FreezeReason.ORPHANED if now_ns - self._last_sign_ns > self._orphan_ns else None
 
 
-# What a guest that has a core needs to give back what its host wants.
+# Time that a guest with a core needs to return the memory that its host wants.
 PRESS_NS: Final = 250_000_000
 OVERDUE_NS: Final = 2_000_000_000
 
@@ -64,9 +64,9 @@ class GuardConfig:
     `kv_granule_cap`: KV granules it may keep pages under, 0 for as many as it started with.
     `slack_share` 0..1 (0: host-idle time only). While the host fills its own KV memory, as
     `pressure` says, the guest's steps have half the tokens and its cap follows the policy.
-    `kv_base_bytes`: KV memory of its own, beyond which it has only what the host lends just now;
-    0 does not bind it to that. A guest that keeps more is frozen after `press_ns`, so that it does
-    nothing else but return it, and reclaimed from after every `overdue_ns`.
+    `kv_base_bytes`: KV memory of its own, beyond which it has only what the host lends now; 0 does
+    not bind it to that. A guest that keeps more is frozen after `press_ns`, so that it does nothing
+    but return it, and a reclaim begins after every further `overdue_ns`.
     """
 
     token_budget: int
@@ -90,14 +90,14 @@ class GuardConfig:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that is known at one moment.
+    """Facts at one moment.
 
-    `host_doubt`: what speaks against the host beside its page, HOST_DEAD, HOST_FOREIGN or None.
+    `host_doubt`: evidence against the host beside its page, HOST_DEAD, HOST_FOREIGN or None.
     `guest`: None when unreadable (an absent guest is no reason to freeze: it reads its grant when
-    it starts). `lease_epoch`: of the lease that holds now, None without one. `reclaim_cap`: KV
-    granules that a reclaim leaves the guest (0: all of them), None without. `warming`: its engine
-    starts and takes no turns yet; it may run in host-idle time. `caps`: of capacity policies.
-    `cut_off`: its node has not heard a scheduler for too long; it keeps no memory but the least.
+    it starts). `lease_epoch`: of the present lease, None without one. `reclaim_cap`: KV granules
+    that a reclaim leaves the guest (0: all of them), None without. `warming`: its engine starts and
+    takes no turns yet; it may run in host-idle time. `caps`: of capacity policies. `cut_off`: its
+    node has not heard a scheduler for too long; it keeps only the least memory.
     """
 
     view: HostView
@@ -115,26 +115,26 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write this grant."""
+    """Action: write this grant."""
 
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
 class VoidLeases:
-    """End all leases of the time before: nobody answered for them while this process stood."""
+    """Action: end all earlier leases; no process renewed them while this one was paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boost:
-    """Put the guest's processes among the normal ones, or back behind all others."""
+    """Action: give the guest's processes normal priority, or put them back behind all others."""
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Begin the ladder for so many bytes."""
+    """Action: begin the ladder for this many bytes."""
 
     owed_bytes: int
 
@@ -144,7 +144,7 @@ Action = Write | VoidLeases | Boost | Reclaim
 
 @dataclass(frozen=True, slots=True)
 class GuardStatus:
-    """The last grant's mode and epoch, what the guest owes, and up to which epoch leases are void.
+    """The last grant's mode and epoch, the guest's debt, and the epoch up to which leases are void.
 
     `boosted`: it has a core of its host's. `squeezed`: its host needs its KV memory.
     """
@@ -161,7 +161,7 @@ class GrantController:
     """Grants of one guest. Its epoch grows with every change of mode and never falls."""
 
     def __init__(self, config: GuardConfig, previous: Grant | None = None) -> None:
-        """`previous`: the grant found on the page, so that a restarted daemon's epoch goes on."""
+        """previous: the grant found on the page, so that a restarted daemon continues its epoch."""
         self._config = config
         self._mode: GrantMode | None = None
         self._epoch = previous.epoch if previous is not None else 0
@@ -176,7 +176,7 @@ class GrantController:
         )
 
     def step(self, event: Seen, now_ns: int) -> list[Action]:
-        """What to do now; the first action is the grant."""
+        """Return the actions of this moment; the first one is the grant."""
         stalled = self._was_stalled(now_ns)
         self._newest_lease = max(self._newest_lease, event.lease_epoch or 0)
         leased = event.lease_epoch is not None and event.lease_epoch > self._void_epoch
@@ -202,7 +202,7 @@ class GrantController:
         return actions + self._collect(now_ns, mode)
 
     def status(self) -> GuardStatus:
-        """Where it stands after the last step."""
+        """Return the state after the last step."""
         return GuardStatus(
             self._mode or GrantMode.FREEZE,
             self._epoch,
@@ -215,12 +215,12 @@ class GrantController:
     def _judge(
         self, event: Seen, doubt: FreezeReason | None, *, stalled: bool, leased: bool
     ) -> tuple[GrantMode, FreezeReason]:
-        """The first of the ladder that applies."""
+        """Return the first reason of the ladder that applies."""
         guest = event.guest
         drained = event.draining and guest is not None and not (guest.running or guest.waiting)
         applies = (
             event.kill_switch,
-            # After a stop longer than a grant lives, what the caller knows of leases is old news.
+            # After a pause longer than a grant's life the caller's leases are out of date.
             stalled,
             doubt is not None,
             event.reclaim_cap is not None,
@@ -241,12 +241,12 @@ class GrantController:
         return mode, reason
 
     def _collect(self, now_ns: int, mode: GrantMode) -> list[Action]:
-        """What the guest's debt calls for."""
+        """Return the actions that the guest's debt requires."""
         actions: list[Action] = []
         overdue = self._debt.step(now_ns, self._owed_bytes)
-        # Only a frozen guest gets a core of its host's: it gives memory back on it, nothing else.
+        # Only a frozen guest gets a core of its host's, and only to return memory.
         boosted = self._debt.pressed and mode is GrantMode.FREEZE
-        # Again in every step, for it may have other processes by now.
+        # Repeated in every step, since it may have other processes by now.
         if boosted or self._boosted:
             actions.append(Boost(boosted))
         self._boosted = boosted
@@ -259,7 +259,7 @@ class GrantController:
         return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
 
     def _limit(self, host: HostState | None, guest: GuestState | None, caps: HarvestCaps) -> int:
-        """Granules it may keep at most; with memory of its own: that and what is lent now."""
+        """Return the most granules it may keep; with own memory: that and the present loan."""
         config = self._config
         granule_bytes = guest.granule_bytes if guest is not None else 0
         most = _tightest(config.kv_granule_cap, caps.granules(granule_bytes))
@@ -276,7 +276,7 @@ class GrantController:
     def _cap(
         self, now_ns: int, host: HostState | None, guest: GuestState | None, limit: int
     ) -> int:
-        """Granules that the guest may keep: its limit, or less under pressure."""
+        """Return the granules that the guest may keep: its limit, or less under pressure."""
         used = host.kv_used / host.kv_total if host is not None and host.kv_total > 0 else None
         guest = guest or GuestState()
         most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)
@@ -299,13 +299,13 @@ class GrantController:
             budget = config.token_budget
         elif mode is GrantMode.THROTTLE:
             budget = max(1, config.token_budget // 2)
-        # Its mode stays: no epoch and no line of a log changes twice a second.
+        # Its mode stays: neither epoch nor log changes twice a second.
         budget = budget if caps.computes(now_ns) else 0
         return Grant(
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
-            # In every mode: no cap would let a frozen guest grow back.
+            # In every mode: without a cap a frozen guest would grow back.
             kv_granule_cap=cap,
             slack_share=caps.slack(config.slack_share) if leased else 0.0,
             epoch=self._epoch,
@@ -316,11 +316,11 @@ class GrantController:
 
 
 def _tightest(*caps: int) -> int:
-    """The least of the caps that are there."""
+    """Return the least of the caps that exist."""
     return min((cap for cap in caps if cap > NO_CAP), default=NO_CAP)
 
 
-# None: whatever speaks against the host.
+# None: the reason against the host.
 _LADDER: Final[tuple[tuple[GrantMode, FreezeReason | None], ...]] = (
     (GrantMode.KILL, FreezeReason.KILL_SWITCH),
     (GrantMode.FREEZE, FreezeReason.STALLED),

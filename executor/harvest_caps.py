@@ -1,7 +1,7 @@
-"""Caps that capacity policies put on one guest, beneath what its node's own file allows.
+"""Caps of capacity policies on one guest, beneath the limits of its node's own file.
 
-They arrive over the network and may change at any time; what they leave out is not bounded. The
-stricter of cap and file holds.
+They arrive over the network and may change at any time; a missing one bounds nothing. The stricter
+of cap and file holds.
 """
 
 import math
@@ -20,8 +20,8 @@ class HarvestCaps:
 
     compute: share of each second in which it may begin steps; one that has begun ends, so a guest's
     steps may take longer by one step a second. kv_bytes: KV memory that it may keep. kv_headroom:
-    share of the host's KV memory that is neither used nor lent, for a guest that borrows.
-    Raises ValueError for shares that are none.
+    share of the host's KV memory that is neither used nor lent, for a guest that borrows. Raises
+    ValueError for invalid shares.
     """
 
     compute: float | None = None
@@ -40,24 +40,24 @@ class HarvestCaps:
             raise ValueError(f"kv_bytes is {self.kv_bytes}; give 0 or more")
 
     def computes(self, now_ns: int) -> bool:
-        """Whether a guest may begin steps at this moment."""
+        """Return True if a guest may begin steps at this moment."""
         if self.compute is None:
             return True
         return now_ns % COMPUTE_WINDOW_NS < self.compute * COMPUTE_WINDOW_NS
 
     def slack(self, own: float) -> float:
-        """Share of the host's slack; `own` is that of the node's file."""
+        """Return the share of the host's slack; `own` is that of the node's file."""
         return own if self.slack_share is None else min(own, self.slack_share)
 
     def granules(self, granule_bytes: int) -> int:
-        """KV granules that it may keep; NO_CAP for any number."""
+        """Return the KV granules that it may keep; NO_CAP for any number."""
         if self.kv_bytes is None:
             return NO_CAP
-        # A guest that does not say how large its granules are gets none beyond the last.
+        # A guest that does not report the size of its granules gets none beyond the last.
         return max(LEAST_CAP, self.kv_bytes // granule_bytes) if granule_bytes > 0 else LEAST_CAP
 
     def pressure(self, own: PressureLimits) -> tuple[float, float]:
-        """High and low watermark; `own` are those of the node's file."""
+        """Return the high and low watermark; `own` are those of the node's file."""
         high = own.high if self.high_watermark is None else min(own.high, self.high_watermark)
         low = own.low if self.low_watermark is None else min(own.low, self.low_watermark)
         return high, min(low, high)

@@ -1,7 +1,7 @@
-"""The question asked before every guest step: may it run, and how large?
+"""Decision before every guest step: may it run, and how large?
 
-Fail closed: whatever is missing, torn, old, foreign or unknown yields. An idle host writes nothing
-new, so its last idle state is as good as its writer's lock and heartbeat: they are looked at before
+Fail closed: anything missing, torn, old, foreign or unknown yields. An idle host writes nothing
+new, so its last idle state is as good as its writer's lock and heartbeat: they are checked before
 every step (`executor.control_page.host_seat`).
 """
 
@@ -12,7 +12,7 @@ from executor.control_page.seqlock_records import NO_DEADLINE, Grant, GrantMode,
 from executor.freeze_reason import FreezeReason
 from slo import StepModel
 
-# An attribute of an enumeration is looked up in a dictionary each time.
+# An attribute of an enumeration costs a dictionary lookup each time.
 _OK, _THROTTLED = FreezeReason.OK, FreezeReason.THROTTLED
 _HOST_BUSY, _NO_SLACK = FreezeReason.HOST_BUSY, FreezeReason.NO_SLACK
 
@@ -35,7 +35,7 @@ class Yield:
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """How old is stale, and how careful to be with slack.
+    """Age limits, and safety margins of slack.
 
     `max_grant_ns` bounds how far ahead an expiry may lie: one further away comes from another boot
     or a broken clock. `host_prefill_ns_per_token` is the profiled cost of the host's queue.
@@ -56,7 +56,7 @@ def decide(
     limits: GateLimits,
     context_tokens: int = 0,
 ) -> Run | Yield:
-    """Run or yield, from what the page says at `now_ns`; a grant of None cannot be read.
+    """Return Run or Yield from the page's content at `now_ns`; a grant of None cannot be read.
 
     `model` predicts the guest's own steps over `context_tokens` of KV. With `slack_share` 0 the
     guest runs only while the host is idle; above 0 it gets the largest budget whose predicted step
@@ -87,8 +87,8 @@ def may_use_idle_host(
 ) -> bool:
     """Return True if the host is idle and a live grant lets the guest compute.
 
-    For work of unknown length, which no slack can hold: an engine's start, new weights. unleased: a
-    guest that is frozen for no other reason than that no job has leased it may, too.
+    For work of unknown length, which no slack can hold: an engine's start, new weights. unleased:
+    also for a guest that is frozen only because no job has leased it.
     """
     if grant is None or view.doubt(now_ns) or view.state is None:
         return False
@@ -105,7 +105,7 @@ _STOPPING = {
 
 
 def lapsed(grant: Grant, now_ns: int, limits: GateLimits) -> FreezeReason | None:
-    """Why a grant no longer counts, whatever its mode; None while it is live."""
+    """Return the reason why a grant no longer counts, whatever its mode; None while it is live."""
     if not now_ns < grant.expiry_ns <= now_ns + limits.max_grant_ns:
         return FreezeReason.GRANT_EXPIRED
     if _stale(grant.heartbeat_ns, now_ns, limits.grant_stale_ns):
@@ -132,13 +132,13 @@ def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
 
 
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
-    """What a step may take of the tighter slack.
+    """Return the time that a step may take of the tighter slack.
 
-    prefill slack = arrival + TTFT target − now − predicted prefill
-    decode slack  = last token + TPOT target − now − predicted decode
-    (ROSE paper, 2026.) The deadlines on the page are the first two terms of each.
+    prefill slack = arrival + TTFT target − now − predicted prefill decode slack  = last token +
+    TPOT target − now − predicted decode (ROSE paper, 2026.) The deadlines on the page are the first
+    two terms of each.
     """
-    # The host's last step is the reactive floor of what its next one will take.
+    # The host's last step is the reactive floor of its next one's time.
     slacks_ns = []
     if host.earliest_prefill_deadline_ns != NO_DEADLINE:
         queued_ns = host.queued_prefill_tokens * limits.host_prefill_ns_per_token

@@ -1,10 +1,10 @@
-"""An engine's steps and arrivals on file, for measurements only: off unless ROSE_STEP_LOG is set.
+"""Log of an engine's steps and arrivals, for measurements only: off unless ROSE_STEP_LOG is set.
 
     0      magic, layout version, capacity in records, count
     32     records of seven int64: kind, begin_ns, end_ns, cpu_ns, tokens, sequences, sampled
 
-The file is mapped, so a record costs a copy of 56 bytes and survives `kill -9` of its writer. It
-has its room on disk from the start, since a write to a mapped hole of a full disk would end the
+The file is mapped, so a record costs a copy of 56 bytes and survives `kill -9` of its writer. Its
+room on disk is taken at the start, since a write to a mapped hole of a full disk would end the
 engine. A full log takes no more. Times are CLOCK_MONOTONIC.
 """
 
@@ -34,8 +34,9 @@ _COUNT_WORD: Final = 3
 class StepRecord(NamedTuple):
     """One record.
 
-    STEP: `tokens` were scheduled for `sequences`, `sampled` came out; `cpu_ns` is what the engine's
-    thread used. ARRIVAL: a request of `tokens` came at `begin_ns`, the engine saw it at `end_ns`.
+    STEP: `tokens` were scheduled for `sequences`, `sampled` came out; `cpu_ns` is the time of the
+    engine's thread. ARRIVAL: a request of `tokens` came at `begin_ns`, the engine saw it at
+    `end_ns`.
     """
 
     kind: int
@@ -60,7 +61,7 @@ class StepLog:
         capacity: int = CAPACITY,
         thread_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        """Raises PageError when the file cannot be made."""
+        """Raises PageError if the file cannot be made."""
         size = HEADER.size + capacity * RECORD.size
         try:
             with path.open("xb+") as file:
@@ -94,19 +95,19 @@ class StepLog:
             return None
 
     def begin(self) -> None:
-        """A step begins in the calling thread."""
+        """Record that a step begins in the calling thread."""
         self._began_cpu_ns = self._thread_ns()
 
     def step(
         self, begin_ns: int, end_ns: int, tokens: int, sequences: int, sampled: int = 0
     ) -> None:
-        """A step ended, in the thread that began it."""
+        """Record that a step ended, in the thread that began it."""
         cpu_ns = self._thread_ns()
         used_ns, self._began_cpu_ns = cpu_ns - self._began_cpu_ns, cpu_ns
         self._append(STEP, begin_ns, end_ns, used_ns, tokens, sequences, sampled)
 
     def arrival(self, arrived_ns: int, seen_ns: int, prompt_tokens: int) -> None:
-        """A request came in."""
+        """Record that a request came in."""
         self._append(ARRIVAL, arrived_ns, seen_ns, 0, prompt_tokens, 1, 0)
 
     def _append(self, *record: int) -> None:
@@ -119,7 +120,7 @@ class StepLog:
 
 
 def checked_records(raw: bytes) -> bytes:
-    """The records of a log as bytes; it may be cut after its last one. ValueError otherwise."""
+    """Return a log's records as bytes; it may be cut after its last one. Raises ValueError."""
     if len(raw) < HEADER.size:
         raise ValueError("too short for a step log")
     magic, version, _, count = HEADER.unpack_from(raw)
@@ -132,10 +133,10 @@ def checked_records(raw: bytes) -> bytes:
 
 
 def read_step_log(raw: bytes) -> list[StepRecord]:
-    """The records of a log; raises ValueError when it is none."""
+    """Return the records of a log. Raises ValueError for any other file."""
     return [StepRecord(*fields) for fields in RECORD.iter_unpack(checked_records(raw))]
 
 
 def used_bytes(header: bytes) -> int:
-    """How much of a log is in use, from its first HEADER.size bytes."""
+    """Return the used bytes of a log, from its first HEADER.size bytes."""
     return HEADER.size + int(HEADER.unpack(header)[3]) * RECORD.size

@@ -22,6 +22,7 @@ REFUSED = re.compile(
 PLAIN = (
     "docs/",
     "examples/",
+    "executor/",
     "rose/cli/",
     "rose/client/",
     "rose/command_line/",
@@ -29,6 +30,7 @@ PLAIN = (
     "rose/contract/",
     "rose/controller/",
     "rose/engines/",
+    "rose/gateway/",
     "rose/integrations/front/",
     "rose/integrations/ray",
     "rose/integrations/sharded",
@@ -40,6 +42,7 @@ PLAIN = (
     "rose/process/",
     "rose/profile/",
     "rose/proxy/",
+    "rose/replica/",
     "rose/rpc/",
     "rose/security/",
     "rose/store/",

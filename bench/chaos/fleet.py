@@ -38,7 +38,6 @@ class ChaosReplica:
     up: bool = False
 
     async def start(self) -> None:
-        """Start it and let turns in."""
         self.engine = await EngineProcess.start(self.spec)
         await self.engine.wait_healthy(START_S)
         if self.spec.role.is_replica:
@@ -50,7 +49,6 @@ class ChaosReplica:
         return int((await self._command("drain"))["aborted"])
 
     async def admit(self) -> None:
-        """Let turns in again."""
         await self._command("admit")
 
     def signal(self, number: signal.Signals) -> None:

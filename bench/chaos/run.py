@@ -106,7 +106,6 @@ FAULTS_KEPT = 5
 
 
 def prompts() -> list[list[int]]:
-    """Return different prompts of different lengths."""
     return [
         [(7 * k + 5 * p + 3) % FLEET_MODEL.vocabulary for k in range(40 + p)]
         for p in range(PROMPTS)
@@ -168,7 +167,6 @@ class ChaosFindings:
 
     @property
     def faults(self) -> int:
-        """Number of faults."""
         return self.lost + self.doubled + self.wrong_tokens + self.unstamped + self.gaps
 
 

@@ -45,7 +45,7 @@ def make_nicer(pid: int, nice: int) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that came from it."""
+    """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [pid, *(child.pid for child in process.children(recursive=True))]
 
@@ -76,7 +76,6 @@ class EngineSet:
     running: dict[str, EngineProcess] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
-        """Address of an engine."""
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def headers(self, name: str) -> dict[str, str]:
@@ -84,7 +83,6 @@ class EngineSet:
         return self.running[name].headers
 
     def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
         engine = self.running.get(name)
         return engine.process.pid if engine and engine.process.returncode is None else None
 
@@ -105,7 +103,6 @@ class EngineSet:
                 )
 
     async def stop(self) -> None:
-        """End all."""
         await asyncio.gather(*(engine.stop() for engine in self.running.values()))
         self.running.clear()
 

@@ -41,14 +41,10 @@ class Played(Protocol):
     """A stretch of time in which one arm had the host's load."""
 
     @property
-    def block(self) -> int:
-        """Its number, which its requests carry."""
-        ...
+    def block(self) -> int: ...
 
     @property
-    def duration_s(self) -> float:
-        """Wall time under load."""
-        ...
+    def duration_s(self) -> float: ...
 
 
 class RequestIndex:
@@ -60,12 +56,12 @@ class RequestIndex:
             self._by_block[request.block][request.offset_s] = request
 
     def of(self, block: Played) -> list[Request]:
-        """Requests that arrived while the block lasted, in order of time."""
+        """Return requests that arrived while the block lasted, in order of time."""
         found = self._by_block[block.block]
         return [found[at] for at in sorted(found) if at < block.duration_s]
 
     def windows(self, arm: Played, alone: Played, window_s: float) -> list[Window]:
-        """Arrivals that both blocks saw, grouped by time."""
+        """Return arrivals that both blocks saw, grouped by time."""
         others = {request.offset_s: request for request in self.of(alone)}
         grouped: dict[int, Window] = defaultdict(list)
         for request in self.of(arm):
@@ -75,7 +71,7 @@ class RequestIndex:
 
 
 def latency_s(request: Request, metric: str) -> float | None:
-    """A failed request is infinitely late; None when there is nothing to measure."""
+    """Return a latency: infinity for a failed request, None where none was measured."""
     return METRICS[metric](request) if request.status == "ok" else math.inf
 
 
@@ -93,7 +89,7 @@ def slo_latency(request: Request) -> RequestLatency:
 
 
 def paired_window(window: Window, metric: str) -> PairedWindow:
-    """Latencies of the pairs in which both sides have one."""
+    """Return latencies of the pairs in which both sides have one."""
     both = [(latency_s(pair.arm, metric), latency_s(pair.alone, metric)) for pair in window]
     kept = [(above, below) for above, below in both if above is not None and below is not None]
     return PairedWindow([above for above, _ in kept], [below for _, below in kept])
@@ -102,6 +98,6 @@ def paired_window(window: Window, metric: str) -> PairedWindow:
 def percentile_ratio(
     windows: Sequence[Window], metric: str, percent: float, seed: int
 ) -> Estimate | None:
-    """Percentile in the arm over the one alone; None when nothing can be compared."""
+    """Return percentile in the arm over the one alone; None when nothing can be compared."""
     found = [paired for window in windows if (paired := paired_window(window, metric)).above]
     return ratio_of_percentiles(found, percent, seed) if found else None

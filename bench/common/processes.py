@@ -26,7 +26,7 @@ from rose.errors import EngineStartError
 from rose.process import launcher
 
 ROOT = Path(__file__).parents[2]
-POLL_S = 0.1
+POLL_S, EXIT_POLL_S = 0.1, 0.01
 ANSWER_S = 120.0
 STOP_S = 60.0
 LAST_LINES = 8
@@ -155,7 +155,6 @@ class BenchProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of its newest life."""
         return self.popen.pid
 
     @property
@@ -220,12 +219,14 @@ class BenchProcess:
 
     def kill(self) -> None:
         """Kill it and its process group, and wait until it is gone."""
-        self._kill_group()
-        if self._process is not None:
+        # The id of a process that was waited for may be another one's by now.
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def end(self, grace_s: float = STOP_S) -> None:
-        """Terminate it, kill its group after `grace_s`, and wait until it is gone."""
+        """Terminate it, kill its group once it has ended or after `grace_s`, and wait for it."""
         if self._process is None:
             return
         self.send(signal.SIGTERM)
@@ -233,14 +234,18 @@ class BenchProcess:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
+        until_s = time.monotonic() + grace_s
+        while not self._exited and time.monotonic() < until_s:
+            time.sleep(EXIT_POLL_S)
         self.kill()
 
-    def _kill_group(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+    @property
+    def _exited(self) -> bool:
+        """True once it has ended; it is not waited for, so that its group keeps its id."""
+        if self.popen.returncode is not None:
+            return True
+        looking = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, looking) is not None
 
     def _ended(self) -> EngineStartError:
         return EngineStartError(f"{self.name} has ended{self._see}")
@@ -250,7 +255,7 @@ class BenchProcess:
         return f"; see {self.log}" if self.log else ""
 
 
-class Fleet:
+class ProcessFleet:
     """Processes of a benchmark by name, ended in reverse order. Context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -301,7 +306,6 @@ class Fleet:
         return "\n".join(words)
 
     def close(self) -> None:
-        """End all members, the newest first."""
         for member in reversed(self.members.values()):
             member.end()
 

@@ -23,7 +23,6 @@ def parser_of(doc: str | None, prog: str) -> argparse.ArgumentParser:
 
 
 def add_out_folder(parser: argparse.ArgumentParser) -> None:
-    """Add `--out DIR`."""
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
 
 

@@ -58,7 +58,7 @@ def _same_leaf(reported: object, recomputed: object) -> bool:
 
 
 def compare(reported: object, recomputed: object, field: str = "") -> Iterator[FieldDifference]:
-    """All differing fields of two JSON values, in order of their names."""
+    """Yield all differing fields of two JSON values, in order of their names."""
     if isinstance(reported, dict) and isinstance(recomputed, dict):
         for key in sorted(reported.keys() | recomputed.keys()):
             name = f"{field}.{key}" if field else key

@@ -35,7 +35,6 @@ class TinyModel:
     eos_token_id: int | None = None
 
     def config(self) -> "Qwen2Config":
-        """Return it as Transformers knows it."""
         from transformers import Qwen2Config
 
         return Qwen2Config(
@@ -54,7 +53,6 @@ class TinyModel:
         )
 
     def make(self, seed: int = 0) -> "Qwen2ForCausalLM":
-        """Draw its weights."""
         import torch
         from transformers import Qwen2ForCausalLM
 
@@ -94,7 +92,6 @@ def _save_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def main() -> None:
-    """Make the models that are named."""
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     made: dict[str, dict[str, Any]] = wanted
     for name, asked in made.items():

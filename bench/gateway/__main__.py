@@ -27,7 +27,6 @@ progress = partial(say, "gateway")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     args = _parser().parse_args(argv)
     return reported(PROG, lambda: measured(args))
 

@@ -24,7 +24,7 @@ import aiohttp
 from bench.chaos.fleet import ChaosFleet
 from bench.common.processes import cores
 from bench.gateway.rounds import Say, cell_of
-from bench.load.streams import Generator, Load
+from bench.load.streams import Generator, StreamLoad
 from bench.load.wires import REAL_TEXT, REAL_TOKENS
 from rose.client import RolloutClient, Sampling
 from rose.engines import EngineRole
@@ -165,7 +165,7 @@ def _cells(
     for number in range(-1, rounds):
         for streams in STREAMS:
             for router, wire, urls in ways:
-                load = Load(streams, seconds, prompt_tokens=64, chunks=16, chunk_tokens=4)
+                load = StreamLoad(streams, seconds, prompt_tokens=64, chunks=16, chunk_tokens=4)
                 before, began_s = gateway.cpu_use(), time.monotonic()
                 measured = generator.cell(urls, wire.name, load, len(cells))
                 took_s = time.monotonic() - began_s

@@ -58,7 +58,7 @@ def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -
     if row["router_waited"] > WAITED:
         limits.append("others on the machine")
     row["limited_by"] = ", ".join(limits)
-    row["said"] = [said for cell in mine for said in cell["said"]][:3]
+    row["errors_kept"] = [error for cell in mine for error in cell["errors_kept"]][:3]
     return row
 
 
@@ -138,7 +138,6 @@ HEAD = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Lay out rows, sessions and checks."""
     blocks = [
         text_table(
             "Added by a router: to a turn (its request's way in and its first token's way out; of"

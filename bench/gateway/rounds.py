@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from bench.common.processes import BenchProcess, CpuUse, Fleet, cores, gateway_command
+from bench.common.processes import BenchProcess, CpuUse, ProcessFleet, cores, gateway_command
 from bench.load.standin import StandInEngine
-from bench.load.streams import Generator, Load
+from bench.load.streams import Generator, StreamLoad
 from bench.load.wires import COMPLETIONS, REPLICA, SGLANG, TOKEN_STREAM, TOKENS, Wire
 from rose.addresses import free_ports
 from rose.errors import ConfigError, EngineStartError
@@ -52,7 +52,6 @@ class GatewayArm:
 
 
 def arms_over_standin(peers: Sequence[str]) -> list[GatewayArm]:
-    """Return all arms of one round."""
     arms = [
         GatewayArm(DIRECT, REPLICA, REPLICA),
         GatewayArm(ROSE, TOKENS, REPLICA),
@@ -98,7 +97,7 @@ def peers(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def cell_of(
-    names: Mapping[str, Any], load: Load, used: Mapping[str, tuple[float, float]]
+    names: Mapping[str, Any], load: StreamLoad, used: Mapping[str, tuple[float, float]]
 ) -> dict[str, Any]:
     """Return the record of one cell, less what the generator measured.
 
@@ -117,7 +116,7 @@ class StandInBench:
 
     def __init__(self, folder: Path, peers: Mapping[str, str], max_streams: int, say: Say) -> None:
         self._peers, self._max_streams, self._say = peers, max_streams, say
-        self._cores, self._fleet = cores(), Fleet(folder)
+        self._cores, self._fleet = cores(), ProcessFleet(folder)
         self._seeds = itertools.count()
         self._urls: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
@@ -139,16 +138,15 @@ class StandInBench:
         self._fleet.close()
 
     def rounds(self, streams: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
-        """Return all cells."""
         arms = arms_over_standin([name for name in self._peers if name in self._urls])
         return [
-            self._cell(arm, Load(count, seconds), number)
+            self._cell(arm, StreamLoad(count, seconds), number)
             for number in range(rounds)
             for count in streams
             for arm in arms
         ]
 
-    def _cell(self, arm: GatewayArm, load: Load, number: int) -> dict[str, Any]:
+    def _cell(self, arm: GatewayArm, load: StreamLoad, number: int) -> dict[str, Any]:
         self._say(f"{load.streams} streams, {arm.engine}, {arm.router}, {arm.wire.name}, {number}")
         self._engine.pace(load.first_s, load.gap_s, load.chunk_tokens)
         processes: dict[str, BenchProcess] = {"engine": self._engine}

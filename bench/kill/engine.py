@@ -38,7 +38,6 @@ class Core:
         self._gate = GateClient(ControlPage.open(os.environ["ROSE_CONTROL_PAGE"]), granules)
 
     def run(self) -> NoReturn:
-        """Step for ever."""
         # The node looks for it by this name, which is vLLM's.
         Path("/proc/self/comm").write_text("VLLM::EngineCore")
         while True:
@@ -62,10 +61,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with its state, whatever is asked."""
-        said = {"policy_version": 0, "proven": True, "epoch": Handler.epoch, "warm": True}
+        state = {"policy_version": 0, "proven": True, "epoch": Handler.epoch, "warm": True}
         turns = TURNS if self.admitting[0] else 0
         counts = {"running": turns, "waiting": 0, "tokens_total": 0}
-        self._answer(200, said | counts | {"admitting": bool(self.admitting[0])})
+        self._answer(200, state | counts | {"admitting": bool(self.admitting[0])})
 
     def do_POST(self) -> None:
         """Admit or drain."""
@@ -78,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, {"aborted": running})
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: a trial's log is the node's."""
+        """Log nothing: a trial's log is the node's."""
 
     def _answer(self, status: int, body: Mapping[str, object]) -> None:
         raw = json.dumps(body).encode()
@@ -89,7 +88,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until killed."""
     port, size = int(sys.argv[1]), int(sys.argv[2])
     if os.fork() == 0:
         Core(Handler.admitting, size).run()

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from bench.common.processes import BenchProcess, Fleet, scheduler_command
+from bench.common.processes import BenchProcess, ProcessFleet, scheduler_command
 from elastic_scheduler.capacity import parse_policy
 from executor import ControlPage, GuestState, HostState
 from rose.addresses import free_ports
@@ -54,7 +54,7 @@ class TrialError(RoseError):
     """The bench itself does not work; no trial says anything about the switch."""
 
 
-class Way(StrEnum):
+class SwitchWay(StrEnum):
     """Ways to press the kill switch."""
 
     STORE = "store key"
@@ -62,7 +62,7 @@ class Way(StrEnum):
     SIGNAL = "signal"
 
 
-UP, DOWN = (Way.STORE, Way.FILE, Way.SIGNAL), (Way.FILE, Way.SIGNAL)
+UP, DOWN = (SwitchWay.STORE, SwitchWay.FILE, SwitchWay.SIGNAL), (SwitchWay.FILE, SwitchWay.SIGNAL)
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -151,7 +151,6 @@ class NodeEvents:
         self.seen: list[dict[str, Any]] = []
 
     def of(self, *names: str) -> list[dict[str, Any]]:
-        """Return all events of these names."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -162,7 +161,7 @@ class NodeEvents:
         return [each for each in self.seen if each["event"] in names]
 
 
-class KillBench(Fleet):
+class KillBench(ProcessFleet):
     """A scheduler, a node and its guest, for trials. Context manager."""
 
     def __init__(self, folder: Path, deadline_s: float, guest_bytes: int, seed: int = 0) -> None:
@@ -191,12 +190,11 @@ class KillBench(Fleet):
     def start(self) -> None:
         """Register a job and put the policy in force."""
         self._until(self._registers, START_S, "the scheduler answers")
-        said = {"name": "kill-trials", "mode": "Active"}
+        policy = {"name": "kill-trials", "mode": "Active"}
         deadline = {"reclaimDeadline": f"{round(self._deadline_s * 1e3)}ms"}
-        self._client.apply(parse_policy(json.dumps(said | deadline)))
+        self._client.apply(parse_policy(json.dumps(policy | deadline)))
 
     def close(self) -> None:
-        """End all processes, the guest's too."""
         super().close()
         for guest in running_guests(self._run_dir).values():
             with suppress(ProcessLookupError):
@@ -204,8 +202,8 @@ class KillBench(Fleet):
         self._seat.close()
         self._page.close()
 
-    def trial(self, way: Way, *, plane_up: bool) -> Trial:
-        """One press, and everything back as it was. Raises TrialError where the bench is broken."""
+    def trial(self, way: SwitchWay, *, plane_up: bool) -> Trial:
+        """Press once, then restore everything. Raises TrialError where the bench is broken."""
         group = self._at_work()
         held, duty = group_bytes(group) or 0, self._duty(group)
         time.sleep(self._random.uniform(0, MOST_DELAY_S))
@@ -244,24 +242,24 @@ class KillBench(Fleet):
 
     # ---- the switch ----
 
-    def _press(self, way: Way) -> int:
+    def _press(self, way: SwitchWay) -> int:
         """Press it; return the leases that it released, where that is known."""
         match way:
-            case Way.STORE:
+            case SwitchWay.STORE:
                 return self._client.stop(pb.HARVEST_MODE_OFF)
-            case Way.FILE:
+            case SwitchWay.FILE:
                 (self._run_dir / "KILL").touch()
-            case Way.SIGNAL:
+            case SwitchWay.SIGNAL:
                 self._node.send(signal.SIGUSR1)
         return 0
 
-    def _pressed_again(self, way: Way) -> str:
+    def _pressed_again(self, way: SwitchWay) -> str:
         """Press it once more; return what that changed."""
         released = self._press(way)
         return f"released {released} leases again" if released else ""
 
-    def _release(self, way: Way) -> None:
-        if way is Way.STORE:
+    def _release(self, way: SwitchWay) -> None:
+        if way is SwitchWay.STORE:
             self._client.stop(pb.HARVEST_MODE_ACTIVE)
         else:
             (self._run_dir / "KILL").unlink()
@@ -272,24 +270,24 @@ class KillBench(Fleet):
     # ---- the guest ----
 
     def _at_work(self) -> int:
-        """Process group of a guest that was not there before, once it steps under a lease."""
-        begun: tuple[int, int] | None = None
+        """Return the process group of a new guest, once it steps under a lease."""
+        life: tuple[int, int] | None = None
 
         def works() -> bool:
-            nonlocal begun
+            nonlocal life
             record = running_guests(self._run_dir).get(GUEST)
             now = record.identity.pid if record else 0
             steps = (self._page.guest.peek() or GuestState()).step_seq
             if not now or now == self._group:
                 return False
-            # The page still says what an earlier life said, until this one writes.
-            if begun is None or begun[0] != now or steps < begun[1]:
-                begun = now, steps
-            return steps >= begun[1] + STEPS
+            # The page shows the steps of an earlier life until this one writes.
+            if life is None or life[0] != now or steps < life[1]:
+                life = now, steps
+            return steps >= life[1] + STEPS
 
         self._until(works, START_S, "the guest is leased and works")
-        assert begun is not None
-        self._group = begun[0]
+        assert life is not None
+        self._group = life[0]
         return self._group
 
     def _duty(self, group: int) -> float:

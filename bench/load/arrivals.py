@@ -58,7 +58,7 @@ class LoadShape:
         )
 
     def without_bursts(self) -> "LoadShape":
-        """The same mean load as a plain Poisson process."""
+        """Return the same mean load as a plain Poisson process."""
         return replace(self, burst_ratio=1.0)
 
 
@@ -76,7 +76,7 @@ def _middle(low: int, high: int) -> int:
 
 
 def _phases(shape: LoadShape, rng: random.Random) -> Iterator[tuple[float, float]]:
-    """(end_s, rate_per_s) of each calm or bursty phase until the segment is full."""
+    """Yield (end_s, rate_per_s) of each calm or bursty phase until the segment is full."""
     calm_s = shape.burst_s * (1 - shape.burst_share) / shape.burst_share
     bursting = rng.random() < shape.burst_share
     end_s = 0.0
@@ -88,14 +88,14 @@ def _phases(shape: LoadShape, rng: random.Random) -> Iterator[tuple[float, float
 
 
 def _skewed_length(rng: random.Random, low: int, high: int) -> int:
-    """A length between low and high, mostly short: log-normal around their geometric mean."""
+    """Return a length between low and high: log-normal around their geometric mean."""
     center = (math.log(low) + math.log(high)) / 2
     spread = (math.log(high) - math.log(low)) / 4
     return min(high, max(low, round(rng.lognormvariate(center, spread))))
 
 
 def generate_segment(shape: LoadShape, seed: int, segment: int) -> tuple[Arrival, ...]:
-    """Segment number `segment` of the bursty load, in order of time."""
+    """Return segment number `segment` of the bursty load, in order of time."""
     rng = random.Random(f"rose-load/{seed}/{segment}")  # noqa: S311 - a load, not a secret
     arrivals: list[Arrival] = []
     start_s = 0.0
@@ -116,7 +116,7 @@ def _percentile_95(values: Sequence[int]) -> int:
 
 
 def rescale_trace(trace: Sequence[TracedRequest], shape: LoadShape) -> tuple[Arrival, ...]:
-    """The trace at the shape's mean rate, its lengths brought to what the host serves.
+    """Return the trace at the shape's mean rate, its lengths brought to what the host serves.
 
     Time is stretched evenly, so bursts keep their shape. Lengths shrink in proportion, such that
     the trace's 95th percentile becomes the longest allowed; the rest is clipped.
@@ -151,7 +151,7 @@ def rescale_trace(trace: Sequence[TracedRequest], shape: LoadShape) -> tuple[Arr
 def trace_segment(
     rescaled: Sequence[Arrival], segment_s: float, segment: int
 ) -> tuple[Arrival, ...]:
-    """Window number `segment` of a rescaled trace; windows past its end start over."""
+    """Return window number `segment` of a rescaled trace; windows past its end start over."""
     windows = max(1, int(rescaled[-1].offset_s / segment_s))
     start_s = (segment % windows) * segment_s
     first = bisect_left(rescaled, start_s, key=lambda arrival: arrival.offset_s)

@@ -20,7 +20,7 @@ _TAIL_BYTES = 200
 Tls = Callable[[], tuple[ssl.SSLContext, str]]
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """`status` is HUNG_UP where the connection ended before the answer did, whoever ended it."""
 
     status: int
@@ -36,7 +36,7 @@ def request_of(path: str, body: bytes, method: str = "POST", more_head: bytes = 
     )
 
 
-class Caller:
+class HttpCaller:
     """One connection to `url`, opened when it is needed and anew after it was closed.
 
     on_body: called with each piece of an answer's body, chunk marks included, and the time of its
@@ -54,7 +54,7 @@ class Caller:
         self._tls = tls if address.scheme == "https" else None
         self.on_body = on_body
         self._transport: asyncio.Transport | None = None
-        self._pending: asyncio.Future[Answer] | None = None
+        self._pending: asyncio.Future[HttpAnswer] | None = None
         self._body = self._hang_up_at = b""
         self._status, self._missing = 0, -1
 
@@ -68,7 +68,7 @@ class Caller:
 
     async def ask(
         self, request: bytes, *, hang_up_after_s: float | None = None, hang_up_at: bytes = b""
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request and return its answer.
 
         The connection is closed after `hang_up_after_s` seconds, or at `hang_up_at` in an answer.
@@ -76,7 +76,7 @@ class Caller:
         await self.open()
         assert self._transport is not None
         loop = asyncio.get_running_loop()
-        pending: asyncio.Future[Answer] = loop.create_future()
+        pending: asyncio.Future[HttpAnswer] = loop.create_future()
         self._pending = pending
         self._body, self._hang_up_at = b"", hang_up_at
         self._status, self._missing = 0, -1
@@ -89,11 +89,11 @@ class Caller:
             timer.cancel()
         return answer
 
-    async def post(self, path: str, body: bytes, **how: Any) -> Answer:  # noqa: ANN401 - as ask's
+    async def post(self, path: str, body: bytes, **how: Any) -> HttpAnswer:  # noqa: ANN401 - as ask's
         """Post a JSON body, as `ask`."""
         return await self.ask(request_of(path, body), **how)
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpAnswer:
         """Get a path, as `ask`."""
         return await self.ask(request_of(path, b"", "GET"))
 
@@ -105,7 +105,6 @@ class Caller:
         self._answer(HUNG_UP)
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Take the new connection."""
         self._transport = transport
 
     def lost(self, transport: asyncio.Transport) -> None:
@@ -114,7 +113,6 @@ class Caller:
             self.hang_up()
 
     def received(self, data: bytes) -> None:
-        """Take more of the answer."""
         now_s = time.monotonic()
         if self._pending is None:
             return
@@ -144,13 +142,13 @@ class Caller:
     def _answer(self, status: int) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.done():
-            pending.set_result(Answer(status, self._body))
+            pending.set_result(HttpAnswer(status, self._body))
 
 
 class _Line(asyncio.Protocol):
     """One connection of a caller."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: HttpCaller) -> None:
         self._caller = caller
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -78,7 +78,7 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def _digest(stream: bytes) -> str:
-    """Name of the tokens that a stream of chunks carried."""
+    """Return name of the tokens that a stream of chunks carried."""
     tokens: list[int] = []
     for line in stream.split(b"\n\n"):
         if line.startswith(b"data: {"):
@@ -90,7 +90,7 @@ def _digest(stream: bytes) -> str:
 async def _stream(
     response: aiohttp.ClientResponse, whole: bytearray | None
 ) -> tuple[float | None, bytes]:
-    """(clock at the first chunk or None, last bytes of the stream); `whole` takes all of it."""
+    """Return (clock at the first chunk or None, last bytes); `whole` takes the stream."""
     first_s = None
     tail = b""
     async for data in response.content.iter_any():
@@ -150,7 +150,7 @@ SegmentSource = Callable[[int], Sequence[Arrival]]
 def segment_source(
     config: LoadConfig, rate_per_s: float | None = None, traffic: Traffic | None = None
 ) -> SegmentSource:
-    """The function from a segment's number to its arrivals.
+    """Return the function from a segment's number to its arrivals.
 
     Without `traffic` it is the configured trace, or else bursts. Raises RoseError for a trace that
     is missing or malformed.

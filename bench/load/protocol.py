@@ -25,7 +25,7 @@ from bench.load.arrivals import LoadShape
 class ClientRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`client_requests.jsonl`: a host request as its sender saw it.
 
-    `output_digest` names the tokens of the answer, where the load was told to keep it.
+    `output_digest` names the tokens of the answer, where the load keeps it.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class Request(ClientRequest, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def _client_id(engine_id: str, known: set[str]) -> str | None:
-    """The sender's id inside an engine's: vLLM adds `cmpl-` before it, `-0` or `-0-<hex>` after."""
+    """Return the sender's id inside an engine's `cmpl-ID-0` or `cmpl-ID-0-<hex>`."""
     candidate = engine_id.removeprefix("cmpl-")
     while candidate and candidate not in known:
         candidate, _, _ = candidate.rpartition("-")
@@ -88,7 +88,7 @@ def _joined(request: ClientRequest, host: HostLatency | None) -> Request:
 
 
 def join_requests(client: Iterable[ClientRequest], host: Iterable[HostLatency]) -> list[Request]:
-    """Client records with the host's measurements where the host has them, by request id."""
+    """Return client records with the host's measurements where the host has them, by request id."""
     client = list(client)
     known = {request.request_id for request in client}
     measured = {_client_id(latency.request_id, known): latency for latency in host}
@@ -129,7 +129,7 @@ class LoadConfig(BaseModel):
     id_in_body: bool = False
 
     def shape(self, mean_rate_per_s: float | None = None, traffic: Traffic = "bursty") -> LoadShape:
-        """The load these numbers describe, at another rate if one is given."""
+        """Return the load these numbers describe, at another rate if one is given."""
         shape = LoadShape(
             mean_rate_per_s=mean_rate_per_s or self.mean_rate_per_s,
             burst_s=self.burst_s,
@@ -172,7 +172,7 @@ class Paced(msgspec.Struct, tag_field="event", tag="paced", frozen=True):
 def make_prompt(
     config: LoadConfig, command: LoadCommand, index: int, prompt_tokens: int
 ) -> list[int]:
-    """Token ids that differ between blocks, unless the load replays prompts.
+    """Return token ids that differ between blocks, unless the load replays prompts.
 
     Were they equal, the second arm of a pair would find the first one's prefixes cached.
     """

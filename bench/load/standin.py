@@ -46,7 +46,7 @@ class Pace:
         self.left = 0
 
 
-class EngineConnection(asyncio.Protocol):
+class StandInConnection(asyncio.Protocol):
     """One connection: requests one after the other, each answered or streamed."""
 
     def __init__(self, pace: Pace, stock: bool) -> None:
@@ -65,7 +65,6 @@ class EngineConnection(asyncio.Protocol):
             self._pace.left += 1
 
     def data_received(self, data: bytes) -> None:
-        """Take in a request."""
         self._rest += data
         head, mark, body = self._rest.partition(b"\r\n\r\n")
         if not mark:
@@ -131,7 +130,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _of_all(self, count: int) -> bytes:
-        """Lines of a batch's turns, those that end among them."""
+        """Return lines of a batch's turns, those that end among them."""
         parts = []
         for place, budget in enumerate(self._budgets):
             mine = min(count, budget - self._made)
@@ -198,7 +197,7 @@ async def _serve(ports: list[str]) -> None:
     loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
     for port in ports:
         stock = port.startswith("s")
-        make = partial(EngineConnection, pace, stock)
+        make = partial(StandInConnection, pace, stock)
         await loop.create_server(make, "127.0.0.1", int(port.lstrip("s")), backlog=4096)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -19,7 +19,7 @@ import msgspec
 
 from bench.common.processes import BenchProcess, python
 from bench.common.stats import quantiles
-from bench.load.caller import HUNG_UP, Caller, Tls
+from bench.load.caller import HUNG_UP, HttpCaller, Tls
 from bench.load.wires import WIRES, Wire
 
 STREAMS = (1, 10, 100, 500, 1000, 2000)
@@ -28,7 +28,7 @@ PACED_STREAMS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StreamLoad:
     """A turn has `chunks` chunks of `chunk_tokens` tokens, `gap_s` apart, the first after
     `first_s`; its prompt has `prompt_tokens`. Turns begin for `seconds`, after a ramp of one turn.
     """
@@ -43,12 +43,10 @@ class Load:
 
     @property
     def gap_s(self) -> float:
-        """Seconds between a turn's chunks."""
         return self.full_gap_s * min(1.0, self.streams / PACED_STREAMS)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a turn."""
         return self.chunks * self.chunk_tokens
 
     @property
@@ -84,7 +82,7 @@ class Stream:
     """One connection and its turns, one after the other."""
 
     def __init__(self, url: str, wire: Wire, tls: Tls | None = None) -> None:
-        self.caller = Caller(url, self._body, tls)
+        self.caller = HttpCaller(url, self._body, tls)
         self._wire = wire
         self.times = TurnTimes(0.0)
         self._rest = b""
@@ -160,7 +158,7 @@ def figures(
         "turns": count,
         "turns_per_s": count / (stop_s - start_s),
         "errors": len(errors),
-        "said": errors[:ERRORS_KEPT],
+        "errors_kept": errors[:ERRORS_KEPT],
     }
 
 
@@ -169,7 +167,7 @@ VOCABULARY = 90
 CONNECT_AT_ONCE = 50
 
 
-async def run(urls: Sequence[str], wire: Wire, load: Load, seed: int = 0) -> dict[str, Any]:
+async def run(urls: Sequence[str], wire: Wire, load: StreamLoad, seed: int = 0) -> dict[str, Any]:
     """Return the figures of one cell: ramp up over one turn, measure for `load.seconds`."""
     dice = random.Random(seed)  # noqa: S311 - a load, not a secret
     numbers = itertools.count(seed * 10**7)
@@ -240,18 +238,17 @@ class Generator(BenchProcess):
 
     @classmethod
     def of(cls, log: Path, core: Sequence[int]) -> Self:
-        """Return the process, not yet started."""
         return cls("generator", python("bench.load.streams"), log, core, piped=True)
 
-    def cell(self, urls: Sequence[str], wire: str, load: Load, seed: int) -> Mapping[str, Any]:
-        """Run one cell."""
+    def cell(
+        self, urls: Sequence[str], wire: str, load: StreamLoad, seed: int
+    ) -> Mapping[str, Any]:
         cell = {"urls": urls, "wire": wire, "load": load, "seed": seed}
         result: dict[str, Any] = msgspec.json.decode(self.ask(msgspec.json.encode(cell)))
         return result
 
 
 def main() -> None:
-    """Run cells until standard input ends."""
     # A collection in the middle of a cell would be measured; a cell leaves little behind.
     gc.disable()
     for text in sys.stdin:
@@ -259,7 +256,7 @@ def main() -> None:
         cell: dict[str, Any] = msgspec.json.decode(text)
         if not cell:
             return
-        load = Load(**cell["load"])
+        load = StreamLoad(**cell["load"])
         began = time.process_time()
         result = asyncio.run(run(cell["urls"], WIRES[cell["wire"]], load, cell["seed"]))
         result["generator_cpu_s"] = time.process_time() - began

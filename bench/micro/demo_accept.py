@@ -35,7 +35,7 @@ VERDICTS = ("HOLDS", "INCONCLUSIVE", "FAILS")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class AcceptRun:
     """One run. `control` empty: an acceptance run. `rc`: what it ended with."""
 
     seed: int
@@ -52,7 +52,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ClaimRow:
     """One claim over all seeds."""
 
     claim: str
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = args.first_seed
     for control in args.only or CONTROLS:
         wanted += [(seed, control) for seed in range(first, first + args.controls)]
-    done: list[Ran] = []
+    done: list[AcceptRun] = []
     for seed, control in wanted:
         done.append(ran(args.out, seed, control))
         write(args.out, done)
@@ -86,12 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(shortfalls(done)))
 
 
-def ran(out: Path, seed: int, control: str) -> Ran:
-    """The run of a seed: what its folder says when it is there, else run now."""
+def ran(out: Path, seed: int, control: str) -> AcceptRun:
+    """Return the run of a seed: what its folder says when it is there, else run now."""
     folder = out / f"{control or 'accept'}-{seed}"
     note = folder / "ran.json"
     if note.is_file():
-        return Ran(**json.loads(note.read_text()))
+        return AcceptRun(**json.loads(note.read_text()))
     command = [sys.executable, "-m", "rose.cli", "demo", "--accept", f"--seed={seed}"]
     command += [f"--out={folder}", *([f"--control={control}"] if control else [])]
     # A run that was cut off may have left it; its claims are not this one's.
@@ -108,29 +108,28 @@ def ran(out: Path, seed: int, control: str) -> Ran:
     claims: list[dict[str, Any]] = []
     if (folder / "report.json").is_file():
         claims = json.loads((folder / "report.json").read_text())["verdicts"]
-    result = Ran(seed, control, rc, round(time.monotonic() - started_s, 1), claims)
+    result = AcceptRun(seed, control, rc, round(time.monotonic() - started_s, 1), claims)
     if claims:
         note.write_text(json.dumps(asdict(result)) + "\n")
     return result
 
 
-def line(run: Ran) -> str:
-    """A run that ended, in one line."""
+def line(run: AcceptRun) -> str:
+    """Return a run that ended, in one line."""
     counts = Counter(claim["verdict"] for claim in run.claims)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
-    told = told if run.claims else "no report; see its log"
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    verdicts = verdicts if run.claims else "no report; see its log"
     noticed = f" noticed: {', '.join(run.noticed) or 'nothing'};" if run.control else ""
-    return f"{run.control or 'accept'} seed {run.seed}:{noticed} {told} ({run.elapsed_s:.0f} s)"
+    return f"{run.control or 'accept'} seed {run.seed}:{noticed} {verdicts} ({run.elapsed_s:.0f} s)"
 
 
-def rows(runs: Sequence[Ran]) -> list[Row]:
-    """Acceptance runs, claim by claim."""
+def rows(runs: Sequence[AcceptRun]) -> list[ClaimRow]:
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         for claim in run.claims if not run.control else ():
             found.setdefault(claim["name"], []).append(claim)
     return [
-        Row(
+        ClaimRow(
             name,
             claims[0]["exact"],
             {verdict: sum(c["verdict"] == verdict for c in claims) for verdict in VERDICTS},
@@ -140,7 +139,7 @@ def rows(runs: Sequence[Ran]) -> list[Row]:
     ]
 
 
-def shortfalls(runs: Sequence[Ran]) -> list[str]:
+def shortfalls(runs: Sequence[AcceptRun]) -> list[str]:
     """Return the misses of the bar in words; empty when the runs meet it."""
     missed = [line(run) for run in runs if not run.claims]
     counted: Counter[str] = Counter()
@@ -160,8 +159,7 @@ def shortfalls(runs: Sequence[Ran]) -> list[str]:
     return missed
 
 
-def page(runs: Sequence[Ran]) -> Iterator[str]:
-    """The table, as Markdown."""
+def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
     accepted = [run for run in runs if not run.control]
     yield f"# Acceptance of the demo: {len(accepted)} seeds\n"
     yield "| claim | HOLDS | INCONCLUSIVE | FAILS | measured |"
@@ -184,8 +182,7 @@ def page(runs: Sequence[Ran]) -> Iterator[str]:
         yield f"\nAn acceptance run took {seconds[0]:.0f} to {seconds[-1]:.0f} s."
 
 
-def write(out: Path, runs: Sequence[Ran]) -> None:
-    """Write `accept.json` and `accept.md`."""
+def write(out: Path, runs: Sequence[AcceptRun]) -> None:
     record = {
         "claims": [asdict(row) for row in rows(runs)],
         "shortfalls": shortfalls(runs),

@@ -4,7 +4,7 @@
         [--late S] [--out FILE]
 
 Prints one JSON object. Two scheduler processes share a SQLite file; a node's session, a gateway's
-watch and a trainer follow whoever leads. In each round the leader is killed, told to stop, or
+watch and a trainer follow whoever leads. In each round the leader is killed, asked to stop, or
 stopped (SIGSTOP); the times are from that moment until the other one leads (`led_s`), the node's
 lease is renewed (`renewed_s`), the gateway has a table (`table_s`), and a version of a trainer that
 was connected to the old leader is announced (`announced_s`). `--beside`: so many processes compute
@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.processes import BenchProcess, Fleet
+from bench.common.processes import BenchProcess, ProcessFleet
 from bench.common.report import machine, parser_of, put
 from rose.addresses import free_ports
 from rose.errors import UnavailableError
@@ -42,7 +42,7 @@ MOST_S = 5.0
 LOOK_S = 0.01
 
 
-class SchedulerProcesses(Fleet):
+class SchedulerProcesses(ProcessFleet):
     """Schedulers on one store, by number; each writes its events into a folder of its own."""
 
     def __init__(self, folder: Path, store: str, count: int = 2) -> None:
@@ -78,11 +78,9 @@ class SchedulerProcesses(Fleet):
             self._schedulers[number].popen.wait()
 
     def resume(self, number: int) -> None:
-        """Continue a stopped scheduler."""
         self._schedulers[number].send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill all of them."""
         for scheduler in self._schedulers:
             scheduler.kill()
 
@@ -132,7 +130,6 @@ class FollowingGateway:
         self.watch = WatchedTable(addresses, "gw", 5.0, lambda *a, **kw: None)
 
     def sink(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...]) -> None:
-        """Take a table."""
         del jobs
         self.tables.append({each.id: each.lease_epoch for each in entries if each.leased})
 
@@ -141,7 +138,7 @@ class FollowingGateway:
 async def following(
     schedulers: SchedulerProcesses, folder: Path
 ) -> AsyncIterator[tuple[FollowingNode, FollowingGateway]]:
-    """A node and a gateway, each with its own way to the leader."""
+    """Run a node and a gateway, each with its own way to the leader."""
     node = FollowingNode(schedulers.addresses, folder)
     gateway = FollowingGateway(schedulers.addresses)
     tasks = [
@@ -158,7 +155,7 @@ async def following(
 
 
 async def leased(node: FollowingNode, gateway: FollowingGateway) -> None:
-    """Wait until the replica is leased, and both have heard of it."""
+    """Wait until the replica is leased, and both know it."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             while gateway.tables[-1:] != [{REPLICA: 1}] or not node.epochs:  # noqa: ASYNC110
@@ -252,7 +249,6 @@ def computing(count: int) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and keep."""
     parser = parser_of(__doc__, "bench.micro.failover")
     parser.add_argument("--rounds", type=int, default=3, help="of each way to end")
     parser.add_argument("--how", choices=[*HOWS], help="how the leader ends; else each way")

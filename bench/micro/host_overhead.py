@@ -16,6 +16,7 @@ import argparse
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -56,7 +57,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class OverheadTraffic:
     """A load. `output_tokens`: shortest and longest answer; one that ends makes room for the next.
 
     `in_flight`: steps scheduled ahead, 2 with asynchronous scheduling. `backlog`: requests that
@@ -70,16 +71,16 @@ class Traffic:
 
 
 TRAFFICS = (
-    Traffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
-    Traffic("turnover", (50, 350), in_flight=2, backlog=0),
-    Traffic("overload", (50, 350), in_flight=2, backlog=1_000),
+    OverheadTraffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
+    OverheadTraffic("turnover", (50, 350), in_flight=2, backlog=0),
+    OverheadTraffic("overload", (50, 350), in_flight=2, backlog=1_000),
 )
 
 
-class Engine:
+class VllmSteps:
     """One scheduler under load, and a model that answers every request with the same token."""
 
-    def __init__(self, scheduler: Any, hasher: Any, traffic: Traffic) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, scheduler: Any, hasher: Any, traffic: OverheadTraffic) -> None:  # noqa: ANN401 - vLLM's
         self.scheduler = scheduler
         self._hasher = hasher
         self._traffic = traffic
@@ -88,7 +89,7 @@ class Engine:
         self._flight: deque[Any] = deque()
 
     def steps(self, number: int) -> list[float]:
-        """Wall seconds of each of `number` steps."""
+        """Return wall seconds of each of `number` steps."""
         return [self._step() for _ in range(number)]
 
     def _step(self) -> float:
@@ -158,7 +159,7 @@ def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def scheduler_of(kind: Callable[..., Any], config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """A scheduler with the cache of one layer: its blocks are counted, never touched."""
+    """Return a scheduler with the cache of one layer: its blocks are counted, never touched."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -179,7 +180,7 @@ def scheduler_of(kind: Callable[..., Any], config: Any) -> Any:  # noqa: ANN401 
 
 
 def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """Names for full blocks, as the engine core makes them for prefix caching."""
+    """Return names for full blocks, as the engine core makes them for prefix caching."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -189,7 +190,6 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
 
 
 def worker(kind: str) -> None:
-    """Serve rounds until standard input ends."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from executor.vllm.host.scheduler import ObservedScheduler
@@ -199,6 +199,8 @@ def worker(kind: str) -> None:
         "observed": ObservedScheduler,
         "timed": timed_scheduler() if kind == "timed" else None,
     }
+    # Its page's folder is removed at the end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
@@ -207,7 +209,7 @@ def worker(kind: str) -> None:
         engines = {}
         for traffic in TRAFFICS:
             os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            engine = Engine(scheduler_of(classes[kind], config), hasher, traffic)
+            engine = VllmSteps(scheduler_of(classes[kind], config), hasher, traffic)
             engine.steps(FIRST_STEPS)
             if kind != "stock":
                 check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
@@ -227,7 +229,7 @@ def check_published(path: Path) -> None:
 
 
 def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
-    """ObservedScheduler that adds up what the code takes that ROSE added to it.
+    """Return an ObservedScheduler class that adds up the time of ROSE's code.
 
     A class of its own: a method that is replaced on an instance makes CPython keep that instance's
     attributes in another way, and slows all of its code.
@@ -245,8 +247,8 @@ def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
     return TimedScheduler
 
 
-def round_of(engine: Engine, kind: str) -> float:
-    """Median seconds of a round's steps; of a timed engine, of what was added to them."""
+def round_of(engine: VllmSteps, kind: str) -> float:
+    """Return median seconds of a round's steps; of a timed engine, of what was added to them."""
     if kind != "timed":
         return median(engine.steps(STEPS_A_ROUND))
     spent: list[float] = []
@@ -264,8 +266,8 @@ class Rounds:
     pairs: list[list[tuple[float, float]]] = field(default_factory=list)
     inside: list[list[tuple[float, float]]] = field(default_factory=list)
 
-    def measure(self, traffic: Traffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
-        """One pair of processes, the two in turns."""
+    def measure(self, traffic: OverheadTraffic, rounds: int, arms: dict[str, BenchProcess]) -> None:
+        """Measure one pair of processes, the two by turns."""
         order = random.Random(len(self.pairs))  # noqa: S311 # an order, not a secret
         pairs, inside = [], []
         for _ in range(rounds):
@@ -277,8 +279,7 @@ class Rounds:
         self.pairs.append(pairs)
         self.inside.append(inside)
 
-    def figures(self, traffic: Traffic) -> dict[str, object]:
-        """Return the figures of all rounds."""
+    def figures(self, traffic: OverheadTraffic) -> dict[str, object]:
         every = [pair for pairs in self.pairs for pair in pairs]
         return {
             "overhead_us": estimate(self.pairs),
@@ -291,7 +292,7 @@ class Rounds:
 
 
 def estimate(pairs: Sequence[Sequence[tuple[float, float]]]) -> dict[str, object]:
-    """Mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
+    """Return mean difference of pairs, and its 95% bootstrap interval over pairs of processes."""
     made: Estimate = paired_difference(pairs, seed=3)
     low_high = None if made.ci95 is None else [round(bound, 2) for bound in made.ci95]
     return {"mean": round(made.value, 2), "ci95": low_high}
@@ -305,7 +306,7 @@ def within_target(figures: dict[str, object]) -> bool:
 
 
 def measured(processes: int, rounds: int) -> dict[str, Rounds]:
-    """Every load, by pairs of fresh processes, one after the other."""
+    """Measure every load, by pairs of fresh processes, one after the other."""
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
     for _ in range(processes):
@@ -322,7 +323,6 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
 
 
 def main() -> int:
-    """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, default=5, help="processes of each arm")
     parser.add_argument("--rounds", type=int, default=12, help="of each pair, a load")

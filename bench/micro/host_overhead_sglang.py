@@ -86,7 +86,7 @@ class TimedHooks:
         return clocked
 
 
-class Engine:
+class SglangSteps:
     """One scheduler and its load, a turn of the loop at a time."""
 
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
@@ -108,7 +108,7 @@ class Engine:
         self._answers = answers
 
     def steps(self, number: int) -> tuple[list[float], list[float]]:
-        """Microseconds of the hooks, and of whole turns."""
+        """Return microseconds of the hooks, and of whole turns."""
         inside, whole = [], []
         for _ in range(number):
             self.timed.spent_ns = 0
@@ -158,7 +158,7 @@ class Engine:
 
 
 def scheduler_of(folder: Path) -> Any:  # noqa: ANN401 -- SGLang's
-    """A scheduler of a tiny model with random weights, and nobody at its sockets' other ends."""
+    """Return a scheduler of a tiny random model, whose sockets have no other ends."""
     import zmq
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -213,7 +213,6 @@ def check_published(path: str) -> None:
 
 
 def figures(inside: list[float], whole: list[float]) -> dict[str, float]:
-    """In microseconds a step."""
     return {
         "inside_us": round(median(inside), 2),
         "inside_p95_us": round(quantiles(inside, n=20)[-1], 2),
@@ -222,7 +221,6 @@ def figures(inside: list[float], whole: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="of each load")
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
@@ -232,7 +230,7 @@ def main() -> int:
     # In memory, as a page is on a node: on a disk a write waits for its writeback now and then.
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
         os.environ["ROSE_CONTROL_PAGE"] = page = str(Path(name) / "page")
-        engine = Engine(scheduler_of(Path(name) / "model"))
+        engine = SglangSteps(scheduler_of(Path(name) / "model"))
         gc.disable()
         for load, answers in LOADS.items():
             engine.load(answers)

@@ -62,7 +62,7 @@ FILL_S = 120.0
 
 
 def save_wide_model(folder: Path) -> None:
-    """A small model with the KV cache of a large one: 128 KiB a token, as an 8B model in bf16."""
+    """Save a small model with a large one's KV cache: 128 KiB a token, as 8B in bf16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -83,7 +83,7 @@ def save_wide_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-class Node(threading.Thread):
+class StandInHost(threading.Thread):
     """Stands in for the host and the node daemon: an idle host, and a grant that stays alive."""
 
     def __init__(self, page: ControlPage) -> None:
@@ -95,7 +95,6 @@ class Node(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Keep the grant alive."""
         while not self._ended.wait(0.05):
             self.allow()
 
@@ -118,7 +117,6 @@ class Node(threading.Thread):
             )
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended.set()
         self.join()
         self._host.close()
@@ -150,18 +148,17 @@ class KvReturnBench:
 
     engine: EngineKind
     page: ControlPage
-    node: Node
+    node: StandInHost
     core: psutil.Process
     url: str
     _state: GuestState = field(default_factory=GuestState)
 
     def state(self) -> GuestState:
-        """The guest section; what was read last where its writer is held in the middle."""
+        """Return the guest section; what was read last where its writer is held in the middle."""
         self._state = self.page.guest.peek() or self._state
         return self._state
 
     async def until(self, holds: Callable[[GuestState], bool], within_s: float) -> GuestState:
-        """Poll the page until it holds."""
         deadline_s = time.monotonic() + within_s
         while not holds(state := self.state()):
             if time.monotonic() > deadline_s:
@@ -170,7 +167,7 @@ class KvReturnBench:
         return state
 
     async def stream(self, http: aiohttp.ClientSession, rng: random.Random) -> None:
-        """Rollouts without end, one after the other."""
+        """Ask for rollouts without end, one after the other."""
         while True:
             body = {
                 "request_id": "turn",
@@ -194,7 +191,6 @@ class KvReturnBench:
         return FreezeRound(time.monotonic() - began_s, after.last_step_ns / 1e9)
 
     async def round(self, *, frozen_first: bool) -> KvRound:
-        """Fill, shrink, measure, grow."""
         self.node.allow(GrantMode.RUN, FILL_BUDGET, kv_granule_cap=0)
         full = (RETURNED_BYTES + SLACK_BYTES) // (KV_TOKEN_BYTES * BLOCK_TOKENS[self.engine])
         filled = await self.until(lambda state: state.kv_used >= full, FILL_S)
@@ -223,7 +219,7 @@ class KvReturnBench:
 
 
 def summary(rounds: list[KvRound]) -> dict[str, object]:
-    """Percentiles by the nearest rank; seconds and bytes."""
+    """Return percentiles by the nearest rank; seconds and bytes."""
     times_s = [one.returned_s for one in rounds]
     return {
         "rounds": len(rounds),
@@ -238,7 +234,7 @@ def summary(rounds: list[KvRound]) -> dict[str, object]:
 
 
 def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
-    """The same of freezes; `over` is what a freeze took beyond its last step."""
+    """Return percentiles of freezes; `over`: time beyond the last step."""
     over_s = [one.stopped_s - one.step_s for one in freezes]
     return {
         "freezes": len(freezes),
@@ -251,7 +247,6 @@ def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
 
 
 def spec_of(engine: EngineKind, python: Path, folder: Path, page: Path) -> EngineSpec:
-    """The guest."""
     sglang = engine is EngineKind.SGLANG
     return EngineSpec(
         name="guest",
@@ -277,7 +272,7 @@ async def measure(
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
-    node = Node(page)
+    node = StandInHost(page)
     node.start()
     spec = spec_of(engine_kind, python, folder, page.path)
     engine = await EngineProcess.start(spec)

@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 import uvloop
 
-from bench.common.processes import BenchProcess, Fleet, cores, python
+from bench.common.processes import BenchProcess, ProcessFleet, cores, python
 from bench.common.report import machine, put
 from bench.common.stats import rounded
 from bench.load.standin import StandInEngine
@@ -60,7 +60,7 @@ HANDSHAKES_A_S: Final = 100
 TICK_S: Final = 0.02
 
 
-class Half(msgspec.Struct, frozen=True):
+class ProxyBlock(msgspec.Struct, frozen=True):
     """One block of one arm, in milliseconds: a turn's way in, a piece's way out, a guard's gap."""
 
     turns: int
@@ -75,7 +75,7 @@ class Half(msgspec.Struct, frozen=True):
     proxy_core: float
 
 
-class Load(msgspec.Struct, frozen=True):
+class ProxyLoad(msgspec.Struct, frozen=True):
     """All blocks of one number of streams, and what the proxy added by the median of pairs."""
 
     streams: int
@@ -83,8 +83,8 @@ class Load(msgspec.Struct, frozen=True):
     added_in_p50_ms: float
     added_out_p50_ms: float
     added_gap_p999_ms: float
-    straight: list[Half]
-    proxied: list[Half]
+    straight: list[ProxyBlock]
+    proxied: list[ProxyBlock]
 
     @property
     def good(self) -> bool:
@@ -112,7 +112,7 @@ def tick() -> int:
     return 0
 
 
-class Bench(Fleet):
+class ProxyBench(ProcessFleet):
     """All processes, placed; `load` measures one load. Context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -144,19 +144,19 @@ class Bench(Fleet):
         }
         self._streams: dict[str, list[Stream]] = {STRAIGHT: [], PROXIED: []}
 
-    async def load(self, streams: int, gap_s: float, rounds: int, seconds: float) -> Load:
+    async def load(self, streams: int, gap_s: float, rounds: int, seconds: float) -> ProxyLoad:
         """Measure one load, after a block of each arm that makes connections and counts nothing."""
         await asyncio.to_thread(self._engine.pace, gap_s, gap_s, PIECE_TOKENS)
         for name in (STRAIGHT, PROXIED):
             # Handshakes are a millisecond or two each, on either side.
             await self._half(name, streams, 0.0, streams / HANDSHAKES_A_S)
-        found: dict[str, list[Half]] = {STRAIGHT: [], PROXIED: []}
+        found: dict[str, list[ProxyBlock]] = {STRAIGHT: [], PROXIED: []}
         for number in range(rounds):
             order = (STRAIGHT, PROXIED) if number % 2 == 0 else (PROXIED, STRAIGHT)
             for name in order:
                 found[name].append(await self._half(name, streams, seconds))
         pairs = list(zip(found[STRAIGHT], found[PROXIED], strict=True))
-        return Load(
+        return ProxyLoad(
             streams,
             gap_s,
             round(median(b.in_p50_ms - a.in_p50_ms for a, b in pairs), 3),
@@ -168,7 +168,7 @@ class Bench(Fleet):
 
     async def _half(
         self, name: str, streams: int, seconds: float, spread_s: float = SPREAD_S
-    ) -> Half:
+    ) -> ProxyBlock:
         await asyncio.to_thread(self._guard.ask, b"")
         began_s, before = time.monotonic(), self._proxy.cpu_use()
         path = "/engine" + REPLICA.path if name == PROXIED else REPLICA.path
@@ -188,7 +188,7 @@ class Bench(Fleet):
         in_p50, in_p99 = rounded(into, 0.5, 0.99, scale=1e3)
         out_p50, out_p99 = rounded(out, 0.5, 0.99, scale=1e3)
         gap_p50, gap_p999, gap_max = rounded(gaps, 0.5, 0.999, 1.0, scale=1e3)
-        return Half(
+        return ProxyBlock(
             turns=len(turns),
             pieces=len(out),
             in_p50_ms=in_p50,
@@ -202,17 +202,19 @@ class Bench(Fleet):
         )
 
     def close(self) -> None:
-        """Hang up, and end all processes."""
         for streams in self._streams.values():
             for stream in streams:
                 stream.caller.hang_up()
         super().close()
 
 
-async def measure(rounds: int, seconds: float) -> list[Load]:
+async def measure(rounds: int, seconds: float) -> list[ProxyLoad]:
     """Measure all loads. Raises EngineStartError."""
     raise_descriptor_limit()
-    with tempfile.TemporaryDirectory(prefix="rose-proxy-") as folder, Bench(Path(folder)) as bench:
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-proxy-") as folder,
+        ProxyBench(Path(folder)) as bench,
+    ):
         return [await bench.load(*load, rounds, seconds) for load in LOADS]
 
 

@@ -38,7 +38,7 @@ MOST_AGAIN_P99_US = 500.0
 
 
 def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
-    """One of an unlike fleet: three guests to a dedicated replica, rates that differ eightfold."""
+    """Return a replica: three in four are guests, and rates differ eightfold."""
     speed = rng.choice((1.0, 2.0, 4.0, 8.0))
     kind = ReplicaKind.DEDICATED if number % 4 == 0 else ReplicaKind.GUEST
     version = VERSIONS[number % 8 != 0]
@@ -49,7 +49,7 @@ def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _RoutedTurn:
     placement: TurnPlacement
     left: int
 
@@ -65,7 +65,7 @@ class RoutedFleet:
         self._views = [make_view(number, cap, self._random) for number in range(replicas)]
         self.router.set_table(self._views, 0.0)
         self.now_s = 0.0
-        self._live: dict[str, list[_Turn]] = {view.id: [] for view in self._views}
+        self._live: dict[str, list[_RoutedTurn]] = {view.id: [] for view in self._views}
         self._heard_s = [0.0] * replicas
         self._next = 0
         self._asked = 0
@@ -74,11 +74,10 @@ class RoutedFleet:
             self.begin(need, self.router.choose(need, self.now_s))
 
     def live_turns(self) -> int:
-        """Turns on all replicas."""
         return sum(len(turns) for turns in self._live.values())
 
     def need(self) -> TurnNeed:
-        """The next turn of a trajectory; one in ten asks for the newest version."""
+        """Return the next turn of a trajectory; one in ten asks for the newest version."""
         number = self._asked % self._trajectories
         self._asked += 1
         prompt = self._random.randrange(200, 20_000)
@@ -92,10 +91,10 @@ class RoutedFleet:
         if name is not None:
             length = min(BUDGET_TOKENS, 1 + int(self._random.expovariate(1 / MEAN_TOKENS)))
             placement = self.router.begin(name, need, self.now_s)
-            self._live[name].append(_Turn(placement, length))
+            self._live[name].append(_RoutedTurn(placement, length))
 
     def decode(self) -> int:
-        """The next few replicas send what they made since last time; returns turns that ended."""
+        """Let the next few replicas send their new tokens; return the turns that ended."""
         ended = 0
         for _ in range(min(SENDING, len(self._views))):
             self._next = (self._next + 1) % len(self._views)
@@ -116,14 +115,14 @@ class RoutedFleet:
         return ended
 
     def table_ms(self) -> float:
-        """Milliseconds that the router takes for a whole new table in which nothing changed."""
+        """Return milliseconds of the router for a whole new table without a change."""
         views = [replace(view) for view in self._views]
         began_s = time.perf_counter()
         self.router.set_table(views, self.now_s)
         return (time.perf_counter() - began_s) * 1e3
 
     def regret(self, need: TurnNeed, name: str) -> float:
-        """Cost of the choice over that of the cheapest replica that could have had the turn."""
+        """Return the cost of the choice over the cost of the cheapest possible replica."""
         costs = {
             each.replica: each.cost_s
             for each in self.router.explain(need, self.now_s)
@@ -133,14 +132,13 @@ class RoutedFleet:
 
 
 def timed_us(fleet: RoutedFleet, need: TurnNeed) -> float:
-    """Microseconds of one decision."""
     began_s = time.perf_counter()
     fleet.router.choose(need, fleet.now_s)
     return (time.perf_counter() - began_s) * 1e6
 
 
 def constant_us() -> float:
-    """CPU microseconds of work that never varies: what the machine adds to everything else."""
+    """Return CPU microseconds of work that never varies, to show the machine's part."""
     began_s, total = time.thread_time(), 0
     for number in range(CONSTANT_STEPS):
         total += number * number
@@ -191,7 +189,6 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
 
 
 def main() -> int:
-    """Measure, print, and keep where asked."""
     parser = parser_of(__doc__, "bench.micro.routing")
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--trajectories", type=int, default=100_000)

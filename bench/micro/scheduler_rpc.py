@@ -3,9 +3,9 @@
     scheduler process  <── a connection for each node ──  load process (this module, `--address`)
                        <── 4 gateways: table and demand ──
 
-`measure` starts both and reads the scheduler's CPU time from the kernel; the load process says what
-it sent and heard. A stand-in node reports once a second (offers, telemetry), says which leases it
-holds, obeys releases, and now and then takes a replica back. Nothing of a real node runs in it.
+`measure` starts both and reads the scheduler's CPU time from the kernel; the load process counts
+its messages. A stand-in node reports once a second (offers, telemetry), names the leases it holds,
+obeys releases, and now and then takes a replica back. No code of a real node runs in it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import grpc
 import grpc.aio
 import psutil
 
-from bench.common.processes import BenchProcess, Fleet, python, scheduler_command
+from bench.common.processes import BenchProcess, ProcessFleet, python, scheduler_command
 from rose.addresses import free_port
 from rose.errors import UnavailableError
 from rose.rpc import rose_pb2 as pb
@@ -51,15 +51,14 @@ MOST_SWITCHES = 2_000
 ATTACH_A_S = 200
 
 
-def hello(number: int, *, takes_renewals: bool = True) -> pb.Hello:
+def hello(number: int) -> pb.Hello:
     """Return the first message of node `number`."""
     return pb.Hello(
-        protocol=1,
+        protocol=2,
         cluster=f"c{number // OF_CLUSTER}",
         relay_url=f"http://{_host(number)}:7500",
         takes_caps=True,
-        jobs=True,
-        takes_renewals=takes_renewals,
+        takes_renewals=True,
     )
 
 
@@ -90,7 +89,7 @@ def _host(number: int) -> str:
 
 
 @dataclass
-class Tally:
+class LoadTally:
     """Counts of the load process, since `reset`."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,13 +105,13 @@ class Tally:
 class StandInNode:
     """One node on a connection of its own."""
 
-    def __init__(self, address: str, number: int, replicas: int, tally: Tally) -> None:
+    def __init__(self, address: str, number: int, replicas: int, tally: LoadTally) -> None:
         self._number, self._replicas, self._tally = number, replicas, tally
         self.name = f"n{number}"
         self._channel = channel_to(address)
         self._leases: dict[str, pb.Lease] = {}
         self._until_s: dict[str, float] = {}
-        self._said: list[pb.NodeReport] = []
+        self._due: list[pb.NodeReport] = []
         self.switches: list[pb.Switch] = []
 
     async def run(self) -> None:
@@ -126,12 +125,11 @@ class StandInNode:
             await asyncio.sleep(AGAIN_S)
 
     def take_back(self) -> None:
-        """Revoke a replica."""
         replica = f"{self.name}.g0"
         lease = self._leases.pop(replica, None)
         if lease is not None:
-            told = pb.Revocation(replica=replica, epoch=lease.epoch, reason="a burst")
-            self._said.append(pb.NodeReport(node=self.name, revocation=told))
+            revocation = pb.Revocation(replica=replica, epoch=lease.epoch, reason="a burst")
+            self._due.append(pb.NodeReport(node=self.name, revocation=revocation))
 
     def _obey(self, command: pb.NodeCommand) -> None:
         match command.WhichOneof("command"):
@@ -141,10 +139,10 @@ class StandInNode:
                 for lease in command.renewals.leases:
                     self._take(lease)
             case "release":
-                told = command.release
-                self._leases.pop(told.replica, None)
-                done = pb.Released(replica=told.replica, epoch=told.epoch)
-                self._said.append(pb.NodeReport(node=self.name, released=done))
+                release = command.release
+                self._leases.pop(release.replica, None)
+                done = pb.Released(replica=release.replica, epoch=release.epoch)
+                self._due.append(pb.NodeReport(node=self.name, released=done))
 
     def _take(self, lease: pb.Lease) -> None:
         self._tally.counts["leases"] += 1
@@ -159,8 +157,8 @@ class StandInNode:
         yield pb.NodeReport(node=self.name, hello=hello(self._number))
         next_s = time.monotonic()
         while True:
-            said, self._said = self._said, []
-            for report in (*said, *self._state()):
+            due, self._due = self._due, []
+            for report in (*due, *self._state()):
                 self._tally.counts["reports"] += 1
                 yield report
             next_s += 1.0
@@ -189,12 +187,12 @@ class StandInNode:
         return guest_offer(self._number, each, lease.epoch, lease.job, held)
 
 
-class Load:
+class FleetLoad:
     """All stand-ins of one process."""
 
     def __init__(self, address: str, nodes: int, replicas: int, gateways: int) -> None:
         self._address, self._gateways = address, gateways
-        self._tally = Tally()
+        self._tally = LoadTally()
         self._nodes = [StandInNode(address, n, replicas, self._tally) for n in range(nodes)]
         self._random = random.Random(0)  # noqa: S311 - a load, not a secret
         self._wanted = nodes * replicas
@@ -250,7 +248,7 @@ class Load:
 
     async def _watch(self, name: str) -> None:
         stub = SchedulerStub(channel_to(self._address))
-        ask = pb.WatchReplicasRequest(gateway=name, jobs=True)
+        ask = pb.WatchReplicasRequest(gateway=name)
         while True:
             with suppress(grpc.aio.AioRpcError):
                 async for table in stub.WatchReplicas(ask):
@@ -275,18 +273,18 @@ class Load:
             await asyncio.sleep(1.0)
 
     async def _bursts(self) -> None:
-        """A replica in a thousand is taken back each second."""
+        """Take back a replica in a thousand each second."""
         while True:
             for _ in range(max(1, len(self._nodes) // 250)):
                 self._random.choice(self._nodes).take_back()
             await asyncio.sleep(1.0)
 
     async def _newcomers(self) -> None:
-        """Gateways that come, take their first table, and go."""
+        """Start gateways that take their first table and end."""
         while True:
             began_s = time.monotonic()
             channel = channel_to(self._address)
-            ask = pb.WatchReplicasRequest(gateway="newcomer", jobs=True)
+            ask = pb.WatchReplicasRequest(gateway="newcomer")
             call = SchedulerStub(channel).WatchReplicas(ask)
             with suppress(grpc.aio.AioRpcError):
                 await call.read()
@@ -303,7 +301,6 @@ def channel_to(address: str) -> grpc.aio.Channel:
 
 
 def say(**event: object) -> None:
-    """Write a line for `measure`."""
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
@@ -318,7 +315,7 @@ def measure(
     port = free_port()
     address = f"127.0.0.1:{port}"
     prefix = "rose-scheduler-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as name, Fleet(Path(name)) as fleet:
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, ProcessFleet(Path(name)) as fleet:
         argv = scheduler_command(port, fleet.folder, "--harvest=ACTIVE")
         scheduler = fleet.add(BenchProcess("scheduler", argv).start())
         _register(address)
@@ -375,12 +372,11 @@ def _register(address: str) -> None:
 
 async def _loaded(args: argparse.Namespace) -> dict[str, object]:
     # Channels belong to the loop in which they are made.
-    load = Load(args.address, args.nodes, args.replicas, args.gateways)
+    load = FleetLoad(args.address, args.nodes, args.replicas, args.gateways)
     return await load.run(args.seconds)
 
 
 def main() -> int:
-    """Run the load process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     for name in ("nodes", "replicas", "gateways", "seconds"):

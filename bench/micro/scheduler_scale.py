@@ -64,11 +64,7 @@ class ScaledFleet:
         replicas: int,
         gateways: int,
         seed: int = 0,
-        *,
-        takes_renewals: bool = True,
     ) -> None:
-        """`takes_renewals`: False for nodes of 0.2.0."""
-        self._takes_renewals = takes_renewals
         self._random = random.Random(seed)  # noqa: S311 - a load, not a secret
         self._core = SchedulerCore(load({}), HarvestMode.ACTIVE)
         self._nodes, self._replicas, self._gateways = nodes, replicas, gateways
@@ -88,14 +84,13 @@ class ScaledFleet:
                 self._step(event)
 
     def attach(self) -> None:
-        """All nodes say hello and offer, within one second; then all replicas are leased."""
+        """Attach all nodes, within one second; then all replicas are leased."""
         for number in range(self._nodes):
-            said = hello(number, takes_renewals=self._takes_renewals)
-            report = pb.NodeReport(node=f"n{number}", hello=said)
+            report = pb.NodeReport(node=f"n{number}", hello=hello(number))
             self._step(wire.attached(report, number))
 
     def play_second(self, revocations: int = 0) -> None:
-        """One second: each node reports, at a moment of its own; ten ticks."""
+        """Play one second: each node reports, at a moment of its own; ten ticks."""
         for tick in range(TICKS_A_S):
             for number in range(tick, self._nodes, TICKS_A_S):
                 self.now_s += 1.0 / self._nodes
@@ -151,8 +146,8 @@ class ScaledFleet:
         self.cpu_s += took_s
         self.steps_ms.append(took_s * 1e3)
         for command in sent:
-            told = [command.lease] if command.HasField("lease") else command.renewals.leases
-            for lease in told:
+            leases = [command.lease] if command.HasField("lease") else command.renewals.leases
+            for lease in leases:
                 if self._leases.get(lease.replica, (0, ""))[0] != lease.epoch:
                     new = pb.Switch(replica=lease.replica, epoch=lease.epoch, took_s=SWITCH_S)
                     self._switches.append(new)
@@ -179,7 +174,6 @@ class ScaledFleet:
 
 
 def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str, Any]:
-    """Return all figures of one fleet."""
     fleet = ScaledFleet(nodes, replicas, gateways)
     fleet.attach()
     for _ in range(WARM_UP_S):
@@ -216,7 +210,6 @@ def measure(nodes: int, replicas: int, gateways: int, seconds: int) -> dict[str,
 
 
 def main() -> int:
-    """Measure, print, and keep where asked."""
     parser = parser_of(__doc__, "bench.micro.scheduler_scale")
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--replicas", type=int, default=4, help="of each node")

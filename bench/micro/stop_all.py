@@ -75,11 +75,10 @@ class StoppableNode:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self._gone_s: float | None = None
-        self._said: list[pb.NodeReport] = []
+        self._due: list[pb.NodeReport] = []
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
         with suppress(grpc.aio.AioRpcError):
             async for command in self._stub.Attach(self._reports()):
                 await self.speaks.wait()
@@ -95,17 +94,17 @@ class StoppableNode:
         elif not stopped:
             self._gone_s = None
         if harvest.order:
-            self._said.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
+            self._due.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
         self._wake.set()
 
     async def _reports(self) -> AsyncIterator[pb.NodeReport]:
-        hello = pb.Hello(protocol=1, obeys=True, takes_caps=True, jobs=True, heartbeats=True)
+        hello = pb.Hello(protocol=2, obeys=True, takes_caps=True)
         yield pb.NodeReport(node=self.name, hello=hello)
         while True:
             self._wake.clear()
             if self.speaks.is_set():
-                said, self._said = self._said, []
-                for report in (*said, *self._state()):
+                due, self._due = self._due, []
+                for report in (*due, *self._state()):
                     yield report
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):

@@ -63,7 +63,6 @@ def save_model(folder: Path, hidden: int, layers: int, experts: int) -> None:
 
 
 def start_engine(folder: Path) -> Any:  # noqa: ANN401 -- vLLM's
-    """An engine inside this process."""
     from vllm import LLM
 
     return LLM(
@@ -105,7 +104,7 @@ class PauseBench:
         )
 
     def round(self, share: float) -> dict[str, float]:
-        """Publish, stage and commit one update; seconds of its parts."""
+        """Publish, stage and commit one update; return seconds of its parts."""
         version = self._version + 1
         new = moved(self._active, share, version)
         self._publisher.publish(version, self._version, self._active, new)
@@ -132,7 +131,7 @@ class PauseBench:
         return times | {"changed": float(report["changed_elements"])}
 
     def reloads(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of full reloads; the engine serves its first weights afterwards."""
+        """Return seconds of full reloads; the engine serves its first weights afterwards."""
         path = {"weights_path": str(self._folder)}
         reload = lambda: self._llm.collective_rpc("reload_weights", kwargs=path)  # noqa: E731
         fresh = lambda: self._llm.collective_rpc(load_from_memory)  # noqa: E731
@@ -146,7 +145,7 @@ class PauseBench:
 
 
 def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
-    """In a worker: a fresh dense load of what is active, nothing read from disk."""
+    """Load the active weights anew in a worker, with nothing read from disk."""
     from weight_transfer.engine.proof.reference import load_fresh, overlay
     from weight_transfer.vllm.engine_model import VllmLoader
 
@@ -156,7 +155,6 @@ def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Return the seconds that `run` takes."""
     began_s = time.perf_counter()
     run()
     return time.perf_counter() - began_s
@@ -184,7 +182,6 @@ def summary(
 
 
 def main() -> None:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--share", type=float, default=0.01, help="of all weights, changed a round")

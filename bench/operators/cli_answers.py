@@ -50,7 +50,7 @@ OFFLINE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CommandTimes(msgspec.Struct, frozen=True):
     """One command, over all rounds."""
 
     command: str
@@ -76,14 +76,14 @@ class _Times:
         self.cpu_s: list[float] = []
         self.bytes = self.failed = 0
 
-    def answer(self, command: str) -> Answer:
+    def answer(self, command: str) -> CommandTimes:
         p50_s, p95_s = (round(percentile(self.took_s, at), 3) for at in (0.5, 0.95))
         cpu_s = round(percentile(self.cpu_s, 0.5), 3)
         least_s = round(min(self.took_s), 3)
-        return Answer(command, least_s, p50_s, p95_s, cpu_s, self.bytes, self.failed)
+        return CommandTimes(command, least_s, p50_s, p95_s, cpu_s, self.bytes, self.failed)
 
 
-async def measure(nodes: int, rounds: int, folder: Path) -> list[Answer]:
+async def measure(nodes: int, rounds: int, folder: Path) -> list[CommandTimes]:
     """Return an answer for each command. Raises UnavailableError where the fleet fails."""
     dice = random.Random(0)  # noqa: S311 - a load, not a secret
     async with stoppable_fleet(nodes, folder, dice) as (address, _, _):

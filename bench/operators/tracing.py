@@ -25,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from bench.common.processes import BenchProcess, Fleet, cores, gateway_command
+from bench.common.processes import BenchProcess, ProcessFleet, cores, gateway_command
 from bench.common.report import machine, put
 from bench.load.standin import StandInEngine
 from bench.load.streams import Stream, block
@@ -39,7 +39,7 @@ PROMPT: Final = list(range(1_000, 1_128))
 WITHOUT, UNRECORDED, RECORDED, SPANS = "no trace", "a trace", "a recorded trace", "spans"
 
 
-class Block(msgspec.Struct, frozen=True):
+class TracingBlock(msgspec.Struct, frozen=True):
     """One block of one arm."""
 
     turns: int
@@ -48,14 +48,14 @@ class Block(msgspec.Struct, frozen=True):
     p50_ms: float
 
 
-class Arm(msgspec.Struct, frozen=True):
+class TracingArm(msgspec.Struct, frozen=True):
     """All blocks of one arm; added: to the arm without a trace, of the gateway's processor."""
 
     name: str
     cpu_us: float
     added_us: float
     added_share: float
-    blocks: list[Block]
+    blocks: list[TracingBlock]
 
 
 def trace_of(arm: str) -> bytes:
@@ -67,7 +67,7 @@ def trace_of(arm: str) -> bytes:
     return f"traceparent: 00-{trace}-{span}-{flag}\r\n".encode()
 
 
-class Bench(Fleet):
+class TracingBench(ProcessFleet):
     """All processes, placed; `block` measures one arm for a while. Context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class Bench(Fleet):
                 self._gateways[arm] = gateway, url
         os.sched_setaffinity(0, placed["generator"])
 
-    async def block(self, arm: str, seconds: float) -> Block:
+    async def block(self, arm: str, seconds: float) -> TracingBlock:
         """Measure turns of one arm, one after the other on each stream."""
         gateway, url = self._gateways[arm]
         streams = [Stream(url, TOKEN_STREAM) for _ in range(STREAMS)]
@@ -114,7 +114,7 @@ class Bench(Fleet):
             for stream in streams:
                 stream.caller.hang_up()
         spent_s, ran_s = time.monotonic() - began_s, gateway.cpu_use().ran_s - before_s
-        return Block(
+        return TracingBlock(
             len(turns),
             round(len(turns) / spent_s, 1),
             round(1e6 * ran_s / len(turns), 1),
@@ -122,11 +122,11 @@ class Bench(Fleet):
         )
 
 
-async def measure(rounds: int, seconds: float) -> list[Arm]:
+async def measure(rounds: int, seconds: float) -> list[TracingArm]:
     """Measure all arms. Raises EngineStartError."""
     prefix = "rose-tracing-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as folder, Bench(Path(folder)) as bench:
-        found: dict[str, list[Block]] = {arm: [] for arm in bench.arms}
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, TracingBench(Path(folder)) as bench:
+        found: dict[str, list[TracingBlock]] = {arm: [] for arm in bench.arms}
         for arm in bench.arms:
             await bench.block(arm, seconds / 4)
         for number in range(rounds):
@@ -135,10 +135,10 @@ async def measure(rounds: int, seconds: float) -> list[Arm]:
     return [_arm(name, blocks, found[WITHOUT]) for name, blocks in found.items()]
 
 
-def _arm(name: str, blocks: list[Block], without: Sequence[Block]) -> Arm:
+def _arm(name: str, blocks: list[TracingBlock], without: Sequence[TracingBlock]) -> TracingArm:
     added_us = median(a.cpu_us - b.cpu_us for a, b in zip(blocks, without, strict=True))
     base_us = median(block.cpu_us for block in without)
-    return Arm(
+    return TracingArm(
         name,
         round(median(block.cpu_us for block in blocks), 1),
         round(added_us, 1),
@@ -148,7 +148,6 @@ def _arm(name: str, blocks: list[Block], without: Sequence[Block]) -> Arm:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each block")

@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def repeated_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
-    """Every load several times with the same arrivals, alone and lending, in random order."""
+    """Return every load several times, alone and lending, in random order."""
     rng = random.Random(f"rose-repeats/{settings.seed}")  # noqa: S311 - an order, not a secret
     blocks = [
         PlanBlock(arm, settings.block_s, number, 1_000 * (1 + at), cell)

@@ -84,7 +84,7 @@ class MeasuredFile(msgspec.Struct, frozen=True):
 
 
 def read_measured(path: Path) -> tuple[MeasuredRun, ...]:
-    """The runs in a file. Raises RoseError for any other file."""
+    """Return the runs in a file. Raises RoseError for any other file."""
     found = read_json(path, MeasuredFile, "name a file of `python -m bench.simulation`")
     if (found.kind, found.layout) != (KIND, LAYOUT):
         raise RoseError(f"{path}:1: kind, layout: {found.kind} {found.layout}; no measured runs")
@@ -92,13 +92,12 @@ def read_measured(path: Path) -> tuple[MeasuredRun, ...]:
 
 
 def write_measured(runs: Sequence[MeasuredRun], path: Path) -> None:
-    """Inverse of `read_measured`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.encode(MeasuredFile(KIND, LAYOUT, tuple(runs))) + b"\n")
 
 
 def extract(folder: Path) -> MeasuredRun:
-    """The run whose raw records lie in a folder. Raises RoseError for one without repeats."""
+    """Return the run with raw records in a folder. RoseError for one without repeats."""
     records = read_run(folder)
     groups = _groups(records.blocks)
     if not groups:
@@ -125,7 +124,7 @@ def extract(folder: Path) -> MeasuredRun:
 
 
 def _groups(blocks: Iterable[CoserveBlockRecord]) -> list[list[CoserveBlockRecord]]:
-    """Blocks of the same arrivals, of which at least two were alone; steady loads first."""
+    """Return blocks of the same arrivals, of which at least two were alone; steady loads first."""
     found = defaultdict[tuple[str, float, int], list[CoserveBlockRecord]](list)
     for block in blocks:
         if block.traffic is not None and block.arm in (ALONE.name, ALONE_AGAIN.name, LENDING):
@@ -173,7 +172,7 @@ def _guest_tok_s(block: CoserveBlockRecord) -> float:
 
 
 def _steps(folder: Path, role: str, blocks: Sequence[CoserveBlockRecord]) -> StepProfile:
-    """Step times of an engine during some blocks: the median of each size, fitted.
+    """Return step times of an engine during some blocks: the median of each size, fitted.
 
     A step that another follows at once takes until that one begins: the engine works between them.
     """

@@ -74,7 +74,6 @@ class ValidationRow:
         return self.inside or (median(self.measured) != 0 and abs(self.off) <= MOST_ERROR)
 
     def cells(self) -> tuple[str, ...]:
-        """Return its cells of the table."""
         low, high = self.scale * min(self.measured), self.scale * max(self.measured)
         verdict = "calibrated" if self.calibrated else ("inside" if self.inside else "")
         return (
@@ -127,7 +126,7 @@ class _Streams:
 
 
 def validate(measured: MeasuredRun) -> list[ValidationRow]:
-    """All rows; of the first load are the API process's time, and a guest's steps beside a host."""
+    """Return all rows; the first load calibrates API time, and a guest's steps beside a host."""
     rows: list[ValidationRow] = []
     api_s, slower = 0.0, 1.0
     for number, load in enumerate(measured.loads):
@@ -152,7 +151,6 @@ def validate(measured: MeasuredRun) -> list[ValidationRow]:
 
 
 def table(rows: Sequence[ValidationRow]) -> Table:
-    """Rows as a table."""
     return Table(COLUMNS, tuple(row.cells() for row in rows), right=frozenset(COLUMNS[2:6]))
 
 
@@ -183,7 +181,7 @@ def _rows(
 
 
 def _guest_tok_s(measured: MeasuredRun, load: MeasuredLoad, slower: float) -> float:
-    """Tokens of the guest while the load ran: those by its end without those by its beginning."""
+    """Return tokens a second of the guest while the load ran."""
     seconds = GUEST_TIMES * load.seconds
     before, after = (
         _play(measured, load, "paper", slower, until_s).counts["guest_tokens"]
@@ -199,7 +197,7 @@ def _play(
     slower: float = 1.0,
     until_s: float | None = None,
 ) -> RunResult:
-    """The load under a policy, until its last requests have ended unless `until_s` says when.
+    """Play the load under a policy, until its last requests have ended unless `until_s` says when.
 
     slower: steps of the guest, as a multiple of what they take alone.
     """

@@ -24,7 +24,6 @@ progress = partial(say, "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Soak, print the table, keep it."""
     args = _parser().parse_args(argv)
     try:
         return reported(PROG, lambda: _run(args))
@@ -46,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
-    """Both phases, on one gateway. A SIGTERM cancels it, which ends what it started."""
+    """Run both phases on one gateway. A SIGTERM cancels it, which ends all processes."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -64,9 +63,11 @@ def table(mixed: SoakSeen, storm: SoakSeen, judged: Sequence[Check]) -> str:
     """Lay out the answers of each way, other observations, and all bounds."""
     lines = [f"{'way':>26}  {'asked':>7}  answers (0: the caller hung up)"]
     for name, statuses in mixed.statuses.items():
-        said = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
-        lines.append(f"{name:>26}  {sum(statuses.values()):>7}  {said}")
-    lines += [f"{'WRONG':>26}  {count:>7}  {said}" for said, count in mixed.wrong.most_common(8)]
+        answers = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+        lines.append(f"{name:>26}  {sum(statuses.values()):>7}  {answers}")
+    lines += [
+        f"{'WRONG':>26}  {count:>7}  {answers}" for answers, count in mixed.wrong.most_common(8)
+    ]
     lines.append("")
     for name, seen in (("mixed", mixed), ("storm", storm)):
         if seen.turns:

@@ -11,7 +11,7 @@ from functools import partial
 import uvloop
 
 from bench.load.caller import LAST_CHUNK
-from bench.load.standin import BATCH, EngineConnection, Pace
+from bench.load.standin import BATCH, Pace, StandInConnection
 
 # The gateway's name of an attempt is the turn's id, `.copyN` for a second copy, and its number.
 _ATTEMPT = re.compile(rb'"request_id":"([a-z_]+)-[^"]*\.(\d+)"')
@@ -23,7 +23,7 @@ REVOKED, DIES, SILENT, GARBAGE = b"revoked", b"dies", b"silent", b"garbage"
 AFTER_CHUNKS = 2
 
 
-class FaultyConnection(EngineConnection):
+class FaultyConnection(StandInConnection):
     """One connection; a turn's id decides its end."""
 
     def _begin(self, body: bytes, path: bytes) -> None:

@@ -19,8 +19,8 @@ import psutil
 
 from bench.common.checks import Check, at_most
 from bench.common.processes import BenchProcess, cores, python
-from bench.load.caller import Answer, Caller
-from bench.soak.callers import GENERATE, Asker, Way
+from bench.load.caller import HttpAnswer, HttpCaller
+from bench.soak.callers import GENERATE, Asker, SoakWay
 from rose.addresses import free_ports
 from rose.gateway.event_loop import WINDOW_S
 from rose.rpc import rose_pb2 as pb
@@ -64,7 +64,6 @@ class LeasingScheduler(SchedulerServicer):
     async def ReportDemand(  # noqa: N802 - gRPC's name
         self, request: pb.DemandReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DemandReply:
-        """Take a report, which changes nothing."""
         del request, context
         return pb.DemandReply()
 
@@ -119,8 +118,7 @@ class SoakSeen:
     health_s: float = 0.0
     renewed: int = 0
 
-    def note(self, way: Way, status: int, body: bytes) -> None:
-        """Count one request that has ended."""
+    def note(self, way: SoakWay, status: int, body: bytes) -> None:
         self.turns += way.turns
         self.statuses.setdefault(way.name, Counter())[status] += 1
         if status not in way.statuses:
@@ -131,13 +129,12 @@ class Soak:
     """A gateway that is up, its scheduler, and callers that keep it busy."""
 
     def __init__(self, url: str, gateway: int, scheduler: LeasingScheduler) -> None:
-        """`gateway`: its process id."""
         self._url, self._gateway, self._scheduler = url, gateway, scheduler
         self._process = psutil.Process(gateway)
         self._numbers = itertools.count()
 
     async def phase(
-        self, ways: Sequence[Way], in_flight: int, turns: int, seconds: float, seed: int
+        self, ways: Sequence[SoakWay], in_flight: int, turns: int, seconds: float, seed: int
     ) -> SoakSeen:
         """Ask for `turns`, for `seconds` at most, once the gateway is done with the last phase."""
         await asyncio.sleep(WINDOW_S + 1)
@@ -163,7 +160,7 @@ class Soak:
                         answer = await way.go(asker, next(self._numbers))
                 except TimeoutError:
                     asker.close()
-                    answer = Answer(NEVER, b"no answer")
+                    answer = HttpAnswer(NEVER, b"no answer")
                 seen.note(way, *answer)
             asker.close()
 
@@ -191,7 +188,7 @@ class Soak:
 
     async def _lags(self, seen: SoakSeen) -> None:
         """Ask the gateway itself, often enough to miss none of its seconds."""
-        caller = Caller(self._url)
+        caller = HttpCaller(self._url)
         try:
             while True:
                 stats = json.loads((await caller.get("/rose/v1/stats")).body)
@@ -210,7 +207,7 @@ class Soak:
             silence_s, last_s = now_s - last_s, now_s
             seen.silence_s = max(seen.silence_s, silence_s)
 
-        caller = Caller(self._url, received)
+        caller = HttpCaller(self._url, received)
         try:
             for number in itertools.count():
                 name, sampling = f"probe-{id(seen)}-{number}", {"max_tokens": PROBE_TOKENS}
@@ -220,7 +217,7 @@ class Soak:
             caller.hang_up()
 
     async def _health(self, seen: SoakSeen) -> None:
-        caller = Caller(self._url)
+        caller = HttpCaller(self._url)
         try:
             while True:
                 asked_s = time.monotonic()
@@ -282,7 +279,6 @@ QUIET_WAITED = 0.02
 
 
 def checks(mixed: SoakSeen, storm: SoakSeen) -> list[Check]:
-    """Judge all bounds."""
     memory, descriptors = mixed.rss_mib, mixed.descriptors
     found = [
         at_most("turns answered otherwise than provoked", sum(mixed.wrong.values()), WRONG),

@@ -74,14 +74,14 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Record:
+class CurveRecord:
     """All curves of one way, by seed."""
 
     way: str
     curves: dict[int, Curve] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path, way: str) -> "Record":
+    def load(cls, folder: Path, way: str) -> "CurveRecord":
         """Read it; one without curves where there is none.
 
         TRL's are read from what `trl_measure` wrote, where they were not trained here.
@@ -114,7 +114,7 @@ def _path(folder: Path, way: str) -> Path:
 
 
 def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
-    """One training by the figures that its trainer logged for each step."""
+    """Return one training by the figures that its trainer logged for each step."""
 
     def found(names: Sequence[str]) -> list[float]:
         return [step[name] for step in steps for name in names if name in step]
@@ -130,7 +130,7 @@ def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
 
 @contextmanager
 def _fleet(way: str, folder: Path) -> Iterator[tuple[TrainerStack, Path]]:
-    """Replicas that are ready for trainers of that way, and the interpreter that such have."""
+    """Give a fleet ready for trainers of that way, and the interpreter of such trainers."""
     trainer = way.split("-")[0]
     python = ROOT / f".venv-{trainer}" / "bin" / "python"
     if not python.exists():
@@ -159,10 +159,10 @@ def _trl(
 def _verl(
     mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
 ) -> Curve:
-    told = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
+    environ = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
     # A run of its own, on replicas that served the one before.
-    told |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
-    with VerlRun(stack, python, folder, **told) as run:
+    environ |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
+    with VerlRun(stack, python, folder, **environ) as run:
         figures = run.finished(RUN_S)
     return curve(seed, [figures[number] for number in sorted(figures)], "critic/score/mean")
 
@@ -181,14 +181,14 @@ def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
             folder = Path(name) / f"seed-{seed}"
             folder.mkdir()
             made = TRAINS[trainer](mode, seed, steps, folder, stack, python)
-            record = Record.load(out, way)
+            record = CurveRecord.load(out, way)
             record.curves[seed] = made
             record.save(out)
             first, last = made.thirds
             say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
 
 
-def table(records: Sequence[Record]) -> str:
+def table(records: Sequence[CurveRecord]) -> str:
     """Lay out rewards of first and last thirds, each seed's, with drift and age."""
     rows = []
     for record in records:
@@ -202,8 +202,8 @@ def table(records: Sequence[Record]) -> str:
     return text_table("rewards", header, rows)
 
 
-def draw(records: Sequence[Record]) -> Figure:
-    """Rewards by step, one picture for each way: a line for each seed, and their mean."""
+def draw(records: Sequence[CurveRecord]) -> Figure:
+    """Draw rewards by step, one picture for each way: a line for each seed, and their mean."""
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(8, 5.2), layout="constrained")
         for axes, record in zip(figure.subplots(2, 2).flat, records, strict=False):
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(way, seeds, args.steps or STEPS[way], args.out.absolute())
         except subprocess.TimeoutExpired as error:
             raise EngineStartError(str(error)) from error
-        records = [Record.load(args.out, way) for way in STEPS]
+        records = [CurveRecord.load(args.out, way) for way in STEPS]
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
         draw(records).savefig(args.out / "curves.png", dpi=130)

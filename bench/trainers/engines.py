@@ -71,7 +71,6 @@ class PairedEngines:
         self.close()
 
     def close(self) -> None:
-        """End all of it."""
         self.stack.close()
         if self._stock is not None:
             self._loop.call(self._stock.stop())

@@ -26,7 +26,7 @@ from typing import Any, Self
 import msgspec
 import psutil
 
-from bench.common.processes import ROOT, STOP_S, BenchProcess, Fleet, python
+from bench.common.processes import ROOT, STOP_S, BenchProcess, ProcessFleet, python
 from rose.addresses import free_ports
 from rose.contract.gateway import VERSIONS, Versions
 from rose.errors import EngineStartError
@@ -71,7 +71,7 @@ def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -
         raise EngineStartError(f"{folder.name} ended with {done.returncode}: {output}")
 
 
-class TrainerStack(Fleet):
+class TrainerStack(ProcessFleet):
     """Members by name: scheduler, gateway, train-0 (the node). Context manager.
 
     folder: place of all its files. model: checkpoint that replicas start with, version 0. gateway,

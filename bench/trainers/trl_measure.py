@@ -52,7 +52,7 @@ LEARNING = ("server", "async")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrlRun:
     """One training. step_s: of each step, without its weight sync; turns_s: of that, until its
     turns are there; drift: mean difference of the trainer's logprobs and the sampler's."""
 
@@ -65,7 +65,7 @@ class Run:
     turns_s: list[float]
 
     @classmethod
-    def read(cls, out: Path, arm: str, seed: int) -> "Run":
+    def read(cls, out: Path, arm: str, seed: int) -> "TrlRun":
         """Return the training whose steps its program wrote to a file."""
         rows: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
         steps = [row for row in rows if "step" in row]
@@ -88,7 +88,7 @@ class Run:
         return mean(self.rewards[-third:]) > mean(self.rewards[:third])
 
 
-def summary(runs: Sequence[Run], reloads: Sequence[float]) -> dict[str, Any]:
+def summary(runs: Sequence[TrlRun], reloads: Sequence[float]) -> dict[str, Any]:
     """Return all figures that have a limit, and those beside them."""
     by_arm = {arm: [run for run in runs if run.arm == arm] for arm in ARMS}
     ratio = ratio_of_medians(
@@ -118,7 +118,6 @@ def summary(runs: Sequence[Run], reloads: Sequence[float]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Lay out the summary."""
     step_s, turns_s, learned = found["step_s"], found["turns_s"], found["learned"]
     rows = [
         ("step without sync, ROSE", f"{step_s['unsynced']:.3f} s", ""),
@@ -136,14 +135,14 @@ def table(found: dict[str, Any]) -> str:
     return text_table("TRL", ("figure", "value", "limit"), rows)
 
 
-def train(arm: str, seed: int, folder: Path, engines: PairedEngines, *program: str) -> Run:
+def train(arm: str, seed: int, folder: Path, engines: PairedEngines, *program: str) -> TrlRun:
     """Train once by the `program`'s command line. EngineStartError where the trainer fails."""
     folder.mkdir()
     argv = [*program, arm, f"--model={engines.stack.model}", f"--seed={seed}"]
     argv += [f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
     argv += [f"--url={engines.spec.url}"] if arm == "stock" else []
     run_program(argv, folder, engines.stack.environ(root=folder / "published"))
-    return Run.read(folder / "out", arm, seed)
+    return TrlRun.read(folder / "out", arm, seed)
 
 
 async def reload_s(url: str) -> float:
@@ -159,7 +158,6 @@ async def reload_s(url: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = measuring_parser(__doc__, PROG)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl/bin/python")
     parser.add_argument("--seeds", type=int, default=3)
@@ -171,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    python, loop, runs = args.python, LoopThread("rose-bench"), list[Run]()
+    python, loop, runs = args.python, LoopThread("rose-bench"), list[TrlRun]()
     if not python.exists():
         raise ConfigError(f"there is no {python}; make it: scripts/trainer-env trl")
     (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")

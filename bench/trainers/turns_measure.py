@@ -50,7 +50,7 @@ ARMS = (ROSE, SINGLE, STOCK)
 
 
 @dataclass
-class Arm:
+class TurnsArm:
     """One address that requests go to, and the processes behind it."""
 
     name: str
@@ -89,7 +89,6 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _server_of(port: int) -> psutil.Process:
-    """The process of an engine's server."""
     for process in psutil.Process().children(recursive=True):
         line = process.cmdline()
         if f"--port={port}" in line and any("api_server" in each for each in line):
@@ -102,8 +101,7 @@ def _with_core(server: psutil.Process) -> dict[str, psutil.Process]:
     return {"server": server, "core": cores[0]} if cores else {"server": server}
 
 
-def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
-    """Return all three, with their processes."""
+def arms_of(engines: PairedEngines, single_port: int) -> list[TurnsArm]:
     stack = engines.stack
     headers = {"Content-Type": "application/json"}
     job = {**headers, JOB_HEADER: stack.job}
@@ -113,17 +111,17 @@ def arms_of(engines: PairedEngines, single_port: int) -> list[Arm]:
         SINGLE: (f"http://127.0.0.1:{single_port}", psutil.Process(stack.members[SINGLE].pid)),
     }
     arms = [
-        Arm(name, url, job, str(stack.model), {"gateway": process, **replica})
+        TurnsArm(name, url, job, str(stack.model), {"gateway": process, **replica})
         for name, (url, process) in gateways.items()
     ]
     stock = _with_core(_server_of(engines.spec.port))
-    arms.append(Arm(STOCK, engines.spec.url, headers, engines.spec.name, stock))
+    arms.append(TurnsArm(STOCK, engines.spec.url, headers, engines.spec.name, stock))
     for arm in arms:
         arm.open()
     return arms
 
 
-def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
+def measure(arms: Sequence[TurnsArm], requests: int, tokens: int) -> None:
     """Ask all of them, in turn, each request in another order."""
     for number in range(WARM + requests):
         prompts = [
@@ -150,7 +148,7 @@ def measure(arms: Sequence[Arm], requests: int, tokens: int) -> None:
                 arm.times_s.append(took_s)
 
 
-def summary(arms: Sequence[Arm]) -> dict[str, Any]:
+def summary(arms: Sequence[TurnsArm]) -> dict[str, Any]:
     """Return times of a request and processor time spent on it, beside the stock engine's."""
     stock = arms[-1].times_s
     found: dict[str, Any] = {"arms": {}, "requests": len(stock)}
@@ -165,7 +163,6 @@ def summary(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Lay out the summary, in milliseconds."""
     rows = []
     for name, each in found["arms"].items():
         spent = [
@@ -179,7 +176,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = measuring_parser(__doc__, PROG)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")

@@ -26,7 +26,7 @@ def _zero(*_: object, **__: object) -> int:
 
 
 def _device() -> types.ModuleType:
-    """`torch.cpu` with the names that `torch.cuda` has besides."""
+    """Return `torch.cpu` with the names that `torch.cuda` has besides."""
     module = types.ModuleType("torch_cpu_as_a_device")
     for name in dir(torch.cpu):
         if not name.startswith("__"):

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Self
 
 import psutil
 
-from bench.common.processes import ROOT
+from bench.common.processes import ROOT, BenchProcess
 from bench.trainers.policy import save_policy
 from bench.trainers.stack import TrainerStack
 from rose.errors import EngineStartError, UnavailableError
@@ -34,7 +33,7 @@ RUN = "ROSE_TEST_RUN"
 SCRIPT = ROOT / "examples" / "verl_grpo.sh"
 LINE = re.compile(r"step:(\d+) - (.*)")
 FIGURE = re.compile(r"([\w/.@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)")
-# Ray takes the machine's own address for 127.0.0.1, unless it is told that here is no cluster.
+# Ray takes the machine's own address for 127.0.0.1, unless it knows that this is not a cluster.
 RAY_ON_LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -67,17 +66,16 @@ class VerlRun:
     ) -> None:
         self.name = uuid.uuid4().hex
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
         self.log = folder / f"verl-{self.name[:8]}.log"
         # Ray puts sockets there, whose paths must be short.
         self._ray = Path(tempfile.mkdtemp(prefix="ray-"))
-        self._argv = [
+        argv = [
             *("bash", str(SCRIPT), str(stack.model), *ON_CPU),
             f"+ray_kwargs.ray_init._temp_dir={self._ray}",
             f"trainer.default_local_dir={folder / 'checkpoints'}",
             *more,
         ]
-        self._environ = {
+        environment = {
             **stack.environ(),
             "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
@@ -90,18 +88,10 @@ class VerlRun:
             RUN: self.name,
             **environ,
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process = BenchProcess("verl", argv, self.log, env=environment, cwd=folder)
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(  # noqa: S603 - the example's own command
-                self._argv,
-                cwd=self._folder,
-                env=self._environ,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
+        self.process.start()
         return self
 
     def __exit__(
@@ -115,37 +105,33 @@ class VerlRun:
 
     def finished(self, timeout_s: float) -> dict[int, dict[str, float]]:
         """Wait for its end; return figures of each step. EngineStartError where it failed."""
-        assert self.process is not None
-        code = self.process.wait(timeout_s)
+        code = self.process.popen.wait(timeout_s)
         if code:
-            raise EngineStartError(f"verl ended with {code}: {self.said[-6_000:]}")
+            raise EngineStartError(f"verl ended with {code}: {self.output[-6_000:]}")
         return self.steps
 
     @property
-    def said(self) -> str:
-        """Everything that it printed."""
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     @property
     def steps(self) -> dict[int, dict[str, float]]:
         """Figures of each step that is over."""
         found = {}
-        for line in LINE.finditer(self.said):
+        for line in LINE.finditer(self.output):
             figures = {name: float(value) for name, value in FIGURE.findall(line[2])}
             found[int(line[1])] = figures
         return found
 
     def until(self, holds: Callable[[], object], timeout_s: float, what: str) -> None:
-        """Wait while it runs."""
-        assert self.process is not None
         deadline_s = time.monotonic() + timeout_s
         while not holds():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise UnavailableError(f"no {what}: {self.said[-4_000:]}")
+            if not self.process.running or time.monotonic() > deadline_s:
+                raise UnavailableError(f"no {what}: {self.output[-4_000:]}")
             time.sleep(LOOK_S)
 
     def members(self) -> list[psutil.Process]:
-        """All processes that it started, Ray's too."""
+        """Return all processes that it started, Ray's too."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -157,7 +143,6 @@ class VerlRun:
         return found
 
     def kill(self) -> None:
-        """`kill -9` of all of it."""
         deadline_s = time.monotonic() + END_S
         while members := self.members():
             for process in members:
@@ -168,8 +153,7 @@ class VerlRun:
             psutil.wait_procs(members, timeout=5.0)
             if time.monotonic() > deadline_s:
                 raise UnavailableError(f"{len(members)} processes of verl do not end")
-        if self.process is not None:
-            self.process.wait()
+        self.process.kill()
 
 
 SHOWN = {
@@ -199,21 +183,21 @@ def main() -> int:
         with TrainerStack(folder / "stack", model, replicas=args.replicas) as stack:
             stack.wait_ready()
             for seed in range(args.seeds):
-                told = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
+                environ = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
                 # A run of its own, on replicas that served the one before.
-                told |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
+                environ |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
                 began_s = time.monotonic()
-                with VerlRun(stack, python, folder / f"run-{seed}", **told) as run:
+                with VerlRun(stack, python, folder / f"run-{seed}", **environ) as run:
                     steps = run.finished(3_600)
                 took_s = time.monotonic() - began_s
-                said = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
-                sys.stdout.write("\n".join([said, *summary(steps), ""]))
+                line = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
+                sys.stdout.write("\n".join([line, *summary(steps), ""]))
                 sys.stdout.flush()
     return 0
 
 
 def summary(steps: dict[int, dict[str, float]]) -> Iterator[str]:
-    """The mean of each figure over the first third of the steps, and over the last."""
+    """Return the mean of each figure over the first third of the steps, and over the last."""
     rows = [steps[number] for number in sorted(steps)]
     third = max(1, len(rows) // 3)
     for shown, name in SHOWN.items():

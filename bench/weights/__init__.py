@@ -1,1 +1,1 @@
-"""Costs of weight transfer: bytes for each changed weight and seconds, beside other schemes."""
+"""Costs of weight transfer: bytes for each changed weight and seconds, beside another scheme."""

@@ -1,4 +1,4 @@
-"""`python -m bench.weights`: sizes and speeds of weight updates, beside others' schemes.
+"""`python -m bench.weights`: sizes and speeds of weight updates, beside another scheme.
 
 Writes weights.json and weights.txt, with `--only ranks` weights-ranks.json and .txt.
 Exit code 0, 1 when a limit fails, 2 for bad input.
@@ -16,8 +16,8 @@ from bench.common.report import add_out_folder, machine, parser_of, put_both, re
 from bench.weights.codec import peaks, sizes, speeds
 from bench.weights.link import link_figures
 from bench.weights.ranks import rank_memory
-from bench.weights.report import checks, on_paper, rank_checks, rank_table, table
-from bench.weights.steps import adam_step, rate_for
+from bench.weights.report import checks, rank_checks, rank_table, table
+from bench.weights.steps import adam_step, rate_for, training_steps
 
 PROG = "bench.weights"
 progress = partial(say, "weights")
@@ -30,7 +30,6 @@ SIZE_ROWS, SIZE_COLUMNS = 4096, 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, keep it."""
     parser = parser_of(__doc__, PROG)
     add_out_folder(parser)
     parser.add_argument("--models", type=Path, default=Path("out/models"), metavar="DIR")
@@ -53,9 +52,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def measure(models: Path, seed: int) -> dict[str, Any]:
-    """Measure everything."""
     from bench.demo.frozen_lake.models import ensure_models
-    from bench.weights.steps import training_steps
 
     synthetic = []
     for density in DENSITIES:
@@ -74,15 +71,12 @@ def measure(models: Path, seed: int) -> dict[str, Any]:
         progress(f"training at a rate of {rate:g}")
         for number, steps in enumerate(training_steps(policy, rate, TRAINED_STEPS, seed)):
             trained.append({"rate": rate, "step": number, **sizes(steps)})
-    each = synthetic[1]["bytes_per_change"]
-    encode = {level: fast[0][f"encode_{level}"]["all"] for level in ("fast", "compact")}  # type: ignore[index]
     result: dict[str, Any] = {
         "machine": {**machine(), "seed": seed},
         "synthetic": synthetic,
         "speed": fast,
         "memory": memory,
         "trained": trained,
-        "on_paper": on_paper(0.01, each, encode),  # type: ignore[arg-type]
     }
     progress("a base across a shaped link")
     result["link"] = link_figures(seed)

@@ -5,11 +5,10 @@ import gc
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,96 +34,20 @@ from weight_transfer.kernels.cpu.digest import scatter, scatter_and_sum
 from weight_transfer.kernels.cpu.simd import compiled
 
 Bits = NDArray[np.unsignedinteger[Any]]
-Parts = tuple[bytes, ...]
-Encode = Callable[[Bits, Bits, int], Parts]
-Decode = Callable[[Bits, Parts, int], Bits]
 _ESCAPE = 0xFFFF
+PEER = "gap_xor_zstd"
 
 
-def size_of(name: str, old: Bits, new: Bits, columns: int) -> int:
-    """Bytes that a scheme takes for this step. Raises AssertionError when it loses a bit."""
-    encode, decode = SCHEMES[name]
-    parts = encode(old, new, columns)
-    assert np.array_equal(decode(old, parts, columns), new), f"{name} does not come back"
-    return sum(len(part) for part in parts)
-
-
-def _coo(old: Bits, new: Bits, _: int) -> Parts:
-    indices = np.flatnonzero(old != new)
-    return indices.astype("<u4").tobytes(), new[indices].tobytes()
-
-
-def _coo_back(old: Bits, parts: Parts, _: int) -> Bits:
-    out = old.copy()
-    out[np.frombuffer(parts[0], "<u4")] = np.frombuffer(parts[1], old.dtype)
-    return out
-
-
-def _gap_xor(old: Bits, new: Bits, _: int) -> Parts:
+def peer_bytes(old: Bits, new: Bits) -> int:
+    """Return the bytes of gaps and XORed values, each by zstd: another scheme without loss."""
     indices = np.flatnonzero(old != new)
     gaps = np.diff(indices, prepend=-1) - 1
     large = gaps >= _ESCAPE
     short = np.where(large, _ESCAPE, gaps).astype("<u2")
     values = old[indices] ^ new[indices]
-    return tuple(_packed(a) for a in (short, gaps[large].astype("<u8"), values))
-
-
-def _gap_xor_back(old: Bits, parts: Parts, _: int) -> Bits:
-    gaps = np.frombuffer(_unpacked(parts[0]), "<u2").astype(np.int64)
-    gaps[gaps == _ESCAPE] = np.frombuffer(_unpacked(parts[1]), "<u8").astype(np.int64)
-    indices = np.cumsum(gaps + 1) - 1
-    out = old.copy()
-    out[indices] ^= np.frombuffer(_unpacked(parts[2]), old.dtype)
-    return out
-
-
-def _row_column(old: Bits, new: Bits, columns: int) -> Parts:
-    indices = np.flatnonzero(old != new)
-    rows, at = np.divmod(indices, columns)
-    counts = np.bincount(rows, minlength=old.size // columns).astype("<u4")
-    first = np.diff(rows, prepend=-1) != 0
-    gaps = np.where(first, at, np.diff(at, prepend=0)).astype("<u4" if columns > 65_535 else "<u2")
-    return tuple(_packed(a) for a in (counts, gaps, new[indices]))
-
-
-def _row_column_back(old: Bits, parts: Parts, columns: int) -> Bits:
-    counts = np.frombuffer(_unpacked(parts[0]), "<u4").astype(np.int64)
-    kind = "<u4" if columns > 65_535 else "<u2"
-    gaps = np.frombuffer(_unpacked(parts[1]), kind).astype(np.int64)
-    rows = np.repeat(np.arange(counts.size), counts)
-    total = np.cumsum(gaps)
-    ends = np.cumsum(counts)
-    before = np.concatenate([[0], total[ends[:-1] - 1]]) * (np.arange(counts.size) > 0)
-    before[ends - counts == 0] = 0
-    out = old.copy()
-    out[rows * columns + total - before[rows]] = np.frombuffer(_unpacked(parts[2]), old.dtype)
-    return out
-
-
-def _dense_xor(old: Bits, new: Bits, _: int) -> Parts:
-    return (_packed(old ^ new),)
-
-
-def _dense_xor_back(old: Bits, parts: Parts, _: int) -> Bits:
-    return old ^ np.frombuffer(_unpacked(parts[0]), old.dtype)
-
-
-SCHEMES: Mapping[str, tuple[Encode, Decode]] = MappingProxyType(
-    {
-        "coo": (_coo, _coo_back),
-        "gap_xor_zstd": (_gap_xor, _gap_xor_back),
-        "row_column_zstd": (_row_column, _row_column_back),
-        "dense_xor_zstd": (_dense_xor, _dense_xor_back),
-    }
-)
-
-
-def _packed(values: NDArray[Any]) -> bytes:
-    return zstandard.ZstdCompressor().compress(np.ascontiguousarray(values).tobytes())
-
-
-def _unpacked(raw: bytes) -> bytes:
-    return zstandard.ZstdDecompressor().decompress(raw)
+    compressor = zstandard.ZstdCompressor()
+    parts = (short, gaps[large].astype("<u8"), values)
+    return sum(len(compressor.compress(np.ascontiguousarray(part).tobytes())) for part in parts)
 
 
 CHUNK_BYTES = 64 << 20
@@ -137,28 +60,21 @@ def sizes(steps: Sequence[Step]) -> dict[str, object]:
     raw = sum(step.old.bits.nbytes for step in steps)
     found: dict[str, object] = {"density": changed / weights, "changed": changed, "raw_bytes": raw}
     totals = {level.value: _all_of_ours(steps, level) for level in Level}
-    for name in SCHEMES:
-        totals[name] = sum(_theirs(name, step) for step in steps)
+    totals[PEER] = sum(peer_bytes(step.old.bits, step.new.bits) for step in steps if step.changed)
     found["bytes"] = totals
     found["bytes_per_change"] = {name: size / max(1, changed) for name, size in totals.items()}
     return found
 
 
 def _all_of_ours(steps: Sequence[Step], level: Level) -> int:
-    """With the manifest as it crosses a link: compressed."""
+    """Return bytes with the manifest, compressed as it crosses a link."""
     made = [_ours(step, level) for step in steps]
     listed = b"\n".join(line for _, line in made)
     return sum(size for size, _ in made) + len(zlib.compress(listed))
 
 
-def _theirs(name: str, step: Step) -> int:
-    # Parts of a stacked tensor are sent row by row; a vector is one row.
-    columns = step.old.row_elements if len(step.old.shape) > 1 else step.old.bits.size
-    return size_of(name, step.old.bits, step.new.bits, columns) if step.changed else 0
-
-
 def _ours(step: Step, level: Level) -> tuple[int, bytes]:
-    """Bytes of the chunks of a tensor, and its part of the manifest."""
+    """Return bytes of the chunks of a tensor, and its part of the manifest."""
     chunks = [
         encode_chunk(step.old, step.new, r, 0, level) for r in row_ranges(step.old, CHUNK_BYTES)
     ]
@@ -191,7 +107,7 @@ ROWS, COLUMNS = 8192, 4096
 
 
 def speeds(rate: float, seed: int) -> dict[str, object]:
-    """All figures at one density; each core works on a chunk of its own."""
+    """Return all figures at one density; each core works on a chunk of its own."""
     cores = os.cpu_count() or 1
     steps = [adam_step(ROWS, COLUMNS, rate, seed + n) for n in range(cores)]
     size = steps[0].old.bits.nbytes
@@ -220,7 +136,7 @@ def _decode(step: Step, encoded: bytes) -> object:
 
 
 def _scatters(steps: Sequence[Step]) -> dict[str, float]:
-    """Millions of weights a second on one core, without and with the digest."""
+    """Return millions of weights a second on one core, without and with the digest."""
     step = steps[0]
     change = decode_chunk(_encode(step, Level.FAST), step.old, 0)
     target = step.old.bits.copy()
@@ -238,7 +154,7 @@ def _gb_s(work: Callable[[Item], object], items: Sequence[Item], size: int) -> d
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs, the first of which compiles."""
+    """Return seconds of the fastest of some runs, the first of which compiles."""
     work()
     taken = []
     for _ in range(REPEATS):
@@ -250,7 +166,7 @@ def _best(work: Callable[[], object]) -> float:
 
 @compiled
 def _read(words: NDArray[np.uint64]) -> np.uint64:
-    """Nothing but reading: what any comparison of weights has to do at least."""
+    """Read all words: the least that any comparison of weights has to do."""
     seen = np.uint64(0)
     for at in range(words.size):
         seen |= words[at]
@@ -262,7 +178,7 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def peaks(rate: float, seed: int) -> list[dict[str, object]]:
-    """Rows of peak memory over a chunk's dense bytes; at this density and with all anew."""
+    """Return rows of peak memory over a chunk's dense bytes; at this density and with all anew."""
     step = adam_step(PEAK_ROWS, PEAK_COLUMNS, rate, seed)
     return [row for case in (step, _anew(step, seed)) for row in _of(case)]
 

@@ -102,7 +102,6 @@ def _write(**fields: object) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry point."""
     role, folder, url, *rest = words
     if role == "origin":
         asyncio.run(_origin(Path(folder), url))
@@ -213,7 +212,7 @@ def link_figures(seed: int) -> dict[str, object]:
 
 
 def _published(root: Path, seed: int) -> Manifest:
-    """A base of 32 MiB of weights, which hardly compress."""
+    """Publish a base of 32 MiB of weights, which hardly compress."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for number in range(TENSORS):

@@ -57,7 +57,6 @@ def _publish(root: Path, seed: int) -> int:
 
 
 def write_safetensors(path: Path, tensors: dict[str, TensorBits]) -> None:
-    """Write bf16 tensors as one file."""
     header, at = {}, 0
     for name, tensor in tensors.items():
         end = at + tensor.bits.nbytes

@@ -1,49 +1,14 @@
-"""The figures on paper for larger models, beside their limits, and as text."""
+"""Figures of weight updates beside their limits, and as text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.common.checks import Check, at_least, at_most, checks_table, text_table
-
-MODELS = {"8B": 8e9, "32B": 32e9, "235B": 235e9, "1T": 1e12}
-LINKS_GBIT = (10, 25, 50, 100, 200)
-BF16_BYTES = 2
-BITS = 8
-
-
-def on_paper(
-    density: float, bytes_per_change: Mapping[str, float], encode_gb_s: Mapping[str, float]
-) -> list[dict[str, object]]:
-    """Return seconds on the link, and of encoding, for larger models.
-
-    encode_gb_s: gigabytes of model a second, all cores together. Computed, not measured: no delay,
-    no loss.
-    """
-    rows: list[dict[str, object]] = []
-    for model, weights in MODELS.items():
-        for link in LINKS_GBIT:
-            for scheme, each in bytes_per_change.items():
-                size = weights * density * each
-                sent_s = size * BITS / (link * 1e9)
-                speed = encode_gb_s.get(scheme)
-                encoded_s = weights * BF16_BYTES / (speed * 1e9) if speed else None
-                rows.append(
-                    {
-                        "model": model,
-                        "link_gbit": link,
-                        "scheme": scheme,
-                        "bytes": size,
-                        "link_s": sent_s,
-                        "encode_s": encoded_s,
-                        "full_load_s": weights * BF16_BYTES * BITS / (link * 1e9),
-                    }
-                )
-    return rows
-
+from bench.weights.codec import PEER
 
 # Bytes for each changed weight at these shares, container and manifest included.
 SIZES = {0.019: (1.25, 0.86), 0.046: (1.10, 0.77), 0.119: (0.94, 0.68)}
-OVER_BEST_PEER = 1.01
+OVER_PEER = 1.01
 OVER_RAW = 1.001
 # GB/s of model on one core at 1 to 2%.
 SPEEDS = {"encode_fast": 8.0, "decode_fast": 20.0, "encode_compact": 1.0, "decode_compact": 1.5}
@@ -58,15 +23,13 @@ OURS = ("fast", "compact")
 
 
 def checks(result: Mapping[str, Any]) -> list[Check]:
-    """Judge every figure."""
     found: list[Check] = []
     for row in result["synthetic"]:
         each, label = row["bytes_per_change"], f"{row['wanted']:.1%}"
         for name, limit in zip(OURS, SIZES.get(row["wanted"], ()), strict=False):
             found.append(at_most(f"{name} bytes at {label}", each[name], limit))
-        best = min(size for name, size in each.items() if name not in OURS)
         ours = min(each[name] for name in OURS)
-        found.append(at_most(f"ours over the best peer at {label}", ours / best, OVER_BEST_PEER))
+        found.append(at_most(f"ours over {PEER} at {label}", ours / each[PEER], OVER_PEER))
         raw = min(row["bytes"][name] for name in OURS) / row["raw_bytes"]
         found.append(at_most(f"ours over raw at {label}", raw, OVER_RAW))
     for row in result["speed"]:
@@ -109,7 +72,6 @@ def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Lay out all of it, the figures on paper for one link."""
     schemes = list(result["synthetic"][0]["bytes_per_change"])
     blocks = [
         text_table(
@@ -154,11 +116,6 @@ def table(result: Mapping[str, Any]) -> str:
                 ]
                 for row in result["memory"]
             ],
-        ),
-        text_table(
-            "Seconds on a link of 10 Gbit/s at 1% changed, on paper",
-            ["model", "full", *schemes],
-            [_paper(result, model, schemes) for model in ("8B", "32B", "235B", "1T")],
         ),
         _link(result["link"]),
         *([_ranks(result["ranks"])] if "ranks" in result else []),
@@ -216,11 +173,3 @@ def _speed_names(result: Mapping[str, Any]) -> list[str]:
 
 def _is_speed(value: object) -> bool:
     return isinstance(value, dict) and "one" in value
-
-
-def _paper(result: Mapping[str, Any], model: str, schemes: Sequence[str]) -> list[str]:
-    rows = {
-        r["scheme"]: r for r in result["on_paper"] if (r["model"], r["link_gbit"]) == (model, 10)
-    }
-    full = rows[schemes[0]]["full_load_s"]
-    return [model, f"{full:.1f}", *(f"{rows[scheme]['link_s']:.2f}" for scheme in schemes)]

@@ -24,23 +24,21 @@ class Step:
 
     @property
     def changed(self) -> int:
-        """Weights that differ."""
         return int((self.old.bits != self.new.bits).sum())
 
     @property
     def density(self) -> float:
-        """The share of them."""
         return self.changed / self.old.bits.size
 
 
 def bf16(values: NDArray[np.float32]) -> NDArray[np.unsignedinteger[Any]]:
-    """Bits of float32 values, rounded to nearest even."""
+    """Return bits of float32 values, rounded to nearest even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 def adam_step(rows: int, columns: int, rate: float, seed: int) -> Step:
-    """Weights [rows, columns] of deviation 0.02, masters in float32, updates of about `rate`.
+    """Return a step of weights [rows, columns] of deviation 0.02, masters in float32.
 
     An update is the rate times a normal variable cut at 3: Adam's is its first moment over the root
     of its second.
@@ -57,7 +55,7 @@ def adam_step(rows: int, columns: int, rate: float, seed: int) -> Step:
 
 
 def rate_for(density: float, seed: int = 0) -> float:
-    """The rate at which such a step changes this share of the weights (found by bisection)."""
+    """Return the rate at which such a step changes this share of weights, by bisection."""
     low, high = 1e-9, 1.0
     for _ in range(40):
         rate = (low * high) ** 0.5
@@ -75,7 +73,7 @@ _MAPS = 2_000_000_000
 
 
 def training_steps(policy: Path, rate: float, count: int, seed: int) -> Iterator[list[Step]]:
-    """Steps of all tensors between consecutive checkpoints, supervised, with fp32 masters."""
+    """Yield steps of all tensors between consecutive checkpoints, supervised, with fp32 masters."""
     import torch
 
     from bench.demo.frozen_lake.data import demonstrate

@@ -56,7 +56,7 @@ from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, Repli
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # Among the counters of a node's hosts: all of them together. No host is called so.
 ALL_HOSTS: Final = ""
-# The policy of a scheduler that was told a mode on its command line, and of a store of 0.2.0.
+# The policy of a scheduler that was started with a mode, and of `rose harvest active`.
 CLI: Final = "cli"
 # All of them fit one reply.
 SCRAPED: Final = (
@@ -71,7 +71,7 @@ JUDGE_BUDGETS_S: Final = 5.0
 
 
 def cli_policy() -> CapacityPolicy:
-    """All may be lent, as in 0.2.0, where the operator's mode alone decided."""
+    """All may be lent: the operator's mode alone decides."""
     return CapacityPolicy.model_validate(
         {
             "name": CLI,
@@ -443,7 +443,7 @@ class CapacityGate:
     def _judged(self, node: NodeFacts, beyond: tuple[str, ...], *, settled: bool) -> Verdict:
         whys = beyond
         if self._effective[node.name].has_caps and not node.takes_caps:
-            whys += ("its node is of 0.2.0 and keeps within no caps; upgrade it",)
+            whys += ("its node keeps within no caps; upgrade it",)
             settled = True
         verdict = self._verdict(node.name, whys, self._held.get(node.name))
         if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:
@@ -467,7 +467,7 @@ class CapacityGate:
         return acts
 
     def _said(self, verdict: Verdict) -> list[Note | Halt]:
-        # 0.2.0 knew no policies: a scheduler without any says nothing new.
+        # Where no operator applied a policy there is nothing to explain.
         if set(self._policies) <= {CLI}:
             return []
         why = "; ".join(verdict.limits)

@@ -6,9 +6,9 @@
     byte 16 + k   lane k, exclusive         the API process that writes that lane of latencies
 
 They are locks of an open file description (fcntl(2), F_OFD_SETLK). The kernel drops one when the
-process that took it ends, however it ends. Anybody may ask who can open the file, whatever process
-namespace he is in, and closing another descriptor of the file gives nothing up. The bytes are the
-same in every layout of the page.
+process that took it ends, however it ends. Any process that can open the file can query them, in
+any process namespace, and closing another descriptor of the file drops none. The bytes are the same
+in every layout of the page.
 """
 
 import fcntl
@@ -35,14 +35,14 @@ class HeldLock:
 
     @classmethod
     def take(cls, path: Path, byte: int, inode: tuple[int, int] | None = None) -> Self | None:
-        """Lock `byte` of the file at `path`; None when another holds it.
+        """Lock `byte` of the file at `path`; None if another process holds it.
 
-        `inode`: the (device, inode) that the file must still be. Raises OSError when there is no
-        such file, or no such lock on its file system.
+        inode: the (device, inode) that the file must still be. Raises OSError if there is no such
+        file, or no such lock on its file system.
         """
         shared = byte == VETO
         access = os.O_RDONLY if shared else os.O_RDWR
-        # Whatever lies there, opening it must not wait.
+        # The path may name anything, and opening it must not wait.
         descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
@@ -58,7 +58,7 @@ class HeldLock:
         return cls(descriptor)
 
     def close(self) -> None:
-        """Give it up."""
+        """Unlock and close."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -82,19 +82,19 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def is_held(descriptor: int, byte: int) -> bool:
-    """Whether anybody holds the lock through another description of the file. Raises OSError."""
+    """Return True if another description of the file holds the lock. Raises OSError."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def is_in_use(descriptor: int) -> bool:
-    """Whether anybody holds any lock through another description of the file. Raises OSError."""
+    """Return True if another description of the file holds any lock. Raises OSError."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """What a file is, whatever its name."""
+    """Return a file's identity, whatever its name."""
     return status.st_dev, status.st_ino

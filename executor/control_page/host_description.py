@@ -1,11 +1,11 @@
 """Description of a host beside its page, for a node that finds hosts in a shared folder.
 
     DIR/NAME.page   the control page; the host is the process that holds its seat
-    DIR/NAME.json   model, targets and GPUs, as the life that took the seat at `seated_ns` has them
+    DIR/NAME.json   model, targets and GPUs of the host that took the seat at `seated_ns`
 
-The name of the page is the name of the host. A description counts for the life that wrote it: what
-an earlier one left behind has another `seated_ns`. It is read with suspicion, since a folder that
-several users share holds whatever one of them puts there.
+The name of the page is the name of the host. A description counts for the life that wrote it: one
+of an earlier life has another `seated_ns`. It is not trusted, since any user of a shared folder may
+have written it.
 """
 
 import json
@@ -22,7 +22,7 @@ from executor.control_page.page import group_id
 from executor.errors import PageError
 
 SUFFIX: Final = ".page"
-"""Of a page that is to be found."""
+"""Suffix of a page that nodes find."""
 MOST_BYTES: Final = 16 << 10
 MOST_DEVICES: Final = 64
 MOST_TARGET_S: Final = 3_600.0
@@ -33,9 +33,9 @@ _MODEL_CHARS: Final = 253
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """What a host says of itself; a target of 0 is unknown, `devices` are UUIDs of its GPUs.
+    """A host's own description; a target of 0 is unknown, `devices` are UUIDs of its GPUs.
 
-    seated_ns: when it took its seat, CLOCK_MONOTONIC.
+    seated_ns: time at which it took its seat, CLOCK_MONOTONIC.
     """
 
     model: str
@@ -45,7 +45,7 @@ class HostDescription:
     seated_ns: int
 
     def write(self, page: Path, group: str = "") -> None:
-        """Put it beside `page`, whole or not at all. Raises PageError."""
+        """Write it beside `page`, whole or not at all. Raises PageError."""
         target = page.with_suffix(".json")
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         gid = group_id(group)
@@ -65,10 +65,9 @@ class HostDescription:
 
     @classmethod
     def read(cls, page: Path) -> Self | None:
-        """That of the host at `page`, None where there is none.
+        """Return the description of the host at `page`, None if there is none.
 
-        Raises PageError for anything that the owner of the page did not write, or that makes no
-        sense.
+        Raises PageError for a file that the owner of the page did not write, or that is invalid.
         """
         path = page.with_suffix(".json")
         try:
@@ -93,7 +92,7 @@ class HostDescription:
 
     @classmethod
     def _parsed(cls, said: Mapping[str, Any]) -> Self:
-        """Fields that a newer plugin adds are left out."""
+        """Parse it without the fields that a newer plugin adds."""
         model, devices, seated_ns = said["model"], said["devices"], said["seated_ns"]
         if not isinstance(model, str) or len(model) > _MODEL_CHARS or not model.isprintable():
             raise ValueError("model is no name")
@@ -109,7 +108,7 @@ class HostDescription:
 
 
 def host_name(page: Path) -> str:
-    """The host's name, by its page. Raises PageError for what can be none."""
+    """Return the host's name, from its page. Raises PageError for an invalid one."""
     if page.suffix != SUFFIX or not _NAME.fullmatch(page.stem):
         raise PageError(
             f"{page.name!r:.120} names no host; up to 100 letters, digits, '.', '_' and '-',"
@@ -119,7 +118,7 @@ def host_name(page: Path) -> str:
 
 
 def page_of(folder: str, name: str) -> Path:
-    """Where the host of that name has its page. Raises PageError for what can be no name."""
+    """Return the page of the host of that name. Raises PageError for an invalid name."""
     page = Path(folder) / f"{name}{SUFFIX}"
     if page.parent != Path(folder) or not _NAME.fullmatch(name):
         raise PageError(

@@ -1,7 +1,7 @@
 """Host's seat on the control page (exclusive writer, heartbeat, veto), and a guest's view of it.
 
-    takes the seat ──► busy on the page ──► publishes, beats ──► publishes no more: busy, vetoes
-    cannot publish ────────────────────────────────────────────────────────────────► vetoes
+    takes the seat ──► busy on the page ──► publishes, beats ──► stops publishing: busy, vetoes
+    cannot publish ──────────────────────────────────────────────────────────────► vetoes
 
 The engine core's thread writes the host section, the heartbeat thread the seat section: each has
 one writer. A beat says that the process lives and nothing about its work, so it cannot make a busy
@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.rose.host")
 
 
 class Beat(threading.Thread):
-    """Calls `beat` every BEAT_S for as long as the process lives, or until it is stopped."""
+    """Thread that calls `beat` every BEAT_S until it is stopped or the process ends."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__(name="rose-beat", daemon=True)
@@ -45,7 +45,7 @@ class Beat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Beat. One that breaks says so once and stops, which freezes the guest."""
+        """Beat. An error is logged once and ends the beats, which freezes the guest."""
         try:
             while not self._ended.wait(BEAT_S):
                 self._beat()
@@ -53,19 +53,19 @@ class Beat(threading.Thread):
             logger.exception("the host beats no more; its guest is frozen, the host serves on")
 
     def stop(self) -> None:
-        """Beat no more; who calls does not wait for it."""
+        """Stop beating, without waiting for the last beat."""
         self._ended.set()
 
     def end(self) -> None:
-        """Beat no more, and return when the last one is over."""
+        """Stop beating, and return when the last beat is over."""
         self._ended.set()
         self.join(timeout=BEAT_S)
 
 
 class Veto:
-    """Keeps guests from running at a path: for an engine that serves there and cannot publish.
+    """Lock that keeps guests from running at a path: for an engine there that cannot publish.
 
-    Held on the very file, so it has to be renewed where the path gets another one.
+    It is held on the very file, so it has to be renewed when the path gets another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,13 +75,13 @@ class Veto:
         self._thread: Beat | None = None
 
     def start(self) -> None:
-        """Veto now, and from a thread whatever file is there later."""
+        """Veto now, and from a thread any file that is there later."""
         self.renew()
         self._thread = Beat(self.renew)
         self._thread.start()
 
     def renew(self) -> None:
-        """Veto the file that is there now. Where there is none, no guest can run."""
+        """Veto the present file. Without one no guest can run."""
         try:
             inode = inode_of(os.stat(self._path, follow_symlinks=False))
             if inode == self._inode:
@@ -90,12 +90,12 @@ class Veto:
         except OSError:
             return  # Looked at again with the next beat.
         if lock is not None:
-            # Files of which a guest may still hold a mapping; the path is what everybody checks.
+            # A guest may still have mapped one of these files; every guest checks the path.
             self._locks = [lock, *self._locks[: _KEPT_VETOES - 1]]
             self._inode = inode
 
     def close(self) -> None:
-        """Take it back."""
+        """Withdraw the veto."""
         if self._thread is not None:
             self._thread.end()
         for lock in self._locks:
@@ -104,7 +104,7 @@ class Veto:
 
 
 class HostSeat:
-    """What `ControlPage.take_host` gives to the one process that publishes as the host."""
+    """Seat of `ControlPage.take_host`, for the one process that publishes as the host."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class HostSeat:
         replaced: Callable[[], bool],
         now_ns: int,
     ) -> None:
-        """Busy is the first word of every life; what an earlier one said counts no more."""
+        """The first state of every life is busy; that of an earlier life no longer counts."""
         self._lock = lock
         self._host = host
         self._seat = seat
         self._replaced = replaced
         self._veto = Veto(path)
         self._thread: Beat | None = None
-        # For the engine core's step, which packs as it goes.
+        # The engine core's step packs the fields itself.
         self.write_packed: Callable[[bytes], None] = host.write_packed
         self.taken_ns = now_ns
         self._who = _own_identity()
@@ -130,29 +130,29 @@ class HostSeat:
         self.beat(now_ns)
 
     def write(self, state: HostState) -> None:
-        """Publish a state, stamped with the moment of which it is true."""
+        """Publish a state with the time at which it is true."""
         self._host.write(state)
 
     def beat(self, now_ns: int | None = None) -> None:
-        """Say that this process lives; and where the page got another file, veto that one."""
+        """Publish that this process lives; and veto the page's file if it was replaced."""
         beat_ns = time.monotonic_ns() if now_ns is None else now_ns
         self._seat.write(SeatState(*self._who, taken_ns=self.taken_ns, beat_ns=beat_ns))
         if self._replaced():
             self._veto.renew()
 
     def start(self) -> None:
-        """Beat from a thread from now on."""
+        """Start a thread that beats."""
         self._thread = Beat(self.beat)
         self._thread.start()
 
     def cease(self) -> None:
-        """Publish no more: busy for good, without a beat, the seat kept from everybody else."""
+        """Publish no more: busy for good, without a beat; keep the seat from other processes."""
         if self._thread is not None:
             self._thread.stop()
         self._host.write(BUSY)
 
     def close(self) -> None:
-        """Leave the seat, as the end of the process does."""
+        """Leave the seat, like the end of the process."""
         if self._thread is not None:
             self._thread.end()
         self._veto.close()
@@ -160,9 +160,9 @@ class HostSeat:
 
 
 def _own_identity() -> tuple[int, int, int]:
-    """Process number, start in clock ticks since boot, process namespace; zeros where unknown."""
+    """Return process number, start in clock ticks since boot, process namespace; else zeros."""
     try:
-        # The program's name stands in parentheses and may contain anything, these included.
+        # The program's name stands in parentheses and may contain any character, parentheses too.
         stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         return os.getpid(), int(stat[19]), os.stat("/proc/self/ns/pid").st_ino
     except (OSError, ValueError, IndexError):
@@ -172,16 +172,16 @@ def _own_identity() -> tuple[int, int, int]:
 BEAT_STALE_NS: Final = 1_000_000_000
 """A host beats four times as often, from a thread of its own: an idle engine runs no other code."""
 SETTLE_NS: Final = 1_000_000_000
-"""In which any other engine of the path has seen that the file is new, and vetoed."""
+"""Time in which any other engine of the path has noticed the new file, and vetoed."""
 CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Two processes read one clock, yet one may have stamped a little after the other looked."""
+"""Two processes read one clock, yet one may stamp a little after the other looked."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """Sections as read, None for one that cannot be; `seated`, `vetoed`: whether the lock is held.
+    """Sections, None for an unreadable one; `seated`, `vetoed`: whether the lock is held.
 
-    The default is what nobody may believe.
+    The default view is not to be trusted.
     """
 
     state: HostState | None = None
@@ -191,7 +191,7 @@ class HostView:
     replaced: bool = True
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Why the state counts for nothing; None when it counts."""
+        """Return the reason why the state does not count; None if it counts."""
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED
@@ -209,5 +209,5 @@ class HostView:
         return None
 
     def believed(self, now_ns: int) -> HostState | None:
-        """The state, None while anything speaks against it."""
+        """Return the state, None if any evidence is against it."""
         return None if self.doubt(now_ns) else self.state

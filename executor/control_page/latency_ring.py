@@ -5,9 +5,9 @@
     lane 7
 
 Record n of a lane (counted from 0 over the page's whole life) lives in slot n % CAPACITY, whose
-sequence is 2n+1 while it is written and 2n+2 once whole. So a slot says by itself which record it
-holds, and a reader with a cursor knows exactly what it missed. A writer holds its lane's lock; the
-next one goes on where a dead one stopped.
+sequence is 2n+1 while it is written and 2n+2 once whole. So a slot itself says which record it
+holds, and a reader with a cursor knows exactly which it missed. A writer holds its lane's lock; the
+next one continues where a dead one stopped.
 """
 
 import zlib
@@ -26,12 +26,11 @@ _SEED = 0xFFFFFFFF
 
 Cursor = tuple[int, ...]
 START: Final[Cursor] = (0,) * LANES
-"""Before the first record of every lane."""
+"""Cursor before the first record of every lane."""
 
 
 class DrainedRecords(NamedTuple):
-    """Records after a cursor, the cursor to go on from, and how many were not to be had: written
-    over before they were read, torn, or nonsense."""
+    """Records after a cursor, the next cursor, and the count of overwritten or torn records."""
 
     records: list[LatencyRecord]
     cursor: Cursor
@@ -44,13 +43,14 @@ class LatencyLane:
     __slots__ = ("_bytes", "_lock", "_next", "_offset", "_words")
 
     def __init__(self, view: memoryview, words: memoryview, offset: int, lock: HeldLock) -> None:
-        """`words`: the view in 64-bit words; `lock`: the lane's own."""
+        """words: the view in 64-bit words. lock: the lane's own."""
         self._bytes = view
         self._words = words
         self._offset = offset
         self._lock = lock
-        # The previous writer may have died between a slot and the counter: the slots know better.
-        # A count that no slot can have is not believed.
+        # The previous writer may have died between a slot and the counter: trust the slots. A count
+        # that no
+        # slot can have is ignored.
         newest = max(words[_slot(offset, n) // WORD] // 2 for n in range(CAPACITY))
         total = words[offset // WORD]
         self._next = max((n for n in (newest, total) if n < 1 << 60), default=0)
@@ -70,7 +70,7 @@ class LatencyLane:
         self._words[self._offset // WORD] = number + 1
 
     def close(self) -> None:
-        """Let another writer have the lane."""
+        """Release the lane for another writer."""
         self._lock.close()
 
 
@@ -86,15 +86,15 @@ class LatencyRing:
 
     @property
     def cursor(self) -> Cursor:
-        """Behind all records that were appended so far."""
+        """Cursor behind all records appended so far."""
         return tuple(self._total(lane) for lane in range(LANES))
 
     def lane(self, number: int, lock: HeldLock) -> LatencyLane:
-        """The writing end of one lane, for who holds its lock."""
+        """Return the writing end of one lane, for the holder of its lock."""
         return LatencyLane(self._bytes, self._words, self._lane_at(number), lock)
 
     def drain(self, cursor: Cursor = START) -> DrainedRecords:
-        """All records behind `cursor`, lane by lane.
+        """Return all records behind `cursor`, lane by lane.
 
         A cursor beyond a lane's total belongs to an earlier page and starts over there.
         """
@@ -112,7 +112,7 @@ class LatencyRing:
         return DrainedRecords(records, tuple(behind), lost)
 
     def release(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
         self._words.release()
 
     def _lane_at(self, lane: int) -> int:
@@ -131,7 +131,7 @@ class LatencyRing:
             self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + LatencyRecord.LAYOUT.size]
         )
         crc = self._words[word + 1]
-        # One whose stores are seen in another order is lost as one that is written over.
+        # A record whose stores are seen in another order is lost like an overwritten one.
         if self._words[word] != sequence or zlib.crc32(payload, sequence & _SEED) != crc:
             return None
         try:

@@ -4,13 +4,13 @@
     64     host section       written by the host's engine core, which holds the seat
     …      grant section      written by the node daemon
     …      guest section      written by the guest's engine core
-    …      seat section       written by the beating thread of who holds the seat
+    …      seat section       written by the heartbeat thread of the seat's holder
     …      latency ring       a lane for each of the host's API processes
 
-The file belongs to one user and has mode 0600, or 0660 where the operator names a group. Nothing
+The file belongs to one user and has mode 0600, or 0660 if the operator names a group. No process
 ever waits on it: it lies in memory (tmpfs or ramfs), since a write to a mapped page of a disk waits
-for that disk; writers never block, readers retry a bounded number of times. Who lives is told by
-locks (`executor.control_page.byte_locks`), what of the host may be believed by `host_view`.
+for that disk; writers never block, readers retry a bounded number of times. Locks show which
+processes live (`executor.control_page.byte_locks`), `host_view` what counts of the host's state.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ from executor.errors import PageError
 MAGIC = b"ROSEPAGE"
 LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
-"""Names the group that shares the page, for host and guest; without it the owner alone does."""
+"""Variable that names the group that shares the page, for host and guest; by default none does."""
 PAGE_FOLDER: Final = "/dev/shm"  # noqa: S108 -- pages in it are private
 """Folder in memory that every Linux machine has, for the pages of tools and demos."""
 IN_MEMORY: Final = frozenset({0x01021994, 0x858458F6})
@@ -60,11 +60,11 @@ PAGE_BYTES = _LATENCY_AT + RING_BYTES
 class ControlPage:
     """A mapped control page; its sections are `host`, `grant`, `guest`, `seat` and `latency`.
 
-    Any reader may look at `host`; who lets a guest run by it asks `host_view`.
+    Any reader may look at `host`; a decision to let a guest run uses `host_view`.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, descriptor: int) -> None:
-        """`descriptor`: of the file, owned by this object from now on."""
+        """descriptor: of the file, owned by this object from now on."""
         self.path = path
         self._mapping = mapping
         self._descriptor = descriptor
@@ -81,8 +81,8 @@ class ControlPage:
     def create(cls, path: str | os.PathLike[str], group: str = "") -> Self:
         """Make a fresh page that appears under `path` whole or not at all.
 
-        `group`: name or number of a group that may map it beside its owner. Raises PageError when
-        something is there already, the folder cannot be written or the group cannot be given.
+        group: name or number of a group that may map it beside its owner. Raises PageError if the
+        path exists, the folder cannot be written or the group cannot be given.
         """
         target = Path(path)
         gid = group_id(group)
@@ -93,8 +93,9 @@ class ControlPage:
         except OSError as error:
             raise PageError(f"cannot create control page {target}: {error.strerror}") from error
         try:
-            # Blocks now: a mapped file that grows on a full disk kills whoever writes to it, and
-            # the host is one of them.
+            # Allocate blocks now: a mapped file that grows on a full disk kills the process that
+            # writes to it,
+            # and the host is one of them.
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             header = _HEADER.pack(
                 MAGIC, LAYOUT_VERSION, os.getpid(), time.monotonic_ns(), PAGE_BYTES, _boot_id()
@@ -116,7 +117,7 @@ class ControlPage:
     def open(cls, path: str | os.PathLike[str], group: str = "") -> Self:
         """Map an existing page.
 
-        Raises PageError when it is missing, of neither this user nor `group`, open to others, of
+        Raises PageError if it is missing, of neither this user nor `group`, open to others, of
         another layout version, or left over from before the last boot.
         """
         target = Path(path)
@@ -139,7 +140,7 @@ class ControlPage:
 
     @classmethod
     def ensure(cls, path: str | os.PathLike[str], group: str = "") -> Self:
-        """Open the page, or create it when there is none: whoever starts first makes it."""
+        """Open the page, or create it: the first process to start makes it."""
         if not Path(path).exists():
             try:
                 return cls.create(path, group)
@@ -150,7 +151,7 @@ class ControlPage:
 
     @property
     def replaced(self) -> bool:
-        """Whether the path is not, or not known to be, this page any more."""
+        """True if the path is no longer, or not known to be, this page."""
         try:
             return inode_of(os.stat(self.path, follow_symlinks=False)) != self.inode
         except OSError:
@@ -158,14 +159,14 @@ class ControlPage:
 
     @property
     def cut_short(self) -> bool:
-        """Whether the file has lost its end: to touch what is gone would end this process.
+        """True if the file has lost its end: touching the lost part would end this process.
 
-        Whoever shares a page with others asks before he reads or writes.
+        A process that shares a page with others checks this before it reads or writes.
         """
         return os.fstat(self._descriptor).st_size < PAGE_BYTES
 
     def host_view(self) -> HostView:
-        """What can be seen of the host now; the locks last, which vouch for what was read."""
+        """Return the present view of the host; the locks are read last, and vouch for the rest."""
         if self.cut_short:
             return HostView()
         state, seat = self.host.peek(), self.seat.peek()
@@ -179,7 +180,7 @@ class ControlPage:
     def take_host(self, now_ns: int | None = None) -> HostSeat:
         """Become the host of this page, until the seat is closed or the process ends.
 
-        Raises PageError when another process is, or the page at the path is another one by now.
+        Raises PageError if another process is the host, or the page at the path is another one.
         """
         lock = self._lock(SEAT)
         if lock is None:
@@ -192,7 +193,7 @@ class ControlPage:
         return HostSeat(self.path, lock, self.host, self.seat, lambda: self.replaced, taken_ns)
 
     def take_guard(self) -> HeldLock:
-        """Become the one node daemon that grants here. Raises PageError when another one does."""
+        """Become the one node daemon that grants here. Raises PageError if another one is."""
         lock = self._lock(GUARD)
         if lock is None:
             raise PageError(
@@ -202,7 +203,7 @@ class ControlPage:
         return lock
 
     def take_lane(self) -> LatencyLane:
-        """A lane of the latency ring for this process. Raises PageError when all are taken."""
+        """Return a lane of the latency ring for this process. Raises PageError if all are taken."""
         for number in range(LANES):
             if (lock := self._lock(LANE_LOCKS + number)) is not None:
                 return self.latency.lane(number, lock)
@@ -246,16 +247,13 @@ def file_system_type(place: int | Path) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise PageError where a folder of pages is on a disk; one that is missing passes."""
+    """Raise PageError for a folder of pages on a disk; a missing one passes."""
     with suppress(OSError):
         _check_in_memory(folder, folder)
 
 
 def on_disk(folder: Path) -> bool:
-    """Return True where a folder, or what is there of its path, may make a process wait for a disk.
-
-    Raises OSError.
-    """
+    """Return True if a folder's path may make a process wait for a disk. Raises OSError."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return file_system_type(folder) not in IN_MEMORY
@@ -270,7 +268,7 @@ def _check_in_memory(path: Path, place: int | Path) -> None:
 
 
 def group_id(group: str) -> int | None:
-    """The number of a group given by name or number; None for none. Raises PageError."""
+    """Return the number of a group given by name or number; None for none. Raises PageError."""
     if not group:
         return None
     try:

@@ -8,11 +8,11 @@ A section is one single-writer record in shared memory, guarded by a sequence lo
 
 The CRC catches what the sequence cannot: a store order other than the one written here, a second
 writer by mistake, a payload of another generation. A writer that died leaves an odd sequence; the
-next write, by whoever holds the section then, moves on to a fresh even one.
+next write, by the section's next holder, moves on to a fresh even one.
 
 A record is a dataclass whose fields, in their order, are its binary form: `record` reads the table
-off them once. Text stands last and is cut to its room. Times are CLOCK_MONOTONIC nanoseconds, so
-the processes of one machine can compare them. Zeroed memory decodes to the harmless value of every
+off them once. Text is last and is cut to its room. Times are CLOCK_MONOTONIC nanoseconds, so the
+processes of one machine can compare them. Zeroed memory decodes to the harmless value of every
 record (grant: FREEZE, expired).
 """
 
@@ -36,7 +36,7 @@ NO_DEADLINE = 0
 
 
 class GrantMode(IntEnum):
-    """What a guest may do; FREEZE is 0 so that empty memory freezes."""
+    """Permission of a guest; FREEZE is 0 so that empty memory freezes."""
 
     FREEZE = 0
     RUN = 1
@@ -50,10 +50,10 @@ _FORMATS: Final[dict[Any, str]] = {int: "q", bool: "?", float: "d", GrantMode: "
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What pack and unpack go by: of `names`, the first `numbers` are no text.
+    """Layout of pack and unpack: of `names`, the first `numbers` are not text.
 
-    `floats`: positions of those that have a fraction. `readers`: how the values that the struct
-    does not give as they are become fields.
+    `floats`: positions of fields with a fraction. `readers`: conversions of the values that the
+    struct does not return as fields.
     """
 
     names: tuple[str, ...]
@@ -71,12 +71,12 @@ class Record:
     TABLE: ClassVar[_Table]
 
     def pack(self) -> bytes:
-        """Binary form of LAYOUT.size bytes; `record` puts each class's own in this place."""
+        """Return the binary form of LAYOUT.size bytes; `record` puts each class's own here."""
         raise NotImplementedError
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Inverse of pack. Raises ValueError for numbers that no writer of the page ever means."""
+        """Return the record of a binary form. Raises ValueError for impossible numbers."""
         table = cls.TABLE
         values: Sequence[Any] = cls.LAYOUT.unpack(raw)
         numbers = values[: table.numbers]
@@ -93,10 +93,10 @@ class Record:
 
     @classmethod
     def packer(cls, *names: str) -> Callable[..., bytes]:
-        """A `pack` of bare numbers in the order of `names`, without making a record of them first.
+        """Return a `pack` of bare numbers in the order of `names`, without an intermediate record.
 
         Raises TypeError unless these are all of the record's fields. In the record's own order it
-        is the bare struct's `pack`: who writes at every step pays for nothing else.
+        is the bare struct's `pack`, without further cost for a writer at every step.
         """
         own = cls.TABLE.names
         if sorted(names) != sorted(own):
@@ -152,21 +152,21 @@ def record(text_bytes: int = 0) -> Callable[[type[R]], type[R]]:
 def _packing(
     layout: struct.Struct, names: Sequence[str], *, text: bool
 ) -> Callable[[object], bytes]:
-    # Made from source, as dataclasses makes its methods: attributes that stand in the code are
-    # found twice as fast as by name.
+    # Made from source, like dataclasses' methods: attributes in the code are twice as fast as by
+    # name.
     values = ", ".join(f"record.{name}" for name in names) + ".encode()" * text
     made: Callable[[object], bytes] = eval(f"lambda record: pack({values})", {"pack": layout.pack})  # noqa: S307
     return made
 
 
 def _decode_text(raw: bytes) -> str:
-    # Cutting at a byte limit may split a character: dropping the rest of it loses nothing readable.
+    # A cut at a byte limit may split a character: its rest is dropped.
     return raw.rstrip(b"\0").decode("utf-8", errors="ignore")
 
 
 @record()
 class HostState(Record):
-    """The host's queue and deadlines, NO_DEADLINE for one that nothing waits for.
+    """The host's queue and deadlines, NO_DEADLINE for one that no request waits for.
 
     A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
     (`bytes_lent`: measured), and lacks `reserve_missing` granules of its reserve: it needs more.
@@ -191,16 +191,16 @@ class HostState(Record):
 
     @property
     def idle(self) -> bool:
-        """No request and no step, at the moment of `heartbeat_ns` and until the next write."""
+        """True without a request or step, at `heartbeat_ns` and until the next write."""
         return not (self.in_step or self.running or self.waiting)
 
 
 @record()
 class SeatState(Record):
-    """Who holds the host's seat since `taken_ns`, and when he last said that he lives.
+    """Holder of the host's seat since `taken_ns`, and its last heartbeat.
 
     `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
-    and for a guard in the same namespace; what counts is the lock.
+    and for a guard in the same namespace; the lock decides.
     """
 
     pid: int = 0
@@ -212,7 +212,7 @@ class SeatState(Record):
 
 @record(text_bytes=REASON_BYTES)
 class Grant(Record):
-    """What the guest may use until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
+    """Resources of the guest until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
 
     `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
     """
@@ -230,10 +230,10 @@ class Grant(Record):
 
 @record(text_bytes=REASON_BYTES)
 class GuestState(Record):
-    """What the guest did and holds; `heartbeat_ns` tells that its process lives.
+    """Work and memory of the guest; `heartbeat_ns` shows that its process lives.
 
-    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total`
-    KV granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
+    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total` KV
+    granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
     """
 
     step_seq: int = 0
@@ -275,7 +275,7 @@ _SEED = 0xFFFFFFFF
 
 
 def section_bytes(record: type[Record]) -> int:
-    """Bytes that a section of `record` takes, rounded up to a cache line."""
+    """Return the bytes that a section of `record` takes, rounded up to a cache line."""
     return -(-(HEADER_BYTES + record.LAYOUT.size) // 64) * 64
 
 
@@ -303,7 +303,7 @@ class Section(Generic[R]):
         self.write_packed(record.pack())
 
     def write_packed(self, payload: bytes) -> None:
-        """Publish a record's binary form, LAYOUT.size bytes; for who writes at every step."""
+        """Publish a record's binary form, LAYOUT.size bytes; for a writer at every step."""
         words, word = self._words, self._word
         writing = (words[word] + 1) | 1
         words[word] = writing
@@ -312,9 +312,9 @@ class Section(Generic[R]):
         words[word] = writing + 1
 
     def read(self) -> R | None:
-        """The last whole record, None when nothing was ever written.
+        """Return the last whole record, None if none was ever written.
 
-        Raises PageUnreadable when no consistent content was seen in a bounded number of tries.
+        Raises PageUnreadable if no consistent content was seen in a bounded number of tries.
         """
         for attempt in range(SPINS + NAPS):
             if attempt >= SPINS:
@@ -333,14 +333,14 @@ class Section(Generic[R]):
         )
 
     def peek(self) -> R | None:
-        """Like read, but None also stands for an unreadable section."""
+        """Return the last whole record; None also for an unreadable section."""
         try:
             return self.read()
         except PageUnreadable:
             return None
 
     def release(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
         self._words.release()
 
     def _decode(self, payload: bytes) -> R:

@@ -27,8 +27,7 @@ class VirtualMapping:
     def __init__(
         self, driver: Driver, page_bytes: int, pages: int, own: Sequence[Handle] = ()
     ) -> None:
-        """`own`: what is behind the first pages; the alias page is behind the others. All
-        is zeroed.
+        """own: handles behind the first pages; the alias page is behind the others. All is zeroed.
 
         Raises DeviceError, and leaves nothing behind then unless it is MappingLost.
         """
@@ -57,9 +56,9 @@ class VirtualMapping:
             raise
 
     def back(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
-        """Put these handles behind these pages, and return what was there.
+        """Put these handles behind these pages, and return the earlier ones.
 
-        All or nothing: on DeviceError everything is mapped as it was, with its content; only
+        All or nothing: on DeviceError everything is mapped as before, with its content; only
         MappingLost says that this failed, too.
         """
         before = [self._backing[page] for page in pages]
@@ -75,7 +74,7 @@ class VirtualMapping:
         return before
 
     def back_zeroed(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
-        """As `back`, and zeroed."""
+        """Put these handles behind these pages as `back` does, and zero them."""
         before = self.back(pages, handles)
         try:
             self.zero(pages)
@@ -89,8 +88,8 @@ class VirtualMapping:
     def zero(self, pages: Sequence[int]) -> None:
         """Write zeros over these pages, and wait for it.
 
-        Raises DeviceError; MappingLost when it is not known to have ended, for then no page may be
-        unmapped any more.
+        Raises DeviceError; MappingLost if it may not have ended, for then no page may be unmapped
+        any more.
         """
         try:
             for run in runs(pages):
@@ -99,11 +98,11 @@ class VirtualMapping:
             self._settle()
 
     def behind(self, page: int) -> Handle:
-        """What is behind a page now."""
+        """Return the handle behind a page now."""
         return self._backing[page]
 
     def address(self, page: int) -> int:
-        """Where a page begins."""
+        """Return the address of a page."""
         return self.base + page * self.page_bytes
 
     def close(self) -> list[Handle]:
@@ -152,16 +151,15 @@ class VirtualMapping:
             ) from error
 
 
-# Granules that a cache which begins empty maps in one piece.
+# Granules that an initially empty cache maps in one piece.
 AT_ONCE: Final = 256
 
 
 class CudaPages:
     """PageBackend over a mapping. Each call does all that it is asked for, or nothing.
 
-    A page goes when no mapped granule has a byte on it. Bytes are counted as returned when their
-    page was given away; pages that the source keeps are not, nor are those that it borrowed and
-    nothing is mapped on.
+    A page goes when no mapped granule has a byte on it. Bytes count as returned when their page was
+    given away; pages that the source keeps do not, nor do borrowed ones without a mapping.
     """
 
     always_restores = False
@@ -175,9 +173,9 @@ class CudaPages:
         *,
         empty: bool = False,
     ) -> None:
-        """`empty`: no page is mapped yet; as many granules as the source has pages for come now.
+        """empty: no page is mapped yet; as many granules as the source has pages for come now.
 
-        Raises DeviceMemoryShort when not even one does.
+        Raises DeviceMemoryShort if not even one does.
         """
         self._mapping = mapping
         self._source = source
@@ -200,18 +198,18 @@ class CudaPages:
 
     @property
     def owed(self) -> int:
-        """Granules to release for what the source's lender wants back."""
+        """Granules to release for the pages that the source's lender wants back."""
         return -(-self._source.wanted // self._use.most_pages)
 
     def borrowed(self, granule: int) -> bool:
-        """Whether any of a granule's pages is a lender's."""
+        """Return True if any of a granule's pages is a lender's."""
         foreign = self._source.foreign
         if not foreign:
             return False
         return any(self._mapping.behind(page) in foreign for page in self._use.pages_of(granule))
 
     def ready(self, granules: Sequence[int]) -> int:
-        """How many of these, from the first on, the source has pages for."""
+        """Return how many of these, from the first on, the source has pages for."""
         left = self._source.available
         for count, granule in enumerate(granules):
             left -= self._use.lacking(granule)
@@ -220,21 +218,21 @@ class CudaPages:
         return len(granules)
 
     def recall(self, granules: int) -> None:
-        """Have the source ask for the pages of so many granules."""
+        """Have the source ask for the pages of this many granules."""
         self._source.recall(granules * self._use.most_pages)
 
     def poll(self) -> bool:
-        """Let the source hear its lender or its borrowers."""
+        """Let the source read the messages of its lender or its borrowers."""
         return self._source.step()
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes whose pages this process has no more."""
+        """Bytes whose pages this process no longer has."""
         away = max(0, self._away - self._source.idle)
         return min(self.bytes_total, away * self._mapping.page_bytes)
 
     def release(self, granules: Collection[int]) -> None:
-        """Put the alias page under these granules. Raises DeviceError, and changed nothing then."""
+        """Put the alias page under these granules. On DeviceError nothing changed."""
         due = [granule for granule in granules if granule not in self._held]
         pages = self._use.take(due)
         try:
@@ -265,7 +263,7 @@ class CudaPages:
         every = range(self._use.granules)
         self._away += len(self._use.take(every))
         self._held.update(every)
-        # Granule 0 has vLLM's null block: without it there is no engine.
+        # Granule 0 has vLLM's null block, which an engine needs.
         self.restore([0])
         with suppress(DeviceMemoryShort):
             for first in range(1, len(every), AT_ONCE):

@@ -12,8 +12,11 @@ _ZERO_FLAGS: Final = 0
 
 
 class CudaDriver:
-    """The `Driver` of one device. Calls come from the thread that opened it, or from one in which
-    the device's primary context, the one of torch, is current."""
+    """The `Driver` of one device.
+
+    Calls come from the thread that opened it, or from one in which the device's primary context,
+    torch's own, is current.
+    """
 
     def __init__(self, cuda: Any, ordinal: int) -> None:  # noqa: ANN401 -- a module without types
         """`cuda`: `cuda.bindings.driver`. Raises DeviceError; see `open_driver`."""
@@ -40,51 +43,41 @@ class CudaDriver:
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, _ZERO_FLAGS))
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give a reservation back."""
         self._call("cuMemAddressFree", address, size)
 
     def create(self, size: int) -> Handle:
-        """Allocate physical memory."""
         return Handle(int(self._call("cuMemCreate", size, self._properties, _ZERO_FLAGS)))
 
     def release(self, handle: Handle) -> None:
-        """Forget a handle."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: Handle) -> None:
-        """Put memory at addresses."""
         self._call("cuMemMap", address, size, 0, handle, _ZERO_FLAGS)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one map."""
         self._call("cuMemUnmap", address, size)
 
     def set_access(self, address: int, size: int) -> None:
-        """Let the device use a run of mappings."""
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def export_handle(self, handle: Handle) -> int:
-        """Return a new file descriptor of the memory."""
         return int(
             self._call("cuMemExportToShareableHandle", handle, self._descriptors, _ZERO_FLAGS)
         )
 
     def import_handle(self, descriptor: int) -> Handle:
-        """Return a handle of the memory behind a file descriptor."""
         handle = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
         return Handle(int(handle))
 
     def free_bytes(self) -> int:
-        """Free memory of the device."""
         free, _total = self._call("cuMemGetInfo")
         return int(free)
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Write one byte value, on a stream of our own."""
+        """Write one byte value, on a stream of its own."""
         self._call("cuMemsetD8Async", address, value, size, self._stream)
 
     def synchronize(self) -> None:
-        """Wait for that stream."""
         self._call("cuStreamSynchronize", self._stream)
 
     @property
@@ -109,7 +102,7 @@ class CudaDriver:
         return access
 
     def _call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- what the driver takes
-        """Return what a call gives: nothing, one value, or a tuple of several."""
+        """Return a call's result: nothing, one value, or a tuple of several."""
         code, *values = getattr(self._cuda, name)(*arguments)
         results = self._cuda.CUresult
         if code == results.CUDA_ERROR_OUT_OF_MEMORY:
@@ -121,9 +114,9 @@ class CudaDriver:
 
 
 def open_driver(ordinal: int = 0) -> CudaDriver:
-    """The driver of the process's GPU `ordinal`, its primary context current in this thread.
+    """Return the driver of the process's GPU `ordinal`, whose primary context becomes current.
 
-    Raises DeviceError where there is no driver, no such GPU or no `cuda-bindings`.
+    Raises DeviceError without a driver, such a GPU or `cuda-bindings`.
     """
     try:
         from cuda.bindings import driver as cuda
@@ -134,7 +127,7 @@ def open_driver(ordinal: int = 0) -> CudaDriver:
     try:
         return CudaDriver(cuda, ordinal)
     except (RuntimeError, OSError) as error:
-        # What the bindings raise when the driver's library, or a function in it, is not there.
+        # The bindings raise this if the driver's library, or a function in it, is missing.
         where = os.environ.get("LD_LIBRARY_PATH", "")
         raise DeviceError(
             f"no usable NVIDIA driver (LD_LIBRARY_PATH={where!r}): {str(error).splitlines()[0]}"

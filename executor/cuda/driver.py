@@ -9,7 +9,7 @@ Every call raises DeviceError; those that need memory raise DeviceMemoryShort wh
 from typing import NewType, Protocol
 
 Handle = NewType("Handle", int)
-"""Physical memory as this process names it; one page in all that is built on a driver."""
+"""Physical memory as this process names it; one page in everything built on a driver."""
 
 
 class Driver(Protocol):
@@ -22,11 +22,11 @@ class Driver(Protocol):
 
     @property
     def granularity(self) -> int:
-        """What sizes and addresses of physical memory are multiples of."""
+        """Unit of sizes and addresses of physical memory."""
         ...
 
     def reserve(self, size: int) -> int:
-        """Reserve addresses and return the first; no memory is behind them."""
+        """Reserve addresses and return the first; they have no memory yet."""
         ...
 
     def unreserve(self, address: int, size: int) -> None:
@@ -34,15 +34,15 @@ class Driver(Protocol):
         ...
 
     def create(self, size: int) -> Handle:
-        """Allocate physical memory that can be exported. What is in it is undefined."""
+        """Allocate physical memory that can be exported. Its content is undefined."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Forget a handle. The memory is freed with its last mapping and last handle anywhere."""
+        """Release a handle. The memory is freed with its last mapping and last handle anywhere."""
         ...
 
     def map(self, address: int, size: int, handle: Handle) -> None:
-        """Put the whole of a handle's memory at reserved addresses that have none."""
+        """Map the whole of a handle's memory at reserved addresses that have none."""
         ...
 
     def unmap(self, address: int, size: int) -> None:
@@ -62,7 +62,7 @@ class Driver(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Free memory of the device now, as the driver measures it, whoever uses the rest."""
+        """Return the device's free memory as the driver measures it."""
         ...
 
     def fill(self, address: int, value: int, size: int) -> None:

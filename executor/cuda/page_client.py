@@ -34,7 +34,7 @@ class PageClient:
     """
 
     def __init__(self, driver: Driver, page_bytes: int, path: Path, own: PagePool) -> None:
-        """Raises LoanError when nobody lends at `path`."""
+        """Raises LoanError if no lender is at `path`."""
         self._driver = driver
         self._own = own
         self._numbers: dict[Handle, int] = {}
@@ -55,12 +55,12 @@ class PageClient:
 
     @property
     def idle(self) -> int:
-        """Pages of both kinds that nothing is mapped on."""
+        """Pages of both kinds without a mapping."""
         return self.unmapped + self._own.idle
 
     @property
     def unmapped(self) -> int:
-        """Borrowed pages that nothing is mapped on."""
+        """Borrowed pages without a mapping."""
         return len(self._stock)
 
     @property
@@ -70,12 +70,12 @@ class PageClient:
 
     @property
     def wanted(self) -> int:
-        """Borrowed pages that have to be given back now, whichever."""
+        """Number of borrowed pages that have to be given back now."""
         return max(0, self.borrowed - self._keep)
 
     @property
     def available(self) -> int:
-        """Borrowed pages that nothing is mapped on, and what there is of its own."""
+        """Borrowed pages without a mapping, and the pages that it can make itself."""
         return self.unmapped + self._own.available
 
     @property
@@ -84,10 +84,10 @@ class PageClient:
         return self._numbers.keys()
 
     def recall(self, count: int) -> None:
-        """It has lent nothing."""
+        """Do nothing: it has lent nothing."""
 
     def take(self, count: int) -> list[Handle]:
-        """Return borrowed pages, then own ones; on DeviceMemoryShort everything is as it was."""
+        """Return borrowed pages, then own ones; on DeviceMemoryShort nothing changed."""
         borrowed = min(count, len(self._stock))
         own = self._own.take(count - borrowed)
         taken = self._stock[len(self._stock) - borrowed :]
@@ -100,14 +100,14 @@ class PageClient:
         self._give_back([handle for handle in handles if handle in self._numbers])
 
     def step(self) -> bool:
-        """Hear the lender; never waits. Raises LoanError when it breaks the rules."""
+        """Read the lender's messages; never waits. Raises LoanError if it breaks the rules."""
         self._tell()
         self._hear()
         self._ask()
         return False
 
     def close(self) -> None:
-        """Hang up, and let go of pages that nothing is mapped on."""
+        """Hang up, and release pages without a mapping."""
         self._hang_up()
         self._own.close()
 
@@ -171,7 +171,7 @@ class PageClient:
         self._tell()
 
     def _tell(self) -> None:
-        """Say what was given back, as far as the lender reads it now."""
+        """Report returned pages, as far as the lender reads now."""
         while self._unsaid and self._connection is not None:
             numbers = tuple(self._unsaid[:MOST_PAGES])
             try:

@@ -1,14 +1,14 @@
 """Messages between lender and borrower of GPU pages, on a Unix socket that keeps messages whole.
 
     borrower ── Hello(device, page_bytes) ──> lender
-    borrower ── RequestPages(pages): so many more may be sent ──> lender
+    borrower ── RequestPages(pages): how many more may be sent ──> lender
     borrower <── Lend(numbers) + a descriptor for each ── lender
-    borrower <── Revoke(keep): no more than so many may be kept ── lender
-    borrower ── Return(numbers): nothing of this process is on them any more ──> lender
+    borrower <── Revoke(keep): how many may be kept at most ── lender
+    borrower ── Return(numbers): pages that this process has unmapped ──> lender
 
 A message is a header (magic, kind, count) and `count` unsigned 64-bit numbers; MOST_BYTES bounds
-it. The lender numbers its pages, and each page comes with its descriptor in the same order.
-Sending and receiving never wait.
+it. The lender numbers its pages, and each page comes with its descriptor in the same order. Sending
+and receiving never wait.
 """
 
 import array
@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 from executor.errors import LoanError
 
 MOST_PAGES: Final = 64
-"""In one message; the kernel passes up to 253 descriptors at once."""
+"""Pages in one message; the kernel passes up to 253 descriptors at once."""
 EVERYTHING: Final = 2**64 - 1
 _HEADER: Final = struct.Struct("<4sHH")
 _NUMBER: Final = struct.Struct("<Q")
@@ -36,7 +36,7 @@ _HELLO, _LEND, _REVOKE, _RETURN, _ASK = range(1, 6)
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first word: which GPU, by its UUID, and pages of how many bytes."""
+    """First message: the GPU by its UUID, and the page size in bytes."""
 
     device: bytes
     page_bytes: int
@@ -44,24 +44,23 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """So many more pages may be sent. What a borrower that hangs has not even received is bounded
-    by that, for nobody hears of it."""
+    """Number of further pages that may be sent, a bound on those a borrower has not received."""
 
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """These pages are the borrower's until it returns them, all zeroed."""
+    """Pages that are the borrower's until it returns them, all zeroed."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """No more pages than this may be kept, whichever, until the next word; EVERYTHING: all may.
+    """Bound on the pages that may be kept, until the next message; EVERYTHING: all may.
 
-    A bound and no number to return: it stays right while returns are on their way.
+    It is a bound and not a number to return: so it stays right while returns are on their way.
     """
 
     keep: int
@@ -69,7 +68,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """These pages are the lender's alone again."""
+    """Pages that are the lender's alone again."""
 
     numbers: tuple[int, ...]
 
@@ -78,7 +77,7 @@ Frame: TypeAlias = Hello | RequestPages | Lend | Revoke | Return
 
 
 def encode(frame: Frame) -> bytes:
-    """One message."""
+    """Return a message's bytes."""
     match frame:
         case Hello(device, page_bytes):
             kind, numbers = _HELLO, (*_UUID.unpack(device), page_bytes)
@@ -97,7 +96,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes) -> Frame:
-    """Read one message. Raises LoanError for anything that is none."""
+    """Read one message. Raises LoanError for anything else."""
     if len(data) < _HEADER.size:
         raise LoanError(f"a message of {len(data)} bytes has no header")
     magic, kind, count = _HEADER.unpack_from(data)
@@ -124,7 +123,7 @@ class HungUp(Exception):  # noqa: N818 -- a state of the other side
 
 
 def send(connection: socket.socket, frame: Frame, descriptors: Sequence[int] = ()) -> bool:
-    """Send one frame with its descriptors; False when the other side has too much to read.
+    """Send one frame with its descriptors; False if the other side has too much to read.
 
     Raises HungUp.
     """
@@ -139,10 +138,10 @@ def send(connection: socket.socket, frame: Frame, descriptors: Sequence[int] = (
 
 
 def receive(connection: socket.socket) -> tuple[Frame, list[int]] | None:
-    """Return the next frame and the caller's descriptors, None when there is none yet.
+    """Return the next frame and the caller's descriptors, None if there is none yet.
 
-    Raises HungUp, and LoanError for what is no frame or passes more descriptors than it may; none
-    stays open then.
+    Raises HungUp, and LoanError for an invalid frame or one with too many descriptors, all of which
+    are closed then.
     """
     room = socket.CMSG_SPACE(MOST_PAGES * _INT_BYTES)
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -188,7 +187,7 @@ def peer_process(connection: socket.socket) -> int:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a watched process ended; all that it had open is closed by then."""
+    """Return True if a watched process ended; all that it had open is closed by then."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))

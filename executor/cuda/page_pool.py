@@ -21,7 +21,7 @@ class PageSource(Protocol):
 
     @property
     def idle(self) -> int:
-        """Pages that this process has and nothing is mapped on: kept, not returned."""
+        """Pages of this process without a mapping: kept, not returned."""
         ...
 
     @property
@@ -31,45 +31,46 @@ class PageSource(Protocol):
 
     @property
     def wanted(self) -> int:
-        """Borrowed pages that their owner wants back, whichever: give as many."""
+        """Number of borrowed pages that their owner wants back; give as many."""
         ...
 
     @property
     def foreign(self) -> Collection[Handle]:
-        """Pages that this process has and that are somebody else's."""
+        """Pages that this process has and that belong to another one."""
         ...
 
     def take(self, count: int) -> list[Handle]:
-        """Return that many pages, what is in them undefined, or raise DeviceMemoryShort."""
+        """Return that many pages, their content undefined. Raises DeviceMemoryShort."""
         ...
 
     def give(self, handles: Collection[Handle]) -> None:
-        """Take pages back that nothing of this process is mapped on any more."""
+        """Take pages back that this process has unmapped."""
         ...
 
     def recall(self, count: int) -> None:
-        """Have so many pages in stock as soon as others have given them back; 0 ends that."""
+        """Have this many pages in stock as soon as others have returned them; 0 ends that."""
         ...
 
     def step(self) -> bool:
-        """Hear those with whom pages are shared; never waits. Returns whether there is more to
-        lend to somebody who is there.
+        """Read the messages of sharing processes; never waits. Returns True with more to lend.
 
         Raises LoanError or DeviceError.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything that is not mapped, and of everybody."""
+        """Release everything that is not mapped, and disconnect."""
         ...
 
 
 class PagePool:
-    """PageSource that asks the driver. Creating a page costs a hundred times what mapping one does,
-    so up to `most_spare` are kept; only what is not kept is returned to the device.
+    """PageSource that asks the driver.
 
-    With others it shares through the driver alone: what it returned they create, and the other way
-    round, as long as nobody else on the device was faster.
+    Creating a page costs a hundred times as much as mapping one, so up to `most_spare` are kept;
+    only further pages return to the device.
+
+    With others it shares through the driver alone: pages that it returns they can create, and the
+    other way round, unless another process on the device is faster.
     """
 
     wanted = 0
@@ -78,7 +79,7 @@ class PagePool:
     def __init__(
         self, driver: Driver, page_bytes: int, *, most_spare: int = 0, headroom_bytes: int = 0
     ) -> None:
-        """`headroom_bytes` of the device's memory stay free, whatever is asked for."""
+        """headroom_bytes: of the device's memory, which stay free in any case."""
         self._driver = driver
         self._page_bytes = page_bytes
         self._most_spare = most_spare
@@ -92,23 +93,23 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages kept, and what is free on the device beyond the headroom."""
+        """Pages kept, and the device's free memory beyond the headroom."""
         free = self._driver.free_bytes() - self._headroom_bytes
         return len(self._spare) + max(0, free // self._page_bytes)
 
     def recall(self, count: int) -> None:
-        """Others are asked on the control page, not in here."""
+        """Do nothing: others are asked on the control page."""
 
     def step(self) -> bool:
-        """There is nobody to hear."""
+        """Do nothing: there are no messages."""
         return False
 
     def close(self) -> None:
-        """Release all that is kept."""
+        """Release all kept pages."""
         self._release_down_to(0)
 
     def take(self, count: int) -> list[Handle]:
-        """Return kept pages, then new ones; on DeviceMemoryShort everything is as it was."""
+        """Return kept pages, then new ones; on DeviceMemoryShort nothing changed."""
         kept = min(count, len(self._spare))
         created = self._create(count - kept)
         taken = self._spare[len(self._spare) - kept :]
@@ -150,7 +151,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class PageRefcounts:
-    """Counts, for each page, the mapped granules that have a byte on it; all are mapped at first.
+    """Counts, for each page, of the mapped granules with a byte on it; all are mapped at first.
 
     A page without a byte of any block counts as needed.
     """
@@ -193,12 +194,12 @@ class PageRefcounts:
         return found
 
     def lacking(self, granule: int) -> int:
-        """How many of them no mapped granule needs: what it takes to map this one."""
+        """Return how many of its pages no mapped granule needs: the cost of mapping this one."""
         return int((self._needed[self._pages[granule]] == 0).sum())
 
     @property
     def granules(self) -> int:
-        """How many granules there are."""
+        """Number of granules."""
         return len(self._pages)
 
     @property

@@ -1,17 +1,17 @@
 """Page server: lends pages that their owner does not need now to other processes of the same GPU.
 
-The owner keeps a handle of every page that it lent, so taking one back costs no allocation.
-The price is trust: a driver has no call that takes a page away from another process, so a borrower
-is believed when it says that it unmapped one. Everything else that a borrower says is checked. One
-that breaks a rule gets nothing more, and its pages wait until its process has ended.
+The owner keeps a handle of every page that it lent, so taking one back costs no allocation. The
+price is trust: a driver has no call that takes a page away from another process, so a borrower's
+word that it unmapped one is accepted. Everything else in its messages is checked. One that breaks a
+rule gets no more pages, and its pages wait until its process has ended.
 
-`LoanLedger` is the core: pages in stock, pages lent and to whom, and how many are wanted back.
+`LoanLedger` is the core: pages in stock, pages lent by borrower, and pages wanted back.
 
     stock ── lend ──> out ── returned ──> stock
     out ── its borrower broke the rules, or hung up ──> stranded ── its process ended ──> stock
 
-Until a borrower says that it unmapped a page, or its process is known to have ended, the page may
-be written to at any time: nobody else gets it.
+Until a borrower reports that it unmapped a page, or its process is known to have ended, the page
+may be written to at any time: no other process gets it.
 """
 
 import logging
@@ -51,7 +51,7 @@ class LoanLedger:
     """Pages by number; borrowers by a number of the caller's that is never used twice."""
 
     def __init__(self, reserve: int) -> None:
-        """`reserve`: how many pages in stock are never lent."""
+        """reserve: pages in stock that are never lent."""
         self._reserve = reserve
         self._stock: list[int] = []
         self._out: dict[int, int] = {}
@@ -59,7 +59,7 @@ class LoanLedger:
 
     @property
     def in_stock(self) -> int:
-        """Pages that nobody uses."""
+        """Unused pages."""
         return len(self._stock)
 
     @property
@@ -69,7 +69,7 @@ class LoanLedger:
 
     @property
     def stranded(self) -> int:
-        """Pages of borrowers that are not dealt with any more and still live."""
+        """Pages of refused borrowers that still live."""
         return len(self._stranded)
 
     def out(self, borrower: int) -> int:
@@ -81,22 +81,22 @@ class LoanLedger:
         self._stock += numbers
 
     def take(self, most: int) -> list[int]:
-        """Remove up to so many pages from the stock, the reserve included: they are the owner's."""
+        """Remove up to this many pages from the stock, the reserve too: they are the owner's."""
         first = max(0, len(self._stock) - most)
         taken = self._stock[first:]
         del self._stock[first:]
         return taken
 
     def lend(self, borrower: int, most: int) -> tuple[int, ...]:
-        """Lend up to so many pages; the reserve stays."""
+        """Lend up to this many pages; the reserve stays."""
         lent = self.take(min(most, self.lendable))
         self._out.update(dict.fromkeys(lent, borrower))
         return tuple(lent)
 
     def returned(self, borrower: int, numbers: Collection[int]) -> None:
-        """A borrower gave pages back. Raises LoanError for any it does not have: none counts then.
+        """Take returned pages. Raises LoanError, and takes none, if any is not the borrower's.
 
-        The borrower is not to be believed any more after that.
+        The borrower is not trusted any more after that.
         """
         foreign = [number for number in numbers if self._out.get(number, _NOBODY) != borrower]
         if foreign:
@@ -106,12 +106,12 @@ class LoanLedger:
         self._stock += numbers
 
     def left(self, borrower: int) -> None:
-        """A borrower is not dealt with any more; what it has is stranded."""
+        """Refuse a borrower from now on; its pages are stranded."""
         for number in [number for number, who in self._out.items() if who == borrower]:
             self._stranded[number] = self._out.pop(number)
 
     def ended(self, borrower: int) -> int:
-        """A borrower's process has ended: what was stranded with it is in stock again."""
+        """Record that a borrower's process has ended: its stranded pages are in stock again."""
         self.left(borrower)
         back = [number for number, who in self._stranded.items() if who == borrower]
         for number in back:
@@ -123,18 +123,19 @@ class LoanLedger:
 logger = logging.getLogger("vllm.rose.kv")
 
 MOST_BORROWERS: Final = 4
-# Of one borrower in one step.
+# Frames of one borrower in one step.
 MOST_FRAMES: Final = 8
-# What a request of the owner's waits for at most that arrives meanwhile: each page is unmapped and
-# mapped twice to be zeroed, and exported.
+# Bounds the wait of an owner's request that arrives meanwhile: each page is unmapped and mapped
+# twice
+# to be zeroed, and exported.
 MOST_LENT_A_STEP: Final = 16
 
 
 @dataclass(slots=True)
 class _Borrower:
-    """`connection` is None once it is not dealt with any more; `process` is watched to its end.
+    """`connection` is None once the borrower is refused; `process` is watched to its end.
 
-    `asked`: pages that it may be sent still.
+    asked: pages that it may still be sent.
     """
 
     number: int
@@ -146,7 +147,7 @@ class _Borrower:
 
 
 class PageServer:
-    """PageSource of the owner. One thread calls it, and `step` does all that others wait for."""
+    """PageSource of the owner. One thread calls it, and `step` does all work for the borrowers."""
 
     wanted = 0
     foreign: Collection[Handle] = ()
@@ -154,9 +155,9 @@ class PageServer:
     def __init__(
         self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
     ) -> None:
-        """Listen at `path`. `reserve`: pages in stock that are never lent.
+        """Listen at `path`. reserve: pages in stock that are never lent.
 
-        Raises LoanError where that cannot be, as when another lender lives there.
+        Raises LoanError if it cannot, as when another lender lives there.
         """
         self._driver = driver
         self._hello = Hello(driver.device, page_bytes)
@@ -183,13 +184,13 @@ class PageServer:
 
     @property
     def available(self) -> int:
-        """Pages in stock, the reserve included: what is lent is not replaced by new ones."""
+        """Pages in stock, the reserve included: lent ones are not replaced by new ones."""
         return self.idle
 
     def take(self, count: int) -> list[Handle]:
         """Return pages of the stock, the reserve included, then new ones.
 
-        On DeviceMemoryShort what is missing is revoked: the same succeeds a while later.
+        On DeviceMemoryShort the missing pages are revoked: a later call succeeds.
         """
         try:
             created = self._pool.take(max(0, count - self._book.in_stock))
@@ -206,13 +207,13 @@ class PageServer:
         self._book.put(numbers)
 
     def recall(self, count: int) -> None:
-        """Call pages back until so many are in stock; 0 ends that, and until then none is lent."""
+        """Revoke pages until this many are in stock; 0 ends that, and none is lent until then."""
         self._goal = count
 
     def step(self) -> bool:
-        """Hear the borrowers, lend and call back; never waits.
+        """Read the borrowers' messages, lend and revoke; never waits.
 
-        Returns whether there is more to lend to somebody who is there.
+        Returns True if there is more to lend to a connected borrower.
         """
         self._accept()
         for borrower in list(self._borrowers):
@@ -230,7 +231,7 @@ class PageServer:
         return greeted and not self._goal and self._book.lendable > 0
 
     def close(self) -> None:
-        """Lend no more, and forget all pages: the device has them when no borrower has."""
+        """Lend no more, and forget all pages: the device has them once no borrower has."""
         if self._listener.fileno() < 0:
             return
         for borrower in self._borrowers:
@@ -290,7 +291,7 @@ class PageServer:
         borrower.greeted = True
 
     def _ask_back(self, borrower: _Borrower, wanted: int) -> int:
-        """Tell a borrower how many pages it may keep, when that changed; return what is wanted."""
+        """Send a borrower its bound if that changed; return the number of pages wanted back."""
         out = self._book.out(borrower.number)
         mine = min(wanted, out)
         keep = out - mine if self._goal else EVERYTHING
@@ -320,7 +321,7 @@ class PageServer:
                 self._book.returned(borrower.number, numbers)
 
     def _scrub(self, handles: list[Handle]) -> None:
-        """Nobody is to read what the last user of a page left in it."""
+        """Zero it, so that no process reads the last user's content."""
         pages = range(len(handles))
         self._window.back(pages, self._window.back_zeroed(pages, handles))
 

@@ -1,8 +1,8 @@
 """KV memory that ROSE reserved in this engine, found by its address, and seen as a torch tensor.
 
-The KV cache's allocator makes one reservation; the KV balloon finds it by the address of the
-tensor. Both are in one process: pages are mapped nowhere else. The memory becomes a tensor without
-a copy, through `__cuda_array_interface__`.
+The KV cache's allocator makes one reservation; the KV balloon finds it by the tensor's address.
+Both are in one process: pages are mapped in no other one. The memory becomes a tensor without a
+copy, through `__cuda_array_interface__`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _reservations: Final[dict[int, Reservation]] = {}
 class Reservation:
     """`size` bytes of KV memory from `address` on, all of it readable at any time, and zeroed.
 
-    `mapping`: of these addresses to pages. `source`: where pages come from and go to.
+    mapping: of these addresses to pages. source: of the pages.
     """
 
     def __init__(
@@ -41,11 +41,10 @@ class Reservation:
         headroom_bytes: int = 0,
         most_spare: int = 0,
     ) -> None:
-        """`source`: where pages come from; it is closed with the reservation. Without one that is a
-        PagePool with `headroom_bytes` and `most_spare`.
+        """source: of pages, closed with this; by default a PagePool of the other two arguments.
 
-        `partly`: where memory is short, begin without any page: `backend` maps what there is. No
-        engine may use the memory then that does not balloon it. Raises DeviceError.
+        partly: if memory is short, begin without any page: `backend` maps the available ones. Only
+        an engine that balloons the memory may use it then. Raises DeviceError.
         """
         if size <= 0:
             raise DeviceError(f"a KV cache of {size} bytes; give the engine more GPU memory")
@@ -69,23 +68,23 @@ class Reservation:
         _reservations[self.address] = self
 
     def backend(self, extents: Sequence[Extent], granules: Granules) -> CudaPages:
-        """The pages of KV blocks that lie at `extents` in it, for one balloon.
+        """Return the pages of KV blocks that lie at `extents` in it, for one balloon.
 
-        Raises DeviceMemoryShort where a reservation that began empty gets no granule.
+        Raises DeviceMemoryShort if a reservation that began empty gets no granule.
         """
         mapping = self.mapping
         use = PageRefcounts(extents, granules, mapping.base, mapping.page_bytes, mapping.pages)
         return CudaPages(mapping, self.source, use, self.size, empty=self._empty)
 
     def close(self) -> None:
-        """Give everything back to the device. No tensor over it may be used any more."""
+        """Return everything to the device. No tensor over it may be used any more."""
         del _reservations[self.address]
         self.source.give(self.mapping.close())
         self.source.close()
 
 
 def reservation_at(address: int) -> Reservation | None:
-    """The reservation of this process that begins there."""
+    """Return this process's reservation that begins there."""
     return _reservations.get(address)
 
 
@@ -115,7 +114,7 @@ class DeviceBytes:
 
     @property
     def __cuda_array_interface__(self) -> CudaArrayInterface:
-        """Writable; nothing is pending on them on any stream."""
+        """Writable; no stream has pending work on them."""
         return CudaArrayInterface(
             shape=self.shape,
             strides=self.strides,
@@ -127,12 +126,12 @@ class DeviceBytes:
 
 
 def whole(reservation: Reservation) -> DeviceBytes:
-    """All of it, `[size]`: what an engine views as its KV cache."""
+    """Return all of it, `[size]`: an engine's view of its KV cache."""
     return DeviceBytes(reservation.address, (reservation.size,), None, reservation)
 
 
 def layer(reservation: Reservation, extent: Extent, blocks: int) -> DeviceBytes:
-    """One layer's part of the first blocks, `[blocks, block_bytes]`.
+    """Return one layer's part of the first blocks, `[blocks, block_bytes]`.
 
     Raises ValueError for blocks that lie outside of the reservation.
     """
@@ -144,7 +143,7 @@ def layer(reservation: Reservation, extent: Extent, blocks: int) -> DeviceBytes:
 
 
 def as_tensor(memory: DeviceBytes, device: torch.device) -> torch.Tensor:
-    """An int8 tensor over the memory, on the device that it is on."""
+    """Return an int8 tensor over the memory, on its device."""
     import torch
 
     return torch.as_tensor(memory, device=device)

@@ -1,6 +1,6 @@
 """Guest's client of the control page: asks the gate before a step, publishes the guest's state.
 
-The gate starts with profiles of the guest's and of the host's steps. A profile that was named and
+The gate starts with profiles of the guest's and of the host's steps. A configured profile that
 cannot be used ends the engine's start: with a guess in its place the gate would lend other slack
 than the operator measured, and nobody would notice.
 """
@@ -23,21 +23,21 @@ from executor.step_decision import GateLimits, Run, Yield, decide
 from executor.step_log import StepLog
 from slo import ProfileError, StepModel, StepProfile
 
-# A first guess: measured steps correct it within a few, and further than they may a profile.
+# A first guess, which measured steps correct within a few; they may move it further than a profile.
 FIRST_MODEL: Final = StepModel(
     StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
 )
 
 
 def step_model(settings: EngineSettings) -> StepModel:
-    """The guest's own steps, FIRST_MODEL without a profile. Raises ExecutorError."""
+    """Return the guest's own step model, FIRST_MODEL without a profile. Raises ExecutorError."""
     if not settings.step_profile:
         return FIRST_MODEL
     return StepModel(_read("ROSE_STEP_PROFILE", settings.step_profile))
 
 
 def gate_limits(settings: EngineSettings) -> GateLimits:
-    """Limits that know what the host's queue costs, where its steps were profiled.
+    """Return limits with the cost of the host's queue, if its steps were profiled.
 
     Raises ExecutorError.
     """
@@ -91,7 +91,7 @@ class GateClient:
         sleep: Callable[[float], None] = time.sleep,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`block_tokens`: tokens of KV in a block; steps are predicted by the KV in use."""
+        """block_tokens: tokens of KV in a block; steps are predicted by the KV in use."""
         self._page = page
         self._limits = limits or GateLimits()
         self._model = model
@@ -113,11 +113,11 @@ class GateClient:
         return self._model
 
     def ask(self, load: EngineLoad) -> Run | Yield:
-        """May a step begin now? Call once before each, with requests pending.
+        """Return the verdict on a step. Call once before each, with requests pending.
 
         A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
         """
-        # Looked at before the clock: what was written meanwhile is not from the future.
+        # Read before the clock: a state written meanwhile is not from the future.
         view = self._page.host_view()
         now_ns = self._clock_ns()
         verdict = decide(
@@ -145,13 +145,13 @@ class GateClient:
         return verdict
 
     def idle(self, load: EngineLoad) -> None:
-        """No request is pending: time that passes from here on is not yielded."""
+        """Record that no request is pending: the time from here on is not yielded."""
         self._yielding_since_ns = None
         with self._lock:
             self._publish(self._clock_ns(), load)
 
     def mapped(self, kv: KvMapped, load: EngineLoad) -> None:
-        """Publish how much KV memory is mapped, at once when that changed, and whom it cost."""
+        """Publish the mapped KV memory, at once if it changed, and its preempted requests."""
         with self._lock:
             state = replace(self._state, **kv._asdict())
             if state != self._state:
@@ -159,11 +159,11 @@ class GateClient:
                 self._publish(self._clock_ns(), load)
 
     def grant(self) -> Grant | None:
-        """The grant as it is now, None when it cannot be read."""
+        """Return the present grant, None if it cannot be read."""
         return self._page.grant.peek()
 
     def scheduled(self, load: EngineLoad, tokens: int) -> None:
-        """A step of `tokens` was scheduled; without tokens there is no step."""
+        """Record that a step of `tokens` was scheduled; without tokens there is no step."""
         if tokens == 0:
             return
         now_ns = self._clock_ns()
@@ -177,7 +177,7 @@ class GateClient:
             self._publish(now_ns, load)
 
     def stepped(self, load: EngineLoad, tokens: int, sequences: int, sampled: int) -> None:
-        """A step of `tokens` over `sequences` ended and sampled so many new tokens."""
+        """Record the end of a step of `tokens` over `sequences`, and its sampled tokens."""
         if tokens == 0:
             return
         now_ns = self._clock_ns()
@@ -204,7 +204,7 @@ class GateClient:
                 self._publish(now_ns, None)
 
     def _publish(self, now_ns: int, load: EngineLoad | None) -> None:
-        # Under the lock. Without a load the requests last seen are still the latest known.
+        # Under the lock. Without a load the last requests are still the latest known.
         state = replace(
             self._state,
             policy_version=int(self._environ.get(POLICY_VERSION, "0")),
@@ -218,4 +218,4 @@ class GateClient:
 
 logger = logging.getLogger("vllm.rose.start")
 
-"""Set to 1 by a node, which grants from the start on; nobody else may be there to grant."""
+"""Set to 1 by a node, which grants from the start on; without a node nobody may grant."""

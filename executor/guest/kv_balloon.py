@@ -1,4 +1,4 @@
-"""A guest's KV memory under its grant: shrinks before the next step, grows when told to."""
+"""A guest's KV memory under its grant: shrinks before the next step, grows when allowed."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,7 +22,7 @@ from executor.step_decision import GateLimits
 
 # Bounds one call, so that the engine core still hears aborts while it gives much back.
 MOST_BYTES_A_CALL: Final = 512 << 20
-# How long a guest on a GPU waits for memory that others still have before it asks again.
+# Pause of a guest on a GPU before it asks again for memory that others still have.
 GROWTH_RETRY_NS: Final = 100_000_000
 
 
@@ -36,15 +36,15 @@ class BalloonedPool(GranulePool, Protocol):
 
     @property
     def owed(self) -> int:
-        """How many borrowed granules must still be taken."""
+        """Borrowed granules that must still be taken."""
         ...
 
     def uses(self) -> Iterable[GranuleUse]:
-        """What lies in each mapped granule."""
+        """Return the use of each mapped granule."""
         ...
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that can be emptied without preempting, and return how many.
+        """Hold those of the granules that can be emptied without preempting; return their number.
 
         Their pages stay until `unmap` is told that step `fence` is done.
         """
@@ -56,11 +56,11 @@ class BalloonedPool(GranulePool, Protocol):
 
 
 class SizedRequest(Protocol):
-    """What is asked of a request: its id, and its tokens of prompt and output so far."""
+    """A request's id, and its tokens of prompt and output so far."""
 
     @property
     def request_id(self) -> str:
-        """Under which its scheduler knows it."""
+        """Id at its scheduler."""
         ...
 
     @property
@@ -75,10 +75,10 @@ def too_large(
     blocks_of: Callable[[int], int],
     lookahead: int,
 ) -> list[str]:
-    """Return ids of the requests whose tokens so far do not fit, were they alone in the guest.
+    """Return the requests whose tokens so far do not fit, even alone in the guest.
 
-    What a request may still generate does not count: it may stop before that, and its tokens are
-    with its client already. `blocks_of` says how many blocks so many tokens need.
+    Tokens that a request may still generate do not count: it may stop before, and its tokens are
+    with its client already. `blocks_of` returns the blocks that this many tokens need.
     """
     return [
         request.request_id
@@ -88,7 +88,7 @@ def too_large(
 
 
 class GuestKv:
-    """Owner of the balloon. The engine core's thread alone may call it."""
+    """Owner of the balloon. Only the engine core's thread may call it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class GuestKv:
         limits: GateLimits | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`rollouts`: the running requests; `preempt` sends some of them back to the queue."""
+        """rollouts: the running requests. preempt: sends some of them back to the queue."""
         self._pool = pool
         self._rollouts = rollouts
         self._preempt = preempt
@@ -113,8 +113,7 @@ class GuestKv:
 
     @property
     def mapped(self) -> KvMapped:
-        """KV memory of this guest: mapped granules, and pages that it keeps without a mapping. The
-        host may ask for both."""
+        """KV memory of this guest: mapped granules, and pages that it keeps without a mapping."""
         pages, granules = self._pool.pages, self._pool.granules
         return KvMapped(
             pages.bytes_total - pages.bytes_returned,
@@ -130,13 +129,14 @@ class GuestKv:
 
     @property
     def ballooned(self) -> bool:
-        """Whether any granule is held."""
+        """True if any granule is held."""
         return bool(self._pool.held)
 
     def must_shrink(self, grant: Grant | None) -> bool:
-        """Whether granules have to be taken, or pages to be returned, before the next step.
+        """Return True if granules or pages have to go before the next step.
 
-        Also hears a lender: nobody else does in an idle engine. What it sent has to be told.
+        This also reads a lender's messages, as an idle engine does nothing else, and publishes
+        changes.
         """
         self._poll()
         pool = self._pool
@@ -144,10 +144,10 @@ class GuestKv:
         return self._over(grant) > 0 or pool.owed > 0 or changed or not pool.unmapped
 
     def fit(self, grant: Grant | None) -> bool:
-        """Work towards what the grant allows; True when nothing more has to go.
+        """Work towards the grant's bound; return True when nothing more has to go.
 
         A step may begin only after True. Each call does a bounded part of the work. Raises
-        DeviceError or LoanError where a GPU's pages cannot be had, given back or understood.
+        DeviceError or LoanError if a GPU's pages cannot be had or given back, or for a bad message.
         """
         self._poll()
         if owed := self._pool.owed:
@@ -162,11 +162,11 @@ class GuestKv:
         return owed <= 0 and over <= 0 and self._pool.unmapped
 
     def step_begun(self) -> None:
-        """A step with work was scheduled; until it is done it may touch any block."""
+        """Record a scheduled step with work; until it is done it may touch any block."""
         self._steps_begun += 1
 
     def step_done(self) -> None:
-        """The oldest step in flight was processed."""
+        """Record that the oldest step in flight was processed."""
         self._steps_done += 1
 
     def _over(self, grant: Grant | None) -> int:
@@ -174,7 +174,7 @@ class GuestKv:
         return granules_over(self._cap, self._pool.granules, len(self._pool.held))
 
     def _grow(self, count: int) -> None:
-        """Growing may have to wait, for nobody owes a guest memory: what there is comes now."""
+        """Grow by the available memory; a guest may have to wait for the rest."""
         pool, now_ns = self._pool, self._clock_ns()
         if now_ns < self._grow_after_ns and not pool.pages.kept:
             return
@@ -188,12 +188,12 @@ class GuestKv:
             self._grow_after_ns = now_ns + GROWTH_RETRY_NS
 
     def _poll(self) -> None:
-        # Where the device has no room to import them, lent pages go back, and come again.
+        # If the device has no room to import them, lent pages go back, and come again.
         with suppress(DeviceMemoryShort):
             self._pool.pages.poll()
 
     def _shrink(self, over: int, *, borrowed: bool = False) -> int:
-        """Take up to so many granules, `borrowed` ones only; returns how many."""
+        """Take up to this many granules, `borrowed` ones only; return their number."""
         pool = self._pool
         count = min(over, self._most_a_call)
         uses = [use for use in pool.uses() if use.borrowed or not borrowed]

@@ -22,7 +22,7 @@ EXIT_BROKEN: Final = 77
 
 
 class Watchdog(threading.Thread):
-    """Every TICK_S: judge the grant, keep the guest section's heartbeat alive, end the process."""
+    """Thread that judges the grant every TICK_S, beats on the page, and may end the process."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Watchdog(threading.Thread):
         self._tick_s = tick_s
 
     def run(self) -> None:
-        """Watch until the process has to end. A watchdog that breaks ends the process too."""
+        """Watch until the process has to end. An error of the watchdog ends the process too."""
         code = EXIT_BROKEN
         try:
             code = self._watch()

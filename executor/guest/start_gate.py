@@ -2,7 +2,7 @@
 
     profile run, warm-up, graph capture ──► model(...) ──► gate: host idle, grant live? ──► runs
 
-The scheduler that asks the gate is made last, so nothing else holds back what a start computes.
+The scheduler that asks the gate is made last, so nothing else holds back the passes of a start.
 """
 
 import time
@@ -20,7 +20,7 @@ PAUSE_S: Final = 0.002
 
 
 class StartGate:
-    """Lets a pass go when the host is idle and somebody grants; how long passes take is unknown."""
+    """Gate that opens on an idle host and a live grant; the length of a pass is unknown."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class StartGate:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self | None:
-        """None for an engine that is no guest or whose node does not want it."""
+        """Return None for an engine that is no guest or whose node does not want it."""
         settings = EngineSettings.from_environ(environ)
         if settings.role != GUEST or environ.get(GATED_START) != "1":
             return None
         return cls(ControlPage.open(settings.page_path, settings.page_group))
 
     def wait(self) -> None:
-        """Return when a pass may begin. Without an end: who has no right to be is ended outside."""
+        """Return when a pass may begin, without a bound: the watchdog ends an orphaned guest."""
         began_ns = self._clock_ns()
         logged = self.passes > 0
         while not self._open:
@@ -63,7 +63,7 @@ class StartGate:
         return may_use_idle_host(view, grant, self._clock_ns(), self._limits)
 
     def tell(self) -> None:
-        """Say at the end of the start how long it waited, or that nothing asked."""
+        """Log at the end of the start how long it waited, or that nothing asked."""
         if self.passes:
             waited_s = self.waited_ns / 1e9
             logger.info("%d passes of the start waited %.1f s for the host", self.passes, waited_s)

@@ -1,1 +1,1 @@
-"""Host side of every engine: what it publishes, and how it lends KV memory."""
+"""Host side of every engine: publishes its state, and lends its KV memory."""

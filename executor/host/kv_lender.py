@@ -1,12 +1,13 @@
 """KV lending of a host: lends free granules, takes them back on demand, skips requests meanwhile.
 
-The host waits for nobody: neither guest nor node daemon has a part in this. On host memory it takes
-granules back without asking. On a GPU pages come back when their borrowers return them:
+The host waits for no other process: neither guest nor node daemon has a part in this. On host
+memory it takes granules back without asking. On a GPU pages come back when their borrowers return
+them:
 
     lends ── stop, or a failure ──> retires ── the last page is back ──> over
     lends, retires ── addresses may be without memory ──> lost: nothing moves any more
 
-The pool and the policy of who skips are the engine's; this module knows neither.
+The pool and the policy of skipped requests are the engine's; this module knows neither.
 """
 
 import time
@@ -20,21 +21,23 @@ from executor.kv.shrink_plan import Granules
 
 LEAST_GRANULES: Final = 3
 
-# Bounds one call, and with it what a request that arrives meanwhile waits for.
+# Bounds one call, and with it the wait of a request that arrives meanwhile.
 MOST_BYTES_A_CALL: Final = 32 << 20
 MOST_FORGOTTEN_A_CALL: Final = 4
-# How long an idle host takes empty steps while nothing comes back that it asked for, and nobody
-# takes what it has to lend.
+# Time for which an idle host takes empty steps while no requested page comes back, and no lendable
+# page
+# is taken.
 AWAKE_NS: Final = 250_000_000
-# How long a host that lends no more waits after a refusal of the driver's before it tries again.
+# Pause of a host that lends no more after the driver refused a call.
 RETRY_NS: Final = 100_000_000
-# How long an idle host that lends no more takes empty steps for pages that are still out: a guest
-# that keeps them is ended by its node's ladder before that. Later the next request finds them.
+# Time for which an idle host that lends no more takes empty steps for pages that are still out: a
+# guest
+# that keeps them is ended by its node's ladder before that. Later the next request takes them back.
 RETIRE_NS: Final = 15_000_000_000
 
 
 class KvLent(NamedTuple):
-    """Lending part of the host section; zeros from a host that does not lend."""
+    """Lending fields of the host section; zeros from a host that does not lend."""
 
     granules_total: int = 0
     granules_lent: int = 0
@@ -47,7 +50,7 @@ class LendablePool(GranulePool, Protocol):
 
     @property
     def free(self) -> KvFree:
-        """What no request uses."""
+        """Blocks that no request uses."""
         ...
 
     @property
@@ -56,19 +59,19 @@ class LendablePool(GranulePool, Protocol):
         ...
 
     def lendable(self, count: int) -> list[int]:
-        """Up to `count` granules to lend."""
+        """Return up to `count` granules to lend."""
         ...
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free, and return how many."""
+        """Hold those of the granules that are wholly free; return their number."""
         ...
 
     def take_back(self, count: int) -> int:
-        """Have up to `count` lent granules again, and return how many came at once."""
+        """Take back up to `count` lent granules; return how many came at once."""
         ...
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Forget the prefixes in up to `most` granules that are cold; returns in how many."""
+        """Drop the prefixes in up to `most` cold granules; return the number of granules."""
         ...
 
     def check(self) -> None:
@@ -76,24 +79,24 @@ class LendablePool(GranulePool, Protocol):
         ...
 
     def dissolve(self) -> None:
-        """Leave the stock pool behind, whole, whatever state this one is in."""
+        """Restore the stock pool, whole, from any state of this one."""
         ...
 
 
 class Holder(Protocol):
-    """A policy that lets running requests skip steps while lent blocks are on their way back."""
+    """Policy that lets running requests skip steps while lent blocks are on their way back."""
 
     short_blocks: int
 
     def choose(
         self, now_ns: int, running: Sequence[Any], free_blocks: int, lent: int
     ) -> frozenset[str]:
-        """The ids of those that skip the next step."""
+        """Return the ids of requests that skip the next step."""
         ...
 
 
 class HostLender:
-    """Owner of the host's balloon. The engine core's thread alone may call it."""
+    """Owner of the host's balloon. Only the engine core's thread may call it."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class HostLender:
         hold: Holder | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`hold`: for a pool of which lent blocks are not to be had at once."""
+        """hold: for a pool whose lent blocks do not come back at once."""
         self.pool = pool
         self._core = LendingCore(pool.granules, limits)
         self._cold_ns = limits.cold_ns
@@ -129,10 +132,10 @@ class HostLender:
 
     @property
     def lent(self) -> KvLent:
-        """What is lent now; what the host has asked for is missing from its reserve."""
+        """Present loan; memory that the host wants back is missing from its reserve."""
         pool = self.pool
         missing = max(self._core.missing(pool.free), self._wanted)
-        # Measured, so noise may put it below nothing.
+        # Measured, so noise may make it negative.
         returned = max(0, pool.pages.bytes_returned)
         return KvLent(pool.granules.count, len(pool.held), returned, missing)
 
@@ -143,7 +146,7 @@ class HostLender:
 
     @property
     def over(self) -> bool:
-        """Whether it was stopped and the engine's own pool is back."""
+        """True if it was stopped and the engine's own pool is back."""
         return self._retires and not self._lost and not self.pool.held
 
     def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
@@ -165,12 +168,12 @@ class HostLender:
         lent = self._lend(min(count, self._most_a_call)) if count > 0 else 0
         self.pool.unmap(self._steps_done)
         awaits = count >= 0 and self.pool.pages.poll()
-        # Fewer than could be lent in one call: there are no more that are wholly free.
+        # Fewer than one call's bound means that no more granules are wholly free.
         self.pending = bool(forgotten) or lent == self._most_a_call or not self.pool.unmapped
         self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
 
     def arrived(self, prefill_tokens: int, requests: int) -> None:
-        """A request came: take back what it will need; nothing is lent meanwhile."""
+        """Take back the memory that a new request will need; nothing is lent meanwhile."""
         if self._retires:
             return
         now_ns, free = self.clock_ns(), self.pool.free
@@ -179,7 +182,7 @@ class HostLender:
         self._take_back(max(0, -count))
 
     def held_back(self, running: Sequence[Any]) -> frozenset[str]:
-        """The ids of running requests that are to skip the step that is scheduled now."""
+        """Return the ids of running requests that skip the step that is scheduled now."""
         if self._hold is None:
             return frozenset()
         free = self.pool.free
@@ -188,17 +191,17 @@ class HostLender:
         )
 
     def step_begun(self) -> None:
-        """A step with work was scheduled; until it is done it may touch any block."""
+        """Record a scheduled step with work; until it is done it may touch any block."""
         self._steps_begun += 1
 
     def step_done(self) -> None:
-        """The oldest step in flight was processed."""
+        """Record that the oldest step in flight was processed."""
         self._steps_done += 1
 
     def stop(self, why: Exception | None = None) -> None:
-        """Lend no more, and leave the engine's own pool behind with all of its blocks.
+        """Lend no more, and restore the engine's own pool with all of its blocks.
 
-        On a GPU that takes until they are back: `step` goes on with it until it is `over`.
+        On a GPU that takes until they are back: `step` continues it until it is `over`.
         """
         self._retires = True
         self._retires_until_ns = self.clock_ns() + RETIRE_NS
@@ -208,7 +211,7 @@ class HostLender:
             self.pool.held.clear()  # On host memory lent blocks have memory all the same.
         if not self.pool.held:
             self.pool.dissolve()
-        # Pages come back to who asks, so an idle host goes on to ask.
+        # Pages come back only on a call, so an idle host keeps calling.
         self.pending = bool(self.pool.held) and not self._lost
 
     def _retire(self) -> None:
@@ -231,7 +234,7 @@ class HostLender:
             pool.dissolve()
 
     def _demand(self, prefill_tokens: int, requests: int, next_tokens: int) -> int:
-        """Blocks that requests will allocate soon."""
+        """Return the blocks that requests will allocate soon."""
         queued = -(-max(prefill_tokens, next_tokens) // self._block_tokens)
         short = self._hold.short_blocks if self._hold is not None else 0
         return max(queued, short) + requests
@@ -248,7 +251,7 @@ class HostLender:
         self._wanted = missing
 
     def _awake(self, now_ns: int, *, awaits: bool) -> bool:
-        """Whether others may be waited for in empty steps: not long after they last did a thing."""
+        """Return True if empty steps may wait for others: shortly after their last action."""
         moved = len(self.pool.held), self.pool.pages.bytes_returned
         if moved != self._moved or not awaits:
             self._moved, self._moved_ns = moved, now_ns
@@ -259,7 +262,7 @@ class HostLender:
 
 
 def check_lendable(pages: PageBackend, granules: Granules, instead: str) -> None:
-    """Raise LendingError unless there is something to lend; `instead`: what brings it in reach."""
+    """Raise LendingError unless there is something to lend; `instead`: the option that helps."""
     if isinstance(pages, NoPages):
         raise LendingError(f"KV pages are out of this process's reach; {instead}")
     if granules.count < LEAST_GRANULES:

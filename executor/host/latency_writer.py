@@ -14,13 +14,13 @@ UNPUBLISHED = "request latencies are not published; the host serves on"
 
 
 class LatencyWriter:
-    """Appends records for as long as nothing is wrong; inert unless ROSE_ROLE=host.
+    """Writer of records while nothing is wrong; inert unless ROSE_ROLE=host.
 
     Each API process of a host has one, and with it a lane of its own.
     """
 
     def __init__(self, log: logging.Logger, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises ExecutorError where the engine's latencies are not to be read."""
+        """check: raises ExecutorError if the engine's latencies cannot be read."""
         self._log = log
         self._lane: LatencyLane | None = None
         try:
@@ -36,11 +36,11 @@ class LatencyWriter:
 
     @property
     def open(self) -> bool:
-        """Whether records are published."""
+        """True while records are published."""
         return self._lane is not None
 
     def append(self, records: Callable[[], Iterable[LatencyRecord]]) -> None:
-        """Publish what `records` makes; what breaks in it is said once, and nothing follows it."""
+        """Publish the records of `records`; an error in it is logged once and ends that."""
         if self._lane is None:
             return
         try:

@@ -1,10 +1,9 @@
-"""Host plugin of any engine: its seat on the page, what it publishes, and what it lends.
+"""Host plugin of any engine: its seat on the page, its published state, and its lending.
 
     attach ──► publishes ── anything is wrong ──► gives up: the stock engine, and a veto of guests
 
-The host never depends on ROSE: whatever goes wrong in here is logged once, and from then on the
-engine is the stock one. A host that does not publish vetoes the guests of its page for as long as
-it lives.
+The host never depends on ROSE: any error in here is logged once, and from then on the engine is the
+stock one. A host that does not publish vetoes the guests of its page for as long as it lives.
 """
 
 import logging
@@ -31,12 +30,12 @@ Publisher = TypeVar("Publisher", bound=StatePublisher)
 
 
 def lending_limits(settings: EngineSettings) -> LendingLimits:
-    """Return what the operator lets a host lend."""
+    """Return the operator's limits on lending."""
     return LendingLimits(settings.reserve, cold_ns=round(settings.prefix_cold_s * 1e9))
 
 
 class HostPlugin(ABC, Generic[Publisher]):
-    """What publishes and lends for one engine core; inert unless ROSE_ROLE=host."""
+    """Publisher and lender of one engine core; inert unless ROSE_ROLE=host."""
 
     log: ClassVar[logging.Logger]
     _observer: Publisher | None = None
@@ -62,7 +61,7 @@ class HostPlugin(ABC, Generic[Publisher]):
     def give_up(self) -> None:
         """Publish and lend no more: be the stock engine, and veto the guests of the page."""
         self._observer = None
-        # Memory of which nobody hears helps nobody.
+        # Without a published state no guest learns of lent memory, so take it back.
         self.stop_lending()
         try:
             if self._seat is not None:
@@ -79,7 +78,7 @@ class HostPlugin(ABC, Generic[Publisher]):
             self._veto.start()
 
     def stop_lending(self, why: Exception | None = None) -> None:
-        """Take back what is lent, and serve on with the whole pool; on a GPU that takes steps."""
+        """Take back lent memory, and serve on with the whole pool; on a GPU that takes steps."""
         lender = self._lender
         if lender is None:
             return
@@ -96,29 +95,29 @@ class HostPlugin(ABC, Generic[Publisher]):
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise ExecutorError where this engine cannot be a host."""
+        """Raise ExecutorError if this engine cannot be a host."""
 
     @abstractmethod
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> Publisher:
-        """The publisher of this engine, which said that it is idle."""
+        """Return the publisher of this engine, which has published that it is idle."""
 
     @abstractmethod
     def _make_lender(self, settings: EngineSettings) -> HostLender:
-        """Take over the pool of KV memory. Raises ExecutorError where it cannot be lent."""
+        """Take over the pool of KV memory. Raises ExecutorError if it cannot be lent."""
 
     @abstractmethod
     def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
-        """What a node must know of this engine to run a guest beside it."""
+        """Return the facts of this engine that a node needs to run a guest beside it."""
 
     @abstractmethod
     def _demand(self) -> tuple[int, int]:
-        """Unfinished requests, and tokens for which the one that waits longest needs a place."""
+        """Return unfinished requests, and the tokens that the longest waiting one needs."""
 
     @abstractmethod
     def _publish_lent(self, observer: Publisher) -> None:
-        """What the host lends changed."""
+        """Publish a change of lent memory."""
 
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
@@ -193,7 +192,7 @@ def _seated(settings: EngineSettings) -> tuple[ControlPage, HostSeat]:
     except PageError:
         if not page.replaced:
             raise
-    # A node swept what an earlier life left, just before the lock was taken.
+    # A node removed an earlier life's page, just before the lock was taken.
     page = ControlPage.ensure(settings.page_path, settings.page_group)
     return page, page.take_host()
 

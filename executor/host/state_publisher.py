@@ -13,12 +13,12 @@ from executor.step_log import StepLog
 class StatePublisher:
     """Base of the engines' publishers; one writes to the page about once a step.
 
-    An idle host that becomes busy and a busy one that becomes idle are told at once. Between, what
-    is new waits for the next moment of the same turn of the engine's loop: arrivals, and the end of
-    a step while another is in flight, for the step that follows.
+    The changes of an idle host to busy and of a busy one to idle are published at once. Others wait
+    for the next moment of the same turn of the engine's loop: arrivals, and the end of a step while
+    another is in flight, for the step that follows.
 
-    What a step costs grows with what changed in it, not with how many requests run: see
-    `executor.deadline_tracker`, and `make bench-host-overhead`. Busy time is what passes while at
+    The cost of a step grows with its changes, not with the number of running requests: see
+    `executor.deadline_tracker`, and `make bench-host-overhead`. Busy time is the time in which at
     least one step with work is in flight; asynchronous scheduling keeps two of them there.
     """
 
@@ -30,10 +30,10 @@ class StatePublisher:
         step_log: StepLog | None = None,
         lent: Callable[[], KvLent] = KvLent,
     ) -> None:
-        """`lent`: what the host lends of its KV memory now."""
+        """lent: returns the present loan of KV memory."""
         self._write = seat.write_packed
-        # In the order of `_tell`, which packs as it stands: making a HostState first would cost as
-        # much again.
+        # In the order of `_tell`, which packs directly: making a HostState first would cost as much
+        # again.
         self._pack = HostState.packer(
             "step_seq",
             "in_step",
@@ -68,7 +68,7 @@ class StatePublisher:
         return self._deadlines.queued_prefill_tokens
 
     def _step_begins(self, began_ns: int) -> None:
-        """A step with work was scheduled; its scheduling began at `began_ns`."""
+        """Record a scheduled step with work; its scheduling began at `began_ns`."""
         if self._steps_in_flight == 0:
             self._step_began_ns = self._busy_until_ns = began_ns
             if self._step_log is not None:
@@ -77,7 +77,7 @@ class StatePublisher:
         self._step_seq += 1
 
     def _step_ends(self, now_ns: int, tokens: int, sequences: int) -> None:
-        """The oldest step in flight, over so many tokens of so many sequences, was processed."""
+        """Record that the oldest step in flight was processed, with its tokens and sequences."""
         self._steps_in_flight = max(0, self._steps_in_flight - 1)
         self._busy_ns += now_ns - self._busy_until_ns
         self._last_step_ns = now_ns - self._step_began_ns

@@ -27,7 +27,7 @@ class PageBackend(Protocol):
 
     @property
     def always_restores(self) -> bool:
-        """Whether `restore` cannot fail for want of memory."""
+        """True if `restore` cannot fail for want of memory."""
         ...
 
     @property
@@ -42,47 +42,46 @@ class PageBackend(Protocol):
 
     @property
     def released(self) -> Collection[int]:
-        """Granules without pages; some are from the start where memory was short."""
+        """Granules without pages; some from the start if memory was short."""
         ...
 
     @property
     def kept(self) -> int:
-        """Pages that this process has without a mapping, in granules."""
+        """Pages of this process without a mapping, in granules."""
         ...
 
     @property
     def owed(self) -> int:
-        """How many borrowed granules the owners of their pages have asked back."""
+        """Borrowed granules that the owners of their pages want back."""
         ...
 
     def borrowed(self, granule: int) -> bool:
-        """Whether a granule lies on pages of others."""
+        """Return True if a granule lies on pages of others."""
         ...
 
     def release(self, granules: Collection[int]) -> None:
-        """Give back the pages that lie wholly inside the granules held by now."""
+        """Give back the pages that lie wholly inside the held granules."""
         ...
 
     def restore(self, granules: Collection[int]) -> None:
-        """Have zeroed pages under these granules again, at the latest when they are touched.
+        """Have zeroed pages under these granules again, at the latest on first touch.
 
         Raises DeviceMemoryShort, and changes nothing then, unless `always_restores`.
         """
         ...
 
     def ready(self, granules: Sequence[int]) -> int:
-        """How many of these released granules, from the first on, could be restored now without
-        waiting for anybody."""
+        """Return how many of these released granules, in order, can be restored without waiting."""
         ...
 
     def recall(self, granules: int) -> None:
-        """Ask the borrowers of this process's pages for so many granules; 0 ends that."""
+        """Ask the borrowers of this process's pages for this many granules; 0 ends that."""
         ...
 
     def poll(self) -> bool:
         """Exchange messages with the processes that share pages, and lend them some; never waits.
 
-        Returns whether there is more to lend to somebody who is there. Raises LoanError or
+        Returns True if there is more to lend to a connected borrower. Raises LoanError or
         DeviceError.
         """
         ...
@@ -102,7 +101,7 @@ class GranulePool(Protocol):
 
     @property
     def unmapped(self) -> bool:
-        """Whether the pages of all held granules were returned."""
+        """True if the pages of all held granules were returned."""
         ...
 
     def unmap(self, steps_done: int) -> None:
@@ -118,18 +117,18 @@ class OwnPages:
     owed = 0
 
     def borrowed(self, granule: int) -> bool:
-        """All pages are this process's own."""
+        """Return nothing: all pages are this process's own."""
         return False
 
     def ready(self, granules: Sequence[int]) -> int:
-        """Whatever is asked for."""
+        """Return all of them."""
         return len(granules)
 
     def recall(self, granules: int) -> None:
-        """There is nobody to ask."""
+        """Do nothing: there is no borrower."""
 
     def poll(self) -> bool:
-        """There is nobody to hear."""
+        """Return False: there is no borrower."""
         return False
 
 
@@ -142,10 +141,10 @@ class NoPages(OwnPages):
         self.released: Collection[int] = ()
 
     def release(self, granules: Collection[int]) -> None:
-        """Keep the pages; what is published says so."""
+        """Keep the pages; the published state says so."""
 
     def restore(self, granules: Collection[int]) -> None:
-        """The pages never went away."""
+        """Do nothing: the pages never went away."""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -169,13 +168,13 @@ class Range:
         return self.end - self.start
 
     def whole_pages(self) -> "Range":
-        """The part that consists of whole pages; it may be empty."""
+        """Return the part that consists of whole pages; it may be empty."""
         start = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
         return Range(start, max(start, self.end // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
 def coalesce(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes in the fewest ranges."""
+    """Return the same bytes in the fewest ranges."""
     merged: list[Range] = []
     for piece in sorted(ranges):
         if merged and piece.start <= merged[-1].end:
@@ -188,7 +187,7 @@ def coalesce(ranges: Iterable[Range]) -> list[Range]:
 def discard(pages: Range) -> None:
     """Give these whole pages back; they read as zeros when touched again.
 
-    Raises PageReleaseError when the kernel refuses, as it does for locked memory.
+    Raises PageReleaseError if the kernel refuses, as it does for locked memory.
     """
     if pages.size and _libc.madvise(pages.start, pages.size, mmap.MADV_DONTNEED):
         reason = os.strerror(ctypes.get_errno())
@@ -199,7 +198,7 @@ def discard(pages: Range) -> None:
 
 
 def use_huge_pages(pages: Range) -> None:
-    """Ask for huge pages under memory whose content is of no account; it reads as zeros then.
+    """Ask for huge pages under memory without content; it reads as zeros then.
 
     Giving back and touching again cost a tenth of what small pages do. Best effort: without free
     huge pages, small ones remain.
@@ -210,9 +209,9 @@ def use_huge_pages(pages: Range) -> None:
 
 
 def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
-    """Whether these may become part of a huge page, of which a touch anywhere brings all.
+    """Allow or forbid that these become part of a huge page, of which a touch anywhere brings all.
 
-    Best effort, as above.
+    Best effort, like `use_huge_pages`.
     """
     if pages.size:
         advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE
@@ -220,7 +219,7 @@ def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
 
 
 def resident_bytes(pages: Range) -> int:
-    """How many bytes of these whole pages are in memory."""
+    """Return how many bytes of these whole pages are in memory."""
     if not pages.size:
         return 0
     present = ctypes.create_string_buffer(pages.size // mmap.PAGESIZE)
@@ -240,7 +239,7 @@ class Extent:
     block_bytes: int
 
     def ranges(self, blocks: range) -> Iterator[Range]:
-        """The bytes of a run of blocks."""
+        """Return the bytes of a run of blocks."""
         if self.stride == self.block_bytes:
             yield Range(
                 self.base + blocks.start * self.stride, self.base + blocks.stop * self.stride
@@ -280,10 +279,10 @@ class HostPages(OwnPages):
         self._measure_new_runs()
 
     def restore(self, granules: Collection[int]) -> None:
-        """Stop counting on these granules' pages: the kernel puts zeroed ones where it must.
+        """Stop counting these granules' pages as gone: the kernel maps zeroed ones on touch.
 
-        Takes no look at memory: a host does this inside an allocation. What was not gone when a run
-        was measured is missing from all that is left of it, so that too much is never claimed.
+        It does not measure: a host calls this inside an allocation. Pages that were not gone when a
+        run was measured are missing from the rest of the run, so that too much is never claimed.
         """
         self._held.difference_update(granules)
         known, self._returned = self._returned, {}
@@ -321,7 +320,7 @@ class HostPages(OwnPages):
 
 
 def runs(numbers: Iterable[int]) -> list[range]:
-    """The maximal runs of consecutive numbers."""
+    """Return the maximal runs of consecutive numbers."""
     found: list[range] = []
     for number in sorted(numbers):
         if found and number == found[-1].stop:
@@ -336,11 +335,11 @@ GRANULE_RUN_BYTES: Final = 256 << 10
 
 
 def granule_blocks(extents: Sequence[Extent]) -> int:
-    """Blocks in the smallest granule whose runs of memory have at least GRANULE_RUN_BYTES."""
+    """Return the blocks of the smallest granule whose runs have at least GRANULE_RUN_BYTES."""
     shortest = min((run.size for run in of_two_blocks(extents)), default=2)
     return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
 
 
 def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
-    """The runs of memory of two neighbouring blocks."""
+    """Return the runs of memory of two neighbouring blocks."""
     return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))

@@ -2,10 +2,10 @@
 
 `LendingCore` decides how much of its idle KV memory a host lends.
 
-    free ── idle, or calm for a while ──> lent     only what lies above the reserve
-    lent ── the reserve is half eaten, or requests will eat it ──> free     until it is whole
+    free ── idle, or calm for a while ──> lent     only memory above the reserve
+    lent ── the reserve is half used, or requests will use it ──> free     until it is whole
 
-The reserve is counted in blocks that hold no cached prefix. To lend, the host evicts only cached
+The reserve is counted in blocks without a cached prefix. To lend, the host evicts only cached
 prefixes that had no hit for `cold_ns`. New requests are served from the reserve while lent granules
 return.
 
@@ -15,8 +15,8 @@ return.
     adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
                goes beyond: grow by an eighth of the whole a second
 
-Both halve at once. `paper` is ROSE as published (it aborts requests that no longer fit, and they go
-on elsewhere, as with the guest's balloon): a version long in coming leaves a small guest small.
+Both halve at once. `paper` is ROSE as published (it aborts requests that no longer fit, and they
+continue elsewhere, as with the guest's balloon): without a new version a small guest stays small.
 """
 
 import math
@@ -29,14 +29,15 @@ from executor.kv.shrink_plan import Granules
 from slo import LoadForecast
 
 NO_CAP: Final = 0
-# A load is grown into unless more than one in five of the last minute's seconds would be too much:
-# with rarer bursts it costs less to shrink again than to stay small between them.
+# The cap grows unless more than one in five of the last minute's seconds would be too much: if
+# bursts
+# are rarer, it costs less to shrink again than to stay small between them.
 GROWTH_QUANTILE: Final = 0.8
 _NS: Final = 1e9
 
 
 class PressurePolicy(StrEnum):
-    """By name, as an operator chooses it."""
+    """Policies by their names in an operator's configuration."""
 
     PAPER = "paper"
     ADAPTIVE = "adaptive"
@@ -47,7 +48,7 @@ class PressureLimits:
     """Shares of the host's KV memory in use: pressure begins at `high` and ends below `low`.
 
     `shrink_ns`: between two halvings. `grow_ns`: between two steps of growth, each `1 / grow_steps`
-    of what the guest may have at most. Raises ValueError for limits that make no sense.
+    of the guest's most. Raises ValueError for invalid limits.
     """
 
     policy: PressurePolicy = PressurePolicy.ADAPTIVE
@@ -70,7 +71,7 @@ class PressureCore:
     """The cap of one guest. Feed it every tick; it keeps no clock."""
 
     def __init__(self, limits: PressureLimits, cap: int = NO_CAP) -> None:
-        """`cap`: the one that an earlier daemon left on the page; a restart lends nothing more."""
+        """cap: the one that an earlier daemon left on the page; a restart lends nothing more."""
         self._limits = limits
         self._cap = cap
         self._pressed = False
@@ -80,19 +81,19 @@ class PressureCore:
         self._last_ns: int | None = None
 
     def bound(self, high: float, low: float) -> None:
-        """Go by other watermarks from now on."""
+        """Use other watermarks from now on."""
         if (high, low) != (self._limits.high, self._limits.low):
             self._limits = replace(self._limits, high=high, low=low)
 
     @property
     def pressed(self) -> bool:
-        """Whether the host needs its KV memory now."""
+        """True while the host needs its KV memory."""
         return self._pressed
 
     def step(
         self, now_ns: int, used: float | None, most: int, holds: int, policy_version: int
     ) -> int:
-        """The cap in granules, NO_CAP while none is needed; never below 1 otherwise.
+        """Return the cap in granules, NO_CAP while none is needed; never below 1 otherwise.
 
         `used`: share of the host's KV memory in use, None when unknown (nothing changes then).
         `most`: granules that the guest may have at most, 0 while unknown; `holds`: those it has.
@@ -108,7 +109,7 @@ class PressureCore:
         return self._cap
 
     def _watch(self, now_ns: int, used: float) -> bool:
-        """Whether pressure begins just now."""
+        """Return True if pressure begins just now."""
         if self._last_ns is not None and now_ns > self._last_ns:
             # Share times seconds, so that the forecast's load a second is the share.
             self._forecast.add(now_ns / _NS, used * (now_ns - self._last_ns) / _NS)
@@ -122,7 +123,7 @@ class PressureCore:
             now_ns, self._limits.shrink_ns
         )
         if began or again:
-            # Of what it holds: to halve a cap that it never filled would return nothing.
+            # Halve the held granules: halving a cap that was never filled would return nothing.
             now = min(size for size in (self._cap, holds, most) if size > 0)
             self._cap = max(1, now // 2)
             self._moved_ns = now_ns
@@ -146,15 +147,18 @@ class PressureCore:
 
 
 LEAST_CAP: Final = 1
-# What is taken back at once, as a share of all granules, so that a burst does not ask in crumbs.
+# Share of all granules that is taken back at once, so that a burst asks for few large parts.
 _STRIDE: Final = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class LendingLimits:
-    """`reserve`: share of the granules that is never lent. `calm_ns`: how long a host under load
-    must not have taken anything back before it lends more. `cold_ns`: how long nobody must have
-    asked for a cached prefix before it is forgotten, so that its memory can be lent."""
+    """Limits of a lending host.
+
+    reserve: share of the granules that is never lent. calm_ns: a host under load lends more only if
+    it took nothing back for this long. cold_ns: a cached prefix without a hit for this long may be
+    dropped, so that its memory can be lent.
+    """
 
     reserve: float = 0.2
     calm_ns: int = 1_000_000_000
@@ -169,8 +173,10 @@ class LendingLimits:
 
 @dataclass(frozen=True, slots=True)
 class KvFree:
-    """KV that no request uses: blocks with pages, `plain` or `cached` (a prefix), and granules lent
-    that have no pages."""
+    """KV memory that no request uses.
+
+    Blocks with pages are `plain` or `cached` (a prefix); lent granules have no pages.
+    """
 
     plain: int
     cached: int
@@ -178,7 +184,7 @@ class KvFree:
 
 
 class LendingCore:
-    """Decides in granules: positive to lend more, negative to take back; the clock is handed in."""
+    """Decides in granules: positive to lend more, negative to take back; the clock is passed in."""
 
     def __init__(self, granules: Granules, limits: LendingLimits) -> None:
         self._granules = granules
@@ -189,14 +195,14 @@ class LendingCore:
         self._refilling = False
 
     def step(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> int:
-        """How many granules to lend or to take back now.
+        """Return how many granules to lend (positive) or to take back (negative) now.
 
-        `demand_blocks`: what unfinished requests will still allocate. `idle`: there are none.
+        demand_blocks: blocks that unfinished requests will still allocate. idle: there are none.
         """
         a_granule = self._granules.granule_blocks
         whole = self.reserve * a_granule
         spare = free.plain - demand_blocks
-        # What is asked for may come in parts, where memory is not back at once.
+        # Granules may come back in parts, if memory is not back at once.
         eaten = 2 * spare < whole or (self._refilling and spare < whole)
         self._refilling = eaten and free.lent > 0
         if self._refilling:
@@ -209,7 +215,7 @@ class LendingCore:
         return max(0, (spare - whole) // a_granule - self._stride)
 
     def wants(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> bool:
-        """Whether more plain blocks would be lent: what prefixes are forgotten for."""
+        """Return True if more plain blocks would be lent, for which prefixes are dropped."""
         if self.reserve >= self._granules.count:
             return False
         return free.cached > demand_blocks and (idle or self._calm(now_ns))
@@ -218,19 +224,19 @@ class LendingCore:
         return self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
 
     def missing(self, free: KvFree) -> int:
-        """Granules by which the reserve is eaten, prefixes counted as room: they can be evicted."""
+        """Return the used granules of the reserve; prefixes count as room: they can be evicted."""
         a_granule = self._granules.granule_blocks
         return max(0, self.reserve - (free.plain + free.cached) // a_granule)
 
 
 def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:
-    """What a guest may have of its host's memory now: what is lent, less what its reserve lacks.
+    """Return the memory of its host that a guest may have now: the loan, less the reserve's lack.
 
-    `headroom`: share of the host's KV memory that stays neither used nor lent.
+    headroom: share of the host's KV memory that stays neither used nor lent.
     """
     if host is None or host.granules_lent <= 0:
         return 0
-    # What the reserve lacks the host will take next: it is not to be granted any more.
+    # The host will take next what its reserve lacks: it is not to be granted any more.
     missing = host.bytes_lent * host.reserve_missing // host.granules_lent
     lent = max(0, host.bytes_lent - missing)
     if headroom <= 0 or host.kv_total <= 0:
@@ -242,9 +248,9 @@ def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:
 def guest_granules(
     base_bytes: int, host: HostState | None, guest: GuestState | None, headroom: float = 0.0
 ) -> int:
-    """The cap of a guest that has `base_bytes` of its own and what its host lends now.
+    """Return the cap of a guest with `base_bytes` of its own and the host's present loan.
 
-    LEAST_CAP, for no guest gives back its last granule, where a section cannot be read.
+    LEAST_CAP for an unreadable section, as no guest gives back its last granule.
     """
     if guest is None or guest.granule_bytes <= 0:
         return LEAST_CAP
@@ -253,7 +259,7 @@ def guest_granules(
 
 
 def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
-    """KV bytes that such a guest still keeps of what the host took back."""
+    """Return the KV bytes that such a guest still keeps of the memory that the host took back."""
     if guest is None:
         return 0
     allowed = guest_granules(base_bytes, host, guest)

@@ -1,9 +1,9 @@
-"""Granules that an engine's KV block pool gave up, and when their pages may go.
+"""Granules that an engine's KV block pool gave up, and the time when their pages may go.
 
     mapped ── take ──> held, touchable ── unmap ──> held     once no step in flight can touch them
     held ── give_back ──> mapped                             pages first, then blocks
 
-An engine's own pool says what of a granule is free, and takes blocks out of its books.
+An engine's own pool knows the free blocks of a granule, and removes blocks from its lists.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ class HeldGranules(ABC):
     """Part of a ballooned pool that every engine has; `fence` counts engine steps."""
 
     def __init__(self, granules: Granules, pages: PageBackend) -> None:
-        """Holds those that have no pages from the start: call it when `_take_out` can work."""
+        """Hold the granules without pages from the start: call it when `_take_out` works."""
         self.granules = granules
         self.pages = pages
         self.held: set[int] = set()
@@ -32,18 +32,17 @@ class HeldGranules(ABC):
 
     @property
     def unmapped(self) -> bool:
-        """Whether the pages of all held granules were returned."""
+        """True if the pages of all held granules were returned."""
         return not self._touchable
 
     @property
     def owed(self) -> int:
-        """How many borrowed granules must still be taken: the number that the owner asked for,
-        minus those already being returned."""
+        """Borrowed granules that the owner wants back, less those being returned."""
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free, and return how many.
+        """Hold those of the granules that are wholly free; return their number.
 
         Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
         """
@@ -72,7 +71,7 @@ class HeldGranules(ABC):
 
     @abstractmethod
     def _wholly_free(self, granules: Collection[int]) -> list[int]:
-        """Those of the granules that are mapped and whose blocks are all free."""
+        """Return those of the granules that are mapped and whose blocks are all free."""
 
     @abstractmethod
     def _take_out(self, granules: Collection[int]) -> None:

@@ -2,9 +2,9 @@
 
     L0 freeze ─> L1 balloon to a cap ─> L2 release all KV ─> L3 sleep the weights ─> L4 kill
 
-Only measured bytes of the guest's process group end a level early. What its engine claims only
-starts a short wait for these bytes to be gone: an engine that says it sleeps and keeps its memory
-costs one level, and one that returns before its pages did is waited for.
+Only measured bytes of the guest's process group end a level early. Its engine's claim only starts a
+short wait for these bytes to be gone: an engine that claims to sleep and keeps its memory costs one
+level, and one that answers before its pages are gone is waited for.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _MS: Final = 1_000_000
 
 
 class ReclaimLevel(IntEnum):
-    """In the order they are taken."""
+    """Levels in the order in which they are taken."""
 
     FREEZE = 0
     BALLOON = 1
@@ -27,7 +27,7 @@ class ReclaimLevel(IntEnum):
 
 
 class ReclaimOutcome(StrEnum):
-    """How a level ended. HELD: its engine claimed more than was measured to be gone."""
+    """End of a level. HELD: its engine claimed more than was measured to be gone."""
 
     FREED = "freed"
     TOO_LITTLE = "too_little"
@@ -38,14 +38,14 @@ class ReclaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The engine says that it is done with the level, and that it gave so many bytes back."""
+    """The engine's claim that it is done with the level, with the bytes that it gave back."""
 
     freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """This engine has no such level."""
+    """Answer of an engine without such a level."""
 
     why: str
 
@@ -55,9 +55,9 @@ Answer = EngineReport | Unsupported | None
 
 @dataclass(frozen=True, slots=True)
 class GuestMeasured:
-    """What the guest's process group holds, None where it could not be measured.
+    """Memory of the guest's process group, None if it could not be measured.
 
-    `answer`: the engine's, to the level asked for last.
+    answer: the engine's, to the last requested level.
     """
 
     held_bytes: int | None
@@ -66,7 +66,7 @@ class GuestMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What the reclaim is for is done otherwise, whatever was measured."""
+    """Event: the aim of the reclaim was reached in another way, whatever was measured."""
 
 
 Event = GuestMeasured | Settled
@@ -74,7 +74,7 @@ Event = GuestMeasured | Settled
 
 @dataclass(frozen=True, slots=True)
 class Escalate:
-    """Take this level now; `bytes_left` are still wanted."""
+    """Action: take this level now; `bytes_left` are still wanted."""
 
     level: ReclaimLevel
     bytes_left: int
@@ -82,7 +82,7 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """What became of one level; `why` where it was not to be had."""
+    """Result of one level; `why` if it could not be taken."""
 
     level: ReclaimLevel
     outcome: ReclaimOutcome
@@ -94,7 +94,7 @@ class LevelReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a reclaim. `freed_bytes` as measured; `enough`: what was wanted is there."""
+    """The end of a reclaim. `freed_bytes` as measured; `enough`: the wanted bytes are free."""
 
     wanted_bytes: int
     freed_bytes: int
@@ -109,7 +109,7 @@ Action = Escalate | Finished
 
 @dataclass(frozen=True, slots=True)
 class ReclaimStatus:
-    """The level taken last, what the guest holds, and what of that is still wanted."""
+    """The last level, the guest's memory, and the part of it that is still wanted."""
 
     level: ReclaimLevel | None
     held_bytes: int
@@ -129,10 +129,11 @@ _LEVEL_NS: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
-    """`level_ns`: the most that each level may take; that of KILL is kept free before the deadline.
+    """level_ns: the most that each level may take; KILL's time is kept free before the deadline.
 
-    `settle_ns`: how long after a claim, and after the last byte that went, nothing has to move for
-    the claim to be false. `noise_bytes`: what a process's size changes by without any reason.
+    settle_ns: a claim is false if nothing moved for this long after it and after the last freed
+    byte.
+    noise_bytes: changes of a process's size without a cause.
     """
 
     level_ns: Mapping[ReclaimLevel, int] = field(default_factory=lambda: _LEVEL_NS)
@@ -141,7 +142,7 @@ class LadderLimits:
 
 
 class ReclaimCore:
-    """One reclaim, from the wish to its end; clock, sizes and answers are handed in."""
+    """One reclaim, from the request to its end; clock, sizes and answers are passed in."""
 
     def __init__(
         self,
@@ -151,8 +152,9 @@ class ReclaimCore:
         deadline_ns: int,
         limits: LadderLimits | None = None,
     ) -> None:
-        """`held_bytes`: the guest's process group now, None when it cannot be measured; all of it
-        may be wanted. Without a first measurement nothing but the last level is believed to help.
+        """held_bytes: of the guest's process group, None if unknown; all may be wanted.
+
+        Without a first measurement only the last level counts as a help.
         """
         self._limits = limits or LadderLimits()
         self._began_ns = now_ns
@@ -169,14 +171,13 @@ class ReclaimCore:
         self._reports: list[LevelReport] = []
 
     def step(self, event: Event, now_ns: int) -> list[Action]:
-        """What to do now: the next level, or nothing while one may still help. Finished ends it."""
+        """Return the next level, or nothing while one may still help. Finished ends it."""
         if isinstance(event, Settled):
             return [self._end(now_ns, enough=True)]
         action = self._climb_or_end(event, now_ns)
         return [] if action is None else [action]
 
     def status(self) -> ReclaimStatus:
-        """Where it stands."""
         left = max(0, self._held_bytes - self._goal_bytes)
         return ReclaimStatus(self._level, self._held_bytes, left)
 
@@ -211,7 +212,7 @@ class ReclaimCore:
         self._held_bytes = held_bytes
 
     def _outcome(self, now_ns: int, answer: Answer) -> ReclaimOutcome | None:
-        """How the level ended, None while it may still free what is wanted."""
+        """Return how the level ended, None while it may still free the wanted bytes."""
         assert self._level is not None
         if self._level is not ReclaimLevel.KILL:
             if isinstance(answer, Unsupported):
@@ -268,10 +269,10 @@ class ReclaimCore:
 
 
 class OverdueTimer:
-    """How long a guest has owed memory that its host took back, and what that calls for.
+    """Timer of a guest that owes memory which its host took back, and the resulting measures.
 
-    It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have
-    a core to do it on. Every `patience_ns` without an end of it the ladder has to begin.
+    It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have a
+    core to do it on. Every `patience_ns` without an end of it the ladder has to begin.
     """
 
     def __init__(self, press_ns: int, patience_ns: int) -> None:
@@ -282,7 +283,7 @@ class OverdueTimer:
         self.pressed = False
 
     def step(self, now_ns: int, owed_bytes: int) -> int:
-        """Bytes to reclaim by the ladder now, 0 for none."""
+        """Return the bytes to reclaim by the ladder now, 0 for none."""
         if owed_bytes <= 0:
             self._since_ns, self.pressed = None, False
             return 0

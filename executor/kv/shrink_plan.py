@@ -5,7 +5,7 @@ A granule is a run of KV blocks that is taken from a guest, and given back to it
     mapped ── take ──> held        pages go back once no step in flight can touch them
     held ── give back ──> mapped   pages are there again before the blocks re-enter the pool
 
-Free granules go first. Where these are too few, `empty_cheapest` picks the rollouts to preempt that
+Free granules go first. If they are too few, `empty_cheapest` picks the rollouts to preempt that
 cost least to recompute.
 
 Granule 0 holds vLLM's null block and is never taken, so the tightest cap is 1. A cap of 0 means
@@ -38,7 +38,7 @@ class Granules:
         return -(-self.blocks // self.granule_blocks)
 
     def of(self, block: int) -> int:
-        """The granule a block lies in."""
+        """Return the granule of a block."""
         return block // self.granule_blocks
 
     def blocks_of(self, granule: int) -> range:
@@ -48,7 +48,7 @@ class Granules:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A running request: what preempting it costs, and the blocks it would leave."""
+    """A running request: the cost of preempting it, and the blocks it would free."""
 
     request_id: str
     recompute_tokens: int
@@ -60,8 +60,8 @@ def empty_cheapest(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Choose up to `count` granules to empty and the requests that have to go for it.
 
-    `used`: blocks in use of each granule that may be chosen. Again and again the granule goes whose
-    rollouts are cheapest to recompute together. So a cheap rollout that would free nothing is left
+    used: blocks in use of each granule that may be chosen. The granule whose rollouts are cheapest
+    to recompute together goes, repeatedly. So a cheap rollout that would free nothing is left
     alone, and one that has to go makes its other granules cheaper.
     """
     members_of = _rollouts_of(used, granules, rollouts)
@@ -73,7 +73,7 @@ def empty_cheapest(
         granule: sum(rollouts[member].recompute_tokens for member in members)
         for granule, members in members_of.items()
     }
-    # Of equals the highest granule goes first.
+    # The highest granule of equal prices goes first.
     heap = [(price, -granule) for granule, price in cost.items()]
     heapq.heapify(heap)
     emptied: list[int] = []
@@ -96,7 +96,7 @@ def empty_cheapest(
 def _rollouts_of(
     used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
 ) -> dict[int, set[int]]:
-    """The rollouts (by position) of each granule; granules with blocks of others are left out."""
+    """Return the rollouts (by position) of each granule, without granules with other blocks."""
     members_of: dict[int, set[int]] = {}
     owned: dict[int, set[int]] = {}
     for member, rollout in enumerate(rollouts):
@@ -117,9 +117,9 @@ NO_CAP: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class GranuleUse:
-    """One mapped granule: blocks `used` by requests, free blocks that hold `cached` prefixes.
+    """One mapped granule: blocks `used` by requests, free blocks with `cached` prefixes.
 
-    `borrowed`: it lies on pages of another process's.
+    borrowed: it lies on pages of another process.
     """
 
     granule: int
@@ -137,10 +137,10 @@ class Shrink:
 
 
 def cap_in_force(grant: Grant | None, now_ns: int, limits: GateLimits, before: int) -> int:
-    """The cap that holds now, given the one `before`; granules, NO_CAP for none.
+    """Return the cap that holds now, given the one `before`; granules, NO_CAP for none.
 
-    Only a live grant loosens it: silence never gives a guest more memory, and a cap that came
-    late still takes some away.
+    Only a live grant loosens it: silence never gives a guest more memory, and a cap that came late
+    still takes some away.
     """
     if grant is None:
         return before
@@ -150,7 +150,7 @@ def cap_in_force(grant: Grant | None, now_ns: int, limits: GateLimits, before: i
 
 
 def granules_over(cap: int, granules: Granules, held: int) -> int:
-    """How many more granules have to be held under `cap`; negative: so many may be given back."""
+    """Return how many more granules have to be held under `cap`; negative: to be given back."""
     wanted = 0 if cap <= NO_CAP else max(0, granules.count - cap)
     return wanted - held
 
@@ -163,10 +163,10 @@ def plan_shrink(
 ) -> Shrink:
     """Choose `count` granules: wholly free, then holding cached prefixes only, then by preempting.
 
-    Of equals those on borrowed pages go first, which are wanted back soonest, then the highest:
-    held neighbours also give up the pages that straddle them.
-    `rollouts` is asked only when the first two kinds do not suffice. Fewer granules come back when
-    the others hold blocks that no rollout accounts for.
+    Of equal ones those on borrowed pages go first, which are wanted back soonest, then the highest:
+    held neighbours also give up the pages that straddle them. `rollouts` is called only if the
+    first two kinds do not suffice. Fewer granules come back when the others hold blocks that no
+    rollout accounts for.
     """
     uses = [use for use in uses if use.granule != granules.of(0)]
     unused = [use for use in uses if use.used == 0]
@@ -180,5 +180,5 @@ def plan_shrink(
 
 
 def plan_growth(count: int, held: Iterable[int]) -> tuple[int, ...]:
-    """The `count` held granules to map again: the lowest, so that the held ones stay together."""
+    """Return the `count` held granules to map again: the lowest, so that the rest stay together."""
     return tuple(sorted(held)[:count])

@@ -1,9 +1,8 @@
 """SGLang's internals that the plugins use: the versions ROSE is tested with, and the hooks.
 
-No surface here is public in SGLang but the registry of hooks; the engine tests pin the others. A
-hook that cannot be set, or a plugin that fails, would only be logged by SGLang, which then serves
-without it. So `install` looks whether each hook is in its place, and ends the process with one line
-where it is not.
+No surface here is public in SGLang but the registry of hooks; the engine tests pin the others.
+SGLang only logs a hook that cannot be set, or a plugin that fails, and then serves without it. So
+`install` checks each hook, and ends the process with one line if one is missing.
 """
 
 import logging
@@ -19,13 +18,13 @@ TESTED: Final = ("0.5.23",)
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
 Hook = Callable[..., Any]
-"""Called with the function that it stands around, then with that function's arguments."""
+"""Hook around a function: called with the original, then with the original's arguments."""
 
 logger = logging.getLogger("rose.sglang")
 
 
 class Part(StrEnum):
-    """The part of an engine that a process is. Each loads all plugins."""
+    """Part of an engine that a process is. Each loads all plugins."""
 
     SERVER = "serves HTTP"
     SCHEDULER = "schedules and computes, for one rank"
@@ -33,7 +32,7 @@ class Part(StrEnum):
 
 
 def part_of_engine() -> Part:
-    """What this process is: hooks of another part's would only have that part's modules loaded."""
+    """Return this process's part: hooks of another part would only load that part's modules."""
     if multiprocessing.parent_process() is None:
         return Part.SERVER
     target = getattr(multiprocessing.current_process(), "_target", None)
@@ -57,7 +56,7 @@ def check_version(version: str | None = None) -> None:
 def stand_around(hooks: Mapping[str, Hook]) -> None:
     """Set hooks around these functions, by their full names.
 
-    Raises ExecutorError where one cannot be set.
+    Raises ExecutorError if one cannot be set.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -70,7 +69,7 @@ def stand_around(hooks: Mapping[str, Hook]) -> None:
 
 
 def install(hooks: Mapping[str, Hook]) -> None:
-    """Set hooks without which this engine may not serve: ends the process where one cannot be."""
+    """Set hooks that this engine needs; end the process if one cannot be set."""
     try:
         stand_around(hooks)
     except ExecutorError as error:
@@ -97,7 +96,7 @@ NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "disable_overlap_schedule": (True, "overlapped scheduling, which holds tokens back"),
     "incremental_streaming_output": (True, "streams that repeat all tokens"),
 }
-"""What a replica's server arguments have to be, and what any other value means."""
+"""Required server arguments of a replica, and the meaning of any other value."""
 
 GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "tp_size": (1, "a guest on several GPUs"),
@@ -114,7 +113,7 @@ HOST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
         "dp_size",
     )
 } | {"enable_pdmux": (False, "prefill and decode multiplexed on one GPU")}
-"""What a host's have to be: its steps are told of otherwise than they are."""
+"""Required arguments of a host, whose steps would be published wrongly with others."""
 
 LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     name: NEEDED[name] for name in ("enable_hierarchical_cache", "enable_lmcache")
@@ -123,7 +122,7 @@ LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "enable_hisparse": (False, "hierarchical sparse attention"),
     "enable_unified_memory": (False, "one memory for several kinds of cache"),
 }
-"""What a lending host's have to be besides."""
+"""Further required arguments of a lending host."""
 
 
 def check_features(
@@ -131,7 +130,7 @@ def check_features(
     needed: Mapping[str, tuple[object, str]] = NEEDED,
     what: str = "a replica",
 ) -> None:
-    """Raise ExecutorError for the first argument that breaks a promise that `what` makes."""
+    """Raise ExecutorError for the first argument that breaks a promise of `what`."""
     for name, (value, meaning) in needed.items():
         found = getattr(arguments, name, value)
         if (found or None) != (value or None):
@@ -141,13 +140,12 @@ def check_features(
 
 
 def client_request_id(engine_request_id: str) -> str:
-    """The id that a client sent: SGLang takes it as it is."""
+    """Return the id that a client sent: SGLang takes it unchanged."""
     return engine_request_id
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """UUIDs of the GPUs that an engine of so many ranks has; empty on a CPU, or where no driver
-    says."""
+    """Return UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU, or if unknown."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""KV cache memory of an SGLang engine: where its token slots lie, and the pages under them.
+"""KV cache memory of an SGLang engine: the place of its token slots, and the pages under them.
 
-A block is here what SGLang's allocator calls a page: so many tokens as are allocated together, one
-where nobody asked for more. Block 0 takes what padding writes, and is never allocated. Each layer
-has its keys and its values in a tensor of their own, [slots, heads, head size], slot after slot.
+A block here is what SGLang's allocator calls a page: tokens that are allocated together, one by
+default. Block 0 takes the writes of padding, and is never allocated. Each layer has its keys and
+its values in a tensor of their own, [slots, heads, head size], slot after slot.
 
 On host memory whole pages are given back by `HostPages`. GPU memory that ROSE did not reserve is
 not given back, and nothing is claimed.
@@ -31,9 +31,9 @@ FALLBACK_GRANULE_TOKENS = 256
 
 
 def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules]:  # noqa: ANN401 -- SGLang's
-    """The pages under the blocks of an allocator's KV cache, and its granules.
+    """Return the pages under the blocks of an allocator's KV cache, and its granules.
 
-    Raises ExecutorError where `backend` cannot be had; AUTO then does without.
+    Raises ExecutorError if `backend` cannot be had; AUTO then does without.
     """
     page_tokens = int(allocator.page_size)
     blocks = int(allocator.size) // page_tokens + 1
@@ -45,7 +45,7 @@ def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules
         granules = Granules(blocks, max(1, FALLBACK_GRANULE_TOKENS // page_tokens))
         return NoPages(sum(map(_bytes, tensors))), granules
     extents = [_extent(tensor, page_tokens) for tensor in tensors]
-    # The event loop has not begun: nothing of account is in there yet.
+    # The event loop has not begun: the memory has no content yet.
     for extent in extents:
         end = extent.base + blocks * extent.stride
         use_huge_pages(Range(extent.base, end).whole_pages())
@@ -54,7 +54,7 @@ def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules
 
 
 def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's tensors
-    """Keys and values of all layers, nothing where the pool is of another kind."""
+    """Return keys and values of all layers, nothing for a pool of another kind."""
     keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         latent = getattr(pool, "kv_buffer", None)
@@ -63,7 +63,7 @@ def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's 
 
 
 def _lacking(tensors: Sequence[Any], backend: str) -> str | None:
-    """Why the pages cannot be given back, None where they can."""
+    """Return the reason why the pages cannot be given back, None if they can."""
     if not tensors:
         return "this model's KV cache is of a kind whose layout ROSE does not know"
     device = tensors[0].device.type

@@ -1,14 +1,15 @@
 """SGLang's KV allocator with granules of blocks that can leave it and come back.
 
-The allocator knows its free blocks alone: two tensors of numbers, of which it hands out the first.
-What is not free is in the prefix cache, where requests may hold it, or belongs to a request. So
+The allocator knows only its free blocks: two tensors of numbers, of which it hands out the first. A
+block that is not free is in the prefix cache, where requests may hold it, or belongs to a request.
+So
 
     used      blocks of running requests, the prefixes that they share included
-    cached    all others that are not free: the prefix cache forgets them when it is asked to
+    cached    all others that are not free: the prefix cache drops them on request
 
 The free list is kept sorted while granules are away: low blocks are handed out first and the high
-granules empty by themselves. A held granule's blocks are in no list; whoever counts the whole pool
-is told by how much it is smaller.
+granules empty by themselves. A held granule's blocks are in no list; code that counts the whole
+pool gets the number of missing blocks.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -21,8 +22,7 @@ from executor.kv.held_granules import HeldGranules
 from executor.kv.shrink_plan import Granules, GranuleUse
 
 Forget = Callable[[int], int]
-"""Has the prefix cache forget about so many tokens that no request holds, the coldest first, and
-says how many blocks came free; 0 when there are no more."""
+"""Has the prefix cache drop about this many unused tokens; returns the blocks that came free."""
 
 
 class BalloonedPool(HeldGranules):
@@ -36,11 +36,11 @@ class BalloonedPool(HeldGranules):
         owned: Callable[[], torch.Tensor],
         forget: Forget,
     ) -> None:
-        """`owned`: blocks of running requests, each once."""
+        """owned: blocks of running requests, each once."""
         self._allocator = allocator
         self._owned = owned
         self._forget = forget
-        # Whatever is freed waits for the next sort, and comes back in order.
+        # Freed blocks wait for the next sort, and come back in order.
         allocator.need_sort = True
         super().__init__(granules, pages)
 
@@ -60,7 +60,7 @@ class BalloonedPool(HeldGranules):
         return self.capacity_blocks - int(self._free().numel())
 
     def uses(self) -> Iterator[GranuleUse]:
-        """What lies in each mapped granule."""
+        """Return the use of each mapped granule."""
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
         for granule in range(self.granules.count):
             if granule not in self.held:
@@ -68,9 +68,9 @@ class BalloonedPool(HeldGranules):
                 yield GranuleUse(granule, used, max(0, rest - used), self.pages.borrowed(granule))
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that can be emptied without preempting, and return how many.
+        """Hold those of the granules that can be emptied without preempting; return their number.
 
-        Prefixes are forgotten for them, by the prefix cache's own order, as long as that helps.
+        Prefixes are dropped for them, by the prefix cache's own order, as long as that helps.
         """
         wanted = [granule for granule in granules if granule not in self.held]
         while missing := self._missing(wanted):
@@ -79,11 +79,11 @@ class BalloonedPool(HeldGranules):
         return super().take(wanted, fence)
 
     def cleared(self) -> None:
-        """The allocator began anew, with all blocks: held ones leave it again."""
+        """Take held blocks out of an allocator that began anew with all blocks."""
         self._take_out(self.held)
 
     def _missing(self, granules: Collection[int]) -> int:
-        """Cached blocks in these granules; none where a request has some of their blocks."""
+        """Return the cached blocks in these granules; none if a request has some of them."""
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
         return sum(
             self._blocks_in(granule) - free[granule] for granule in granules if not owned[granule]

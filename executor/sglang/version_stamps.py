@@ -1,7 +1,7 @@
-"""Policy version of every token, put beside it where it is sampled.
+"""Policy version of every token, attached to it where it is sampled.
 
-SGLang says at a request's end which weights sampled which of its tokens, and a request that is
-killed never ends. What a model reports beside its logits travels with each token: so does this.
+SGLang reports the weights of a request's tokens at its end, and a killed request never ends. Values
+that a model returns beside its logits travel with each token: so does this one.
 """
 
 import os

@@ -1,8 +1,8 @@
 """vLLM's internals that the plugins use, as typing protocols, and the versions that ROSE supports.
 
-No surface here is public in vLLM: the engine tests pin them. Where versions differ, the object at
-hand is asked. The version number says only whether ROSE is tested with it: another one may
-misbehave without an error, so it is refused.
+No surface here is public in vLLM: the engine tests pin them. If versions differ, the object itself
+is checked. The version number only says whether ROSE is tested with it: another one may misbehave
+without an error, so it is refused.
 """
 
 import re
@@ -57,7 +57,7 @@ class FreeQueueSurface(Protocol):
     num_free_blocks: int
 
     def get_all_free_blocks(self) -> list[BlockSurface]:
-        """All of them."""
+        """Return all free blocks."""
         ...
 
 
@@ -73,7 +73,7 @@ class BlockPoolSurface(Protocol):
         ...
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Forget the cached content of these blocks."""
+        """Drop the cached content of these blocks."""
         ...
 
 
@@ -177,7 +177,7 @@ def check_version(version: str | None = None) -> None:
         from vllm.version import __version__
 
         return check_version(__version__)
-    # What follows a plus says for which device it was built.
+    # The part after a plus names the device for which it was built.
     if version.partition("+")[0] not in TESTED:
         raise ExecutorError(
             f"ROSE is not tested with vLLM {version}; install one of {', '.join(TESTED)}"
@@ -194,7 +194,7 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
 
 
 def check_features(config: Any) -> None:  # noqa: ANN401 -- vLLM's VllmConfig
-    """Raise ExecutorError for the first feature that breaks a promise that a guest makes."""
+    """Raise ExecutorError for the first feature that breaks a promise of a guest."""
     for found, meaning, option in _refused(config):
         if found:
             raise ExecutorError(f"a guest on vLLM does not have {meaning}; leave out {option}")
@@ -206,14 +206,14 @@ def capped(
     tokens: int,
     sequences: int,
 ) -> Iterator[None]:
-    """Within it schedule() takes at most `tokens`, and admits nobody beside `sequences` requests.
+    """Limit schedule() to `tokens`, and to no new request beyond `sequences` requests.
 
-    Whoever runs already runs on, in every version.
+    Running requests run on, in every version.
     """
     attribute, most = "max_num_active_reqs", sequences
     if not hasattr(scheduler, attribute):
         # 0.25 has one number for admission and for the slots of its runner, and asserts that no
-        # more run than that.
+        # more run.
         attribute, most = "max_num_running_reqs", max(sequences, len(scheduler.running))
     full = scheduler.max_num_scheduled_tokens, getattr(scheduler, attribute)
     scheduler.max_num_scheduled_tokens = min(full[0], tokens)
@@ -226,7 +226,7 @@ def capped(
 
 
 def waiting_requests(scheduler: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's scheduler and requests
-    """Requests that wait, in both of the queues that every version has, under its own name."""
+    """Return the waiting requests, in both queues that every version has under its own names."""
     beside = getattr(scheduler, "kv_holding_waiting", None)
     if beside is None:
         beside = scheduler.skipped_waiting
@@ -234,8 +234,7 @@ def waiting_requests(scheduler: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's sch
 
 
 def ended_requests(ended: Iterable[Any]) -> list[tuple[int, str]]:
-    """(client index, request id) of what finish_requests() returned: pairs on 0.25, else
-    requests."""
+    """Return (client index, request id) of finish_requests()'s result: pairs only on 0.25."""
     return [
         (item[1], item[0]) if isinstance(item, tuple) else (item.client_index, item.request_id)
         for item in ended
@@ -248,7 +247,7 @@ _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 def client_request_id(engine_request_id: str) -> str:
-    """The X-Request-Id that a client sent, from the id that vLLM made of it.
+    """Return the X-Request-Id that a client sent, from the id that vLLM made of it.
 
     Further prompts of one completion request keep their index (`id-1`, `id-2`, …); an id of another
     form is returned as it is.
@@ -262,8 +261,7 @@ def client_request_id(engine_request_id: str) -> str:
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """UUIDs of the GPUs that an engine of so many ranks has; empty on a CPU, or where no driver
-    says."""
+    """Return UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU, or if unknown."""
     from vllm.platforms import current_platform  # a guest has no use for it
 
     if not current_platform.is_cuda():

@@ -1,4 +1,4 @@
-"""KV cache memory of a vLLM engine: where its blocks lie, and the pages and granules under them.
+"""KV cache memory of a vLLM engine: the place of its blocks, and the pages and granules under them.
 
 Layout. vLLM 0.32 has one allocation, and its configuration says where layer l of block b begins in
 it. 0.25 allocates for each layer, or once with a stride (`reserved_worker.py` asks for that), and a
@@ -7,10 +7,11 @@ NVIDIA. The tensors belong to the attention layers, which the configuration name
 the engine core (UniProcExecutor) shares them with the scheduler; those of a worker elsewhere cannot
 be found from here.
 
-Granules. Layer after layer, a page of 2 MiB holds one layer's part of many blocks, and a granule
-is at least these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. Block after block, it is
-one block, 2 MiB. vLLM 0.32 has such layouts to choose from. 0.25 plans one for other models; its
-model runners take such a plan for any model whose attention backend puts blocks first.
+Granules. In an order of layer after layer, a page of 2 MiB holds one layer's part of many blocks,
+and a granule is at least these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. In an
+order of block after block, it is one block, 2 MiB. vLLM 0.32 has such layouts to choose from. 0.25
+plans one for other models; its model runners take such a plan for any model whose attention backend
+puts blocks first.
 
 Pages. Pages that `kv_layout` finds out of reach are not returned; nor is GPU memory that ROSE did
 not reserve (`reserved_worker.py` does). The environment says whether a GPU's pages come from the
@@ -60,7 +61,7 @@ class KvLayout(NamedTuple):
 
 
 def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
-    """Size of the KV cache, wherever it lies."""
+    """Return the size of the KV cache, wherever it lies."""
     tensors = kv_cache_config.kv_cache_tensors
     sizes: list[int] = [tensor.size for tensor in tensors]
     if any(hasattr(tensor, "layers") or tensor.block_stride for tensor in tensors):
@@ -73,7 +74,7 @@ def blocks_of(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     tokens: int,
 ) -> int:
-    """Return the most blocks that one request of so many tokens holds, over all KV groups.
+    """Return the most blocks that one request of `tokens` tokens holds, over all KV groups.
 
     A group of a sliding window or of states holds no more than its kind of layer ever needs.
     """
@@ -91,8 +92,10 @@ def kv_layout(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
 ) -> KvLayout | None:
-    """Return None where memory is out of reach, or where blocks overlay each other or differ in
-    size (several KV groups, a draft model beside its target)."""
+    """Return the layout; None if memory is out of reach, or blocks overlap or differ in size.
+
+    Blocks differ with several KV groups, or with a draft model beside its target.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     if len(kv_cache_config.kv_cache_groups) != 1 or not _one_size(layers, kv_cache_config):
         return None
@@ -136,13 +139,13 @@ def _by_tensor(tensor: Any, layers: Mapping[str, Any], config: Any) -> KvLayout 
 
 
 def _cache_of(names: list[str], layers: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- a tensor
-    """The tensor of the first layer that has one in this process, None without any."""
+    """Return the tensor of the first layer that has one in this process, or None."""
     caches = (getattr(layers.get(name), "kv_cache", None) for name in names)
     return next((cache for cache in caches if getattr(cache, "device", None) is not None), None)
 
 
 def _storage_of(cache: Any, size: int | None = None) -> Storage | None:  # noqa: ANN401 -- a tensor
-    """The allocation under it; None where that is not of the size that was asked for."""
+    """Return the allocation under it; None if that is not of the requested size."""
     storage = cache.untyped_storage()
     if size is not None and storage.nbytes() != size:
         return None
@@ -164,17 +167,16 @@ def _page_bytes(config: Any) -> int:  # noqa: ANN401 -- vLLM's types
 
 
 def block_outermost_first(names: Iterable[str]) -> list[str]:
-    """vLLM 0.32's layouts, block-outermost ones first, else in the order of their preference."""
+    """Return vLLM 0.32's layouts, block-outermost ones first, else in order of preference."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
 
 
 def packed(config: Any) -> Any:  # noqa: ANN401 -- vLLM's KVCacheConfig
-    """On 0.25, a configuration of the same blocks in one allocation, block after block; elsewhere
-    as it is.
+    """Return a configuration of the same blocks in one allocation, block after block, on 0.25.
 
-    Raises ExecutorError where blocks cannot be put together.
+    Other versions keep theirs. Raises ExecutorError if blocks cannot be put together.
     """
     tensors = config.kv_cache_tensors
     if any(hasattr(tensor, "layers") for tensor in tensors):
@@ -210,7 +212,7 @@ def check_views(caches: Iterable[Any]) -> None:
 logger = logging.getLogger("vllm.rose.kv")
 
 FALLBACK_GRANULE_BLOCKS: Final = 16
-# Pages of a GPU in a granule's run of memory where blocks do not fill whole ones.
+# Pages of a GPU in a granule's run of memory if blocks do not fill whole ones.
 GRANULE_RUN_PAGES: Final = 4
 
 
@@ -219,9 +221,9 @@ def kv_pages(
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
     backend: str = AUTO,
 ) -> tuple[PageBackend, Granules]:
-    """The pages under the KV blocks of an engine, and its granules.
+    """Return the pages under the KV blocks of an engine, and its granules.
 
-    Raises ExecutorError where `backend` cannot be had; AUTO then does without.
+    Raises ExecutorError if `backend` cannot be had; AUTO then does without.
     """
     blocks: int = kv_cache_config.num_blocks
     layout = kv_layout(vllm_config, kv_cache_config)
@@ -236,7 +238,7 @@ def kv_pages(
     if reservation is not None:
         granules = Granules(blocks, _device_granule_blocks(extents, reservation.page_bytes))
         return reservation.backend(extents, granules), granules
-    # The scheduler is made before the first request: nothing of account is in there yet.
+    # The scheduler is made before the first request: the memory has no content yet.
     for storage in layout.storages:
         use_huge_pages(Range(storage.address, storage.address + storage.size).whole_pages())
     granules = Granules(blocks, granule_blocks(extents))
@@ -244,18 +246,18 @@ def kv_pages(
 
 
 def _reservation(layout: KvLayout) -> Reservation | None:
-    """The memory that ROSE reserved for all of it."""
+    """Return the memory that ROSE reserved for all of it."""
     return reservation_at(layout.storages[0].address) if len(layout.storages) == 1 else None
 
 
 def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: str) -> str | None:
-    """Why the pages cannot be given back in that way, None where they can."""
+    """Return the reason why the pages cannot be given back in that way, None if they can."""
     if layout is None:
         return (
             "the KV cache is out of this process's reach; run the worker in the engine core"
             " (UniProcExecutor) and a model with one KV group and layers of one page size"
         )
-    # What ROSE reserved comes from a GPU's driver, whatever the engine computes on.
+    # Memory that ROSE reserved comes from a GPU's driver, whatever the engine computes on.
     device = layout.storages[0].device if reservation is None else CUDA
     on_host = device == "cpu"
     if backend not in (AUTO, MADVISE if on_host else CUDA):
@@ -269,8 +271,7 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
 
 
 def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
-    """Blocks in the smallest granule whose runs of memory are whole pages, or several of them
-    where that would make it large."""
+    """Return a granule's blocks: its runs are whole pages, or GRANULE_RUN_PAGES at least."""
     runs = of_two_blocks(extents)
     shortest = min(run.size for run in runs)
     several = max(1, -(-GRANULE_RUN_PAGES * page_bytes * 2 // shortest))
@@ -287,16 +288,16 @@ def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservati
     """Reserve an engine's KV cache of `size` bytes.
 
     A guest may begin with less than all of its pages: it is ballooned from its first step on, and
-    what is missing may still be its host's. Raises DeviceError or LoanError.
+    the missing ones may still be its host's. Raises DeviceError or LoanError.
     """
     source = page_source(settings, driver)
     return Reservation(driver, size, source=source, partly=settings.role == GUEST)
 
 
 def page_source(settings: EngineSettings, driver: Driver) -> PageSource:
-    """The driver; with ROSE_PAGE_SOCKET in between whoever lends or borrows there.
+    """Return the driver; with ROSE_PAGE_SOCKET a lender or borrower there.
 
-    Raises LoanError for a guest to whom nobody lends. A host serves on without.
+    Raises LoanError for a guest without a lender. A host serves on without.
     """
     guest = settings.role == GUEST
     page_bytes = driver.granularity

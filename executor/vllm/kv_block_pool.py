@@ -1,8 +1,8 @@
 """vLLM's block pool with granules of blocks that can leave it and come back.
 
 `GranuleQueue` is the free queue. Stock vLLM hands out free blocks in the order of their last use,
-wherever they lie: a pool that is half free then has hardly one granule without a block in use. Here
-blocks come
+wherever they lie: then a half-free pool has hardly one granule without a block in use. Here blocks
+come
 
     1. without cached content, from the granule with the fewest free blocks
     2. with cached content, from the fullest granule among the COLD_SHARE least recently freed ones
@@ -40,8 +40,9 @@ class GranuleQueue(Generic[Block]):
         self._cached: list[dict[int, Block]] = [{} for _ in range(granules.count)]
         # Granules that have plain blocks, by their number of free blocks of both kinds.
         self._by_free: list[dict[int, None]] = [{} for _ in range(granules.granule_blocks + 1)]
-        # Granules that have cached blocks; the one a cached block came back to last is last.
-        # With the time at which it did, by the clock of whoever sets `now_ns`.
+        # Granules that have cached blocks, ordered by the last return of one, with the time of that
+        # return by
+        # the clock in `now_ns`.
         self._recency: OrderedDict[int, int] = OrderedDict()
         self.now_ns = 0
         self.num_free_blocks = 0
@@ -54,7 +55,7 @@ class GranuleQueue(Generic[Block]):
             self._add(self._plain, block)
 
     def append_n(self, blocks: Sequence[Block]) -> None:
-        """Add blocks whose content may be asked for again."""
+        """Add blocks whose content may be requested again."""
         for block in blocks:
             self._add(self._cached, block)
             granule = self._granules.of(block.block_id)
@@ -62,11 +63,11 @@ class GranuleQueue(Generic[Block]):
             self._recency.move_to_end(granule)
 
     def append(self, block: Block) -> None:
-        """Add one block whose content may be asked for again."""
+        """Add one block whose content may be requested again."""
         self.append_n([block])
 
     def popleft(self) -> Block:
-        """Remove and return the block to use next. Raises ValueError when there is none."""
+        """Remove and return the block to use next. Raises ValueError if there is none."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
@@ -82,7 +83,7 @@ class GranuleQueue(Generic[Block]):
         return popped
 
     def remove(self, block: Block) -> None:
-        """Remove a block that is in the queue. Raises RuntimeError when it is not."""
+        """Remove a block that is in the queue. Raises RuntimeError if it is not."""
         number, granule = block.block_id, self._granules.of(block.block_id)
         plain, cached = self._plain[granule], self._cached[granule]
         if number not in plain and number not in cached:
@@ -98,11 +99,11 @@ class GranuleQueue(Generic[Block]):
         self.num_free_blocks -= 1
 
     def get_all_free_blocks(self) -> list[Block]:
-        """All free blocks, roughly in the order of their use."""
+        """Return all free blocks, roughly in the order of their use."""
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
-        """Free blocks roughly in the order of their use, from behind `cursor` on."""
+        """Return free blocks roughly in the order of their use, from behind `cursor` on."""
         plain = (self._plain[granule] for bucket in self._by_free for granule in bucket)
         cached = (self._cached[granule] for granule in self._recency)
         blocks = (block for group in (*plain, *cached) for block in group.values())
@@ -113,15 +114,15 @@ class GranuleQueue(Generic[Block]):
         yield from blocks
 
     def free_in(self, granule: int) -> int:
-        """How many blocks of a granule are free."""
+        """Return how many blocks of a granule are free."""
         return len(self._plain[granule]) + len(self._cached[granule])
 
     def cached_in(self, granule: int) -> int:
-        """How many of them have content that may be asked for again."""
+        """Return how many of them have content that may be requested again."""
         return sum(block.block_hash is not None for block in self._cached[granule].values())
 
     def empty_granules(self) -> list[int]:
-        """Whole granules whose blocks are all free and without cached content."""
+        """Return whole granules whose blocks are all free and without cached content."""
         full = self._by_free[self._granules.granule_blocks]
         return [granule for granule in full if not self._cached[granule]]
 
@@ -138,14 +139,14 @@ class GranuleQueue(Generic[Block]):
         return blocks
 
     def cold_granules(self, before_ns: int, most: int) -> list[int]:
-        """Up to `most` wholly free granules with prefixes, to which none came since `before_ns`."""
+        """Return up to `most` free granules whose prefixes had no return since `before_ns`."""
         cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
         seen = islice(cold, MOST_COLD if most else 0)
         size = self._granules.granule_blocks
         return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
 
     def make_plain(self, granule: int) -> list[Block]:
-        """Count the cached blocks of a granule as plain; the caller forgets what is in them."""
+        """Count the cached blocks of a granule as plain; the caller drops their content."""
         plain, cached = self._plain[granule], self._cached[granule]
         blocks = list(cached.values())
         plain.update(cached)
@@ -191,7 +192,7 @@ class BalloonedPool(HeldGranules):
         return self._pool.num_gpu_blocks - 1  # The null block is nobody's.
 
     def uses(self) -> Iterator[GranuleUse]:
-        """What lies in each mapped granule."""
+        """Return the use of each mapped granule."""
         for granule in range(self.granules.count):
             if granule not in self.held:
                 used = self._blocks_in(granule) - self._queue.free_in(granule)

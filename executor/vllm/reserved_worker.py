@@ -1,4 +1,5 @@
-"""`--worker-cls executor.vllm.reserved_worker.ReservedKvWorker`: KV memory of a GPU that can go.
+"""`--worker-cls executor.vllm.reserved_worker.ReservedKvWorker`: GPU KV memory that can be
+returned.
 
 Stock vLLM allocates its KV cache with `torch.zeros`, of which no page can be given back. This
 worker asks for one allocation in which a block's layers are neighbours, and puts a reservation in
@@ -26,7 +27,7 @@ _log = logging.getLogger("vllm.rose.worker")
 
 
 class ReservedZeros(TorchFunctionMode):
-    """Within it, the one allocation of `size` zeroed bytes on `device_type` is `reserve()`."""
+    """Mode in which the one allocation of `size` zeroed bytes on `device_type` is `reserve()`."""
 
     def __init__(self, size: int, device_type: str, reserve: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class ReservedZeros(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Everything but that allocation is torch's own."""
+        """Run everything but that allocation by torch itself."""
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_the_cache(args, kwargs):
             self.handed_out += 1
@@ -62,7 +63,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
     vllm_config: Any
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """The stock worker's layouts, those first that make small granules; 0.32 asks for them."""
+        """Return the stock worker's layouts, those with small granules first; 0.32 calls this."""
         layouts: list[str] = super().get_supported_kv_cache_layouts()
         try:
             return block_outermost_first(layouts)
@@ -73,8 +74,8 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 -- vLLM's type
         """Allocate the KV cache as vLLM does, in reserved memory.
 
-        A host that ROSE cannot reserve memory for gets vLLM's own, and a warning says why. A guest
-        must not start as an engine that cannot give memory back: raises ExecutorError.
+        A host whose memory ROSE cannot reserve gets vLLM's own, with a warning. A guest must not
+        start without memory that it can return: raises ExecutorError.
         """
         try:
             check_version()
@@ -100,7 +101,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
     def _reserved(self, size: int) -> torch.Tensor:
         if self.device.type != "cuda":
             raise ExecutorError(f"ReservedKvWorker is for GPUs, and this is {self.device}")
-        # What the profile run left behind in torch's cache is memory that the driver lacks.
+        # The rest of the profile run in torch's cache is memory that the driver lacks.
         torch.cuda.empty_cache()
         settings = EngineSettings.from_environ(os.environ)
         reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
@@ -108,7 +109,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
 
 
 def _host_goes_on(error: Exception) -> None:
-    """Warn where the engine is a host, else raise `error`."""
+    """Warn if the engine is a host, else raise `error`."""
     if os.environ.get("ROSE_ROLE") != HOST:
         raise error
     _log.warning("KV memory is not reserved; the host serves on without lending it: %s", error)

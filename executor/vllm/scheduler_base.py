@@ -1,4 +1,4 @@
-"""Base of ROSE's schedulers on vLLM: asynchronous exactly where the engine schedules so.
+"""Base of ROSE's schedulers on vLLM: asynchronous exactly if the engine schedules so.
 
 vLLM schedules asynchronously only with a class derived from AsyncScheduler, and takes its plain
 Scheduler elsewhere (pipeline parallelism, n-gram drafts, --no-async-scheduling). There an
@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class ConfiguredScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
-    """AsyncScheduler where the configuration says `async_scheduling`, else Scheduler."""
+    """AsyncScheduler if the configuration has `async_scheduling`, else Scheduler."""
 
     def _update_after_schedule(self, *args: object, **kwargs: object) -> None:
         self._configured()._update_after_schedule(self, *args, **kwargs)

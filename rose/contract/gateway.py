@@ -35,8 +35,6 @@ SESSION_HEADER: Final = "X-Session-ID"
 SESSION_ALIASES: Final = ("X-SMG-Routing-Key", "X-Session-Affinity", "X-Correlation-ID")
 GROUP_HEADER: Final = "X-Group-ID"
 JOB_HEADER: Final = "X-Rose-Job"
-# A header of 0.2.0, where a job was a label.
-OLD_JOB_HEADER: Final = "X-Job"
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 EVENT_ID_HEADER: Final = "Last-Event-ID"

@@ -1,4 +1,4 @@
-"""HTTP front of all rollout replicas: routes turns, moves them between replicas, keeps tokens."""
+"""HTTP gateway of all rollout replicas: routes turns, moves them between replicas, keeps tokens."""
 
 from rose.gateway.app import Gateway
 from rose.gateway.replicas.table import ReplicaEntry

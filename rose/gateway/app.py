@@ -38,7 +38,7 @@ ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
 
 
 class Gateway:
-    """Async context manager around a listening gateway; `port` is the one it got."""
+    """Async context manager around a listening gateway; `port` is the one that it bound."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -64,7 +64,7 @@ class Gateway:
             tuple(aliases),
             any_name=ANY_MODEL in settings.model_names,
         )
-        # For probing; turns go over `upstream`.
+        # Probes use it; turns use `upstream`.
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._upstream = Upstream(self._cluster_tls())
         clock = asyncio.get_running_loop().time
@@ -114,41 +114,41 @@ class Gateway:
         await self._close_io()
 
     def flush_logs(self) -> bool:
-        """Wait, not in the event loop, until events are on disk; False when that takes long."""
+        """Wait until events are on disk (not in the event loop); False if that takes long."""
         return self._logs is None or self._logs.flush()
 
     def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
-        """Take a new replica table, and which jobs there are; none where nobody knows."""
+        """Take a new replica table, and the registered jobs; none if they are unknown."""
         self._dispatcher.set_table(entries, jobs)
 
     @property
     def stats(self) -> GatewayStats:
-        """Counters since start, of which `/rose/v1/stats` shows a copy."""
+        """Counters since start, a copy of which is in `/rose/v1/stats`."""
         return self._stats
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The replica table, the router and the queue: what it knows, and why it chose."""
+        """The replica table, the router and the queue."""
         return self._dispatcher
 
     def status(self) -> GatewayStatus:
-        """Turns, replicas and trajectories now."""
+        """Return turns, replicas and trajectories now."""
         return self._server.status()
 
     def _note_aloud(self, event: str, **fields: object) -> None:
-        """As `note`; of a limit that bites the operator hears without a log too."""
+        """Write one event; a reached limit is also printed for the operator."""
         self.note(event, **fields)
         if event.startswith("limit_"):
             option = f"--{fields['limit']}".replace("_", "-").replace("--descriptors", "ulimit -n")
             _tell(f"{event}: {option}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
-        """Write one event, where a log is wanted."""
+        """Write one event, if there is a log."""
         if self._events is not None:
             self._events.write(event, **fields)
 
     async def failed(self) -> None:
-        """Return never. Raises RoseError when a background task was given up."""
+        """Wait for ever. Raises RoseError when a background task was given up."""
         await self.background.failed()
 
     def _health(self) -> GatewayHealth:
@@ -178,7 +178,7 @@ class Gateway:
         return Authenticator(settings.certificates, tokens, time.time, self._refused)
 
     def _cluster_tls(self) -> ClusterTls | None:
-        """Of replicas that a scheduler names; one of the command line may be anybody's."""
+        """Return the TLS of a scheduler's replicas; one of the command line may be foreign."""
         settings = self._settings
         if settings.scheduler is None or settings.certificates is None:
             return None
@@ -197,7 +197,7 @@ class Gateway:
         return TextCodec(settings.tokenizer, limits, self.note, settings.tool_call_parser)
 
     def _found(self, replica: StaticReplica, found: Probed | None) -> None:
-        """A replica named on the command line answered for the first time, or not at first."""
+        """Record that a replica of the command line answered first, or does not yet."""
         if found is None:
             _tell(f"{replica.url} does not answer yet: it is asked until it does")
             return
@@ -219,10 +219,10 @@ class Gateway:
         name = f"{socket.gethostname()}:{self.port}"
         if settings.certificates is not None:
             name = settings.certificates.identity.name
-        # Of its own each time: what an earlier process reported must not count as this one's.
+        # New for each process: reports of an earlier process must not count as this one's.
         own = f"{name}/{secrets.token_hex(4)}"
         meter = DemandMeter(self._dispatcher, own, clock())
-        reporter = DemandReporter(meter, self._dispatcher.work_began, clock, self.note)
+        reporter = DemandReporter(meter, self._dispatcher.work_began, clock)
         target, ttl_s = settings.scheduler, settings.table_ttl_s
         certificates = settings.certificates
         return WatchedTable(
@@ -264,7 +264,7 @@ class Gateway:
 
 
 def _tell(what: str) -> None:
-    # Nobody may read it, or a full disk take it: turns do not depend on that.
+    # Standard error may have no reader, or a full disk: turns do not depend on it.
     with contextlib.suppress(OSError):
         sys.stdout.write(f"rose gateway: {what}\n")
         sys.stdout.flush()

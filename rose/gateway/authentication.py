@@ -1,10 +1,9 @@
-"""Authentication of a gateway's callers, by certificate or token; names and jobs are held to it.
+"""Authentication of a gateway's callers, by certificate or token, which bound their names and jobs.
 
 open routes                     ──► anybody
-neither certificates nor tokens ──► ANYBODY (loopback, or a network that the operator fenced)
-a token     ──► its job and subject; a trainer's certificate beside it must be of the same job
-a certificate alone ──► trainer: its job; operator: any job; other roles: 403
-nothing     ──► 401
+neither certificates nor tokens ──► ANYBODY (loopback, or a network that the operator fenced) a
+token     ──► its job and subject; a trainer's certificate beside it must be of the same job a
+certificate alone ──► trainer: its job; operator: any job; other roles: 403 nothing     ──► 401
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from rose.security.roles import HTTP_CALLERS, Role
 from rose.security.tokens import TokenRefusedError, TokenVerifier
 
 OPEN_ROUTES: Final = frozenset({"/health", "/metrics"})
-"""Asked by probes and scrapers, which have nothing to show; they tell of no turn."""
+"""Routes of probes and scrapers, which have no credentials; they reveal no turn."""
 
 CALLER: Final = web.RequestKey("rose.caller", Caller)
 ROUTE_CHARS = 32
@@ -31,7 +30,7 @@ MOST_A_MINUTE = 60
 
 
 class Authenticator:
-    """Says who calls. `clock`: Unix seconds; `say`: told of refusals, as many as are read."""
+    """Authenticator of callers. clock: Unix seconds. say: called with refusals, within a bound."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Authenticator:
         self._said = 0
 
     def admit(self, http: web.BaseRequest) -> None:
-        """Note whose request it is. Raises Unauthorized or Forbidden."""
+        """Record the request's caller. Raises Unauthorized or Forbidden."""
         if not self._asks or http.path in OPEN_ROUTES:
             return
         try:
@@ -91,7 +90,7 @@ class Authenticator:
         return Caller(None, f"{who.role}/{who.name}")
 
     def _peer(self, http: web.BaseRequest) -> Peer | None:
-        """Who showed a certificate, which TLS has proved when the connection was made."""
+        """Return the owner of the shown certificate, which TLS has verified."""
         try:
             peer = peer_over(http.transport)
         except ConfigError as error:
@@ -112,13 +111,13 @@ class Authenticator:
             self._minute_s, self._said = now_s, 0
         self._said += 1
         if self._said <= MOST_A_MINUTE:
-            # As much as says the route: what follows may be anything that a caller mistook for it.
+            # The route alone: the rest may be a secret that a caller mistook for a path.
             path = http.path.encode("utf-8", "replace").decode()[:ROUTE_CHARS]
             self._say("caller_refused", caller=str(http.remote), path=path, reason=reason)
 
 
 def caller_of(http: web.BaseRequest) -> Caller:
-    """Whose request it is, after `admit`."""
+    """Return the request's caller, after `admit`."""
     found: Caller = http.get(CALLER, ANYBODY)
     return found
 
@@ -131,7 +130,7 @@ def held_to(caller: Caller, turn: TurnRequest) -> None:
 
 
 def own_job(caller: Caller, asked: str) -> str:
-    """The job of a request that names this one, or none (""). Raises Forbidden."""
+    """Return the job of a request that names this one, or none (""). Raises Forbidden."""
     try:
         return caller.job_for(asked)
     except ForeignJobError as error:

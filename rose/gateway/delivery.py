@@ -5,12 +5,12 @@ step by step ── the reader keeps up ──► pushed: written in the step in
      └─────────────────────────────────────┘
 
 Pushed events are written below aiohttp, as raw frames of HTTP's chunked encoding (`write_now`): an
-event through `StreamResponse.write` is a coroutine, so each token of each turn would need a task
-to be woken for it, a step of the event loop later. Everything else goes through aiohttp, which
-frames the head, events that may have to wait, and the end.
+event through `StreamResponse.write` is a coroutine, so each token of each turn would need a task to
+be woken for it, a step of the event loop later. Everything else goes through aiohttp, which frames
+the head, events that may have to wait, and the end.
 
 A slow reader costs its connection's buffer and the turn's own tokens, nothing more: the turn runs
-on, and the connection is closed when it takes nothing for `slow_reader_s`.
+on, and the connection is closed if it takes nothing for `slow_reader_s`.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.token_stream import TokenStream
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-# With less than this unsent no connection is paused, so a write cannot wait and needs no clock.
+# Below this no connection is paused, so a write cannot wait and needs no timeout.
 UNWATCHED_BYTES = 16 << 10
-# Bounds what one event holds, and so what a slow reader can make the gateway encode at once.
+# Bounds the size of an event, and so the work that a slow reader can cause at once.
 MAX_EVENT_TOKENS = 512
 
 
 class Delivery:
-    """Writes one request's answer to its connection."""
+    """Writer of one request's answer to its connection."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Delivery:
         self._headers = headers
         self._response = web.StreamResponse(headers=EVENT_STREAM)
         self._response.headers.update(headers)
-        # Without chunks, to readers that speak HTTP/1.0, all writing is left to the framework.
+        # Readers with HTTP/1.0 get no chunks: the framework does all writing.
         self._chunked = http.version >= HttpVersion11
         self._begun = False
 
@@ -62,14 +62,14 @@ class Delivery:
                     await response.prepare(self._http)
                     await response.write_eof()
             except ConnectionError:
-                # The reader is gone, or was too slow: nobody is left to tell.
+                # The reader is gone, or was too slow.
                 return response
         return response
 
     async def stream(
         self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
     ) -> web.StreamResponse:
-        """Stream all turns to their ends. Raises a turn's TurnError before the first byte only."""
+        """Stream all turns to their ends. Raises a turn's TurnError only before the first byte."""
         seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
         await _any_news(feeds, seen)
         for feed in feeds:
@@ -82,12 +82,12 @@ class Delivery:
             await self._write_all(frontend, ask, feeds)
             await self._response.write_eof()
         except ConnectionError:
-            # The reader is gone, or was too slow: nobody is left to tell.
+            # The reader is gone, or was too slow.
             return self._response
         return self._response
 
     async def write(self, data: bytes) -> None:
-        """Write, waiting for a reader that is behind. Raises ConnectionError when it is gone."""
+        """Write, waiting for a slow reader. Raises ConnectionError if it is gone."""
         transport = self._transport()
         if not data:
             return
@@ -99,9 +99,9 @@ class Delivery:
             await self._response.write(data)
 
     def write_now(self, data: bytes) -> bool:
-        """Write without waiting; False, having written nothing, where that cannot be.
+        """Write without waiting; return False, having written nothing, if it would wait.
 
-        Raises ConnectionError when the reader is gone.
+        Raises ConnectionError if the reader is gone.
         """
         transport = self._transport()
         unsent = transport.get_write_buffer_size() + len(data)
@@ -143,7 +143,7 @@ class Delivery:
 
 
 class _Follower:
-    """Follows turn `index` of a request to its end."""
+    """Follower of turn `index` of a request to its end."""
 
     def __init__(self, delivery: Delivery, ask: ApiRequest, index: int, feed: TokenStream) -> None:
         self._delivery = delivery
@@ -154,7 +154,7 @@ class _Follower:
         self._stopped: asyncio.Future[Exception | None] | None = None
 
     async def run(self) -> None:
-        """Write all events. Raises the turn's TurnError at its place, or ConnectionError."""
+        """Write all events. Raises the turn's TurnError in its place, or ConnectionError."""
         feed = self._feed
         while True:
             await feed.beyond(self._at)
@@ -171,7 +171,7 @@ class _Follower:
             await self._pushed()
 
     async def _pushed(self) -> None:
-        """Let tokens be written as they come, until that cannot go on."""
+        """Push tokens as they come, until a write would wait."""
         self._stopped = asyncio.get_running_loop().create_future()
         self._feed.listen(self._push)
         try:
@@ -182,7 +182,7 @@ class _Follower:
             raise fresh(error)
 
     def _push(self) -> None:
-        """There are more tokens, or the turn is over: its last event may have to wait."""
+        """Push new tokens; the last event of a turn may have to wait."""
         feed, stopped = self._feed, self._stopped
         assert stopped is not None
         if stopped.done():
@@ -222,7 +222,7 @@ async def _any_news(feeds: list[TokenStream], seen: list[int]) -> None:
 async def _follow_all(followers: Sequence[_Follower]) -> None:
     """Run followers of one request side by side. Raises the first error, having ended the rest.
 
-    A TaskGroup would tie tasks, errors and frames into knots that only the collector undoes.
+    A TaskGroup would tie tasks, errors and frames into cycles that only the collector frees.
     """
     tasks = [asyncio.create_task(follower.run()) for follower in followers]
     try:

@@ -1,8 +1,8 @@
-"""Demand reports of a gateway: its turns' needs, told to the scheduler.
+"""Demand reports of a gateway to the scheduler: the needs of its turns.
 
-A report leaves each second, and at once when the first turn comes. The scheduler forgets a gateway
+A report is sent each second, and at once when the first turn comes. The scheduler forgets a gateway
 that is silent for a few seconds, and each report holds all the demand, so a lost one is not
-repeated. Measured lease latencies are sent until they are taken.
+repeated. Measured lease latencies are sent until they are acknowledged.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import grpc
 
-from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
+from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.rpc import rose_pb2, rose_pb2_grpc
 
-# Longer than a weight update or a host's burst: they are pauses in a flow, not its end.
+# Longer than a weight update or a host's burst, which pause a flow without ending it.
 FLOW_TAU_S = 5.0
 JOBS_KEPT = 64
 # Callers name jobs as they like, and a report has to stay small.
@@ -23,9 +23,9 @@ JOB_CHARS = 200
 
 
 class DemandMeter:
-    """Turns, owed tokens and token flow by job. `now_s` is the dispatcher's clock, handed in.
+    """Turns, owed tokens and token flow by job. `now_s`: the dispatcher's clock.
 
-    `gateway` must differ between any two processes: a report replaces the one of the same name.
+    gateway: must differ between any two processes, as a report replaces the one of the same name.
     """
 
     def __init__(self, dispatcher: Dispatcher, gateway: str, now_s: float) -> None:
@@ -37,7 +37,7 @@ class DemandMeter:
         self._flow_tok_s: dict[str, float] = {}
 
     def report(self, now_s: float) -> rose_pb2.DemandReport:
-        """All jobs that have turns now, and switches that were measured lately."""
+        """Return all jobs that have turns now, and newly measured switches."""
         turns: Counter[str] = Counter()
         owed: Counter[str] = Counter()
         for job, owed_tokens in self._dispatcher.owed():
@@ -63,7 +63,7 @@ class DemandMeter:
         )
 
     def told(self, report: rose_pb2.DemandReport) -> None:
-        """The scheduler took the report: its switches need not be said again."""
+        """Record that the scheduler has the report: its switches are not repeated."""
         for each in report.switches:
             self._dispatcher.switches.told(each.replica, each.epoch)
 
@@ -74,7 +74,7 @@ class DemandMeter:
         new, self._dispatcher.made_tokens = self._dispatcher.made_tokens or Counter(), Counter()
         self._measured_s = now_s
         share = -math.expm1(-elapsed_s / FLOW_TAU_S)
-        # A job without turns keeps its figure: after a pause it goes on as before.
+        # A job without turns keeps its figure: after a pause it continues.
         for job in turns.keys() | new.keys():
             flow_tok_s = self._flow_tok_s.pop(job, 0.0)
             self._flow_tok_s[job] = flow_tok_s + share * (new[job] / elapsed_s - flow_tok_s)
@@ -83,7 +83,7 @@ class DemandMeter:
 
 
 def _fold(turns: Counter[str], owed: Counter[str]) -> None:
-    """Callers name jobs as they like: beyond `JOBS_KEPT` they count as the one without a name."""
+    """Count jobs beyond `JOBS_KEPT` as the one without a name, since callers choose the names."""
     for job, count in turns.most_common()[JOBS_KEPT - 1 :]:
         if job:
             del turns[job]
@@ -96,39 +96,34 @@ CALL_TIMEOUT_S = 2.0
 
 
 class DemandReporter:
-    """Reports over whatever connection the table is watched on."""
+    """Reporter over the connection on which the table is watched."""
 
     def __init__(
         self,
         meter: DemandMeter,
         work_began: asyncio.Event,
         clock: Callable[[], float],
-        on_event: EventSink,
     ) -> None:
         self._meter = meter
         self._work_began = work_began
         self._clock = clock
-        self._on_event = on_event
 
     async def run(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> None:
-        """Until cancelled, or until it is clear that this scheduler takes no reports."""
+        """Report each period until cancelled, and soon when the first turn comes."""
         while True:
-            # Before the figures are read: a turn that comes while they are sent counts as news.
+            # Before the figures are read: a turn that comes while they are sent counts as new.
             self._work_began.clear()
             report = self._meter.report(self._clock())
             idle = not report.jobs
             try:
                 await stub.ReportDemand(report, timeout=CALL_TIMEOUT_S)
                 self._meter.told(report)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._on_event("demand_not_taken", reason="the scheduler is an older one")
-                    return
+            except grpc.aio.AioRpcError:
                 idle = False
             await self._pause(idle)
 
     async def _pause(self, idle: bool) -> None:
-        """One period; less when the scheduler believes that there are no turns and one comes."""
+        """Wait a period; less if a turn comes and the scheduler knows of none."""
         if not idle:
             await asyncio.sleep(PERIOD_S)
             return

@@ -17,9 +17,9 @@ RefusedError
     ├── NoReplica              503, Retry-After
     └── DeadlinePassed         504
 
-An error that was raised knows its frames, and they know who waits for it: kept anywhere in a turn
-it is a cycle of all that the turn ever touched. So what keeps one keeps a `fresh` one, which never
-was raised, and whoever raises one that is kept raises a `fresh` one.
+A raised error references its frames, and they reference their waiters: kept anywhere in a turn it
+makes a cycle of everything that the turn ever touched. So code that keeps an error keeps a `fresh`
+one, which was never raised, and code that raises a kept one raises a `fresh` copy.
 """
 
 from copy import copy
@@ -90,7 +90,7 @@ class VersionUnavailable(TurnError):  # noqa: N818 - a state, as in the tree abo
 
 
 class TurnAborted(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Somebody aborted the turn by its id or finished its session."""
+    """A caller aborted the turn by its id or finished its session."""
 
     status = 409
     kind = "ConflictError"
@@ -111,7 +111,7 @@ class BodyEncoded(TurnError):  # noqa: N818 - a state, as in the tree above
 
 
 class EnginesEnded(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Engines ended at the turn's prompt, one after the other: another one may end as well."""
+    """Engines ended at the turn's prompt, one after the other; the next one may end as well."""
 
     status = 422
     kind = "UnprocessableEntityError"
@@ -125,7 +125,7 @@ class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above
 
 
 class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Too many turns wait already."""
+    """Too many turns are waiting."""
 
     status = 429
     kind = "RateLimitError"

@@ -1,19 +1,19 @@
 """Health of the gateway's event loop: garbage collection in small steps, and a measure of its lag.
 
-What blocks the loop blocks every token of every stream, and nothing else shows it. `LoopLag` is a
-task that measures how late it is woken.
+Anything that blocks the loop blocks every token of every stream, and nothing else shows it.
+`LoopLag` is a task that measures how late it is woken.
 
-Looking at an object takes the collector a quarter of a microsecond or more, and a live stream is
-some two hundred of them. The collector's own thresholds look through the young generation once it
-has *grown* by so many: where turns end as fast as they begin it does not grow, and holds all live
-turns when it is looked through at last, 40 ms at 2,000 streams. So the clock decides: new objects
-are looked through every NEW_S, a millisecond or two, and do not count as new again.
+The collector needs a quarter of a microsecond or more for an object, and a live stream is some two
+hundred of them. The collector's own thresholds scan the young generation once it has *grown* by a
+number: where turns end as fast as they begin it does not grow, and holds all live turns when it is
+finally scanned, 40 ms at 2,000 streams. So the clock decides: new objects are scanned every NEW_S,
+a millisecond or two, and do not count as new again.
 
 A turn leaves no cycles behind, however it ends; its objects go by their reference counts. Old
-objects are looked through for unexpected cycles every OLD_S, while they are few. Many old objects
-are live turns, or cycles after all: those may grow to TOO_MANY before everybody waits.
+objects are scanned for unexpected cycles every OLD_S, while they are few. Many old objects are live
+turns, or cycles after all: those may grow to TOO_MANY before a long pause.
 
-The heap of the start is frozen: never looked at.
+The heap of the start is frozen: never scanned.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 NEW_S = 0.05
-# A burst between two of those is looked through by its number.
+# A burst between two of those is scanned by its number.
 NEW = 10_000
-# To count what is old costs 10 ms and more where it is much.
+# Counting many old objects costs 10 ms and more.
 OLD_S = 30.0
-# Old objects that one collection may look through, besides those that it is to find: some 20 ms.
+# Old objects that one collection may scan, besides the garbage that it finds: some 20 ms.
 LITTLE = 50_000
 # Some 200 MB, and a pause of half a second.
 TOO_MANY = 2_000_000
-# The collector's own idea of when to look through what is old is never followed.
+# The collector's own schedule for old objects is never used.
 NEVER = 2**31 - 1
 
 
 async def collect_in_small_steps(old_s: float = OLD_S) -> None:
-    """Collect until cancelled; then the collector is as it was before."""
+    """Collect until cancelled; then restore the collector's settings."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
@@ -56,7 +56,7 @@ async def collect_in_small_steps(old_s: float = OLD_S) -> None:
 
 
 def look_through_old() -> None:
-    """Collect what grew old, unless that is much, and yet no more than live turns may be."""
+    """Collect old objects, unless they are many, and yet no more than live turns may be."""
     old = sum(len(gc.get_objects(generation)) for generation in (1, 2))
     if old <= LITTLE or old > TOO_MANY:
         gc.collect()
@@ -64,14 +64,14 @@ def look_through_old() -> None:
 
 TICK_S = 0.01
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-# The maxima are of so many seconds before now.
+# The maxima cover this many past seconds.
 WINDOW_S = 10
 METRIC = "rose_gateway_loop_lag_seconds"
 HELP = "How late the event loop woke."
 
 
 class _Second(NamedTuple):
-    """The worst of one second of the clock."""
+    """The worst lag of one second."""
 
     at: int
     lag_s: float
@@ -81,7 +81,7 @@ class _Second(NamedTuple):
 class LoopLag:
     """Lags of one event loop; `watch` it in a task of that loop.
 
-    `clock`: monotonic seconds; `worked`: seconds of processor time of the loop's thread.
+    clock: monotonic seconds. worked: seconds of processor time of the loop's thread.
     """
 
     __slots__ = ("_clock", "_counts", "_seconds", "_sum_s", "_worked")
@@ -106,13 +106,13 @@ class LoopLag:
     def busy_max_s(self) -> float:
         """The longest lag of the last `WINDOW_S` for which the loop itself had the processor.
 
-        Much less than `max_s`: it was others on the machine that kept the loop from running, or it
-        waited in a call that blocks.
+        Much less than `max_s` means that other processes kept the loop from running, or that it
+        waited in a blocking call.
         """
         return max((second.busy_s for second in self._recent()), default=0.0)
 
     async def watch(self) -> None:
-        """Note lags until cancelled."""
+        """Measure lags until cancelled."""
         while True:
             due_s, worked_s = self._clock() + TICK_S, self._worked()
             await asyncio.sleep(TICK_S)
@@ -120,7 +120,7 @@ class LoopLag:
             self.note(lag_s, min(lag_s, self._worked() - worked_s))
 
     def note(self, lag_s: float, busy_s: float) -> None:
-        """A tick came `lag_s` too late; for `busy_s` of them the loop's thread was running."""
+        """Record a tick that came `lag_s` too late; the loop's thread ran for `busy_s` of it."""
         self._counts[bisect_left(BOUNDS_S, lag_s)] += 1
         self._sum_s += lag_s
         now = int(self._clock())
@@ -132,7 +132,7 @@ class LoopLag:
             self._seconds.popleft()
 
     def exposition(self) -> Sequence[str]:
-        """The histogram of all lags since start, in Prometheus' text format."""
+        """Return the histogram of all lags since start, in Prometheus' text format."""
         lines, below = [f"# HELP {METRIC} {HELP}", f"# TYPE {METRIC} histogram"], 0
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
             below += count

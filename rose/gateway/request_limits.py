@@ -1,6 +1,6 @@
 """Limits of a request: bounded bodies, headers of every generating route, and the limit log.
 
-Bodies are bounded in size and in time, and never compressed. A field of the body wins over most
+Bodies are bounded in size and in time, and never compressed. A field of the body overrides most
 headers.
 """
 
@@ -17,7 +17,7 @@ MAX_DIGITS = 15
 
 
 def header_of(headers: Mapping[str, str], name: str) -> str | None:
-    """A header's text; None where it is not sent. Raises BadRequest for bytes that are no text."""
+    """Return a header's text; None if it is not sent. Raises BadRequest for other bytes."""
     text = headers.get(name)
     # The server keeps undecodable bytes as surrogates, which no answer and no log can hold.
     if text is not None and not (text.isascii() or _is_text(text)):
@@ -26,7 +26,7 @@ def header_of(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None:
-    """Seconds that the caller allows: the body's field, else the header. Raises BadRequest."""
+    """Return the caller's timeout: the body's field, else the header. Raises BadRequest."""
     text = header_of(headers, TIMEOUT_HEADER)
     if body_s is not None or text is None:
         return body_s
@@ -37,7 +37,7 @@ def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None
 
 
 def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, bool]:
-    """Tokens that the caller has already, and whether it wants event ids. Raises BadRequest."""
+    """Return the caller's received tokens, and True if it wants event ids. Raises BadRequest."""
     text = header_of(headers, EVENT_ID_HEADER)
     if text is not None and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise BadRequest(f"{EVENT_ID_HEADER} is a number of tokens, not {text[:40]!r}")
@@ -58,12 +58,12 @@ def _is_text(text: str) -> bool:
     return True
 
 
-# Whoever sends slower than this has as long as `body_timeout_s`, however much is to come.
+# A slower sender has `body_timeout_s` in all, however long its body is.
 LEAST_BYTES_S = 16 << 10
 
 
 class Bodies:
-    """Reads bodies of at most `max_bytes`, which begin to come within `timeout_s`."""
+    """Reader of bodies of at most `max_bytes`, which begin to come within `timeout_s`."""
 
     def __init__(self, max_bytes: int, timeout_s: float, limits: LimitLog) -> None:
         self._max_bytes = max_bytes
@@ -71,7 +71,7 @@ class Bodies:
         self._limits = limits
 
     async def read(self, http: web.Request) -> bytes:
-        """The whole body. Raises TurnError for one that is not taken."""
+        """Return the whole body. Raises TurnError for one beyond the limits."""
         coding = http.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise BodyEncoded("Content-Encoding is not supported: send the body as it is")

@@ -56,8 +56,9 @@ from rose.process.http_port import Connections, LimitLog, connections_allowed
 from rose.tracing import NO_SPANS, Spans, trace_of
 
 SWEEP_S = 0.1
-# Prompt tokens of one request that are taken in, in one step of the event loop: some milliseconds;
-# what else a turn takes is as much as so many.
+# Prompt tokens of one request that are read in one step of the event loop, some milliseconds; the
+# rest
+# of a turn counts as TURN_TOKENS.
 STEP_TOKENS, TURN_TOKENS = 32_768, 512
 JSON = "application/json"
 CONTINUE = "100-continue"
@@ -81,7 +82,7 @@ class GatewayServer:
         authenticator: Authenticator | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """authenticator: who asks callers who they are; without one nobody does."""
+        """authenticator: of callers; None admits all."""
         self._settings = settings
         self._dispatcher = dispatcher
         self._stats = stats
@@ -104,7 +105,7 @@ class GatewayServer:
         self._authenticator = authenticator or Authenticator(None, None, time.time, on_event)
 
     def application(self) -> web.Application:
-        # `Bodies` bounds what is read.
+        # `Bodies` bounds the bodies that are read.
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
         frontends: list[ApiFrontend] = [
@@ -129,7 +130,7 @@ class GatewayServer:
         return app
 
     def status(self) -> GatewayStatus:
-        """Turns, replicas and trajectories now."""
+        """Return turns, replicas and trajectories now."""
         dispatcher = self._dispatcher
         return GatewayStatus(
             usable=dispatcher.usable,
@@ -187,7 +188,7 @@ class GatewayServer:
             for request in ask.turns:
                 step_tokens += TURN_TOKENS + len(request.token_ids)
                 if turns and step_tokens > STEP_TOKENS:
-                    # Others go on between the turns of a large request.
+                    # Other requests run between the turns of a large one.
                     step_tokens = TURN_TOKENS + len(request.token_ids)
                     await asyncio.sleep(0)
                 turn = self._turns.open(request)
@@ -203,9 +204,9 @@ class GatewayServer:
         http: web.BaseRequest,
         routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Return what the route answers, every failure in the one shape.
+        """Return the route's answer, every failure in the one shape.
 
-        Some failures are raised before a middleware is asked.
+        Some failures are raised before a middleware is called.
         """
         try:
             if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
@@ -226,7 +227,7 @@ class GatewayServer:
             return _refusal(broken, vllm_error(broken))
 
     async def _pool(self, http: web.Request) -> web.Response:
-        """A call of a model that is not generative."""
+        """Answer a call of a model that is not generative."""
         body, caller = await self._bodies.read(http), caller_of(http)
 
         def owned(job: str) -> str:
@@ -247,16 +248,16 @@ class GatewayServer:
         return web.Response(body=body, content_type=JSON)
 
     def _check_job(self, http: web.Request) -> None:
-        """Raise UnknownJob where the request names one that is not registered."""
+        """Raise UnknownJob if the request names one that is not registered."""
         if named := job_of(http.headers, None):
             self._dispatcher.resolve(named)
 
     def _job(self, http: web.Request, named: str | None) -> str:
-        """The registered job that a caller's names are of, "" where jobs are labels."""
+        """Return the registered job of a caller's names, "" where jobs are labels."""
         return self._dispatcher.owner(own_job(caller_of(http), job_of(http.headers, named)))
 
     async def _abort(self, http: web.Request) -> web.Response:
-        """vLLM's `request_ids` and SGLang's `rid`: those turns end now, whoever reads them."""
+        """Answer vLLM's `request_ids` and SGLang's `rid`: those turns end for all readers."""
         names = read_json(_decode_names, await self._bodies.read(http))
         job = self._job(http, names.job)
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
@@ -265,7 +266,7 @@ class GatewayServer:
         return _json(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
-        """A trajectory is over: nothing of it may go on running."""
+        """Answer the end of a trajectory: none of its turns may run on."""
         body = await self._bodies.read(http)
         names = read_json(_decode_names, body) if body else NamesBody()
         session = session_of(http.headers, names.session_id)
@@ -273,12 +274,12 @@ class GatewayServer:
             raise BadRequest(f"name the session: header {SESSION_HEADER} or session_id")
         job, scope = self._job(http, names.job), caller_of(http).scope
         aborted = self._turns.finish_session(job, scope + session)
-        # A turn that was aborted leaves nothing behind, so whatever is known is forgotten here.
+        # An aborted turn leaves nothing behind, so everything known is forgotten here.
         self._dispatcher.forget(scope + session, job)
         return _json(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
-        """Where the turns of a request or trajectory were placed, and why."""
+        """Answer with the placements of a request's or trajectory's turns, and their reasons."""
         subject = http.match_info["subject"]
         job, scope = self._job(http, http.query.get("job")), caller_of(http).scope
         decisions = self._dispatcher.explained(scope + subject, job)
@@ -292,7 +293,7 @@ class GatewayServer:
         return _json(Explanation(subject, rows))
 
     async def _versions(self, http: web.Request) -> web.Response:
-        """What each replica serves, of all jobs or of the one that the caller names or is."""
+        """Answer with the served versions, of all jobs or of the caller's one."""
         named = own_job(caller_of(http), job_of(http.headers, http.query.get("job")))
         job = self._dispatcher.owner(named) if named else ""
         newest = sorted(self._dispatcher.newest.items())

@@ -26,7 +26,7 @@ from rose.security.tokens import AUDIENCE
 class StaticReplica:
     """A replica named on the command line: always leased, its state is polled.
 
-    What answers at its URL, ROSE's endpoint or a stock engine, is found out when it does.
+    Its kind, ROSE's endpoint or a stock engine, is found out when it answers.
     """
 
     id: str
@@ -37,10 +37,9 @@ class StaticReplica:
 
 @dataclass(frozen=True, slots=True)
 class StalenessRule:
-    """How far behind its job's latest version a turn may be sampled that says nothing of versions.
+    """Default of a turn without versions: how far behind its job's latest one it may be sampled.
 
-    job: "" for all jobs that no other rule names. versions: None for as many as the job was
-    registered with.
+    job: "" for all jobs without a rule. versions: None for as many as the job was registered with.
     """
 
     job: str
@@ -190,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_settings(argv: list[str]) -> GatewaySettings:
-    """Settings of a command line. Raises ConfigError with what to correct."""
+    """Parse a command line. Raises ConfigError with what to correct."""
     parser = _Parser("rose gateway", description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -261,7 +260,7 @@ def _default(option: str) -> object:
 
 
 def _static_replica(text: str, max_sequences: int) -> StaticReplica:
-    """`URL`, named by its host and port, or `ID=KIND=URL`."""
+    """Parse `URL`, named by its host and port, or `ID=KIND=URL`."""
     kinds = [kind.value for kind in ReplicaKind]
     if urlsplit(text).scheme == "http" and urlsplit(text).netloc:
         parts = [urlsplit(text).netloc, ReplicaKind.DEDICATED.value, text]
@@ -277,7 +276,7 @@ def _static_replica(text: str, max_sequences: int) -> StaticReplica:
 
 
 def _staleness(text: str) -> StalenessRule:
-    """`N` for all jobs, or `JOB=N`; N may be `registered`."""
+    """Parse `N` for all jobs, or `JOB=N`; N may be `registered`."""
     job, equals, said = text.rpartition("=")
     counted = said.isascii() and said.isdigit() and len(said) <= MAX_DIGITS
     if not (counted or said == REGISTERED) or (equals and not job):

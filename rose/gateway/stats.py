@@ -23,7 +23,7 @@ GAP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseLatency:
-    """The replica gave its first token `took_s` after the lease `epoch`, idle time left out."""
+    """Time `took_s` from the lease `epoch` to the replica's first token, idle time left out."""
 
     replica: str
     epoch: int
@@ -41,32 +41,32 @@ class _Opening:
 
 
 class LeaseLatencyClock:
-    """Leases whose first token is awaited, and those measured. Times are monotonic, handed in."""
+    """Leases whose first token is awaited, and the measured ones. Times are monotonic."""
 
     def __init__(self) -> None:
-        # The lease of each row of the last table, 0 where there was none.
+        # The lease of each row of the last table, 0 without one.
         self._epochs: dict[str, int] = {}
         self._openings: dict[str, _Opening] = {}
         self._measured: dict[str, LeaseLatency] = {}
 
     @property
     def awaiting(self) -> bool:
-        """Whether any token could be the first of its lease."""
+        """True if any token could be the first of its lease."""
         return bool(self._openings)
 
     @property
     def measured(self) -> list[LeaseLatency]:
-        """The newest of each replica that nobody was told of."""
+        """The newest measurement of each replica that was not reported yet."""
         return list(self._measured.values())
 
     def told(self, replica: str, epoch: int) -> None:
-        """The scheduler has this one."""
+        """Record that the scheduler has this one."""
         known = self._measured.get(replica)
         if known is not None and known.epoch == epoch:
             del self._measured[replica]
 
     def set_table(self, entries: Iterable[ReplicaEntry], now_s: float) -> None:
-        """A new table; of leases in the first one after none, nobody knows how old they are."""
+        """Take a new table; the age of leases in the first one after none is unknown."""
         blind, before = not self._epochs, self._openings
         epochs: dict[str, int] = {}
         self._openings = {}
@@ -83,7 +83,7 @@ class LeaseLatencyClock:
         self._epochs = epochs
 
     def tried(self, replica: str, now_s: float) -> None:
-        """A turn was sent to the replica."""
+        """Record that a turn was sent to the replica."""
         opening = self._openings.get(replica)
         if opening is None:
             return
@@ -94,14 +94,14 @@ class LeaseLatencyClock:
         opening.live += 1
 
     def ended(self, replica: str, epoch: int, now_s: float) -> None:
-        """A turn left the replica."""
+        """Record that a turn left the replica."""
         opening = self._openings.get(replica)
         if opening is not None and opening.epoch == epoch:
             opening.live -= 1
             opening.ended_s = now_s
 
     def token(self, replica: str, epoch: int, now_s: float) -> None:
-        """A token came under the lease `epoch`."""
+        """Record a token under the lease `epoch`."""
         opening = self._openings.get(replica)
         if opening is None or opening.epoch != epoch or opening.tried_s is None:
             return
@@ -135,7 +135,7 @@ class GatewayStats:
 class GatewayHealth:
     """Health of the gateway's process: troubles now, log records lost, restarts by task.
 
-    certificate: when the process's own begins and ends, in Unix seconds.
+    certificate: begin and end of the process's own, in Unix seconds.
     """
 
     troubles: Sequence[str] = ()
@@ -151,7 +151,7 @@ class GatewayHealth:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """The state of a gateway at one moment: what an embedding program or a test may ask about.
+    """State of a gateway at one moment, for an embedding program or a test.
 
     `usable` counts replicas that get turns, `live_turns` turns by replica; `running` turns have a
     request id that is not over, `waiting` ones no place yet; `hedged_groups` may still have copies.
@@ -166,7 +166,7 @@ class GatewayStatus:
 
 
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> GatewayCounters:
-    """Body of `/rose/v1/stats`."""
+    """Return the body of `/rose/v1/stats`."""
     return GatewayCounters(
         tokens=dict(stats.tokens),
         live_turns=live,
@@ -207,10 +207,9 @@ HELP: Final = {
 def exposition(
     stats: GatewayStats, live: dict[str, int], waiting: int, health: GatewayHealth
 ) -> str:
-    """Body of `/metrics`, in Prometheus' text format; replica ids are the operator's own.
+    """Return the body of `/metrics`, in Prometheus' text format; replica ids are the operator's.
 
-    Of a replica that is in no table and has no turn no series is left: in a fleet that comes and
-    goes they would only grow.
+    A replica without a row and a turn loses its series: in a changing fleet they would only grow.
     """
     tokens = {replica: count for replica, count in stats.tokens.items() if replica in live}
     lines = [

@@ -32,11 +32,11 @@ from rose.tokenizer_pool.worker import (
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
-# What is shorter takes less than a millisecond: a step of the event loop.
+# A shorter text takes less than a millisecond: a step of the event loop.
 SHORT_CHARS = 4_096
 SHORT_TOKENS = 1_024
 TEXT_MEMORY_BYTES = 1 << 30
-# Decoders look back at a few tokens only; the whole of a long prompt would hold up the event loop.
+# Decoders look back at a few tokens only; the whole of a long prompt would block the event loop.
 PROMPT_TAIL_TOKENS = 64
 # A character has at most four bytes, each of which may be a token.
 MAX_CHAR_TOKENS = 4
@@ -68,7 +68,7 @@ def _quiet(event: str, **fields: object) -> None:
 
 
 class TextCodec:
-    """The model's tokenizer. Raises ConfigError where it cannot be loaded. End with `close`.
+    """The model's tokenizer. Raises ConfigError if it cannot be loaded. End it with `close`.
 
     Conversations and long texts go to processes of their own; outputs and short texts do not.
     """
@@ -111,7 +111,7 @@ class TextCodec:
             self._tool_pool = TextPool(tools, note, module=TOOL_WORKER)
 
     def start(self) -> None:
-        """Begin the processes, so that the first conversation need not wait for them."""
+        """Start the processes, so that the first conversation need not wait for them."""
         for pool in self._pools():
             pool.start()
 
@@ -122,11 +122,11 @@ class TextCodec:
 
     @property
     def parses_tools(self) -> bool:
-        """Whether calls of tools can be found in outputs."""
+        """True if tool calls can be found in outputs."""
         return self._tool_pool is not None
 
     async def tool_calls(self, job: ParseTools) -> tuple[str, list[FoundCall]]:
-        """The text beside the calls of tools in an output, and the calls. Raises TurnError."""
+        """Return an output's text beside its tool calls, and the calls. Raises TurnError."""
         if self._tool_pool is None:
             raise BadRequest("tools: start the gateway with --tool-call-parser NAME", "tools")
         done = await self._run(job, self._tool_pool)
@@ -138,7 +138,7 @@ class TextCodec:
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text. Raises TurnError for more than the limits allow."""
+        """Return the token ids of each text. Raises TurnError beyond the limits."""
         chars = sum(map(len, texts))
         if chars <= SHORT_CHARS:
             return [self._encode(text, add_special_tokens) for text in texts]
@@ -149,7 +149,7 @@ class TextCodec:
     async def encode_with_tokens(
         self, text: str, add_special_tokens: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Token ids of a text and each token as the tokenizer writes it."""
+        """Return a text's token ids and each token in the tokenizer's form."""
         self._check_chars(len(text))
         done = await self._run(Encode([text], add_special_tokens, strings=True))
         return unpacked(done.token_ids[0]), done.strings
@@ -157,9 +157,9 @@ class TextCodec:
     async def chat(
         self, messages: bytes, options: ChatOptions, strings: bool = False
     ) -> tuple[list[int], list[str] | None]:
-        """Token ids of a conversation in JSON, and its tokens where `strings` wants them.
+        """Return a conversation's token ids, and its tokens if `strings` asks for them.
 
-        Raises TurnError for what the template refuses or the limits do not allow.
+        Raises TurnError for a refusal of the template or beyond the limits.
         """
         with_tools = options.tools != b"null"
         if self._templates[with_tools] is None:
@@ -180,17 +180,17 @@ class TextCodec:
         return unpacked(done.token_ids[0]), done.strings
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text of any number of tokens below 2**32; ids beyond the vocabulary are nothing."""
+        """Return the text of tokens below 2**32; ids beyond the vocabulary have none."""
         if len(token_ids) <= SHORT_TOKENS:
             return self.decode(token_ids)
         return (await self._run(Decode(packed(token_ids)))).text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of a few tokens; ids beyond the vocabulary are nothing."""
+        """Return the text of a few tokens; ids beyond the vocabulary have none."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_ids: Sequence[int], place: int) -> str:
-        """Text of one output token in a list of log probabilities, as vLLM 0.32 shows it.
+        """Return an output token's text in a list of log probabilities, as vLLM 0.32 shows it.
 
         Tokens that begin a character have no text; the one that ends it has the character.
         """
@@ -242,7 +242,7 @@ def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -
     try:
         return str(tokenizer.get_chat_template(tools=tools))
     except ValueError:
-        # Several, and none of them the default.
+        # Several templates, none of which is the default.
         return None
 
 
@@ -303,7 +303,7 @@ class TextTrack:
         self.plan = plan
         whole, begun = _whole_and_begun(plan, prompt[-PROMPT_TAIL_TOKENS:])
         self._decoder = _decode_stream(plan, whole)
-        # So much of the end may turn out to be the beginning of a stop string.
+        # This much of the end may turn out to be the beginning of a stop string.
         self._hold = 0 if plan.include_stop else max(map(len, plan.stop), default=1) - 1
         self.text = ""
         self.ends = array("q")
@@ -313,18 +313,19 @@ class TextTrack:
 
     @property
     def size_bytes(self) -> int:
-        """What is kept of the text, about; text beyond Latin has two bytes a character or four."""
+        """Approximate size of the kept text; text beyond Latin has 2 bytes a character or 4."""
         width = 1 if self.text.isascii() else 4
         return width * len(self.text) + self.ends.itemsize * len(self.ends)
 
     def add(self, token_ids: Sequence[int], stopped: bool = False) -> int:
-        """Take tokens in; how many belong to the answer: all, or up to a stop string's last.
+        """Add tokens; return how many belong to the answer: all, or up to a stop string's last.
 
-        `stopped`: the engine ended the turn for its last token, whose text vLLM leaves out.
+        stopped: the engine ended the turn for its last token, whose text vLLM leaves out.
         """
         plan, ends, step = self.plan, self.ends, self._step
-        # Python appends in place to a string that only a local variable holds. Held here too it
-        # would be copied for each token, and a long output would take time by its square.
+        # Python appends in place to a string that only a local variable holds. With a second
+        # reference it
+        # would be copied for each token, and a long output would take quadratic time.
         text, self.text = self.text, ""
         silent = len(token_ids) if stopped and not plan.include_stop else 0
         try:
@@ -358,13 +359,13 @@ class TextTrack:
             return self._decoder.step(backend, token) or ""
 
     def shown(self, tokens: int, over: bool) -> int:
-        """Characters that a reader of the first `tokens` tokens sees; all when the turn is over."""
+        """Return the characters that a reader of `tokens` tokens sees; all after the turn's end."""
         if over and tokens == len(self.ends):
             return len(self.text)
         return max(0, min(self.ends[tokens - 1], len(self.text)) - self._hold) if tokens else 0
 
     def _stops(self, text: str, old: int) -> int | None:
-        """Where a stop string, of which some is behind `old`, ends the text; None: nowhere."""
+        """Return where a stop string that reaches beyond `old` ends the text, or None."""
         end = len(text) + 1
         for stop in self.plan.stop:
             at = text.find(stop, max(0, old - len(stop) + 1))
@@ -378,7 +379,7 @@ class TextTrack:
 
 @dataclass(slots=True)
 class ServedModel:
-    """`max_model_len` in tokens, None until a setting or a replica says; `codec` only for text.
+    """`max_model_len` in tokens, None until a setting or a replica gives it; `codec` only for text.
 
     `name` is in answers; callers may send that or one of `aliases`, or with `any_name` anything.
     """
@@ -395,7 +396,7 @@ class ServedModel:
         return (self.name, *self.aliases)
 
     def check_name(self, asked: str | None) -> None:
-        """Raise UnknownModel for any other model; none at all means this one."""
+        """Raise UnknownModel for any other model; an empty name means this one."""
         if asked is None or asked == self.name or asked in self.aliases or self.any_name:
             return
         raise UnknownModel(
@@ -414,9 +415,9 @@ class ServedModel:
             )
 
     def budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Output tokens of a turn: what was asked for, else what the model's length leaves.
+        """Return a turn's output tokens: the requested number, else the rest of the model's length.
 
-        Raises BadRequest when neither is known.
+        Raises BadRequest if neither is known.
         """
         room = None if self.max_model_len is None else max(1, self.max_model_len - prompt_tokens)
         if max_tokens is not None:
@@ -430,7 +431,7 @@ class ServedModel:
         return room
 
     def need_codec(self, what: str) -> TextCodec:
-        """The tokenizer. Raises BadRequest, saying what to do, where there is none."""
+        """Return the tokenizer. Raises BadRequest, with what to do, if there is none."""
         if self.codec is None:
             raise BadRequest(
                 f"{what} needs a tokenizer: start the gateway with --tokenizer DIR, "

@@ -151,7 +151,7 @@ def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
     return own + round((config.kv_bytes - own) * (1.0 - host.kv_used / host.kv_total))
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 # A leader renews leases, and says that it lives, each second. One that is silent for longer is
 # gone, and there are 2 s left of a lease to find the next one.
 SILENT_S = 3.0
@@ -197,8 +197,6 @@ class SchedulerSession:
             relay_url=relay_url,
             labels=labels,
             takes_caps=True,
-            jobs=True,
-            heartbeats=True,
             takes_renewals=True,
             release=release(),
             obeys=True,
@@ -254,7 +252,6 @@ class SchedulerSession:
         """Obey one stream to its end. Raises TimeoutError where the leader falls silent.
 
         Raises StalledError where this process stood still. Whoever leads says its mode at once.
-        One of 0.2.0 says nothing by itself after that: nothing is expected of it but renewals.
         """
 
         def look() -> None:

@@ -412,7 +412,7 @@ class Updates:
         """Whether it has weights that are no version of the job that it is leased to."""
         if not self._wanted:
             return False
-        # An engine of 0.2.0 that was adopted does not say whose version it has.
+        # An engine that does not say whose version it has is not believed to have this job's.
         unnamed = self.version > 0 and not self.job and not self._source.chain.only_job
         return self._other_model or unnamed or self.job not in ("", self._wanted)
 

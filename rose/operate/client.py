@@ -1,7 +1,4 @@
-"""An operator's calls of a scheduler: whoever of the list leads is asked, and failures are lines.
-
-`SchedulerClient` has the calls that 0.2.0 knew, `PolicyClient` besides those about policies.
-"""
+"""Calls of an operator to the leading scheduler of a list; a failure is one line."""
 
 import queue
 import time
@@ -9,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
-from typing_extensions import override
 
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.rpc import rose_pb2 as pb
@@ -140,15 +136,6 @@ class SchedulerClient:
 
 class PolicyClient(SchedulerClient):
     """Calls of a scheduler about policies. Raises as `SchedulerClient` does."""
-
-    @override
-    def _meaning(self, code: grpc.StatusCode, details: str | None) -> RoseError:
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return RefusedError(
-                f"the scheduler at {self._address} is of an older release and knows no policies;"
-                " upgrade it, or use `rose harvest`"
-            )
-        return super()._meaning(code, details)
 
     def policies(self) -> list[pb.PolicyView]:
         """All policies in force."""

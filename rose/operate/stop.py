@@ -16,7 +16,7 @@ from rose.operate.fleet import Fleet, Node, NodeState, Replica
 
 # The longest `staleAfter` that a policy may say: a node without a scheduler lends nothing then.
 STALE_AFTER_S: Final = 5.0
-# A node that takes part in the proof measures its guests well within this; one of 0.2.0 never does.
+# A node that takes part in the proof measures its guests well within this.
 MEASURED_S: Final = 2.0
 
 

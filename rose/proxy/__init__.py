@@ -3,9 +3,9 @@
     gateway ══ mTLS, kept ══► proxy ── HTTP on loopback, kept ──► engine
              /REPLICA/rose/v1/generate      /rose/v1/generate
 
-It is a process of its own beside the daemon, so that streams never hold up the guard. An answer
-goes on in the bytes in which it came: of each piece only the end of the answer is looked for.
+It is a process of its own beside the daemon, so that streams never delay the guard. An answer is
+forwarded in its original bytes: the proxy only looks for its end.
 
-Only gateways come in, by their certificate, and of an engine only the routes of turns can be
+Only gateways are admitted, by their certificate, and only an engine's routes of turns can be
 reached: control, weights and vLLM's own routes stay on loopback, whatever secret a caller has.
 """

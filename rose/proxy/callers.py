@@ -1,11 +1,11 @@
-"""Connections of callers: gateways, each proved by its certificate, one request at a time.
+"""Connections of callers: gateways with certificates, one request at a time.
 
     head ── passes ──► asking ── an engine's connection ──► answering ── answered ──► head …
-      │ does not: told why, closed   │ none: 503, closed         │ breaks off: closed at once
+      │ does not: refused, closed    │ none: 503, closed         │ breaks off: closed at once
       └─ HEAD_S, IDLE_S, BODY_S are over: closed
 
 A caller that reads slowly holds its engine's connection up, an engine that reads slowly its caller:
-the proxy keeps what one socket's buffer holds. A caller that hangs up ends its turn.
+the proxy keeps no more than one socket's buffer. A caller that hangs up ends its turn.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security.certificates import EXPIRED, Peer, peer_over
 from rose.security.roles import Identity, Role
 
-# In which a caller reads that it is refused, while the rest of its body comes in and is dropped.
+# Time for a caller to read a refusal, while the rest of its body comes in and is dropped.
 LINGER_S: Final = 1.0
 # Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
 IDLE_S: Final = 330.0
@@ -31,7 +31,7 @@ MOST: Final = 4_096
 
 
 def bounded() -> Connections:
-    """Return the connections of a proxy: as many as leave each an engine's."""
+    """Return the most connections of a proxy that leave each an engine's."""
     most = min(MOST, connections_allowed())
     limits = LimitLog(warn, time.monotonic)
     return Connections(most, HEAD_S, limits, time.monotonic, idle_s=IDLE_S)
@@ -41,8 +41,9 @@ def bounded() -> Connections:
 class Door:
     """State that all callers' connections share.
 
-    ports: of the engines, by their replicas' names. own: of this node; None asks nobody for a
-    certificate. wall_s: Unix seconds. on_refused: told who was refused and why.
+    ports: of the engines, by their replicas' names. own: certificate of this node; None admits
+    callers without one. wall_s: Unix seconds. on_refused: called with the refused caller and the
+    reason.
     """
 
     ports: Mapping[bytes, int]
@@ -68,7 +69,7 @@ class Door:
             raise PassRefusedError(403, "forbidden", f"{who} sends no turns; gateways do")
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on every caller."""
         self.connections.close()
         self.engines.close()
 
@@ -87,7 +88,7 @@ class CallerConnection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        """Ready for the next request."""
+        """Get ready for the next request."""
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
@@ -100,7 +101,7 @@ class CallerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close when what was written is sent."""
+        """Close it after the written data is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -175,7 +176,7 @@ class CallerConnection(asyncio.Protocol):
             self._ask(engine, asked.head)
             return
         self._unsent = [asked.head]
-        # A caller sends no more than its socket holds until somebody takes it.
+        # A caller sends no more than its socket holds until an engine reads it.
         self.hold(True)
         self._asking = asyncio.ensure_future(self._connect(asked.port))
 
@@ -186,7 +187,7 @@ class CallerConnection(asyncio.Protocol):
             self._unsent.append(data)
 
     def on_message_complete(self) -> None:
-        # A moment later the parser knows no more whether the caller goes on.
+        # A moment later the parser no longer knows whether the caller keeps the connection.
         self._whole, self._last = True, not self._parser.should_keep_alive()
         self._allow(None)
 
@@ -224,7 +225,7 @@ class CallerConnection(asyncio.Protocol):
         try:
             engine = await self._door.engines.connect(port)
         except (OSError, TimeoutError):
-            # Before anything was sent: another replica may have it at once.
+            # Before anything was sent: another replica may get it at once.
             self._asking = None
             self._refuse(PassRefusedError(503, "unavailable", "the engine does not answer"))
             return
@@ -254,7 +255,8 @@ class CallerConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(error.answer)
             if self._busy and not self._whole:
-                # Closed with bytes unread, a socket takes back what its peer has not read either.
+                # A socket that is closed with unread bytes also discards the bytes that its peer
+                # has not read.
                 self.hold(False)
                 self._allow(LINGER_S)
             else:

@@ -1,10 +1,10 @@
-"""Connections to engines: each has one request at a time, and lies in a pool between requests.
+"""Connections to engines: each has one request at a time, and is in a pool between requests.
 
     idle ── ask ──► answering ── the answer's end ──► idle, or closed if the engine says so
       └─ unused for REUSE_S, or the engine hangs up: closed
 
-The answer goes to its caller in the bytes in which it came. A parser reads them beside that, and
-says where the answer ends.
+The answer is forwarded to its caller in its original bytes. A parser reads them beside that, and
+finds the answer's end.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 import httptools
 
 LOOPBACK: Final = "127.0.0.1"
-# An engine's server hangs up after 5 s without a request: one that just does so takes no more.
+# An engine's server hangs up after 5 s without a request, and may be about to.
 REUSE_S: Final = 3.0
 CONNECT_S: Final = 2.0
 MOST_IDLE: Final = 256
@@ -24,19 +24,19 @@ class AnswerSink(Protocol):
     """Receiver of an answer. Its methods must not wait."""
 
     def answer(self, data: bytes) -> None:
-        """More of the answer came."""
+        """Take more of the answer."""
         ...
 
     def answered(self, *, last: bool) -> None:
-        """The answer is complete. last: it says itself that its connection ends with it."""
+        """Take the end of the answer. last: the answer itself ends the connection."""
         ...
 
     def broken(self) -> None:
-        """The answer breaks off here."""
+        """Take the news that the answer breaks off here."""
         ...
 
     def hold(self, held: bool) -> None:
-        """The engine takes no more of the request just now, or does again."""
+        """Pause the request while the engine's socket is full, or resume it."""
         ...
 
 
@@ -58,19 +58,19 @@ class EngineConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, sink: AnswerSink, head: bytes) -> None:
-        """Begin a request; `sink` hears of its answer."""
+        """Begin a request; `sink` gets its answer."""
         self._sink = sink
         self._whole = self._last = False
         self._parser = httptools.HttpResponseParser(self)
         self.write(head)
 
     def write(self, data: bytes) -> None:
-        """More of the request."""
+        """Send more of the request."""
         if self._transport is not None:
             self._transport.write(data)
 
     def hold(self, held: bool) -> None:
-        """The caller takes no more of the answer just now, or does again."""
+        """Pause the answer while the caller's socket is full, or resume it."""
         if self._transport is None or self._transport.is_closing():
             return
         if held:
@@ -79,7 +79,7 @@ class EngineConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Hang up: whatever the engine does for this request ends."""
+        """Hang up: the engine's work for this request ends."""
         self._sink = self._parser = None
         if self._transport is not None:
             self._transport.abort()
@@ -91,7 +91,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None or self._parser is None:
-            # An answer to nothing: whatever speaks there, it is not to be asked again.
+            # An unrequested answer: the engine's connection is not to be reused.
             self._forget()
             self.close()
             return
@@ -120,7 +120,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self._parser is not None
-        # A moment later the parser knows it no more.
+        # A moment later the parser no longer knows it.
         self._whole, self._last = True, not self._parser.should_keep_alive()
 
     # ---- inside ----
@@ -154,7 +154,7 @@ class EnginePool:
         self._idle: dict[int, list[EngineConnection]] = defaultdict(list)
 
     def take(self, port: int) -> EngineConnection | None:
-        """A connection that is open, the one that was used last; None where there is none."""
+        """Return the open connection that was used last; None without one."""
         idle = self._idle[port]
         since_s = asyncio.get_running_loop().time() - REUSE_S
         while idle:
@@ -165,14 +165,14 @@ class EnginePool:
         return None
 
     async def connect(self, port: int) -> EngineConnection:
-        """A new connection. Raises OSError where nobody listens, TimeoutError."""
+        """Return a new connection. Raises OSError if nothing listens, TimeoutError."""
         loop, connection = asyncio.get_running_loop(), EngineConnection(self._idle[port])
         async with asyncio.timeout(CONNECT_S):
             await loop.create_connection(lambda: connection, LOOPBACK, port)
         return connection
 
     def close(self) -> None:
-        """Hang up wherever nothing is awaited."""
+        """Hang up every idle connection."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()

@@ -1,7 +1,7 @@
 """The proxy's process: `python -m rose.proxy.main`, started by its node's daemon.
 
-Its command line says everything; it has no state, asks nobody and writes nothing but standard
-error. When it ends, the turns that went through it end, and their gateways send them elsewhere.
+Its command line configures it; it has no state, calls nothing but engines and writes only to
+standard error. When it ends, its turns end, and their gateways send them elsewhere.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rose.security.certificates import (
 )
 from rose.security.roles import Role
 
-# Behind the daemon and its guard where there are few cores.
+# Behind the daemon and its guard on a machine with few cores.
 NICENESS: Final = 5
 EXIT_BAD_INPUT: Final = 2
 _logger = logging.getLogger("rose.proxy")
@@ -44,7 +44,7 @@ async def serve(
     *,
     insecure: bool = False,
 ) -> tuple[Listener, Door]:
-    """Listen; end with `close` of both. Raises ConfigError where nobody can."""
+    """Listen; end with `close` of both. Raises ConfigError if it cannot."""
     if certificates is None:
         check_exposure(host, insecure, "send turns to every replica of this node")
     own = certificates.insist(Role.NODE) if certificates else None
@@ -62,7 +62,7 @@ async def serve(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM; exit code 2 with one line on bad input."""
+    """Serve until SIGTERM; return 2 with one line on bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m rose.proxy.main", description=(__doc__ or "").splitlines()[0]
     )
@@ -117,7 +117,7 @@ async def _run(
 
 
 def _replica(said: str) -> tuple[str, int]:
-    """Name and port. The port comes first, since a name may hold anything."""
+    """Return name and port. The port comes first, since a name may hold anything."""
     port, mark, name = said.partition("=")
     if not (mark and name and port.isdigit()):
         raise ConfigError(f"--replica {said!r}: write PORT=NAME")

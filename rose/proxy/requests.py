@@ -1,7 +1,7 @@
 """Requests that pass, their engine, and the head that it gets: a function of the request.
 
     POST /REPLICA/rose/v1/generate   with a length   ──► its port, a head written anew
-    anything else                                    ──► PassRefusedError, before the engine hears
+    anything else                                    ──► PassRefusedError, before the engine's turn
 
 The head is written and not edited: a field that is not listed here never reaches an engine, least
 of all the secret by which its node controls it.
@@ -24,7 +24,7 @@ from rose.contract.replica import (
 from rose.errors import RoseError
 
 PATHS: Final = frozenset(path.encode() for path in (*TURNS, *POOLING))
-# Engines read these fields besides the length. A trace goes on with its turn.
+# Engines read these fields besides the length. A turn's trace stays with it.
 PASSED: Final = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
 MAX_HEAD_BYTES: Final = 16 << 10
 REASONS: Final = {
@@ -42,7 +42,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class PassRefusedError(RoseError):
-    """A request does not pass; `status` and `kind` are what its caller is told beside the line."""
+    """A request does not pass; `status` and `kind` are in the answer beside the line."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ def passed(
 
 
 def _parted(target: bytes) -> tuple[bytes, bytes, bytes]:
-    """Name of the replica, path at the engine, and query with its mark."""
+    """Return the replica's name, the path at the engine, and the query with its mark."""
     whole, mark, query = target.partition(b"?")
     name, slash, path = whole.removeprefix(b"/").partition(b"/")
     return unquote_to_bytes(name), slash + path, mark + query

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class TurnGate:
-    """Gate for new turns: closed while weights change, so none starts in the middle of a switch."""
+    """Gate for new turns, closed while weights change: none starts in the middle of a switch."""
 
     def __init__(self) -> None:
         self._holders = 0
@@ -18,7 +18,7 @@ class TurnGate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Let nobody pass meanwhile."""
+        """Close the gate inside the context."""
         self._holders += 1
         try:
             yield
@@ -27,17 +27,17 @@ class TurnGate:
             self.look_again()
 
     def look_again(self) -> None:
-        """Wake those that wait: something that they asked about may have changed."""
+        """Wake the waiting turns: the answer to their `unless` may have changed."""
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
     async def passed(self, unless: Callable[[], bool]) -> None:
-        """Wait until it is open, or until `unless` says that there is nothing to wait for."""
+        """Wait until the gate is open, or until `unless` returns True."""
         while self._holders and not unless():
             await self._moved.wait()
 
 
-# As far as a store that was restored leaps: its epochs go on from the time in milliseconds.
+# Leap of a restored store: its epochs continue from the time in milliseconds.
 MAX_LEAP: Final = 1 << 42
 
 
@@ -50,7 +50,7 @@ class StaleEpochError(AdmissionError):
 
 
 class EpochAheadError(AdmissionError):
-    """A command of a lease that cannot be: believed, it would shut out every real one."""
+    """A command of an impossible lease: obeyed, it would shut out every real one."""
 
 
 class QuarantinedError(AdmissionError):
@@ -58,27 +58,27 @@ class QuarantinedError(AdmissionError):
 
 
 class Admission:
-    """Open or closed. Epochs only grow: what an old lease says is history.
+    """Open or closed. Epochs only grow: commands of an old lease are refused.
 
-    The first epoch may be any, since leases are older than engines; later ones are at most
-    MAX_LEAP ahead of it.
+    The first epoch may be any, since leases are older than engines; later ones are at most MAX_LEAP
+    ahead of it.
     """
 
     def __init__(self) -> None:
         self.open = False
         self.epoch = 0
-        # Whose lease it is; "" where nobody says.
+        # Job of the lease; "" if unknown.
         self.job = ""
         self.reason = "no lease yet"
         self._quarantined = False
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is closed for as long as this process lives."""
+        """True if it is closed for as long as this process lives."""
         return self._quarantined
 
     def takes(self, job: str) -> bool:
-        """Whether turns of a job are taken: not those that were sent under another job's lease."""
+        """Return True if turns of a job are taken: not those sent under another job's lease."""
         return not (job and self.job) or job == self.job
 
     def admit(self, epoch: int, job: str = "") -> None:

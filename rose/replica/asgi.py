@@ -5,15 +5,15 @@ metrics, CORS and scaling checks; each costs a call for every chunk that is sent
 own option, `--middleware=rose.replica.asgi.GenerateShortcut`; without it the endpoint's routes work
 all the same.
 
-`AccessFilter` says which caller may use which route, by method and exact path:
+`AccessFilter` decides which caller may use which route, by method and exact path:
 
-open     liveness, metrics, the model's name, a replica's state, turns of a lease
-leased   vLLM's routes of models that are not generative: open for the job of a lease
-secret   control of the replica, and the few of vLLM's own routes that its node or a bench uses
-others   answer 404: vLLM has routes for development that run any method of its workers
+open     liveness, metrics, the model's name, a replica's state, turns of a lease leased   vLLM's
+routes of models that are not generative: open for the job of a lease secret   control of the
+replica, and the few of vLLM's own routes that its node or a bench uses others   answer 404: vLLM
+has routes for development that run any method of its workers
 
-The secret is made for one life of an engine and given to it in its environment, which only its own
-user can read. An engine without one lets nobody control it.
+The secret is made for one life of an engine and passed to it in its environment, which only its own
+user can read. An engine without one cannot be controlled.
 """
 
 import hmac
@@ -51,7 +51,7 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """The whole body of a request. Raises BodyTooLargeError or ClientGoneError."""
+    """Return the whole body of a request. Raises BodyTooLargeError or ClientGoneError."""
     body = b""
     while True:
         message = await receive()
@@ -72,7 +72,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 def trace_in(scope: Scope) -> TraceContext | None:
-    """The trace that a request is of; None where it names none, several, or none that is valid."""
+    """Return the request's trace; None if it names none, several, or an invalid one."""
     said = [value for name, value in scope["headers"] if name == b"traceparent"]
     if len(said) != 1:
         return None
@@ -104,7 +104,7 @@ class GenerateShortcut:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a turn at once; hand everything else on."""
+        """Serve a turn at once; pass everything else on."""
         if scope["type"] != "http" or scope["path"] not in _TURNS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -138,7 +138,7 @@ _WITH_SECRET = frozenset(
 
 
 def bears_secret(scope: Scope) -> bool:
-    """Whether a request bears the secret of this life, in one `Authorization: Bearer` header."""
+    """Return True if a request has the secret of this life, in one Bearer header."""
     secret = os.environ.get(SECRET, "")
     said = [value for name, value in scope["headers"] if name == b"authorization"]
     if not secret or len(said) != 1:
@@ -147,20 +147,20 @@ def bears_secret(scope: Scope) -> bool:
 
 
 async def refuse_stranger(send: Send) -> None:
-    """Answer a request for control that does not bear the secret."""
+    """Refuse a request for control without the secret."""
     await refuse(send, 401, "no_secret", "only who started this engine controls it")
 
 
 class Leased(Protocol):
-    """What the endpoint leaves in the server's state."""
+    """The endpoint's object in the server's state."""
 
     def shut(self, job: str) -> str:
-        """Why no turn of a job may begin; "" where it may."""
+        """Return the reason why no turn of a job may begin, or ""."""
         ...
 
 
 class AccessFilter:
-    """Lets through what is listed above; a process that is no replica is left alone.
+    """Filter for the routes above; a process that is not a replica is left alone.
 
     Loaded by vLLM's own option, `--middleware=rose.replica.asgi.AccessFilter`.
     """
@@ -170,11 +170,11 @@ class AccessFilter:
         self._replica = environ.get("ROSE_ROLE") in ROLES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on what may pass."""
+        """Pass allowed requests on."""
         if not self._replica or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            # The protocol: a refusal of the connection before it is accepted.
+            # By the protocol this refuses the connection before it is accepted.
             await send({"type": "websocket.close", "code": 1008})
         elif (asked := (scope["method"], scope["path"])) in _OPEN:
             await self._app(scope, receive, send)
@@ -188,7 +188,7 @@ class AccessFilter:
             await self._app(scope, receive, send)
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a call on to vLLM where a turn of its job would be taken."""
+        """Pass a call on to vLLM if a turn of its job would be taken."""
         gate: Leased | None = getattr(scope["app"].state, STATE_NAME, None)
         job = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(JOB_QUERY, [""])[0]
         shut = "no turns now: the engine starts" if gate is None else gate.shut(job)

@@ -1,12 +1,12 @@
-"""Turns that were asked for in one request: each is a turn like any other, their lines share it.
+"""Batches: turns of one request. Each is a turn like any other, and their lines share the answer.
 
     BatchBody ──► turn 0 ──┐
                   turn 1 ──┤ lines of one step of the event loop ──► one piece of the answer
                   …      ──┘
-    LeaveBody ──► those turns end, the others go on; a client that hangs up ends all that are left
+    LeaveBody ──► those turns end, the others continue; a client that hangs up ends all of them
 
-For a trainer's short turns the engine's server would else spend more on requests and pieces than on
-tokens.
+For a trainer's short turns the engine's server would otherwise spend more on requests and pieces
+than on tokens.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class _Answer:
-    """What is to be sent of a batch; `left` turns have not said their last yet."""
+    """Pending lines of a batch; `left` turns have not sent their last yet."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns
@@ -39,12 +39,12 @@ class _Answer:
             self._news.set()
 
     def over(self) -> None:
-        """One turn less."""
+        """Count one turn less."""
         self.left -= 1
         self._news.set()
 
     async def next(self) -> list[BatchLine]:
-        """All that came until this task is woken; none where the last turns were left."""
+        """Return all lines so far, waiting for some; none if the last turns were cancelled."""
         await self._news.wait()
         self._news.clear()
         lines, self._lines = self._lines, []
@@ -52,13 +52,13 @@ class _Answer:
 
 
 class TurnBatches:
-    """Batches that are being answered, by the names that their clients gave them."""
+    """Batches that are being answered, by their clients' names for them."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Turns, Mapping[int, ReplicaTurn]]] = {}
 
     def leave(self, name: str, places: Sequence[int]) -> None:
-        """End some turns of a batch; those that are over already, or unknown, are left alone."""
+        """End some turns of a batch; unknown ones, and those that are over, are left alone."""
         found = self._open.get(name)
         if found is not None:
             served, turns = found
@@ -105,7 +105,7 @@ class TurnBatches:
 
 
 async def _run(served: Turns, answer: _Answer, place: int, turn: ReplicaTurn) -> None:
-    """One turn from its beginning to its end."""
+    """Run one turn from its beginning to its end."""
     try:
         await served.begin(turn)
         while not turn.ended:
@@ -114,7 +114,7 @@ async def _run(served: Turns, answer: _Answer, place: int, turn: ReplicaTurn) ->
     except RequestRefusedError as error:
         answer.add([BatchLine(place, StreamLine(message=str(error)), error.status)])
     except ClientGoneError:
-        # Nobody waits for it; what is left of it is ended below.
+        # Nobody waits for it; the rest of it is ended below.
         return
     except Exception as error:  # noqa: BLE001 -- the others go on
         _LOG.exception("a turn of a batch failed")

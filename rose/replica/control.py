@@ -4,12 +4,12 @@
     keep_waking      an idle engine core whose KV memory is owed to the host has to be woken for it
     yielded_s        a warm-up does not count the time in which the gate lets nothing run
 
-The one place that says whether this replica is a guest, and the one page that its API process has
-open. Without a host nobody is waited for and nobody is woken.
+Only this module knows whether the replica is a guest, and opens the page in its API process.
+Without a host it waits for nothing and wakes nothing.
 
 An idle engine core blocks on its input queue, and only its own thread may touch the block pool. Any
 utility call ends that wait; the core then asks its scheduler whether there is work, and
-`GatedScheduler.has_requests` says yes until the memory is back.
+`GatedScheduler.has_requests` returns True until the memory is back.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Wakeable(Protocol):
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What it raises when it is ending or has ended."""
+        """Errors that it raises when it is ending or has ended."""
         ...
 
     async def wake(self) -> None:
@@ -56,10 +56,10 @@ class Wakeable(Protocol):
 
 
 class GuestControl:
-    """What an API process learns and waits for at its guest's page (in its event loop)."""
+    """The API process's view of its guest's page (in its event loop)."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Opens nothing yet: a page that cannot be read is told where it is wanted."""
+        """The page is opened on first use: an unreadable one is reported there."""
         self._path = environ.get("ROSE_CONTROL_PAGE", "")
         self._group = environ.get(PAGE_GROUP, "")
         self._by_handle = bool(environ.get("ROSE_PAGE_SOCKET"))
@@ -69,10 +69,10 @@ class GuestControl:
 
     @property
     def page(self) -> ControlPage:
-        """The page, opened when first wanted. Raises PageError where there is none to be read.
+        """The page, opened on first use. Raises PageError if it cannot be read.
 
-        It stays the one that the engine's gate has: nobody is believed on one that was replaced,
-        and memory is still returned by it.
+        It stays the one of the engine's gate: the host's state on a replaced one does not count,
+        and it still asks for memory.
         """
         if self._page is None:
             self._page = ControlPage.open(self._path, self._group)
@@ -81,9 +81,9 @@ class GuestControl:
     async def wait_host_idle(self, patience_s: float) -> None:
         """Return once the host is idle and a live grant lets the guest compute.
 
-        Raises HostBusyError when that is not so within `patience_s`. A host that is never idle
-        keeps its guest at the version that it has: the guest says so, and its node asks again
-        later. A page that cannot be read is no idle host.
+        Raises HostBusyError if that is not so within `patience_s`. A host that is never idle keeps
+        its guest at its version: the guest reports that, and its node asks again later. An
+        unreadable page counts as a busy host.
         """
         if not self.is_guest:
             return
@@ -108,7 +108,7 @@ class GuestControl:
             await asyncio.sleep(IDLE_POLL_S)
 
     def yielded_s(self) -> float | None:
-        """How long the gate has let nothing run in this life of the engine; None while unknown.
+        """Return how long the gate has let nothing run in this life of the engine; None if unknown.
 
         Raises PageError.
         """
@@ -121,7 +121,7 @@ class GuestControl:
             self._waking = asyncio.get_running_loop().create_task(self.keep_waking(engine))
 
     def stop_waking(self) -> None:
-        """End that, if it runs."""
+        """Stop waking, if it runs."""
         if self._waking is not None:
             self._waking.cancel()
 
@@ -147,12 +147,12 @@ class GuestControl:
         page = self.page
         if owes_memory(page.grant.peek(), page.guest.peek()):
             return True
-        # A host that lends by handle asks on a socket, which an idle engine does not hear.
+        # A host that lends by handle asks on a socket, which an idle engine does not read.
         return self._by_handle and misses_memory(page.host.peek())
 
 
 class HostPatience:
-    """Waits for an idle host, as often as asked, but no longer than `left_s` seconds in all."""
+    """Bounded wait for an idle host, repeated, `left_s` seconds in all."""
 
     def __init__(self, control: GuestControl, left_s: float) -> None:
         self._control = control
@@ -167,12 +167,12 @@ class HostPatience:
 
 
 def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:
-    """Whether a grant allows fewer granules than the guest keeps. One granule always stays."""
+    """Return True if a grant allows fewer granules than the guest keeps. One always stays."""
     if grant is None or guest is None or grant.kv_granule_cap <= 0:
         return False
     return guest.granules_mapped > grant.kv_granule_cap
 
 
 def misses_memory(host: HostState | None) -> bool:
-    """Whether a host that lends misses granules of its reserve."""
+    """Return True if a host that lends misses granules of its reserve."""
     return host is not None and host.reserve_missing > 0

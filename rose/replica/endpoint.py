@@ -1,15 +1,13 @@
 """Replica endpoint: vLLM endpoint plugin that serves the replica HTTP contract.
 
 POST /rose/v1/generate        tokens in, stamped tokens out
-POST /rose/v1/generate_batch  the same of several turns in one request; …/leave lets go of some
-POST /rose/v1/drain | admit   lease epochs open and close admission
-POST /rose/v1/weights/apply   the next policy version
-POST /rose/v1/weights/audit   digests of everything that is live
-GET  /rose/v1/state
+POST /rose/v1/generate_batch  several turns in one request; …/leave cancels some POST /rose/v1/drain
+| admit   lease epochs open and close admission POST /rose/v1/weights/apply   the next policy
+version POST /rose/v1/weights/audit   digests of all live weights GET  /rose/v1/state
 
 `generate` is the path of every turn, so it is a bare ASGI application.
 
-`EndpointMount` is ASGI middleware that mounts these routes where vLLM has no endpoint plugins. The
+`EndpointMount` is ASGI middleware that mounts these routes in a vLLM without endpoint plugins. The
 server sends `lifespan` through its middleware once, when the engine is there and before the first
 request. A vLLM that has loaded the endpoint as a plugin has left its mark in the server's state by
 then, and nothing is done. Loaded by vLLM's own option,
@@ -64,7 +62,7 @@ _BODIES: dict[str, msgspec.json.Decoder[_Asked]] = {
 
 
 class GenerateApp:
-    """Admits turns and serves them; `turns` is set once the engine is up."""
+    """Application that admits turns and serves them; `turns` is set once the engine is up."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -73,7 +71,7 @@ class GenerateApp:
         self.weights: WeightUpdater | None = None
 
     def shut(self, job: str) -> str:
-        """Why no turn of a job may begin: no lease is here, or none of the job; "" where it may."""
+        """Return the reason why no turn of a job may begin: no lease, or another job's; else ""."""
         if not self._admission.open or self.turns is None:
             return f"no turns now: {self._admission.reason}"
         serves = self._admission.takes(job) and (self.weights is None or self.weights.serves(job))
@@ -85,7 +83,7 @@ class GenerateApp:
         try:
             body = decoded(decoder, await read_body(receive, MAX_BODY_BYTES))
         except ClientGoneError:
-            # Nothing was begun and nobody is left to tell.
+            # Nothing was begun, and the client is gone.
             return
         except BodyTooLargeError as error:
             await refuse(send, 413, "too_large", str(error))
@@ -110,7 +108,7 @@ class GenerateApp:
         await self.turns.serve(self.turns.open(body, trace_in(scope)), receive, send)
 
     async def _serve_batch(self, body: contract.BatchBody, receive: Receive, send: Send) -> None:
-        # As above, for all of them.
+        # The same holds for all of them.
         shut = [self.shut(turn.job) for turn in body.turns]
         if all(shut):
             await refuse(send, 503, "draining", shut[0])
@@ -131,8 +129,10 @@ _Handler = Callable[[bytes], Awaitable[Response]]
 
 
 class ReplicaEndpoint:
-    """Named in `VLLM_PLUGINS` as `rose_replica`, or mounted (see `EndpointMount`); inert unless
-    `ROSE_ROLE` makes a replica of it."""
+    """Endpoint, as `rose_replica` in `VLLM_PLUGINS` or mounted (see `EndpointMount`).
+
+    It is inert unless `ROSE_ROLE` makes a replica of the engine.
+    """
 
     name = "rose_replica"
     required_tasks = ("generate",)
@@ -150,7 +150,7 @@ class ReplicaEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes: Starlette's own, and before vLLM's, which are matched one by one.
 
-        Raises ExecutorError on a vLLM that nobody has tested.
+        Raises ExecutorError on an untested vLLM.
         """
         if not self._active:
             return
@@ -158,9 +158,9 @@ class ReplicaEndpoint:
         self.attach(app)
 
     def attach(self, app: FastAPI) -> None:
-        """Add the routes, whichever engine this is."""
+        """Add the routes, for any engine."""
         app.router.routes[:0] = [
-            # An ASGI application as endpoint is called as it is, without a Request around it.
+            # An ASGI application as endpoint is called directly, without a Request around it.
             *(Route(path, self._generate, methods=["POST"]) for path in contract.TURNS),
             Route(contract.DRAIN, _Control(self._drain), methods=["POST"]),
             Route(contract.ADMIT, _Control(self._admit), methods=["POST"]),
@@ -183,7 +183,7 @@ class ReplicaEndpoint:
         self.begin(VllmEngine(engine_client, str(args.model)), state)
 
     def begin(self, engine: ReplicaEngine, state: State) -> None:
-        """Keep the engine, whichever it is, and begin what goes on beside turns."""
+        """Keep the engine, of any kind, and start the work beside turns."""
         setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine)
         self._weights = WeightUpdater(engine, self._turns, self._admission, self._control)
@@ -225,7 +225,7 @@ class ReplicaEndpoint:
         except ActivationError as error:
             return _json(weights.Unproven(contract.Fault("unproven", str(error))), 422)
         except WeightError as error:
-            # Nothing was written: the replica serves on with what it has.
+            # Nothing was written: the replica serves on with its version.
             return _refusal(422, "bad_version", str(error))
         return _json(msgspec.convert(report, weights.UpdateApplied))
 
@@ -266,9 +266,9 @@ class ReplicaEndpoint:
 
 
 class _Control:
-    """An ASGI application for who bears the engine's secret; bodies are bounded.
+    """ASGI application for callers with the engine's secret; bodies are bounded.
 
-    `AccessFilter` stands before it. This holds where a server was started without it.
+    `AccessFilter` is in front of it. This check holds for a server without that.
     """
 
     def __init__(self, handler: _Handler) -> None:
@@ -283,7 +283,7 @@ class _Control:
         except BodyTooLargeError as error:
             await refuse(send, 413, "too_large", str(error))
         except ClientGoneError:
-            # Nothing was begun and nobody is left to tell.
+            # Nothing was begun, and the client is gone.
             return
         else:
             await (await self._handler(body))(scope, receive, send)
@@ -317,13 +317,13 @@ class EndpointMount:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Mount at the server's start; hand everything on. A server that cannot does not start."""
+        """Mount at the server's start; pass everything on. A server that cannot does not start."""
         if scope["type"] == "lifespan" and not hasattr(scope["app"].state, STATE_NAME):
             try:
                 await _mount(scope)
             except Exception as error:  # noqa: BLE001 -- uvicorn would serve on without lifespan
                 _LOG.exception("ROSE's endpoint cannot be mounted")
-                # The protocol: this answer to its first message ends the server.
+                # By the protocol this answer to its first message ends the server.
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return

@@ -1,7 +1,7 @@
-"""What a replica asks of its engine, whichever it is.
+"""Interface between a replica and its engine.
 
-`rose.replica.vllm` and `rose.replica.sglang` each have one. Everything above them, turns, leases,
-weight updates, warm-up, is the same for both.
+`rose.replica.vllm` and `rose.replica.sglang` each implement it. Everything above them, turns,
+leases, weight updates, warm-up, is the same for both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from rose.tracing.context import TraceContext
 
 
 class RequestRefusedError(Exception):
-    """The engine does not take a request; `status` is the HTTP status that says why."""
+    """The engine refuses a request; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new since the last look; `finish_reason` is the engine's, None while it runs."""
+    """New output since the last call; `finish_reason` is the engine's, None while it runs."""
 
     chunks: list[StreamLine]
     finish_reason: str | None
@@ -38,9 +38,9 @@ class EngineRequest(Protocol):
         ...
 
     async def next(self) -> OutputDelta:
-        """Wait for output; what came since the last call is merged.
+        """Wait for output; output since the last call is merged.
 
-        Raises UnknownVersionError, the engine's own failures, and what `interrupt` was given.
+        Raises UnknownVersionError, the engine's own failures, and the error of `interrupt`.
         """
         ...
 
@@ -64,7 +64,7 @@ class WarmUpSizes:
     vocabulary: int
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """(sequences, tokens of each prompt): all doublings, with short prompts and long ones."""
+        """Return (sequences, prompt tokens of each): all doublings, short prompts and long ones."""
         longest = self.max_model_len - WARM_UP_OUTPUT_TOKENS
         for sequences in _doublings(self.max_num_seqs):
             fair = max(1, min(longest, self.max_tokens // sequences))
@@ -80,18 +80,18 @@ def _doublings(most: int) -> list[int]:
 
 
 class ReplicaEngine(Protocol):
-    """One engine, as its API process sees it; `model_dir` is what it was started from."""
+    """One engine in its API process; `model_dir` is the folder that it was started from."""
 
     model_dir: str
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What it raises when it is ending or has ended."""
+        """Errors that it raises when it is ending or has ended."""
         ...
 
     @property
     def updatable(self) -> bool:
-        """Whether its workers take weight updates."""
+        """True if its workers take weight updates."""
         ...
 
     @property
@@ -107,41 +107,40 @@ class ReplicaEngine(Protocol):
     async def start(
         self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
     ) -> EngineRequest:
-        """Hand a turn to it. Raises RequestRefusedError for what it refuses."""
+        """Start a turn. Raises RequestRefusedError."""
         ...
 
     async def abort(self, requests: Sequence[Any]) -> None:
-        """End requests that it started. Each has its last output before this awaits: no engine
-        step is needed for it."""
+        """End requests that it started, each with its last output before this awaits."""
         ...
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Return once no step is in flight; requests stay and go on when it resumes.
+        """Return once no step is in flight; requests stay and continue when it resumes.
 
         With `clear_cache` they compute all of their KV again.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume."""
         ...
 
     async def activate(self, version: int) -> None:
-        """From here on tokens are of this version. Only under the engine's pause."""
+        """Stamp tokens with this version from here on. Only under the engine's pause."""
         ...
 
     async def call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
-        """Call a method of its weight workers; each rank's answer. Raises whatever it raises."""
+        """Call a method of its weight workers; return each rank's answer. Raises their errors."""
         ...
 
     def meeting_place(self) -> str | None:
-        """Where its ranks share a copy of the checkpoint; None for one rank."""
+        """Return the folder of its ranks' shared copy of the checkpoint; None for one rank."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes; False where some are in use."""
+        """Drop all prefixes; return False if some are in use."""
         ...
 
     async def wake(self) -> None:
-        """Have an idle engine look for work."""
+        """Wake an idle engine, so that it looks for work."""
         ...

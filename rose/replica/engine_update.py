@@ -1,18 +1,17 @@
 """Updater of a replica's policy version: decodes, loads, pauses, commits, proves, resumes.
 
-decode   while serving: verified and decoded once for all ranks of a node; nothing is written
-load     while serving: a fresh load computes what the new version has to compute
-pause    as the job wants it for turns in flight, see `OnUpdate`
-commit   scatter and prove on every rank; then stamp the engine with the version
-resume   only then, or when nothing was written
+decode   while serving: verified and decoded once for all ranks of a node; nothing is written load
+while serving: a fresh load computes the expected results of the new version pause    as the job
+wants it for turns in flight, see `OnUpdate` commit   scatter and prove on every rank; then stamp
+the engine with the version resume   only then, or if nothing was written
 
 An update that breaks off from the commit on leaves unproven weights: admission closes, all turns
 are revoked, and the engine stays paused. It samples no token any more; only a new life of the
 engine, which starts from its base and proves it, serves again.
 
 A guest takes weights while its host is idle: the engine's gate covers neither the update nor a
-pause. A host that is never idle keeps its guest at its old version. The guest says so, and its node
-asks again later.
+pause. A host that is never idle keeps its guest at its old version. The guest reports that, and its
+node asks again later.
 
 `Audits` digest every live weight, in pieces between the engine's steps, and judge the sums.
 """
@@ -37,11 +36,11 @@ from weight_transfer.engine.replica_weights import merged, typed
 PIECE_ELEMENTS: Final = 8 << 20
 TRIES: Final = 3
 CallAll = Callable[..., Awaitable[list[dict[str, Any]]]]
-"""Calls a worker method and gives each rank's answer."""
+"""Function that calls a worker method and returns each rank's answer."""
 
 
 class Audits:
-    """Runs audits over `call`, one at a time."""
+    """Audits over `call`, one at a time."""
 
     def __init__(self, call: CallAll) -> None:
         self._call = call
@@ -50,7 +49,7 @@ class Audits:
     async def run(self) -> dict[str, Any]:
         """Report {version, flipped, unjudged, weights, audit_s}.
 
-        Raises WeightError when versions change faster than it can look.
+        Raises WeightError if versions change faster than it reads.
         """
         async with self._lock:
             began_s = time.perf_counter()
@@ -68,7 +67,7 @@ class Audits:
         raise WeightError(f"the version changed in each of {TRIES} audits; ask again later")
 
     async def _once(self) -> tuple[int, int, Findings] | None:
-        """(version, weights that were read, findings), None when the version changed meanwhile."""
+        """Return (version, number of weights, findings), None if the version changed meanwhile."""
         parts: list[Part] = []
         versions: set[int] = set()
         done = False
@@ -84,7 +83,7 @@ class Audits:
                     Part(name, tuple(key), n, total) for name, key, n, total in answer["parts"]
                 ]
             done = all(answer["done"] for answer in answers)
-            # A piece holds up the engine's steps: they get as much time as it took.
+            # A piece delays the engine's steps: they get as much time as it took.
             await asyncio.sleep(time.perf_counter() - began_s)
         expected = (await self._call("rose_weights_digests"))[0]
         if expected["version"] not in versions:
@@ -95,11 +94,11 @@ class Audits:
 
 STAGE_POLL_S: Final = 0.01
 Call = Callable[..., Awaitable[dict[str, Any]]]
-"""Calls a worker method on all ranks; `done` of its answer means: on all of them."""
+"""Function that calls a worker method on all ranks; `done` in its answer covers all of them."""
 
 
 async def decode(call: Call, manifests: list[str], chunks: str) -> None:
-    """Have versions verified and decoded beside the engine's steps. Raises what the ranks raise."""
+    """Have versions verified and decoded beside the engine's steps. Raises the ranks' errors."""
     attempt = secrets.token_hex(8)
     while True:
         if (await call("rose_weights_decode", manifests, chunks, attempt))["done"]:
@@ -108,9 +107,9 @@ async def decode(call: Call, manifests: list[str], chunks: str) -> None:
 
 
 async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
-    """Have what was decoded loaded and computed between the engine's steps; what it is like.
+    """Load and compute the decoded version between the engine's steps; return its facts.
 
-    Raises what the ranks raise, and HostBusyError; nothing is written then.
+    Raises the ranks' errors, and HostBusyError; nothing is written then.
     """
     while True:
         await patience.wait()
@@ -118,7 +117,7 @@ async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
         loaded = await call("rose_weights_load", 1)
         if loaded["done"]:
             return loaded
-        # A piece holds up the engine's steps: they get as much time as it took.
+        # A piece delays the engine's steps: they get as much time as it took.
         await asyncio.sleep(time.perf_counter() - began_s)
 
 
@@ -127,17 +126,17 @@ VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
 UNSIGNED: Final = "ROSE_UNSIGNED"
 FINISH_OLD_S: Final = 20.0
 STAGE_PATIENCE_S = 20.0
-"""With a busy host, over all pieces; a node waits for the whole update for a minute."""
+"""Wait for a busy host, over all pieces; a node waits for the whole update for a minute."""
 SWITCH_PATIENCE_S = 5.0
-"""With a busy host, when all is staged."""
+"""Wait for a busy host once all is staged."""
 CALL_LIMIT_S: Final = 30.0
-"""For each call under the pause; a node waits for the whole update for a minute."""
+"""Time limit of each call under the pause; a node waits for the whole update for a minute."""
 _LOG = logging.getLogger("vllm.rose.replica")
 _T = TypeVar("_T")
 
 
 class ActivationError(WeightError):
-    """A commit broke off: which weights the engine holds is not proven any more."""
+    """A commit broke off: the engine's weights are not proven any more."""
 
 
 class EngineCallError(WeightError):
@@ -155,7 +154,7 @@ class WeightUpdater:
         control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
-        """`admission` is closed for good once weights are in doubt."""
+        """admission: closed for good once weights are in doubt."""
         self._engine = engine
         self._turns = turns
         self._admission = admission
@@ -167,11 +166,11 @@ class WeightUpdater:
         self._audits = Audits(self._call_all)
         self.version = 0
         self.job = ""
-        # Whose weights are about to be written.
+        # Job of the weights that are about to be written.
         self._coming = ""
 
     def serves(self, job: str) -> bool:
-        """Whether a turn of the job may begin with the weights here, or with those to come."""
+        """Return True if the job's turns may begin, with the present weights or the coming ones."""
         return not job or (self._coming or self.job) in ("", job)
 
     def start(self) -> None:
@@ -188,10 +187,9 @@ class WeightUpdater:
     ) -> dict[str, Any]:
         """Bring versions that follow each other into force at once, and report the last.
 
-        It comes to its end though the caller is gone. Raises WeightError subtypes of
-        weight_transfer and HostBusyError while nothing is written, ActivationError afterwards: then
-        turns are revoked, admission is closed, and nothing is tried again in this life of the
-        engine.
+        It finishes even if the caller is gone. Raises WeightError subtypes of weight_transfer and
+        HostBusyError while nothing is written, ActivationError afterwards: then turns are revoked,
+        admission is closed, and nothing is tried again in this life of the engine.
         """
         return await asyncio.shield(self._spawn(self._apply(manifests, chunks, on_update)))
 
@@ -245,7 +243,7 @@ class WeightUpdater:
 
     @contextmanager
     def _held(self, on_update: OnUpdate) -> Iterator[None]:
-        """Hold new turns back where it matters under which version they began."""
+        """Hold new turns back if the version under which they begin matters."""
         with ExitStack() as stack:
             if on_update is not OnUpdate.RECOMPUTE:
                 stack.enter_context(self._turns.hold.closed())
@@ -253,10 +251,9 @@ class WeightUpdater:
 
     @contextmanager
     def _coming_of(self, job: str) -> Iterator[str]:
-        """Let no turn of another job begin. Raises WeightError where the lease is another job's.
+        """Let no turn of another job begin. Raises WeightError if the lease is another job's.
 
-        An update takes longer than a lease may last: what was right when it was asked for can be
-        wrong now.
+        An update takes longer than a lease may last: the lease of its request may be over by now.
         """
         admission = self._admission
         if admission.open and not admission.takes(job):
@@ -280,10 +277,10 @@ class WeightUpdater:
         try:
             unpaused = await self._pause(job, keep_kv=keep)
             report = {} if unpaused else await self._commit(version, keep_kv=keep)
-            # A pause that failed half way holds the engine as well.
+            # A pause that failed half way stops the engine as well.
             await _bounded(self._engine.resume())
         except BaseException as failure:
-            # Cancelled too, when the process ends.
+            # This includes cancellation at the end of the process.
             why = f"version {version} broke off: {failure or type(failure).__name__}"
             await self.distrust(why)
             if isinstance(failure, Exception):
@@ -294,9 +291,10 @@ class WeightUpdater:
         return report
 
     async def _pause(self, job: str, *, keep_kv: bool) -> Exception | None:
-        """What went wrong, if anything did. Nothing is written yet."""
+        """Pause; return the error, if any. Nothing is written yet."""
         # With cleared caches running turns recompute their KV under the new weights; those of
-        # another job have no business under them.
+        # another job must
+        # not run under them.
         try:
             await _bounded(self._turns.revoke_others(job))
             await _bounded(self._engine.pause(clear_cache=not keep_kv))
@@ -305,7 +303,7 @@ class WeightUpdater:
         return None
 
     async def _commit(self, version: int, *, keep_kv: bool) -> dict[str, Any]:
-        """Write, prove, stamp. Raises whatever broke off, and ActivationError without proofs."""
+        """Write, prove, stamp. Raises any error, and ActivationError without proofs."""
         report = merged(await _bounded(self._call_all("rose_weights_commit")))
         _insist_proven(report, version)
         await _bounded(self._engine.activate(version))
@@ -317,7 +315,7 @@ class WeightUpdater:
         try:
             await self._call("rose_weights_settle")
         except WeightError:
-            # The version is active and proven; who stages the next one is told.
+            # The version is active and proven; the next staging reports it.
             _LOG.exception("the checkpoint copy was not brought up to date")
 
     async def _prepare_early(self) -> None:
@@ -325,7 +323,7 @@ class WeightUpdater:
             async with self._lock:
                 await self._prepare()
         except WeightError:
-            # The first update tries again, and tells who asked for it.
+            # The first update tries again, and reports it.
             _LOG.exception("weights cannot be updated yet")
 
     async def _prepare(self) -> None:
@@ -337,7 +335,7 @@ class WeightUpdater:
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
-        """The first rank's answer; `done` when all are."""
+        """Return the first rank's answer; `done` if all are."""
         answers = await self._call_all(method, *args)
         answer = answers[0]
         if answer is not None and "done" in answer:
@@ -362,7 +360,7 @@ class WeightUpdater:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        # Whoever asked may be gone: nobody else would look at what it raised.
+        # The caller may be gone, and nobody else would look at its error.
         if not task.cancelled() and task.exception() is not None:
             _LOG.warning("an update ended: %s", task.exception())
 

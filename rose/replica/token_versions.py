@@ -1,7 +1,7 @@
-"""Policy versions of output tokens: which version sampled each token, on KV of which age.
+"""Policy versions of output tokens: the version that sampled each token, and the age of its KV.
 
 `Stamps` notes at which output token each version began; `split_spans` cuts a run of output tokens
-there. How each engine says which version sampled a token is its adapter's (`rose.replica.vllm`,
+there. Each engine's adapter knows which version sampled a token (`rose.replica.vllm`,
 `rose.replica.sglang`).
 
 `KvStaleness` is the age of the KV in policy versions. A version that clears the caches leaves no
@@ -31,15 +31,15 @@ class KvStaleness:
 
     @property
     def current(self) -> int:
-        """The active version: what turns that start now begin under."""
+        """The active version, under which new turns begin."""
         return self._past[-1].version
 
     def activated(self, version: int, *, kept_kv: bool) -> None:
-        """Note that `version` is active from now on."""
+        """Record that `version` is active from now on."""
         self._past.append(_Activation(version, kept_kv))
 
     def oldest(self, began: int, version: int) -> int:
-        """The oldest version whose KV a token of `version` may have been sampled on.
+        """Return the oldest version whose KV a token of `version` may have been sampled on.
 
         `began` is the version that its turn began under. A turn that was preempted meanwhile has
         younger KV than this says, never older.
@@ -51,11 +51,11 @@ class KvStaleness:
             oldest = activation.version
             if not activation.kept_kv or oldest <= began:
                 return min(oldest, version)
-        # Older than what is remembered: as old as the turn.
+        # Versions that are forgotten are at least as old as the turn's.
         return min(began, version)
 
     def salted(self, salt: str | None) -> str | None:
-        """The cache salt of a turn that begins now; its own where no KV was kept.
+        """Return the cache salt of a turn that begins now; its own if no KV was kept.
 
         A cached block belongs to the salt that its turn began with. So KV of an older version, or
         of two, is never found by a turn that began under a newer one.
@@ -66,18 +66,18 @@ class KvStaleness:
 
 
 UNNAMED = "default"
-"""What vLLM and SGLang call the weights that they started from."""
+"""Version string in vLLM and SGLang of the weights that they started from."""
 
 Start = tuple[str, int]
 Span = tuple[int, int, int]
 
 
 class UnknownVersionError(Exception):
-    """The engine does not say which policy version sampled a token."""
+    """The engine does not report which policy version sampled a token."""
 
 
 def version_number(name: str) -> int:
-    """The integer behind the engine's version string; an engine that was never updated runs 0."""
+    """Return the integer of the engine's version string; an engine without an update runs 0."""
     if name == UNNAMED:
         return 0
     if not name.isdecimal():

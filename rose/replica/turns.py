@@ -57,12 +57,12 @@ class ReplicaTurn:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to begin: it was revoked, or its client is gone."""
+        """True if it need not begin: it was revoked, or its client is gone."""
         return self.revoked or self._client_gone
 
     @property
     def job(self) -> str:
-        """Whose turn it is; "" where nobody says."""
+        """Job of the turn; "" if unknown."""
         return self._body.job
 
     @property
@@ -71,7 +71,7 @@ class ReplicaTurn:
         return 0 if self.request is None else self.request.tokens
 
     async def start(self) -> None:
-        """Hand the turn to the engine. Raises RequestRefusedError or ClientGoneError."""
+        """Start the turn in the engine. Raises RequestRefusedError or ClientGoneError."""
         if self._client_gone:
             raise ClientGoneError("the client left before its turn began")
         self.begun = True
@@ -104,11 +104,12 @@ class ReplicaTurn:
         reason = self._reason(delta.finish_reason)
         if not chunks or reason != "stop":
             return [*chunks, StreamLine(finish_reason=reason)]
-        # In the line of its last token: whoever has an end of sequence knows that it is one.
+        # Put it in the line of its last token: a reader with an end of sequence knows that it is
+        # one.
         return [*chunks[:-1], structs.replace(chunks[-1], finish_reason=reason)]
 
     def leave(self) -> None:
-        """Its client is gone, or wants no more of it."""
+        """Record that its client is gone, or cancelled it."""
         if self.ended:
             return
         self._client_gone = True
@@ -126,7 +127,7 @@ class ReplicaTurn:
 
 
 def start_of_stream() -> Message:
-    """A fresh message each time: the server's middleware adds to its headers in place."""
+    """Return a fresh message each time: the server's middleware adds to its headers in place."""
     headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
@@ -144,12 +145,12 @@ class Turns:
 
     @property
     def running(self) -> int:
-        """Turns that have at least one token."""
+        """Number of turns that have at least one token."""
         return sum(turn.tokens > 0 for turn in self._live)
 
     @property
     def waiting(self) -> int:
-        """Turns without a token yet."""
+        """Number of turns without a token yet."""
         return sum(turn.tokens == 0 for turn in self._live)
 
     @property
@@ -158,17 +159,17 @@ class Turns:
         return self._past_tokens + sum(turn.tokens for turn in self._live)
 
     def open(self, body: GenerateBody, trace: TraceContext | None = None) -> ReplicaTurn:
-        """Take on a turn; from here on a drain finds it."""
+        """Open a turn; from here on a drain finds it."""
         turn = ReplicaTurn(self._engine, body, self.ages, trace)
         self._live.add(turn)
         return turn
 
     async def revoke_all(self) -> int:
-        """End every turn; each stream first delivers the tokens it has. Returns how many."""
+        """End every turn; each stream first delivers its tokens. Returns the number of turns."""
         return await self._revoke(self._live)
 
     async def revoke_others(self, job: str) -> int:
-        """End the turns of all other jobs, for its weights come. Returns how many."""
+        """End the turns of all other jobs, for new weights. Returns the number of turns."""
         if not job:
             return 0
         return await self._revoke(turn for turn in self._live if turn.job not in ("", job))
@@ -182,7 +183,7 @@ class Turns:
         return len(turns)
 
     async def all_ended(self, limit_s: float) -> bool:
-        """Wait until no turn is in the engine; False when some are after `limit_s` seconds.
+        """Wait until no turn is in the engine; return False if some are after `limit_s` seconds.
 
         Close the hold first, or new ones take their places.
         """
@@ -210,14 +211,14 @@ class Turns:
         except RequestRefusedError as error:
             await refuse(send, error.status, kind_of(error), str(error))
         except ClientGoneError:
-            # Nobody is left to tell; what is left of the turn is ended below.
+            # The client is gone; the rest of the turn is ended below.
             return
         finally:
             watch.cancel()
             await self.close(turn)
 
     async def begin(self, turn: ReplicaTurn) -> None:
-        """Hand an opened turn to the engine, once no weight update holds it up.
+        """Start an opened turn in the engine, once no weight update holds it up.
 
         Raises RequestRefusedError or ClientGoneError.
         """
@@ -225,7 +226,7 @@ class Turns:
         await turn.start()
 
     def leave(self, turns: Iterable[ReplicaTurn]) -> None:
-        """Nobody wants these any more: whoever serves them closes them soon."""
+        """Cancel these: their streams close them soon."""
         for turn in turns:
             turn.leave()
         self.hold.look_again()
@@ -239,7 +240,7 @@ class Turns:
 
 
 def kind_of(error: RequestRefusedError) -> str:
-    """What a refusal is called in the contract."""
+    """Return a refusal's name in the contract."""
     return "bad_request" if error.status < 500 else "unavailable"
 
 

@@ -1,11 +1,11 @@
-"""Steps of every size before the first lease: the first of a kind compiles kernels, for seconds.
+"""Warm-up: steps of every size before the first lease, since the first of a kind compiles kernels.
 
 asked for ──► waiting for the gate ──► running ──► prefixes dropped ──► warm
                                           └─► longer than allowed, or the engine failed: not warm
 
 The steps pass the gate like any others: the node grants them while it starts the engine, in
-host-idle time only. Time in which the gate lets nothing run does not count against the bound.
-Not one of their tokens is a rollout's: the guest section leaves out WARM_UP requests.
+host-idle time only. Time in which the gate lets nothing run does not count against the bound. None
+of their tokens is a rollout's: the guest section leaves out WARM_UP requests.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 
 class WarmUpError(Exception):
-    """It did not come to its end; the message is one line."""
+    """A warm-up did not finish; the message is one line."""
 
 
 class WarmUp:
-    """Warms one engine. `said` tells a person where it stands, in one line."""
+    """Warm-up of one engine. `said` is its state in one line for a person."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class WarmUp:
         )
 
     async def _forget(self) -> None:
-        """Leave no cached prefix: nobody will ever ask for one, and each holds memory."""
+        """Drop all cached prefixes: no turn will use them, and each holds memory."""
         for _ in range(RESETS):
             if await self._engine.reset_prefix_cache():
                 return
@@ -134,7 +134,7 @@ class WarmUp:
             raise WarmUpError(f"it took longer than {self._limit_s:.0f} s that it was let run")
 
     def _spent_s(self) -> float:
-        """Since it began, without the time in which the gate let nothing run."""
+        """Return the time since it began, without the time in which the gate let nothing run."""
         held_back_s = self._yielded_s() - self._yielded_before_s
         return self._clock_s() - self._began_s - held_back_s
 
@@ -150,7 +150,7 @@ async def _finish(request: EngineRequest) -> None:
 
 
 def _limit_s(text: str) -> float | None:
-    """Seconds; None without a warm-up. Raises ValueError for what is no time."""
+    """Return seconds; None without a warm-up. Raises ValueError for an invalid time."""
     if not text:
         return None
     seconds = float(text)

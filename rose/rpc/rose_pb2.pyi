@@ -10,8 +10,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   trainer  -- RegisterJob, RenewRun each few seconds, AnnounceVersion, EndRun, EndJob
   operator -- SetHarvest, Revoke, Snapshot, EndJob, DropJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
-Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
-nothing of jobs, work while there is one.
+An empty job is the only job that there is.
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.
@@ -171,8 +170,6 @@ class Hello(_message.Message):
     RELAY_URL_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     TAKES_CAPS_FIELD_NUMBER: _builtins.int
-    JOBS_FIELD_NUMBER: _builtins.int
-    HEARTBEATS_FIELD_NUMBER: _builtins.int
     TAKES_RENEWALS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     OBEYS_FIELD_NUMBER: _builtins.int
@@ -183,10 +180,6 @@ class Hello(_message.Message):
     """where neighbours fetch weights from it; empty for a node that relays nothing"""
     takes_caps: _builtins.bool
     """it obeys Caps; where a policy bounds one, others lend nothing"""
-    jobs: _builtins.bool
-    """it says whose weights its replicas hold, and switches them between jobs"""
-    heartbeats: _builtins.bool
-    """an empty command means to it that the leader lives; others get none"""
     takes_renewals: _builtins.bool
     """leases may be renewed together; others are told each by itself"""
     release: _builtins.str
@@ -205,15 +198,13 @@ class Hello(_message.Message):
         relay_url: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         takes_caps: _builtins.bool = ...,
-        jobs: _builtins.bool = ...,
-        heartbeats: _builtins.bool = ...,
         takes_renewals: _builtins.bool = ...,
         release: _builtins.str = ...,
         obeys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "heartbeats", b"heartbeats", "jobs", b"jobs", "labels", b"labels", "obeys", b"obeys", "protocol", b"protocol", "relay_url", b"relay_url", "release", b"release", "takes_caps", b"takes_caps", "takes_renewals", b"takes_renewals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "labels", b"labels", "obeys", b"obeys", "protocol", b"protocol", "relay_url", b"relay_url", "release", b"release", "takes_caps", b"takes_caps", "takes_renewals", b"takes_renewals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,7 +266,7 @@ class Offer(_message.Message):
     job: _builtins.str
     """whose policy_version it is; empty at version 0: the model as it was started"""
     model: _builtins.str
-    """that it runs now, by the name that jobs register; empty: unknown, of 0.2.0"""
+    """that it runs now, by the name that jobs register; empty: unknown"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """others that it can be switched to"""
@@ -932,19 +923,15 @@ class WatchReplicasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_FIELD_NUMBER: _builtins.int
-    JOBS_FIELD_NUMBER: _builtins.int
     gateway: _builtins.str
-    jobs: _builtins.bool
-    """it keeps turns of one job off another's replicas; else it gets replicas while there is one job only"""
     def __init__(
         self,
         *,
         gateway: _builtins.str = ...,
-        jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1209,7 +1196,7 @@ class RegisterJobRequest(_message.Message):
     """fence the run that has the job"""
     @_builtins.property
     def claim(self) -> Global___Claim:
-        """absent: a trainer of 0.2.0, which nothing tells from another"""
+        """absent: a trainer that names no run, which nothing tells from another"""
 
     def __init__(
         self,

@@ -10,8 +10,7 @@ What crosses the wall between the scheduler and its nodes, gateways, trainers an
   trainer  -- RegisterJob, RenewRun each few seconds, AnnounceVersion, EndRun, EndJob
   operator -- SetHarvest, Revoke, Snapshot, EndJob, DropJob, ApplyPolicy, DeletePolicy, ListPolicies, ExplainPolicy
 
-Fields from number 20 on came after 0.2.0. An empty job is the only job that there is; peers of 0.2.0, which know
-nothing of jobs, work while there is one.
+An empty job is the only job that there is.
 
 The node is the authority over its capacity: a lease that it did not renew by a live offer is over, and expiry means
 revoked. Frames are small by design: rose/rpc/channel.py bounds what a scheduler takes and what it sends.

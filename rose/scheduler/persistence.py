@@ -4,15 +4,12 @@
 | --- | --- |
 | `epochs/{replica}` | {"epoch", "job", "node", "at_s"}: newest lease epoch: whose, where, since |
 | `epoch_floor` | {"epoch"}: no lease has an epoch up to it; of a store that was restored |
-| `harvest` , `harvest/{replica}` | mode |
-| `stop` | {"mode"}: the operator's stop, which any scheduler obeys; written beside `harvest` |
+| `harvest/{replica}` | mode |
+| `stop` | {"mode"}: the operator's stop, which any scheduler obeys |
 | `policies/{name}` | {"policy", "halted", "object"}: why its canary is halted, whose it is |
 | `jobs/{job}` | `JobRecord`: {"job", "max_staleness", "model", "weight", "max_guests", …} |
 | `runs/{job}` | {"job", "run", "process", "holder", "since_s", "ended"}: who trains it |
 | `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
-
-A store of 0.2.0 had one job: `job`, `versions/{20 digits}`, epochs as numbers. It is read as that
-job's; what is written is of the newer form, which wins.
 
 The keys `leader` and `fence` are the election's (`rose.store`); `restoring` is there while a backup
 is written back (`rose.scheduler.restore`), and nobody starts from what is half of one.
@@ -32,22 +29,21 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy, policy_of
 from elastic_scheduler.errors import PolicyError
-from elastic_scheduler.leases.harvest_mode import stricter
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.core.runs import RunRecord
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
-EPOCHS, HARVEST, JOBS, VERSIONS = "epochs/", "harvest", "jobs/", "versions/"
+EPOCHS, OVERRIDES, JOBS, VERSIONS = "epochs/", "harvest/", "jobs/", "versions/"
 POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
 EPOCH_FLOOR, RESTORING = "epoch_floor", "restoring"
-OLD_JOB = "job"
+# Keys that only builds before 0.3.0 wrote: `harvest` may be a stop, so none of them is passed over.
+REFUSED = frozenset({"harvest", "job"})
 MAX_WEIGHT = 1e6
 
 
@@ -124,6 +120,8 @@ def load(entries: Iterable[StoreEntry]) -> Saved:
     entries = tuple(entries)
     if any(entry.key == RESTORING for entry in entries):
         raise ConfigError("a restore of this store did not end; run `rose store restore` again")
+    if any(entry.key in REFUSED for entry in entries):
+        raise ConfigError("a release before 0.3.0 wrote this store; give another --store")
     try:
         return _load(sorted(entries, key=lambda entry: entry.key))
     except (ValueError, TypeError, KeyError, PolicyError) as error:
@@ -134,24 +132,17 @@ def load(entries: Iterable[StoreEntry]) -> Saved:
 
 def _load(entries: Sequence[StoreEntry]) -> Saved:
     found = {entry.key: entry for entry in entries}
-    old = found.get(OLD_JOB)
-    jobs = [JobRecord(**json.loads(old.value))] if old else []
-    only = jobs[0].job if jobs else ""
-    jobs += [JobRecord(**json.loads(entry.value)) for _, entry in _below(JOBS, entries)]
-    epochs = {name: _epoch(entry, only) for name, entry in _below(EPOCHS, entries)}
-    versions = [_version(entry, only) for _, entry in _below(VERSIONS, entries)]
+    epochs = {name: _epoch(entry) for name, entry in _below(EPOCHS, entries)}
     policies = {name: json.loads(entry.value) for name, entry in _below(POLICIES, entries)}
     return Saved(
         epochs={replica: epoch for replica, (epoch, _) in epochs.items()},
         epoch_jobs={replica: job for replica, (_, job) in epochs.items() if job},
-        mode=_mode(found.get(HARVEST), found.get(STOP)),
+        mode=stop_of(found[STOP].value) if STOP in found else None,
         overrides={
-            name: HarvestMode(json.loads(entry.value))
-            for name, entry in _below(HARVEST + "/", entries)
+            name: HarvestMode(json.loads(entry.value)) for name, entry in _below(OVERRIDES, entries)
         },
-        # Of one job and version the newer form wins.
-        jobs=tuple({record.job: record for record in jobs}.values()),
-        versions=tuple({(each.job, each.version): each for each in versions}.values()),
+        jobs=tuple(JobRecord(**json.loads(entry.value)) for _, entry in _below(JOBS, entries)),
+        versions=tuple(_version(entry) for _, entry in _below(VERSIONS, entries)),
         policies=tuple(policy_of(said["policy"]) for said in policies.values()),
         halted={name: said["halted"] for name, said in policies.items() if said.get("halted")},
         objects=frozenset(name for name, said in policies.items() if said.get("object")),
@@ -162,11 +153,11 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
 
 
 def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
-    """Where leases were granted, by what the newest epochs say; those of 0.2.0 do not."""
+    """Where leases were granted, by what the newest epochs say."""
     said = [json.loads(entry.value) for _, entry in _below(EPOCHS, entries)]
     nodes: dict[str, float] = {}
     for each in said:
-        if isinstance(each, dict) and each.get("node"):
+        if each.get("node"):
             node = str(each["node"])
             nodes[node] = max(nodes.get(node, 0.0), float(each.get("at_s", 0.0)))
     return nodes
@@ -176,25 +167,18 @@ def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreE
     return [(e.key.removeprefix(prefix), e) for e in entries if e.key.startswith(prefix)]
 
 
-def _mode(harvest: StoreEntry | None, stop: StoreEntry | None) -> HarvestMode | None:
-    """The stricter of the two: 0.2.0 knows `harvest` alone, and may have been here meanwhile."""
-    said = [HarvestMode(json.loads(harvest.value))] if harvest else []
-    said += [stop_of(stop.value)] if stop else []
-    return reduce(stricter, said) if said else None
-
-
 def stop_of(value: bytes) -> HarvestMode:
     """The mode under `stop`. Raises ValueError, TypeError or KeyError for something else."""
     return HarvestMode(json.loads(value)["mode"])
 
 
-def _epoch(entry: StoreEntry, only: str) -> tuple[int, str]:
-    """The epoch, and whose lease it was: of 0.2.0's only job where the value does not say it."""
+def _epoch(entry: StoreEntry) -> tuple[int, str]:
+    """The epoch, and whose lease it was."""
     value = json.loads(entry.value)
-    epoch, job = (int(value["epoch"]), value["job"]) if isinstance(value, dict) else (value, only)
-    if not 0 <= int(epoch) <= MAX_EPOCH:
+    epoch = int(value["epoch"])
+    if not 0 <= epoch <= MAX_EPOCH:
         raise ValueError(f"{entry.key} is {epoch}")
-    return int(epoch), str(job)
+    return epoch, str(value["job"])
 
 
 def _floor(entry: StoreEntry | None) -> int:
@@ -204,8 +188,8 @@ def _floor(entry: StoreEntry | None) -> int:
     return epoch
 
 
-def _version(entry: StoreEntry, only: str) -> VersionRecord:
-    record = VersionRecord(**{"job": only, **json.loads(entry.value)})
+def _version(entry: StoreEntry) -> VersionRecord:
+    record = VersionRecord(**json.loads(entry.value))
     if not 0 <= record.parent <= record.version <= MAX_VERSION:
         raise ValueError(f"{entry.key} has parent {record.parent}")
     return record
@@ -226,12 +210,10 @@ def save_epoch_floor(epoch: int) -> StoreWrite:
     return StoreWrite(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
-def save_mode(mode: HarvestMode, replica: str | None) -> StoreWrite:
-    """The mode of all, or of one replica; ACTIVE for one replica means no entry."""
-    if replica is None:
-        return StoreWrite(HARVEST, _encode(mode.value))
-    key = f"{HARVEST}/{replica}"
-    return StoreWrite(key, None if mode is HarvestMode.ACTIVE else _encode(mode.value))
+def save_override(mode: HarvestMode, replica: str) -> StoreWrite:
+    """The mode of one replica; ACTIVE means no entry."""
+    value = None if mode is HarvestMode.ACTIVE else _encode(mode.value)
+    return StoreWrite(OVERRIDES + replica, value)
 
 
 def save_stop(mode: HarvestMode) -> StoreWrite:
@@ -275,7 +257,7 @@ def save_version(record: VersionRecord) -> StoreWrite:
 
 
 def forget_version(record: VersionRecord) -> StoreWrite:
-    """One version is no longer needed. What 0.2.0 wrote stays; of an ended job it is not read."""
+    """One version is no longer needed."""
     return StoreWrite(_version_key(record), None)
 
 

@@ -60,7 +60,7 @@ from rose.scheduler.persistence import STOP, StoreWriter, stop_of
 from rose.security.rpc_access import CALLING
 from rose.store import ABSENT, LeadershipLostError, Store
 
-PROTOCOL = 1
+PROTOCOL = 2
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
 # After a tick that broke: its cause is likely still there.
@@ -143,8 +143,6 @@ class SchedulerService(SchedulerServicer):
         self._answer_s = answer_s
         self._streams = itertools.count(1)
         self._queues: dict[int, CommandQueue] = {}
-        # Streams whose nodes know what an empty command means; one of 0.2.0 records it as a fault.
-        self._beaten: set[int] = set()
         # In order, so that a history can be repeated.
         self._watchers: dict[TableSlot, None] = {}
         self._table: pb.ReplicaTable | None = None
@@ -260,7 +258,7 @@ class SchedulerService(SchedulerServicer):
 
     def _obey_stop(self, mode: HarvestMode, *, first: bool) -> None:
         now = self._core.capacity.stop.mode
-        # What was there at the start was read then, with what 0.2.0 may have said meanwhile.
+        # What was there at the start was read then; a request may have come meanwhile.
         if mode is now or (first and stricter(mode, now) is now):
             return
         self._closings += mode is not HarvestMode.ACTIVE
@@ -272,7 +270,7 @@ class SchedulerService(SchedulerServicer):
 
         One that hears nothing looks for another leader.
         """
-        for stream in self._beaten - self._told:
+        for stream in self._queues.keys() - self._told:
             self._queues[stream].put(pb.NodeCommand())
         self._told.clear()
 
@@ -297,8 +295,6 @@ class SchedulerService(SchedulerServicer):
         first = await self._hello(request_iterator, context)
         stream = next(self._streams)
         queue = self._queues[stream] = CommandQueue()
-        if first.hello.heartbeats:
-            self._beaten.add(stream)
         reader: asyncio.Task[None] | None = None
         try:
             if await self._greet(queue, first, stream):
@@ -318,7 +314,6 @@ class SchedulerService(SchedulerServicer):
             if reader is not None:
                 reader.cancel()
             del self._queues[stream]
-            self._beaten.discard(stream)
             self._handle(queue, first.node, lambda: Detached(stream))
 
     async def _greet(self, queue: CommandQueue, first: pb.NodeReport, stream: int) -> bool:
@@ -408,7 +403,7 @@ class SchedulerService(SchedulerServicer):
             slot.put(self._table)
         try:
             while (table := await slot.get()) is not None:
-                await context.write(table if request.jobs else wire.jobless(table))
+                await context.write(table)
         finally:
             self._watchers.pop(slot, None)
 

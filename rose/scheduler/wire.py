@@ -93,7 +93,6 @@ def attached(first: pb.NodeReport, stream: int) -> Attached:
         relay,
         labels,
         hello.takes_caps,
-        hello.jobs,
         hello.takes_renewals,
         cut_text(hello.release),
         hello.obeys,
@@ -328,18 +327,3 @@ def harvest_command(mode: HarvestMode, replica: str = "") -> pb.NodeCommand:
 
 
 # ---- to gateways ----
-
-
-def jobless(table: pb.ReplicaTable) -> pb.ReplicaTable:
-    """The table for a gateway that knows nothing of jobs: with several it gets no replica.
-
-    It would send any job's turns anywhere.
-    """
-    if len(table.jobs) <= 1:
-        return table
-    kept = pb.ReplicaTable()
-    kept.CopyFrom(table)
-    for row in kept.replicas:
-        row.leased = False
-        row.healthy = False
-    return kept

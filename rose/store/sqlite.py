@@ -58,12 +58,6 @@ CREATE TABLE IF NOT EXISTS changes (
 ) WITHOUT ROWID;
 INSERT OR IGNORE INTO counter VALUES (1, 0, 0);
 """
-# From a file of 0.2, which had neither leases nor a log: its history begins now.
-_FROM_1 = """
-ALTER TABLE entries ADD COLUMN lease INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE counter ADD COLUMN compacted INTEGER NOT NULL DEFAULT 0;
-UPDATE counter SET compacted = revision;
-"""
 _UPSERT = """
 INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE
 SET value = excluded.value, revision = excluded.revision, lease = excluded.lease
@@ -115,11 +109,11 @@ class SqliteStore(TxnStore):
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, 1, SCHEMA_VERSION):
+            if version not in (0, SCHEMA_VERSION):
                 raise sqlite3.DatabaseError(
                     f"schema {version}, this version reads {SCHEMA_VERSION}"
                 )
-            for statement in ((_FROM_1 if version == 1 else "") + _SCHEMA).split(";"):
+            for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1e3)}")

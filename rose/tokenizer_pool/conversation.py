@@ -1,7 +1,7 @@
-"""Conversation of a chat request, in the form in which vLLM 0.32 hands it to a chat template.
+"""Conversation of a chat request, in the form in which vLLM 0.32 passes it to a chat template.
 
-Content is text, or a list of parts where the template loops over them. A message keeps the fields
-that vLLM knows. What is neither is refused by name: nothing becomes Python's repr or "None".
+Content is text, or a list of parts if the template loops over them. A message keeps the fields that
+vLLM knows. Any other content is refused by name: nothing becomes Python's repr or "None".
 """
 
 import json
@@ -57,7 +57,7 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     if as_parts and role != "tool":
         result["content"] = parts
     else:
-        # vLLM drops an empty text where content is not parts.
+        # vLLM drops an empty text if content is not a list of parts.
         result["content"] = "\n".join(part["text"] for part in parts if as_parts or part["text"])
     return result | _more(role, message)
 
@@ -201,7 +201,7 @@ def _parameters_with_content(
 
 
 def _bare(node: ast.Node | None) -> ast.Node | None:
-    """Return what filters, tests and slices are applied to."""
+    """Return the expression inside filters, tests and slices."""
     while isinstance(node, ast.Filter | ast.Test) or (
         isinstance(node, ast.Getitem) and isinstance(node.arg, ast.Slice)
     ):

@@ -1,4 +1,4 @@
-"""Pool of the worker processes, as the gateway's event loop uses them.
+"""Pool of the worker processes, for the gateway's event loop.
 
 run ── a worker is free ──► sent ──► answered: the worker is free again
  │                            └──► late, or the worker died: killed, a new one is begun
@@ -35,7 +35,7 @@ TEXT_WORKER = "rose.tokenizer_pool.worker"
 TOOL_WORKER = "rose.tokenizer_pool.tool_worker"
 WORKERS = 2
 MAX_QUEUE = 64
-# Jobs above this never have all workers at once: short ones go by them.
+# Larger jobs never have all workers at once, so that short ones pass them.
 LARGE_BYTES = 64 << 10
 # A worker's Python, its imports (vLLM's are most of it) and the tokenizer, on a busy machine.
 START_S = 120.0
@@ -66,8 +66,8 @@ class _Waiter:
 class TextPool:
     """Workers with one tokenizer. `start` it, or let the first job; end with `close`.
 
-    `module`: what they run, which takes `setup` as its first frame. `note` is told of workers that
-    end, as an event and its fields.
+    module: run by the workers; it takes `setup` as its first frame. note: called with an event and
+    its fields when a worker ends.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class TextPool:
         self._closed = False
 
     def start(self) -> None:
-        """Begin all workers, not waiting for them."""
+        """Start all workers, without waiting for them."""
         if not self._started:
             self._started = True
             for _ in range(self._workers):
                 self._spawn(self._begin(0.0))
 
     async def run(self, job: Job) -> Done:
-        """Have a job done. Raises TextRefused or TextBusy."""
+        """Run a job. Raises TextRefused or TextBusy."""
         self.start()
         if self._unusable:
             raise TextRefused(self._unusable)
         large = _size(job) > LARGE_BYTES
         await self._place(large)
-        # A caller that hangs up leaves its job to be finished: killing would cost more.
+        # The job of a caller that hangs up is finished: killing would cost more.
         return await asyncio.shield(self._spawn(self._work(job, large)))
 
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class TextPool:
         task: asyncio.Task[Done] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Whoever asked may be gone.
+        # The caller may be gone.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
@@ -140,7 +140,7 @@ class TextPool:
         self._waiting.append(waiter)
         self._grant()
         try:
-            # Workers that are not there yet are not the queue's fault.
+            # The queue is not at fault for workers that are still starting.
             limit_s = self.time_s if self._alive else self.time_s + START_S
             async with asyncio.timeout(limit_s):
                 await waiter.granted
@@ -180,7 +180,7 @@ class TextPool:
     # ---- workers ----
 
     async def _begin(self, after_s: float) -> Done:
-        """Bring a worker up, trying until there is one."""
+        """Start a worker, trying until there is one."""
         while True:
             await asyncio.sleep(after_s)
             worker = await _start(self._module)
@@ -206,7 +206,7 @@ class TextPool:
             return Done()
 
     def _give_up(self, why: str) -> None:
-        """No worker can be set up: no job will ever be done."""
+        """Give up: no worker can be set up, so no job will ever be done."""
         self._unusable = why
         self._note("text_worker_failed", reason=why)
         for waiter in self._waiting:
@@ -235,7 +235,7 @@ class TextPool:
         return TextRefused(f"tokenizing this text {why}: send a shorter one")
 
     async def _free(self, worker: _Worker, answer: Done | Refused | None, large: bool) -> None:
-        """The worker's place is free again, or a new worker's will be."""
+        """Free the worker's place, or the place of its successor."""
         if answer is not None and not (isinstance(answer, Refused) and answer.last):
             self._idle.append(worker)
             self._give_back(large)
@@ -264,7 +264,7 @@ async def _start(module: str) -> _Worker:
 
 
 async def _ask(worker: _Worker, data: bytes) -> Done | Refused:
-    """Send a frame and read the answer. Raises OSError or EOFError when the worker is gone."""
+    """Send a frame and read the answer. Raises OSError or EOFError if the worker is gone."""
     worker.writer.write(data)
     await worker.writer.drain()
     (size,) = LENGTH.unpack(await worker.reader.readexactly(LENGTH.size))

@@ -1,8 +1,8 @@
 """`python -m rose.tokenizer_pool.tool_worker`: process that finds tool calls in outputs.
 
-It speaks as `worker` does, and parses with vLLM's own tool parsers: they are written for one
-model each, and read whatever a policy in training wrote. Importing vLLM takes seconds and hundreds
-of megabytes, so that only gateways with `--tool-call-parser` have such processes.
+It speaks as `worker` does, and parses with vLLM's own tool parsers: they are written for one model
+each, and read any output of a policy in training. Importing vLLM takes seconds and hundreds of
+megabytes, so only gateways with `--tool-call-parser` have such processes.
 
 A parser is one of vLLM's by name, or `MODULE:CLASS` of one's own: an object made of a tokenizer
 whose `extract_tool_calls(text, request)` answers as vLLM's do. Its `request` has `tools`, a list of
@@ -34,7 +34,7 @@ _MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class ToolService:
-    """Finds calls with one parser. Raises ValueError or ImportError where there is no such."""
+    """Finder of calls with one parser. Raises ValueError or ImportError for an unknown one."""
 
     def __init__(self, setup: ToolSetup) -> None:
         self._own = ":" in setup.parser
@@ -44,7 +44,7 @@ class ToolService:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True)
 
     def answer(self, job: ParseTools) -> Done | Refused:
-        """The calls and the text around them; whatever a parser raises is a refusal."""
+        """Return the calls and the text around them; any error of a parser is a refusal."""
         try:
             return self._do(job)
         except MemoryError:
@@ -79,7 +79,7 @@ class ToolService:
         return request, bool(request.skip_special_tokens)
 
     def _made(self, tools: Sequence[Any], request: Any) -> Any:  # noqa: ANN401 - a parser
-        """A new one: it keeps what it saw."""
+        """Return a new parser: it keeps its state."""
         if self._own or len(inspect.signature(self._parser).parameters) < 2:
             return self._parser(self._tokenizer)
         del tools
@@ -98,7 +98,7 @@ def _of_vllm(name: str) -> Any:  # noqa: ANN401 - a class
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Do jobs until there are no more."""
+    """Run jobs until there are no more."""
     serve_jobs(jobs, answers, ToolSetup, ToolService)
 
 

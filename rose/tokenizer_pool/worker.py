@@ -1,9 +1,8 @@
 """`python -m rose.tokenizer_pool.worker`: process that renders chat templates and tokenizes.
 
-It takes one job at a time over its pipes; a frame on its standard streams is four bytes of length
+It runs one job at a time over its pipes; a frame on its standard streams is four bytes of length
 and a msgpack struct. Templates are rendered as `transformers` renders them, piece by piece up to a
-bound. Importing transformers for it would take seconds, and a worker that was killed must be back
-soon.
+bound. Importing transformers for it would take seconds, and a killed worker must be replaced soon.
 """
 
 import json
@@ -37,7 +36,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The block's own statements."""
+        """Return the block's own statements."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -88,7 +87,7 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     documents: list[dict[str, str]] | None = None,
 ) -> str:
-    """The prompt of a conversation. Raises TemplateError, or whatever the template raises."""
+    """Return the prompt of a conversation. Raises TemplateError, or any error of the template."""
     final = ""
     if continue_final_message:
         messages = deepcopy(messages)
@@ -111,7 +110,7 @@ def render(
 
 
 def _mark(message: dict[str, Any]) -> str:
-    """Put the tag behind a message's text; the text."""
+    """Put the tag behind a message's text, and return the text."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + CONTINUE_TAG
@@ -145,10 +144,10 @@ Variable = bool | int | float | str | None
 class Setup(msgspec.Struct, tag=True):
     """A worker's first frame: the tokenizer as `tokenizers` writes it, and its chat templates.
 
-    `tool_template`: for conversations with tools, the same one where the tokenizer has one alone.
+    tool_template: for conversations with tools; the same one if the tokenizer has one alone.
 
-    `special` are the template's special tokens by name. `memory_bytes` is what may be allocated
-    beyond the tokenizer, `time_s` what a job may take, `max_chars` what a template may render.
+    special: the template's special tokens by name. memory_bytes: bound on allocations beyond the
+    tokenizer. time_s: of a job. max_chars: of a rendered template.
     """
 
     tokenizer: str
@@ -161,7 +160,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Encode(msgspec.Struct, tag=True):
-    """Token ids of texts; `strings` wants the tokens of the first one as text too."""
+    """Request for token ids of texts; `strings` also asks for the first one's tokens as text."""
 
     texts: list[str]
     add_special_tokens: bool = True
@@ -169,7 +168,7 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class Chat(msgspec.Struct, tag=True):
-    """Token ids of a conversation, which is JSON as its caller sent it; `tools` too."""
+    """Request for token ids of a conversation, which is the caller's JSON; `tools` too."""
 
     messages: bytes
     variables: dict[str, Variable]
@@ -181,7 +180,7 @@ class Chat(msgspec.Struct, tag=True):
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Text of token ids, packed by `packed`."""
+    """Request for the text of token ids, packed by `packed`."""
 
     token_ids: bytes
 
@@ -196,7 +195,7 @@ class ToolSetup(msgspec.Struct, tag=True):
 
 
 class ParseTools(msgspec.Struct, tag=True):
-    """The calls in an output, of tokens without the one that ended it; `tools` in JSON.
+    """Request for the calls in an output, of tokens without the one that ended it; `tools` in JSON.
 
     stop: the string that ended it.
     """
@@ -208,7 +207,7 @@ class ParseTools(msgspec.Struct, tag=True):
 
 
 class FoundCall(msgspec.Struct):
-    """A call that a model wrote; `arguments` is JSON, or what the model took for it."""
+    """A call that a model wrote; `arguments` is JSON, or the model's attempt at it."""
 
     name: str
     arguments: str
@@ -224,7 +223,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """Why a job has no answer; with `last` the worker ends after it."""
+    """Reason why a job has no answer; with `last` the worker ends after it."""
 
     message: str
     last: bool = False
@@ -238,19 +237,19 @@ decode_answer: Callable[[bytes], Done | Refused] = msgspec.msgpack.Decoder(Done 
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """Token ids below 2**32 as bytes."""
+    """Return token ids below 2**32 as bytes."""
     return array("I", token_ids).tobytes()
 
 
 def unpacked(data: bytes) -> list[int]:
-    """The token ids again."""
+    """Return the token ids of bytes."""
     ids = array("I")
     ids.frombytes(data)
     return ids.tolist()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None when the other side is gone."""
+    """Return the next frame; None if the other side is gone."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -260,7 +259,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def frame(message: object) -> bytes:
-    """A frame with one message."""
+    """Return a frame with one message."""
     body = encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -269,7 +268,7 @@ MAX_REASON_CHARS = 300
 
 
 class _Compiled(NamedTuple):
-    """A template, and what it takes: content as parts, messages of the developer role."""
+    """A template, and its features: content as parts, messages of the developer role."""
 
     template: jinja2.Template
     parts: bool
@@ -285,7 +284,7 @@ def _compiled(text: str | None) -> _Compiled | None:
 
 
 class TextService:
-    """Does jobs with one tokenizer."""
+    """Runner of jobs with one tokenizer."""
 
     def __init__(self, setup: Setup) -> None:
         self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
@@ -293,7 +292,7 @@ class TextService:
         self._templates = [_compiled(text) for text in (setup.template, setup.tool_template)]
 
     def answer(self, job: TextJob) -> Done | Refused:
-        """A job's answer; whatever it raises is a refusal."""
+        """Return a job's answer; any error in it is a refusal."""
         try:
             return self._do(job)
         except MemoryError:
@@ -337,7 +336,7 @@ class TextService:
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Do jobs until there are no more."""
+    """Run jobs until there are no more."""
     serve_jobs(jobs, answers, Setup, TextService)
 
 
@@ -345,17 +344,17 @@ S = TypeVar("S", Setup, ToolSetup)
 
 
 class Service(Protocol):
-    """Does jobs of one kind."""
+    """Runner of jobs of one kind."""
 
     def answer(self, job: Any) -> Done | Refused:  # noqa: ANN401 - of its kind
-        """A job's answer; never raises."""
+        """Return a job's answer; never raises."""
         ...
 
 
 def serve_jobs(
     jobs: BinaryIO, answers: BinaryIO, kind: type[S], made: Callable[[S], Service]
 ) -> None:
-    """Do jobs with what is `made` of the first frame; where it cannot be, the answer says why."""
+    """Run jobs with the service that `made` makes of the first frame, or answer its error."""
     first = read_frame(jobs)
     if first is None:
         return
@@ -368,7 +367,7 @@ def serve_jobs(
     _limit_memory(setup.memory_bytes)
     _send(answers, Done())
     while (data := read_frame(jobs)) is not None:
-        # The pool kills what takes longer than `time_s`; should it be gone, this does.
+        # The pool kills jobs over `time_s`; if the pool is gone, this timer does.
         signal.setitimer(signal.ITIMER_REAL, 2 * setup.time_s)
         answer = service.answer(decode_job(data))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -383,7 +382,7 @@ def _send(answers: BinaryIO, answer: Done | Refused) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let the address space grow by so much from now on; no core is written of what dies of it."""
+    """Bound the growth of the address space from now on; write no core file."""
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))

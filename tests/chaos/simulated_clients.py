@@ -16,7 +16,7 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy, policy_of
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderFinder
-from rose.scheduler.persistence import save_mode, save_stop
+from rose.scheduler.persistence import save_stop
 from rose.scheduler.wire import MODE_TO
 from rose.store import Put
 from tests.chaos.invariants import CLOSED, OPERATOR, Invariants
@@ -234,8 +234,8 @@ class SimulatedOperator(SimulatedClient):
 
     def _leave_in_store(self) -> None:
         """After `rose stop-all --store`, for when no scheduler answers; one may all the same."""
-        words = (save_stop(HarvestMode.OFF), save_mode(HarvestMode.OFF, None))
-        writes = tuple(Put(each.key, each.value or b"") for each in words)
+        word = save_stop(HarvestMode.OFF)
+        writes = (Put(word.key, word.value or b""),)
 
         def written(revision: object, known: bool) -> None:
             if not known:

@@ -87,7 +87,7 @@ class SimulatedGateway(SimulatedProcess):
         self._watch = self.open_stream(name_of(self._finder.address))
         self._heard_s = self.now_s()
         self._watch.send(self.name, Begin(WATCH_REPLICAS))
-        self._watch.send(self.name, pb.WatchReplicasRequest(jobs=True))
+        self._watch.send(self.name, pb.WatchReplicasRequest())
 
     def stream_heard(self, stream: Stream, message: object) -> None:
         if isinstance(message, pb.ReplicaTable):

@@ -16,7 +16,7 @@ from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import LogRecord, Offered, Reserve, StoredEvent
 from rose.scheduler.core.scheduler_core import SchedulerCore
-from rose.scheduler.persistence import EPOCHS, HARVEST, STOP, load
+from rose.scheduler.persistence import EPOCHS, STOP, load
 from rose.scheduler.service import SchedulerService
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import FencedStore, Leadership, StoreEntry
@@ -134,7 +134,7 @@ class SimulatedScheduler(LoopProcess):
     async def _lead(self, store: FencedStore) -> None:
         entries: Iterable[StoreEntry] = (await store.list("")).entries
         if "stop not read" in self._bugs:
-            entries = [e for e in entries if e.key not in (STOP, HARVEST)]
+            entries = [e for e in entries if e.key != STOP]
         if "epochs not read" in self._bugs:
             entries = [e for e in entries if not e.key.startswith(EPOCHS)]
         saved = load(entries)

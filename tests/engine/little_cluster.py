@@ -1,7 +1,7 @@
 """LittleCluster: schedulers, nodes with counting engines, and gateways, each a process of its own.
 
-Any of them may be of another release, and any may be ended, stopped and started again: a process
-keeps its name, its port and its folder. The hosts beside the guests live in the test's process.
+Any of them may be ended, stopped and started again: a process keeps its name, its port and its
+folder. The hosts beside the guests live in the test's process.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +29,27 @@ from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
 from tests.patience import PATIENCE_S
-from tests.releases import HEAD, Release, program
 from tests.seated_host import SeatedHost
 from weight_transfer import SigningKey, TensorBits
 
 DAEMON = Path(__file__).with_name("counting_daemon.py")
 JOB = "grpo"
 STOP_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+
+def start_python(*argv: str, log: Path) -> "subprocess.Popen[str]":
+    """Start Python with these arguments and pipes for its input and output; errors go to `log`."""
+    with log.open("ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
 
 def tensors(version: int) -> dict[str, TensorBits]:
@@ -52,7 +67,6 @@ class Member:
     argv: Sequence[str]
     log: Path
     events: Path
-    release: Release = HEAD
     process: "subprocess.Popen[str] | None" = None
     lives: int = 0
     # Bytes of the log that earlier lives wrote.
@@ -60,7 +74,7 @@ class Member:
 
     def start(self) -> None:
         self._past_bytes = self.events.stat().st_size if self.events.exists() else 0
-        self.process = self.release.popen(*self.argv, log=self.log)
+        self.process = start_python(*self.argv, log=self.log)
         self.lives += 1
 
     @property
@@ -127,7 +141,6 @@ class LittleHost:
 class LittleCluster:
     """Members by name: s0, s1, …; n0, n1, …; gw0, gw1, …
 
-    releases: of members that are not of this tree, by the letter of their kind or by name.
     store: what the schedulers are told; a SQLite file unless given. metrics: schedulers and nodes
     serve them, where `scraped` says, as gateways do always.
     """
@@ -140,7 +153,6 @@ class LittleCluster:
         nodes: int = 3,
         gateways: int = 2,
         store: str = "",
-        releases: dict[str, Release] | None = None,
         metrics: bool = False,
     ) -> None:
         self.folder = folder
@@ -148,7 +160,6 @@ class LittleCluster:
         self.seed = secrets.token_hex(32)
         self.key = SigningKey.from_hex(self.seed)
         self.store = store or str(folder / "store.sqlite")
-        self._releases = releases or {}
         ports = free_ports(schedulers + gateways + nodes + 1)
         self._s, self._gw = ports[:schedulers], ports[schedulers : schedulers + gateways]
         self._n, self.trainer_port = ports[schedulers + gateways : -1], ports[-1]
@@ -291,15 +302,14 @@ class LittleCluster:
     # ---- command lines ----
 
     def _add(self, name: str, argv: Sequence[str]) -> None:
-        release = self._releases.get(name) or self._releases.get(name.rstrip("0123456789"), HEAD)
         kind = {"s": "scheduler", "n": name, "g": "gateway"}[name[0]]
         events = self.folder / name / f"events-{kind}.jsonl"
-        self.members[name] = Member(name, argv, self.folder / f"{name}.log", events, release)
+        self.members[name] = Member(name, argv, self.folder / f"{name}.log", events)
 
     def _scheduler(self, number: int) -> Sequence[str]:
         # All that is offered is leased at once, whatever it is worth to the job.
         return [
-            *(*program("scheduler"), f"--port={self._s[number]}", f"--store={self.store}"),
+            *("-m", "rose.cli", "scheduler", f"--port={self._s[number]}", f"--store={self.store}"),
             *(f"--log-dir={self.folder / f's{number}'}", "--harvest=ACTIVE", "--policy=spot"),
             "--cooldown-s=0.2",
             *([f"--metrics-port={port}"] if (port := self._metrics.get(f"s{number}")) else []),
@@ -307,7 +317,7 @@ class LittleCluster:
 
     def _gateway(self, number: int) -> Sequence[str]:
         return [
-            *(*program("gateway"), f"--port={self._gw[number]}", "--max-attempts=64"),
+            *("-m", "rose.cli", "gateway", f"--port={self._gw[number]}", "--max-attempts=64"),
             *(f"--scheduler={self.addresses}", f"--log-dir={self.folder / f'gw{number}'}"),
         ]
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from little_cluster import JOB, LittleCluster, little_cluster
+from little_cluster import JOB, LittleCluster, little_cluster, start_python
 
 from rose.addresses import free_port
 from rose.client import RolloutClient
 from tests.patience import PATIENCE_S
-from tests.releases import HEAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -36,7 +35,7 @@ class TrainerProcess:
         }
         script = str(Path(__file__).with_name("run_trainer.py"))
         log = cluster.folder / f"trainer-{root}.log"
-        self._process = HEAD.popen(script, json.dumps(told), log=log)
+        self._process = start_python(script, json.dumps(told), log=log)
 
     async def __call__(self, command: str) -> dict[str, Any]:
         """Its answer; {} when it died on the way."""

@@ -54,7 +54,8 @@ def run(wheel: Path, code: str) -> subprocess.CompletedProcess[str]:
         zipfile.ZipFile(wheel).extractall(folder)
     own = (
         f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
+        f"sys.path[:] = [each for each in sys.path if each != {str(ROOT)!r}]"
     )
     command = [sys.executable, "-P", "-c", f"{own}\n{code}"]
     return subprocess.run(command, cwd=wheel.parent, capture_output=True, text=True)

@@ -53,7 +53,7 @@ HEADERS = (
     "X-Session-ID",
     "X-Group-ID",
     "X-SMG-Routing-Key",
-    "X-Job",
+    "X-Rose-Job",
     "Content-Encoding",
     "Transfer-Encoding",
     "Expect",

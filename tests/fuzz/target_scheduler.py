@@ -158,7 +158,7 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
         ),
         _framed(
             (1, pb.RegisterJobRequest(job="job", max_staleness=2)),
-            _report(hello=pb.Hello(protocol=1, cluster="c", relay_url="http://127.0.0.1:3")),
+            _report(hello=pb.Hello(protocol=2, cluster="c", relay_url="http://127.0.0.1:3")),
             _report(telemetry=pb.Telemetry(host=pb.HostTelemetry(node="n1", running=4))),
             _offers(pb.REPLICA_KIND_DEDICATED),
             (3, pb.SetHarvestRequest(mode=pb.HARVEST_MODE_HOLD_AND_DRAIN)),

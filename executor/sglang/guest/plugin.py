@@ -1,14 +1,13 @@
 """Plugin `rose_guest` of SGLang: sets the guest's hooks; inert unless ROSE_ROLE is guest.
 
 Scheduler.run_event_loop              attach: page, gate, balloon, watchdog
-Scheduler._should_defer_prefill       gate: may a step begin, how large; KV to what is granted
+Scheduler._should_defer_prefill       gate: may a step begin, how large; KV to the grant's cap
 Scheduler._get_new_batch_prefill_raw  tokens of a prefill, its chunks included
-Scheduler.get_num_allocatable_reqs    sequences
-Scheduler.update_running_batch        no decode without leave
-Scheduler.run_batch                   a step begins; its tokens are stamped
-Scheduler.process_batch_result        a step is done
-IdleSleeper.maybe_sleep               an idle guest hears that its memory is wanted
-allocator.clear                       held granules stay held
+Scheduler.get_num_allocatable_reqs    sequences Scheduler.update_running_batch        no decode
+without the gate's permission Scheduler.run_batch                   a step begins; its tokens are
+stamped Scheduler.process_batch_result        a step is done IdleSleeper.maybe_sleep
+an idle guest notices that its memory is wanted allocator.clear                       held granules
+stay held
 """
 
 import logging
@@ -44,7 +43,7 @@ logger = logging.getLogger("rose.sglang")
 
 
 class GuestHooks:
-    """The guest of this process, once its scheduler is about to run, and the hooks that ask it."""
+    """The guest of this process, from the moment its scheduler is about to run, and its hooks."""
 
     def __init__(self, settings: EngineSettings, start: StartGate | None = None) -> None:
         self._settings = settings
@@ -53,7 +52,7 @@ class GuestHooks:
 
     @property
     def hooks(self) -> Mapping[str, Hook]:
-        """By the names of what they stand around."""
+        """Hooks by the names of the functions that they are set around."""
         named: dict[str, Hook] = {
             f"{SCHEDULER}.run_event_loop": self.run_event_loop,
             f"{SCHEDULER}._should_defer_prefill": self.should_defer_prefill,
@@ -70,7 +69,7 @@ class GuestHooks:
         return named
 
     def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Attach to a scheduler that is complete. Raises ExecutorError; SGLang then ends."""
+        """Attach to a complete scheduler. Raises ExecutorError; SGLang then ends."""
         check_features(scheduler.server_args, {**NEEDED, **GUEST_NEEDED})
         self._guest = GuestScheduler(scheduler, self._settings)
         if self._start is not None:
@@ -78,13 +77,13 @@ class GuestHooks:
         return original(scheduler)
 
     def should_defer_prefill(self, original: Hook, scheduler: Any, running_batch: Any) -> bool:  # noqa: ANN401
-        """Ask the gate; without leave prefill is put off as SGLang itself does."""
+        """Ask the gate; without permission prefill is deferred as SGLang itself does."""
         if self._guest is None or not self._guest.begin(running_batch):
             return True
         return bool(original(scheduler, running_batch))
 
     def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Plan a prefill of no more tokens than are granted."""
+        """Plan a prefill of no more tokens than granted."""
         if self._guest is None:
             return original(scheduler, *a, **named)
         with self._guest.capped() as room:
@@ -100,18 +99,18 @@ class GuestHooks:
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> int:
-        """No more sequences than are granted."""
+        """Return no more sequences than granted."""
         found = int(original(scheduler, running_bs, *a, **named))
         return found if self._guest is None else min(found, self._guest.sequences - running_bs)
 
     def update_running_batch(self, original: Hook, scheduler: Any, batch: Any) -> Any:  # noqa: ANN401
-        """Without leave: None, which skips decode in this step."""
+        """Without permission return None, which skips decode in this step."""
         if self._guest is not None and not self._guest.tokens:
             return None
         return original(scheduler, batch)
 
     def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Publish a step's begin, run it, stamp what it sampled."""
+        """Publish the begin of a step, run it, stamp its tokens."""
         if self._guest is None:
             return original(scheduler, batch, *a, **named)
         self._guest.scheduled(batch)
@@ -129,20 +128,20 @@ class GuestHooks:
         return done
 
     def maybe_sleep(self, original: Hook, sleeper: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Sleep until there is something to do, or KV memory is wanted."""
+        """Sleep until there is work, or KV memory is wanted."""
         if self._guest is None:
             return original(sleeper)
         return self._guest.sleep(sleeper.poller)
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """An allocator that begins anew gives out no granule that was given back."""
+        """Keep the held granules out of an allocator that begins anew."""
         done = original(allocator)
         if self._guest is not None:
             self._guest.cleared(allocator)
         return done
 
     def forward(self, original: Hook, runner: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Let a pass of the start wait for the host; steps are asked for by the scheduler."""
+        """Let a pass of the start wait for the host; the scheduler asks the gate for steps."""
         if self._guest is None and self._start is not None:
             self._start.wait()
         return original(runner, *a, **named)

@@ -1,12 +1,12 @@
-"""Guest inside SGLang's scheduler: what its hooks ask before, within and after each step.
+"""Guest inside SGLang's scheduler: the hooks' work before, within and after each step.
 
-    begin      aborted requests end; the gate says tokens and sequences; KV comes to its cap
-    prefill    at most so many tokens, chunks included; no more sequences than granted
-    decode     one token a sequence: what is beyond the tokens is parked
-    parked     back in the queue; its KV stays in the prefix cache, so that going on is one token
+    begin      aborted requests end; the gate grants tokens and sequences; KV comes to its cap
+    prefill    at most the granted tokens, chunks included; no more sequences than granted
+    decode     one token a sequence: sequences beyond the tokens are parked
+    parked     back in the queue; its KV stays in the prefix cache, and it resumes with one token
 
 A step is one pass: SGLang's overlapped scheduling is off in a guest, so that nothing is in flight
-when it is asked. Retracted requests keep their tokens and compute their KV again.
+when the gate is asked. Retracted requests keep their tokens and compute their KV again.
 """
 
 import logging
@@ -33,7 +33,7 @@ from executor.step_decision import Run
 
 IDLE_POLL_MS: Final = 10
 IDLE_ROUNDS: Final = 100
-# At once from the prefix cache: a share of what it holds, so that a large one is not asked often.
+# Share of the prefix cache that is dropped at once, so that a large one is not asked often.
 FORGET_SHARE: Final = 1 / 8
 
 logger = logging.getLogger("rose.sglang")
@@ -48,12 +48,12 @@ class QueuedRequest:
 
 
 class GuestScheduler:
-    """One guest's gate and balloon. The scheduler's thread alone may call it."""
+    """One guest's gate and balloon. Only the scheduler's thread may call it."""
 
     def __init__(self, scheduler: Any, settings: EngineSettings) -> None:  # noqa: ANN401 -- SGLang's
         """Attach to a scheduler that is complete and has not begun.
 
-        Raises ExecutorError where the page, a profile or this model's KV cache cannot be used.
+        Raises ExecutorError if the page, a profile or this model's KV cache cannot be used.
         """
         _check_cache(scheduler)
         self._scheduler = scheduler
@@ -68,14 +68,14 @@ class GuestScheduler:
         self._kv = GuestKv(self._pool, self._rollouts, self.retract)
         self._gate = GateClient(page, self._kv.mapped, limits, model, self._page_tokens)
         self.tokens = 0
-        """That the next step may have; 0 for no step."""
+        """Tokens of the next step; 0 for no step."""
         self.sequences = 0
-        """That it may have."""
+        """Most sequences of the next step."""
         orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
         Watchdog(page, orphan, self._gate.beat).start()
 
     def begin(self, running: Any) -> bool:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Whether a step may begin, over `running` and whoever waits."""
+        """Return True if a step may begin, over `running` and the waiting requests."""
         self._batch = running
         self._end_aborted()
         load = self._load()
@@ -88,17 +88,17 @@ class GuestScheduler:
             self._gate.idle(load)
         if not self._fit_kv():
             self.tokens = self.sequences = 0
-        # SGLang leaves this set until somebody ends; what is granted changes sooner.
+        # SGLang keeps this set until a request ends; a grant changes sooner.
         running.batch_is_full = False
         if self.tokens:
-            # Whoever is admitted decodes in the next step.
+            # Admitted requests decode in the next step.
             self.sequences = min(self.sequences, self.tokens)
             self._park(self.tokens)
         return self.tokens > 0
 
     @contextmanager
     def capped(self) -> Iterator[bool]:
-        """Within it a prefill has at most the tokens that are granted; whether there is room."""
+        """Limit a prefill to the granted tokens; yields True if there is room."""
         scheduler = self._scheduler
         room = self.tokens // self._page_tokens * self._page_tokens
         full = scheduler.chunked_prefill_size, scheduler.max_prefill_tokens
@@ -111,31 +111,31 @@ class GuestScheduler:
             scheduler.chunked_prefill_size, scheduler.max_prefill_tokens = full
 
     def scheduled(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """A step begins."""
+        """Record that a step begins."""
         self._kv.step_begun()
         self._gate.scheduled(self._load(batch), tokens_of(batch))
 
     def sampled(self, batch: Any, result: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Stamp what it sampled."""
+        """Stamp the sampled tokens."""
         stamp(batch, result)
 
     def stepped(self, batch: Any, sampled: int) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """It is done, its output on the way."""
+        """Record that it is done, its output on the way."""
         self._kv.step_done()
         self._gate.stepped(self._load(batch), tokens_of(batch), len(batch.reqs), sampled)
 
     def output_tokens(self, batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Of a batch's rollouts so far: a warm-up's are nobody's."""
+        """Return the tokens of a batch's rollouts so far; a warm-up's do not count."""
         return sum(len(r.output_ids) for r in batch.reqs if not r.rid.startswith(WARM_UP))
 
     def sleep(self, poller: Any) -> None:  # noqa: ANN401 -- a zmq.Poller
-        """Wait for a message; sooner back where KV memory is wanted."""
+        """Wait for a message; return sooner if KV memory is wanted."""
         for _ in range(IDLE_ROUNDS):
             if poller.poll(IDLE_POLL_MS) or self._kv.must_shrink(self._gate.grant()):
                 return
 
     def cleared(self, allocator: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """This guest's allocator began anew."""
+        """Adapt to this guest's allocator that began anew."""
         if allocator is self._allocator:
             self._pool.cleared()
 
@@ -144,7 +144,7 @@ class GuestScheduler:
         self._requeue(set(request_ids), keep_kv=False)
 
     def _park(self, tokens: int) -> None:
-        """Leave no more running requests than there are tokens, those that came first."""
+        """Leave no more running requests than there are tokens, the oldest ones."""
         beyond = self._batch.reqs[tokens:]
         self._requeue({request.rid for request in beyond}, keep_kv=True)
 
@@ -163,7 +163,7 @@ class GuestScheduler:
             scheduler._add_request_to_queue(request, is_retracted=True)
         left = [n for n, request in enumerate(batch.reqs) if request.rid not in ids]
         batch.filter_batch(keep_indices=left)
-        # They have waited already: in front of whoever has not.
+        # They have waited already: in front of requests that have not.
         back = [request for request in scheduler.waiting_queue if request.rid in ids]
         others = [request for request in scheduler.waiting_queue if request.rid not in ids]
         scheduler.waiting_queue = back + others
@@ -186,7 +186,7 @@ class GuestScheduler:
             batch.filter_batch()
 
     def _fit_kv(self) -> bool:
-        """Bring KV memory to what the grant allows; True when a step may begin."""
+        """Bring KV memory to the grant's bound; return True when a step may begin."""
         held = len(self._pool.held)
         fits = self._kv.fit(self._gate.grant())
         if len(self._pool.held) != held:
@@ -197,7 +197,7 @@ class GuestScheduler:
         return fits
 
     def _tell_capacity(self) -> None:
-        """SGLang checks, when it is idle, that no block was lost."""
+        """Adapt SGLang's idle check that no block was lost."""
         away = self._pool.held_blocks * self._page_tokens
         self._scheduler.invariant_checker.max_total_num_tokens = self._capacity_tokens - away
 
@@ -219,7 +219,7 @@ class GuestScheduler:
                 self._hand_back(request)
 
     def _hand_back(self, request: Any) -> None:  # noqa: ANN401 -- SGLang's Req
-        """Tell a request's client that it ends here, so that it goes on elsewhere."""
+        """End a request at its client, so that it continues elsewhere."""
         from sglang.srt.managers.scheduler import _make_abort_req
 
         reason = request.finished_reason
@@ -227,7 +227,7 @@ class GuestScheduler:
         self._scheduler.send_abort_output(_make_abort_req(request, finished_reason=said), request)
 
     def _running(self) -> list[Any]:
-        """Requests that have KV, each once."""
+        """Return the requests that have KV, each once."""
         found = {request.rid: request for request in self._batch.reqs}
         chunked = self._scheduler.chunked_req
         if chunked is not None:
@@ -260,7 +260,7 @@ class GuestScheduler:
         return int(self._allocator.available_size() - before) // self._page_tokens
 
     def _load(self, batch: Any = None) -> EngineLoad:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Requests and blocks now; `batch`: one that is no part of the running ones yet."""
+        """Return requests and blocks now; `batch`: one that is not among the running ones yet."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
         ids = {request.rid for request in self._batch.reqs}
         if batch is not None:
@@ -274,14 +274,14 @@ class GuestScheduler:
 
 
 def tokens_of(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-    """Of one step: a prefill's new ones, or one a sequence."""
+    """Return the tokens of one step: a prefill's new ones, or one a sequence."""
     if batch.forward_mode.is_extend():
         return int(batch.extend_num_tokens)
     return len(batch.reqs)
 
 
 def _check_cache(scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
-    """Raise ExecutorError for models whose KV cache is no plain list of blocks."""
+    """Raise ExecutorError for models whose KV cache is not a plain list of blocks."""
     tree = scheduler.tree_cache
     if tree.supports_swa() or tree.supports_mamba():
         raise ExecutorError(

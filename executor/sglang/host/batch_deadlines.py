@@ -1,8 +1,8 @@
 """Deadlines of an engine that decodes all of its sequences in a step, or none of them.
 
 A step of SGLang is a prefill or a decode. While prompts are prefilled all others wait, and the next
-decode serves every one of them. So no sequence needs a time of its own but those that were put back
-into the queue; what waits longest among the others is as old as the last decode.
+decode serves every one of them. So only sequences that were put back into the queue need a time of
+their own; the longest wait among the others is that since the last decode.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from executor.deadline_tracker import DeadlineTracker
 
 
 class BatchDeadlines(DeadlineTracker):
-    """Told of each step by its kind; `begun` and `stepped` are not for it."""
+    """Deadlines fed with each step by its kind; `begun` and `stepped` are not for it."""
 
     @property
     def waiting(self) -> int:
@@ -24,11 +24,11 @@ class BatchDeadlines(DeadlineTracker):
         return len(self._prefilling) + len(self._decoding) - len(self._left_out)
 
     def known(self) -> set[str]:
-        """Ids of all requests that did not end yet."""
+        """Return the ids of all unfinished requests."""
         return {*self._prefill_left, *self._decoding}
 
     def prefill_begun(self, request_ids: list[str]) -> None:
-        """A prefill of these begins."""
+        """Record that a prefill of these begins."""
         self._prefilling.update(id_ for id_ in request_ids if id_ in self._prefill_left)
         for request_id in request_ids:
             self._left_out.pop(request_id, None)
@@ -36,7 +36,7 @@ class BatchDeadlines(DeadlineTracker):
     def prefilled(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
-        """A prefill over `scheduled` (request → tokens) ended; `has_token`: a first one came."""
+        """Record a prefill's end over `scheduled` (request → tokens); `has_token`: first token."""
         alone = not self._decoding
         self._prefilled(
             [id_ for id_ in scheduled if id_ in self._prefill_left], scheduled, has_token
@@ -45,11 +45,11 @@ class BatchDeadlines(DeadlineTracker):
             self._last_token_ns = now_ns
 
     def decoded(self, now_ns: int) -> None:
-        """A decode ended, with a token for each that is in steps."""
+        """Record the end of a decode, with a token for each running request."""
         self._last_token_ns = now_ns
 
     def put_back(self, request_id: str) -> None:
-        """A running request waits again, its tokens so far kept."""
+        """Record that a running request waits again, its tokens so far kept."""
         if request_id in self._decoding:
             self._left_out.setdefault(request_id, self._last_token_ns)
         else:

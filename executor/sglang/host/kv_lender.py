@@ -5,9 +5,9 @@ lending. An allocation that the free blocks do not cover takes lent granules bac
 it fails; before any prefix is evicted, too, since SGLang counts lent blocks as free. Their pages
 come with the first touch.
 
-A prefix is forgotten, so that its memory can be lent, when nobody asked for it for a long time.
-SGLang keeps no such time where it could be asked for. What requests had in that time is known, and
-the prefix cache forgets what was used longest ago first: what is cached beyond that is cold.
+A prefix without a hit for a long time is dropped, so that its memory can be lent. SGLang offers no
+such time. The tokens that requests had in that time are known, and the prefix cache drops the least
+recently used first: cached tokens beyond that number are cold.
 """
 
 from collections import deque
@@ -25,27 +25,27 @@ from executor.sglang.compat import LENDING_NEEDED, check_features
 from executor.sglang.kv_pages import kv_pages
 from executor.sglang.kv_pool import BalloonedPool, Forget
 
-# A search for free granules looks at every free block, so one that found too few is not repeated
-# in every step.
+# A search for free granules looks at every free block, so one that found too few is not repeated in
+# every step.
 SEARCH_NS: Final = 100_000_000
 IN_REACH: Final = "run SGLang on host memory, with a model that has keys and values of each layer"
 ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 
 
 class WarmTokens:
-    """How many tokens the requests of a recent while had."""
+    """Number of tokens of the requests of a recent while."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, int]] = deque()
         self._sum = 0
 
     def add(self, now_ns: int, tokens: int) -> None:
-        """A request of so many tokens ended."""
+        """Add an ended request's tokens."""
         self._ended.append((now_ns, tokens))
         self._sum += tokens
 
     def since(self, ns: int) -> int:
-        """Tokens of requests that ended since then; older ones are dropped."""
+        """Return the tokens of requests that ended since then; older ones are dropped."""
         while self._ended and self._ended[0][0] < ns:
             self._sum -= self._ended.popleft()[1]
         return self._sum
@@ -62,7 +62,7 @@ class LendingPool(BalloonedPool):
         evictable_tokens: Callable[[], int],
         forget: Forget,
     ) -> None:
-        """`evictable_tokens`: what the prefix cache has that no request holds."""
+        """evictable_tokens: returns the prefix cache's tokens that no request holds."""
         self.lent_blocks = 0
         self._evictable_tokens = evictable_tokens
         self._page_tokens = int(allocator.page_size)
@@ -75,7 +75,7 @@ class LendingPool(BalloonedPool):
 
     @property
     def free(self) -> KvFree:
-        """What no request uses."""
+        """Blocks that no request uses."""
         allocator = self._allocator
         staged = getattr(allocator, "num_staged_pages", None)
         plain = len(allocator.free_pages)
@@ -84,20 +84,20 @@ class LendingPool(BalloonedPool):
 
     @property
     def blocks_away(self) -> int:
-        """None: SGLang counts them."""
+        """Always 0: SGLang counts them."""
         return 0
 
     def owns(self, allocator: Any) -> bool:  # noqa: ANN401 -- SGLang's
-        """Whether it is this allocator that lends."""
+        """Return True if this allocator lends."""
         return allocator is self._allocator
 
     def check(self) -> None:
-        """Raise what went wrong in an allocation."""
+        """Raise an error recorded in an allocation."""
         if self._failure is not None:
             raise self._failure
 
     def lendable(self, count: int) -> list[int]:
-        """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
+        """Return up to `count` granules to lend: the highest, so that they stay together."""
         if self._now_ns < self._search_ns:
             return []
         found = sorted(self._wholly_free(range(self.granules.count)), reverse=True)
@@ -106,17 +106,17 @@ class LendingPool(BalloonedPool):
         return found[:count]
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those that are wholly free; no prefix is forgotten for it."""
+        """Hold those that are wholly free; no prefix is dropped for it."""
         return HeldGranules.take(self, granules, fence)
 
     def take_back(self, count: int) -> int:
-        """Have the lowest `count` lent granules again: all of them come."""
+        """Take back the lowest `count` lent granules: all of them come."""
         granules = plan_growth(count, self.held)
         self.give_back(granules)
         return len(granules)
 
     def give_back(self, granules: Collection[int]) -> None:
-        """Have granules again: first their blocks, which a host must never lack."""
+        """Take granules back: first their blocks, which a host must never lack."""
         if not granules:
             return
         self._put_in(granules)
@@ -126,7 +126,7 @@ class LendingPool(BalloonedPool):
         self.pages.restore(granules)
 
     def short_of(self, tokens: int) -> bool:
-        """An allocation of so many tokens found too little; whether it is worth another try."""
+        """Take back granules for an allocation; return True if it is worth another try."""
         if not self._out:
             return False
         blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
@@ -137,9 +137,9 @@ class LendingPool(BalloonedPool):
         return True
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Forget prefixes of up to `most` granules' size that nobody asked for in `cold_ns`.
+        """Drop prefixes of up to `most` granules' size without a hit in `cold_ns`.
 
-        Returns of how many; to be called in every step, since it also tells the time.
+        Returns the number of granules; call it in every step, since it also tells the time.
         """
         self._now_ns = now_ns
         if not most:
@@ -150,12 +150,12 @@ class LendingPool(BalloonedPool):
         return -(-blocks // self.granules.granule_blocks)
 
     def cleared(self) -> None:
-        """The allocator began anew, with all blocks: lent ones leave it again."""
+        """Take lent blocks out of an allocator that began anew with all blocks."""
         out, self._out, self.lent_blocks = self._out, set(), 0
         self._take_out(out)
 
     def dissolve(self) -> None:
-        """Leave the stock pool behind, whole, whatever state this one is in."""
+        """Restore the stock pool, whole, from any state of this one."""
         self._put_in(set(self._out))
         self._allocator.need_sort = self._sorted_before
 
@@ -181,7 +181,7 @@ def lender_of(
 ) -> tuple[HostLender, LendingPool]:
     """Take over the allocator of an engine without requests.
 
-    Raises ExecutorError where its memory cannot be lent.
+    Raises ExecutorError if its memory cannot be lent.
     """
     check_features(scheduler.server_args, LENDING_NEEDED, "a host that lends")
     allocator = scheduler.token_to_kv_pool_allocator

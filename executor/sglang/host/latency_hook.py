@@ -1,4 +1,4 @@
-"""Hook around what SGLang's tokenizer side receives: latencies of the requests that finished."""
+"""Hook around the outputs on SGLang's tokenizer side: latencies of finished requests."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ from executor.sglang.compat import client_request_id
 TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HANDLE_OUTPUT: Final = f"{TOKENIZER}.TokenizerManager._handle_batch_output"
 HEALTH_CHECK: Final = "HEALTH_CHECK"
-"""Ids begin so that SGLang makes up for its own health checks: their latencies are nobody's."""
+"""Prefix of the ids of SGLang's own health checks, whose latencies do not count."""
 
 logger = logging.getLogger("rose.sglang")
 
@@ -25,7 +25,7 @@ def latency_record(
     now_s: float,
     now_ns: int,
 ) -> LatencyRecord:
-    """Record of a finished request; `now_s` is SGLang's clock when `now_ns` is the page's."""
+    """Return the record of a finished request; `now_s` is SGLang's clock at the page's `now_ns`."""
     finished_s = stats.finished_time or now_s
     first_s = stats.first_token_time or finished_s
     gaps = output_tokens - 1
@@ -41,7 +41,7 @@ def latency_record(
 
 
 class LatencyHook:
-    """Stands around TokenizerManager._handle_batch_output; each API process has one."""
+    """Hook around TokenizerManager._handle_batch_output; each API process has one."""
 
     def __init__(self) -> None:
         self._writer: LatencyWriter | None = None
@@ -52,7 +52,7 @@ class LatencyHook:
         manager: Any,  # noqa: ANN401 -- SGLang's
         received: Any,  # noqa: ANN401 -- a batch of outputs
     ) -> Any:  # noqa: ANN401
-        """Handle the outputs as SGLang does, then publish what finished with them."""
+        """Handle the outputs as SGLang does, then publish the finished requests."""
         ended = _ending(manager, received)
         found = await original(manager, received)
         if ended:
@@ -63,7 +63,7 @@ class LatencyHook:
 
 
 def _ending(manager: Any, received: Any) -> list[tuple[int, Any]]:  # noqa: ANN401 -- SGLang's
-    """Place and state of each request that ends with this batch: SGLang drops it meanwhile."""
+    """Return place and state of each request that ends with this batch; SGLang drops them."""
     try:
         states = manager.rid_to_state
         reasons = zip(received.rids, received.finished_reasons, strict=True)
@@ -78,7 +78,7 @@ def _ending(manager: Any, received: Any) -> list[tuple[int, Any]]:  # noqa: ANN4
 
 
 def _records(received: Any, ended: list[tuple[int, Any]]) -> Iterator[LatencyRecord]:  # noqa: ANN401
-    """A request that ended before its first token has no latency to report and is left out."""
+    """Yield the records; a request that ended before its first token has no latency."""
     now_s, now_ns = time.perf_counter(), time.monotonic_ns()
     tokens = getattr(received, "completion_tokens", None) or [0] * len(received.rids)
     for at, state in ended:

@@ -1,6 +1,6 @@
 """Plugin `rose_host` of SGLang: publishes a stock scheduler's state; inert unless ROSE_ROLE=host.
 
-    Scheduler.__init__                   attach: page, seat, what is lent
+    Scheduler.__init__                   attach: page, seat, lending
     Scheduler._add_request_to_queue      a request came, or was put back
     Scheduler.get_next_batch_to_run      a turn with work: lend, or take back
     Scheduler.run_batch                  a step begins
@@ -10,9 +10,9 @@
     Scheduler.maybe_sleep_on_idle        not while there is more to lend
     Scheduler.run_event_loop             its end: leave the page
     TokenizerManager._handle_batch_output   latencies of finished requests
-    allocator.alloc …                    only of a host that lends: what is lent counts as free
+    allocator.alloc …                    only of a host that lends: lent blocks count as free
 
-Each hook calls what it stands around with what it was given, and returns what that returned.
+Each hook calls the original function with its arguments, and returns its result.
 """
 
 import logging
@@ -44,7 +44,7 @@ from executor.sglang.host.latency_hook import HANDLE_OUTPUT, TOKENIZER, LatencyH
 from executor.sglang.host.state_publisher import BatchPublisher
 from executor.step_log import StepLog
 
-# How long an idle host that has nothing more to lend waits before it looks again.
+# Pause of an idle host that has nothing more to lend before it looks again.
 IDLE_LOOK_NS: Final = 50_000_000
 _ALLOCATOR: Final = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
 _PAGED: Final = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
@@ -53,25 +53,25 @@ logger = logging.getLogger("rose.sglang")
 
 
 class SglangHost(HostPlugin[BatchPublisher]):
-    """What publishes and lends for one scheduler, whose thread alone may call it."""
+    """Publisher and lender of one scheduler, whose thread alone may call it."""
 
     log = logger
 
     def __init__(self, scheduler: Any, refused: ExecutorError | None = None) -> None:  # noqa: ANN401 -- SGLang's
-        """`refused`: why this SGLang cannot be a host, where that is known already."""
+        """refused: the reason why this SGLang cannot be a host, if it is known already."""
         self._scheduler = scheduler
         self._refused = refused
         self.pool: LendingPool | None = None
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
-        """A request came to the queue, or came back."""
+        """Publish a request that came to the queue, or came back."""
         if self._observer is not None:
             self._quietly(self._tell_arrival, self._observer, request, again)
             self._lend(arrived=True)
 
     def turn(self) -> None:
-        """A turn of the loop begins; what an idle host lends is `idled`'s."""
+        """Begin a turn of the loop; an idle host lends in `idled`."""
         self._began_ns = time.monotonic_ns()
         if self._lender is not None and (
             self._scheduler.waiting_queue or self._scheduler.running_batch.reqs
@@ -79,14 +79,14 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._lend()
 
     def begin(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """A step begins."""
+        """Publish the begin of a step."""
         if self._lender is not None:
             self._lender.step_begun()
         if self._observer is not None:
             self._quietly(self._observer.began, self._scheduler, batch, self._began_ns)
 
     def done(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """A step was processed."""
+        """Publish a processed step."""
         if self._lender is not None:
             self._lender.step_done()
             self._note_ended(batch)
@@ -94,12 +94,12 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._quietly(self._observer.stepped, self._scheduler, batch)
 
     def aborted(self) -> None:
-        """Requests were aborted."""
+        """Publish that requests were aborted."""
         if self._observer is not None:
             self._quietly(self._observer.aborted, self._scheduler)
 
     def idled(self) -> None:
-        """A turn of the loop had nothing to run."""
+        """Publish a turn of the loop without work, and lend."""
         if self._observer is not None:
             self._quietly(self._observer.idled, self._scheduler)
         if self._lender is not None:
@@ -110,21 +110,21 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
     @property
     def awake(self) -> bool:
-        """Whether an idle host has more to lend."""
+        """True if an idle host has more to lend."""
         return self._lender is not None and self._lender.pending
 
     def leave(self) -> None:
-        """Leave the page to whoever is its host next."""
+        """Leave the page for its next host."""
         self._quietly(self._leave)
 
     def stop_lending(self, why: Exception | None = None) -> None:
-        """Have SGLang's own pool back, whole."""
+        """Restore SGLang's own pool, whole."""
         super().stop_lending(why)
         if self._lender is None:
             self.pool = None
 
     def _tell_arrival(self, observer: BatchPublisher, request: Any, again: bool) -> None:  # noqa: ANN401
-        # The time of a first token then comes with an answer that is not streamed, too.
+        # With this an answer that is not streamed has the time of its first token, too.
         request.time_stats.has_timing_data = True
         observer.arrived(self._scheduler, request, again=again)
 
@@ -175,7 +175,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
 
 class HostHooks:
-    """The host of this process, once it has a scheduler, and the hooks that tell it."""
+    """The host of this process, once it has a scheduler, and its hooks."""
 
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
@@ -184,12 +184,12 @@ class HostHooks:
 
     @property
     def host(self) -> SglangHost | None:
-        """What publishes, None before there is a scheduler and on ranks that do not."""
+        """The host, None before there is a scheduler and on ranks that do not publish."""
         return self._host
 
     @property
     def hooks(self) -> Mapping[str, Hook]:
-        """By the names of what they stand around."""
+        """Hooks by the names of the functions that they are set around."""
         named: dict[str, Hook] = {
             f"{SCHEDULER}.__init__": self.made,
             f"{SCHEDULER}._add_request_to_queue": self.add_request,
@@ -211,7 +211,7 @@ class HostHooks:
         return named
 
     def made(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> None:  # noqa: ANN401
-        """Attach to a scheduler that is complete. One of several ranks speaks for all."""
+        """Attach to a complete scheduler. One of several ranks speaks for all."""
         original(scheduler, *a, **named)
         try:
             if _first_rank():
@@ -228,7 +228,7 @@ class HostHooks:
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """A request came; one that was refused is in no queue."""
+        """Publish a new request; a refused one is in no queue."""
         found = original(scheduler, request, *a, **named)
         if self._host is not None and request.finished_reason is None:
             again = bool(request.output_ids) or bool(named.get("is_retracted") or (a and a[0]))
@@ -236,13 +236,13 @@ class HostHooks:
         return found
 
     def get_next_batch(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """A turn of the loop begins."""
+        """Begin a turn of the loop."""
         if self._host is not None:
             self._host.turn()
         return original(scheduler, *a, **named)
 
     def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """A step begins."""
+        """Publish the begin of a step."""
         if self._host is not None:
             self._host.begin(batch)
         return original(scheduler, batch, *a, **named)
@@ -255,27 +255,27 @@ class HostHooks:
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """A step is done."""
+        """Publish a finished step."""
         found = original(scheduler, batch, *a, **named)
         if self._host is not None:
             self._host.done(batch)
         return found
 
     def abort_request(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Requests may be gone."""
+        """Publish that requests may be gone."""
         found = original(scheduler, *a, **named)
         if self._host is not None:
             self._host.aborted()
         return found
 
     def on_idle(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Before SGLang sleeps: say that the host is idle, lend what it does not need."""
+        """Publish that the host is idle, and lend, before SGLang sleeps."""
         if self._host is not None:
             self._host.idled()
         return original(scheduler)
 
     def maybe_sleep(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Sleep when there is nothing more to lend."""
+        """Sleep if there is nothing more to lend."""
         if self._host is not None and self._host.awake:
             return None
         return original(scheduler)
@@ -289,31 +289,31 @@ class HostHooks:
                 self._host.leave()
 
     def allocate(self, original: Hook, allocator: Any, need_size: int) -> Any:  # noqa: ANN401
-        """Allocate, with what is lent."""
+        """Allocate, lent granules included."""
         return self._allocated(allocator, need_size, lambda: original(allocator, need_size))
 
     def allocate_extend(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Allocate for a prefill, with what is lent."""
+        """Allocate for a prefill, lent granules included."""
         tokens = int(named["extend_num_tokens"] if "extend_num_tokens" in named else a[5])
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[2])
-        # Each may begin a page of which it needs a part.
+        # Each sequence may begin a page of which it needs a part.
         tokens += (sequences + 1) * int(allocator.page_size)
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def allocate_decode(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Allocate for a decode, with what is lent."""
+        """Allocate for a decode, lent granules included."""
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[0])
         tokens = sequences * int(allocator.page_size)
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def available(self, original: Hook, allocator: Any) -> int:  # noqa: ANN401 -- SGLang's
-        """What is lent can be had at once."""
+        """Count lent blocks, which can be had at once."""
         pool = self._pool_of(allocator)
         free = int(original(allocator))
         return free if pool is None else free + pool.lent_blocks * int(allocator.page_size)
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """An allocator that begins anew gives out no granule that is lent without taking it."""
+        """Keep the lent granules out of an allocator that begins anew."""
         found = original(allocator)
         pool = self._pool_of(allocator)
         if pool is not None:
@@ -321,7 +321,7 @@ class HostHooks:
         return found
 
     def _allocated(self, allocator: Any, tokens: int, try_it: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Take lent granules back where the free blocks are too few, then try again."""
+        """Take lent granules back if the free blocks are too few, then try again."""
         found = try_it()
         if found is None and (pool := self._pool_of(allocator)) is not None:
             while found is None and pool.short_of(tokens):
@@ -342,7 +342,7 @@ def _first_rank() -> bool:
 def register() -> None:
     """Entry point of `sglang.srt.plugins`.
 
-    Around a version that ROSE is not tested with there is one hook, which says so.
+    For a version that ROSE is not tested with it sets one hook, which logs that.
     """
     if os.environ.get("ROSE_ROLE") != HOST:
         return
@@ -352,7 +352,7 @@ def register() -> None:
         check_version()
         if part is Part.SCHEDULER:
             stand_around(hosts.hooks)
-        # Further processes of the API are children, as schedulers are.
+        # Further processes of the API are children, like schedulers.
         if part is Part.SERVER or TOKENIZER in sys.modules:
             stand_around({HANDLE_OUTPUT: LatencyHook()})
     except ExecutorError as error:

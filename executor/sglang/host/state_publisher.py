@@ -11,14 +11,14 @@ from executor.sglang.host.batch_deadlines import BatchDeadlines
 from executor.step_log import StepLog
 
 RECONCILE_STEPS: Final = 64
-"""A request that left the queue by a way of its own is missed for so many steps at most."""
+"""Most steps in which a request that left the queue in another way is not noticed."""
 
 
 class BatchPublisher(StatePublisher):
-    """Called at each turn of the scheduler's loop; it tells of what was when a step begins.
+    """Publisher called at each turn of the scheduler's loop; it publishes when a step begins.
 
-    SGLang says of no request that it ended. Whoever finishes is seen in its batch; whoever leaves
-    in another way (aborted in the queue, dropped at its limit) when the books are compared with the
+    SGLang does not report a request's end. A finished one is seen in its batch; one that leaves in
+    another way (aborted in the queue, dropped at its limit) when the books are compared with the
     scheduler's, every RECONCILE_STEPS and after each abort. Until then the host looks busier than
     it is. It is idle only when SGLang itself says so.
     """
@@ -40,7 +40,7 @@ class BatchPublisher(StatePublisher):
 
     @property
     def requests(self) -> int:
-        """Unfinished requests, as the books have them."""
+        """Unfinished requests by its books."""
         return len(self._deadlines)
 
     def started(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's scheduler
@@ -48,7 +48,7 @@ class BatchPublisher(StatePublisher):
         self._publish(scheduler, self._clock_ns())
 
     def arrived(self, scheduler: Any, request: Any, *, again: bool) -> None:  # noqa: ANN401
-        """A request is in the queue; `again`: it ran before and was put back."""
+        """Add a request to the queue; `again`: it ran before and was put back."""
         now_ns, id_ = self._clock_ns(), request.rid
         book = self._deadlines
         if again:
@@ -60,11 +60,11 @@ class BatchPublisher(StatePublisher):
         self._untold = True
         if self._told_idle:
             self._publish(scheduler, now_ns)
-            # That it came in is told; that it runs from now on is not.
+            # Its arrival is published; that it runs from now on is not.
             self._untold = True
 
     def began(self, scheduler: Any, batch: Any, began_ns: int) -> None:  # noqa: ANN401
-        """A step over `batch` is about to run; its scheduling began at `began_ns`."""
+        """Record that a step over `batch` is about to run; its scheduling began at `began_ns`."""
         self._step_begins(began_ns)
         if not batch.forward_mode.is_decode():
             self._deadlines.prefill_begun([request.rid for request in batch.reqs])
@@ -72,7 +72,7 @@ class BatchPublisher(StatePublisher):
             self._publish(scheduler, self._clock_ns())
 
     def stepped(self, scheduler: Any, batch: Any) -> None:  # noqa: ANN401
-        """The oldest step in flight was processed."""
+        """Record that the oldest step in flight was processed."""
         now_ns, book, requests = self._clock_ns(), self._deadlines, batch.reqs
         if batch.forward_mode.is_decode():
             tokens = len(requests)
@@ -85,16 +85,16 @@ class BatchPublisher(StatePublisher):
             book.finished(ended)
         if self._step_seq % RECONCILE_STEPS == 0:
             self._reconcile(scheduler)
-        # The next step follows at once and tells of it, or SGLang says that there is none.
+        # The next step follows at once and publishes it, or SGLang says that there is none.
         self._untold = True
 
     def aborted(self, scheduler: Any) -> None:  # noqa: ANN401
-        """Requests may have ended from outside."""
+        """Compare the books: requests may have ended from outside."""
         self._reconcile(scheduler)
         self._publish(scheduler, self._clock_ns())
 
     def idled(self, scheduler: Any) -> None:  # noqa: ANN401
-        """A turn of the loop had nothing to run."""
+        """Publish a turn of the loop without work."""
         if self._told_idle:
             return
         if scheduler.is_fully_idle():
@@ -105,11 +105,11 @@ class BatchPublisher(StatePublisher):
             self._publish(scheduler, self._clock_ns())
 
     def lends(self, scheduler: Any) -> None:  # noqa: ANN401
-        """What the host lends changed."""
+        """Publish a changed loan."""
         self._publish(scheduler, self._clock_ns())
 
     def _prefilled(self, batch: Any, now_ns: int) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Tokens of the step."""
+        """Return the tokens of the step."""
         lengths = batch.extend_lens or [1] * len(batch.reqs)
         scheduled = {
             request.rid: tokens for request, tokens in zip(batch.reqs, lengths, strict=False)

@@ -1,8 +1,8 @@
-"""Guest scheduler of vLLM: every step needs the gate's leave, and oversized requests are aborted.
+"""Guest scheduler of vLLM: every step needs the gate's permission; oversized requests are aborted.
 
 Loaded by `--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`.
 
-A request that outgrew the guest's KV cap is aborted at once, so that it goes on elsewhere. vLLM
+A request that outgrew the guest's KV cap is aborted at once, so that it continues elsewhere. vLLM
 would wait for blocks that do not come, and block everything behind the request with it.
 """
 
@@ -50,11 +50,11 @@ class AbortQueue:
         self._ended: list[tuple[int, str]] = []
 
     def ended(self, requests: Iterable[tuple[int, str]]) -> None:
-        """Remember requests, by client and id, that the scheduler ended by itself."""
+        """Add requests, by client and id, that the scheduler ended by itself."""
         self._ended.extend(requests)
 
     def tell(self, outputs: dict[int, Any]) -> None:
-        """Add a last output of each to what goes to their clients."""
+        """Add a last output of each to the outputs for their clients."""
         for client, request_id in self._ended:
             last = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
@@ -65,13 +65,13 @@ logger = logging.getLogger("vllm.rose.guest")
 
 
 class GatedScheduler(ConfiguredScheduler):
-    """Asks the gate before every step; a refusal makes an empty schedule.
+    """Scheduler that asks the gate before every step; a refusal makes an empty schedule.
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
     own pause state alone: with that set from outside, the engine core would block on its queue and
-    never look at the page again. Inert unless ROSE_ROLE=guest; a guest whose page cannot be mapped,
-    whose step profile cannot be read, whose vLLM nobody has tested or which has a feature that
-    breaks a promise raises ExecutorError and so does not start.
+    never look at the page again. Inert unless ROSE_ROLE=guest. A guest does not start, with
+    ExecutorError, if its page cannot be mapped, its step profile cannot be read, its vLLM is not
+    tested, or a feature breaks a promise.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -94,7 +94,7 @@ class GatedScheduler(ConfiguredScheduler):
         Watchdog(page, orphan, self._gate_client.beat).start()
 
     def schedule(self, *args: object, **kwargs: object) -> StepSurface:
-        """Schedule within what the gate allows, which may be nothing."""
+        """Schedule within the gate's grant, which may be nothing."""
         gate_client = self._gate_client
         if gate_client is None:
             return self._stock_schedule(*args, **kwargs)
@@ -132,9 +132,9 @@ class GatedScheduler(ConfiguredScheduler):
         return result
 
     def has_requests(self) -> bool:
-        """Also True while KV memory is owed: only in a step can an idle engine give it back.
+        """Return True also while KV memory is owed: an idle engine can return it only in a step.
 
-        An idle core looks here when something wakes it, as `rose.replica.control` does.
+        An idle core calls this when something wakes it, as `rose.replica.control` does.
         """
         if super().has_requests():
             return True
@@ -142,7 +142,7 @@ class GatedScheduler(ConfiguredScheduler):
         return gate_client is not None and self._kv.must_shrink(gate_client.grant())
 
     def _fit_kv(self, gate_client: GateClient) -> bool:
-        """Bring KV memory to what the grant allows; True when a step may begin."""
+        """Bring KV memory to the grant's bound; return True when a step may begin."""
         fits = self._kv.fit(gate_client.grant())
         gate_client.mapped(self._kv.mapped, self._load())
         if self._kv.ballooned:
@@ -176,7 +176,7 @@ class GatedScheduler(ConfiguredScheduler):
         for request in reversed([r for r in self.running if r.request_id in chosen]):
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
-            # It may come back in this very step: the workers must not take it for one that stayed.
+            # The request may come back in this very step: the workers must start it anew.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _schedule_within(
@@ -196,6 +196,6 @@ class GatedScheduler(ConfiguredScheduler):
 
 
 def _rollout_tokens(output: SampledSurface) -> int:
-    """New tokens of a step's rollouts: a warm-up's are nobody's."""
+    """Return the new tokens of a step's rollouts; a warm-up's do not count."""
     sampled = zip(output.req_ids, output.sampled_token_ids or (), strict=False)
     return sum([len(tokens) for name, tokens in sampled if not name.startswith(WARM_UP)])

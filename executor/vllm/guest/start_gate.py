@@ -1,7 +1,6 @@
 """vLLM's start beside its host: a worker class whose model passes wait for the gate.
 
-All that a start computes passes through the model's forward, whichever model runner a version of
-vLLM has.
+All computation of a start passes through the model's forward, in every version's model runner.
 """
 
 import os
@@ -13,14 +12,14 @@ from executor.guest.start_gate import StartGate
 
 
 class GatedStart:
-    """For a worker class to inherit before vLLM's own; `start_gate` is None where none gates."""
+    """Base of a worker class, before vLLM's own; `start_gate` is None without a gate."""
 
     model_runner: Any
     start_gate: StartGate | None = None
     _start_hook: Any = None
 
     def load_model(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- vLLM's own
-        """Load, and hold the model's passes from here on. Raises ExecutorError without a page."""
+        """Load, and gate the model's passes from here on. Raises ExecutorError without a page."""
         super().load_model(*arguments, **options)  # type: ignore[misc]
         self.start_gate = gate = StartGate.from_environ(os.environ)
         if gate is not None:
@@ -39,7 +38,7 @@ class GatedStart:
 
 
 def _pass(gate: StartGate) -> None:
-    # What is captured is not run.
+    # A captured pass is not run.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not (used and torch.cuda.is_current_stream_capturing()):
         gate.wait()

@@ -31,7 +31,7 @@ class LendingPool(BalloonedPool):
     @property
     @abstractmethod
     def free(self) -> KvFree:
-        """What no request uses."""
+        """Blocks that no request uses."""
 
     @property
     def blocks_away(self) -> int:
@@ -40,19 +40,20 @@ class LendingPool(BalloonedPool):
 
     @abstractmethod
     def take_back(self, count: int) -> int:
-        """Have up to `count` lent granules again, and return how many came at once."""
+        """Take back up to `count` lent granules; return how many came at once."""
 
     def check(self) -> None:
         """Raise an error recorded earlier in a place that could not report it."""
 
     def lendable(self, count: int) -> list[int]:
-        """Up to `count` granules to lend: the highest, so that the lent ones stay together."""
+        """Return up to `count` granules to lend: the highest, so that they stay together."""
         return sorted(self._queue.empty_granules(), reverse=True)[:count]
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Forget the prefixes in up to `most` granules that nobody asked for in the last `cold_ns`.
+        """Drop the prefixes in up to `most` granules without a hit in the last `cold_ns`.
 
-        Returns in how many; to be called in every step, since it also tells the queue the time.
+        Returns the number of granules; call it in every step, since it also tells the queue the
+        time.
         """
         self._queue.now_ns = now_ns
         granules = self._queue.cold_granules(now_ns - cold_ns, most)
@@ -62,7 +63,7 @@ class LendingPool(BalloonedPool):
         return len(granules)
 
     def dissolve(self) -> None:
-        """Leave the stock pool behind, whole, whatever state this one is in."""
+        """Restore the stock pool, whole, from any state of this one."""
         free = [block for block in self._pool.blocks if block.ref_cnt == 0 and not block.is_null]
         free.sort(key=lambda block: block.block_hash is not None)
         self._pool.free_block_queue = self._stock(free)  # type: ignore[call-arg] # vLLM's class
@@ -74,7 +75,7 @@ class LendingQueue(GranuleQueue[Block]):
     def __init__(
         self, granules: Granules, blocks: Sequence[Block], short_of: Callable[[int], None]
     ) -> None:
-        """`short_of` is told how many plain blocks an allocation lacks; it takes lent ones back."""
+        """short_of: called with an allocation's missing plain blocks; it takes lent ones back."""
         super().__init__(granules, blocks)
         self.lent_blocks = 0
         self._short_of = short_of
@@ -86,7 +87,7 @@ class LendingQueue(GranuleQueue[Block]):
         return super().popleft_n(n)
 
     def lend(self, granule: int) -> None:
-        """Take a granule's blocks out, to be had again."""
+        """Take a granule's blocks out; they can be had again."""
         blocks = len(self.take(granule))
         self.lent_blocks += blocks
         self.num_free_blocks += blocks
@@ -104,31 +105,32 @@ class HostMemoryLendingPool(LendingPool):
     _queue: LendingQueue[BlockSurface]
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
-        # What went wrong in an allocation, where nothing may: the blocks came back, the memory
-        # under them may be counted wrong.
+        # Error in an allocation, which must not raise: the blocks came back, the memory under them
+        # may be
+        # counted wrong.
         self._failure: Exception | None = None
         super().__init__(pool, granules, pages)
 
     @property
     def free(self) -> KvFree:
-        """What no request uses."""
+        """Blocks that no request uses."""
         queue = self._queue
         cached = queue.num_free_blocks - queue.lent_blocks - queue.num_plain_blocks
         return KvFree(queue.num_plain_blocks, cached, len(self.held))
 
     def take_back(self, count: int) -> int:
-        """Have the lowest `count` lent granules again: all of them come."""
+        """Take back the lowest `count` lent granules: all of them come."""
         granules = plan_growth(count, self.held)
         self.give_back(granules)
         return len(granules)
 
     def check(self) -> None:
-        """Raise what went wrong in an allocation."""
+        """Raise an error recorded in an allocation."""
         if self._failure is not None:
             raise self._failure
 
     def give_back(self, granules: Collection[int]) -> None:
-        """Have granules again: first their blocks, which a host must never lack."""
+        """Take granules back: first their blocks, which a host must never lack."""
         for granule in granules:
             self._insert(granule)
             self.held.remove(granule)
@@ -153,7 +155,7 @@ class HostMemoryLendingPool(LendingPool):
         self._queue.back(self._blocks_of(granule))
 
 
-# Bounds what one step waits for the driver.
+# Bounds the wait of one step for the driver.
 MOST_BYTES_A_CALL: Final = 32 << 20
 
 
@@ -162,7 +164,7 @@ class CudaLendingPool(LendingPool):
 
     @property
     def free(self) -> KvFree:
-        """What no request uses."""
+        """Blocks that no request uses."""
         plain = self._queue.num_plain_blocks
         return KvFree(plain, self._queue.num_free_blocks - plain, len(self.held))
 
@@ -172,7 +174,7 @@ class CudaLendingPool(LendingPool):
         return len(self._pool.blocks) - self._pool.num_gpu_blocks
 
     def take_back(self, count: int) -> int:
-        """Have up to `count` granules again, as far as there are pages for them now.
+        """Take back up to `count` granules, as far as there are pages for them now.
 
         First those whose pages never went; of the others no more than MOST_BYTES_A_CALL. Raises
         DeviceError, and changed nothing then beyond the first kind.

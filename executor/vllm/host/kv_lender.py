@@ -1,9 +1,9 @@
-"""KV lending of a vLLM host: its block pool, and who skips a step on a GPU.
+"""KV lending of a vLLM host: its block pool, and the requests that skip a step on a GPU.
 
 `SkipPolicy` chooses running requests that skip a step because the blocks they need are lent. Stock
-vLLM would preempt them, and compute all their tokens again; where the block is lent and already
-asked back, that would be wasted. HOLD_NS bounds a hold from its first step on, at about the cost
-of computing the request again, whatever comes back meanwhile. The next hold begins only when no
+vLLM would preempt them, and compute all their tokens again; for a lent block that was already
+revoked, that would be wasted. HOLD_NS bounds a hold from its first step on, at about the cost of
+computing the request again, whatever comes back meanwhile. The next hold begins only when no
 request lacks a block any more.
 """
 
@@ -22,10 +22,10 @@ HOLD_NS: Final = 250_000_000
 
 
 class SkipPolicy:
-    """Chooses the running requests that skip the next step; the clock is handed in."""
+    """Chooses the running requests that skip the next step; the clock is passed in."""
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
-        """`step_tokens`: the most of one step."""
+        """step_tokens: the most of one step."""
         self._block_tokens = block_tokens
         self._lookahead = lookahead_tokens
         self._step_tokens = step_tokens
@@ -35,10 +35,10 @@ class SkipPolicy:
     def choose(
         self, now_ns: int, running: Sequence[RequestSurface], free_blocks: int, lent: int
     ) -> frozenset[str]:
-        """The ids of those that skip the next step, the last ones first; none holds for ever.
+        """Return the ids of those that skip the next step, the last ones first, for a bounded time.
 
-        `free_blocks` can be allocated now, `lent` granules are out. `short_blocks` is what all of
-        `running` lack together until the tokens that they have now are computed.
+        `free_blocks` can be allocated now, `lent` granules are out. `short_blocks`: blocks that all
+        of `running` lack together until their present tokens are computed.
         """
         if not lent or free_blocks >= self._most(len(running)):
             return self._nobody()
@@ -63,12 +63,12 @@ class SkipPolicy:
         return frozenset()
 
     def _most(self, running: int) -> int:
-        """Blocks that so many requests can need in one step."""
+        """Return the blocks that this many requests can need in one step."""
         each = 1 + -(-self._lookahead // self._block_tokens)
         return running * each + self._step_tokens // self._block_tokens
 
     def _needs(self, request: RequestSurface) -> tuple[int, int]:
-        """Blocks for the next step, and for all tokens that are there."""
+        """Return the blocks for the next step, and for all present tokens."""
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
         has = -(-computed // self._block_tokens)
@@ -91,7 +91,7 @@ def lender_of(
 ) -> HostLender:
     """Take over the block pool of an engine without requests.
 
-    Raises ExecutorError where its memory cannot be lent.
+    Raises ExecutorError if its memory cannot be lent.
     """
     check_version()
     if scheduler.connector is not None:

@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.rose.latency")
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
-    """Record of vLLM's FinishedRequestStats; TTFT is what end-to-end leaves beside decoding."""
+    """Return the record of vLLM's FinishedRequestStats; TTFT is end-to-end less decoding."""
     e2e_ns = round(finished.e2e_latency * 1e9)
     return LatencyRecord(
         request_id=client_request_id(finished.request_id or ""),
@@ -30,7 +30,7 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
 
 
 def warn_of_scheduler(chosen: object) -> None:
-    """Warn where a host's scheduler class is not ROSE's: nothing of it is on the page."""
+    """Warn of a host whose scheduler class is not ROSE's: it publishes nothing on the page."""
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", "vLLM's own")
     bases = [base.__name__ for base in getattr(chosen, "__mro__", ())]
     if "ObservedScheduler" not in [name.rpartition(".")[2], *bases]:
@@ -42,7 +42,7 @@ def warn_of_scheduler(chosen: object) -> None:
 
 
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
-    """Appends one record per finished request; inert unless ROSE_ROLE=host."""
+    """Writer of one record per finished request; inert unless ROSE_ROLE=host."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401 -- vLLM's
         del engine_index
@@ -59,7 +59,7 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
     ) -> None:
         """Publish the requests that finished in this iteration.
 
-        A request that ended before its first token has no latency to report and is left out.
+        A request that ended before its first token has no latency, and is left out.
         """
         if iteration_stats is None:
             return
@@ -72,4 +72,4 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
         )
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""

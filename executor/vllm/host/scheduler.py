@@ -1,7 +1,7 @@
 """`--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler`: stock scheduling, published.
 
-With ROSE_HOST_LEVEL=lend it also lends idle KV memory. What happens when something is wrong is
-`executor.host.plugin`'s: the host serves on as the stock engine.
+With ROSE_HOST_LEVEL=lend it also lends idle KV memory. `executor.host.plugin` handles every error:
+the host serves on as the stock engine.
 """
 
 import logging
@@ -30,7 +30,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     For a diffusion model it is vLLM's own scheduler of such models, and nothing is published.
     """
 
-    # vLLM shows what its own loggers' children say.
+    # vLLM shows the lines of its own loggers' children.
     log = logging.getLogger("vllm.rose.host")
     running: list[Any]
     _pause_state: PauseState
@@ -66,7 +66,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def update_from_output(
         self, scheduler_output: StepSurface, model_runner_output: object
     ) -> object:
-        """Process a step's output as vLLM does, then publish what is left."""
+        """Process a step's output as vLLM does, then publish the remaining requests."""
         result = super().update_from_output(scheduler_output, model_runner_output)
         if self._lender is not None and scheduler_output.total_num_scheduled_tokens:
             self._lender.step_done()
@@ -82,21 +82,21 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
             self._lend(arrived=True)
 
     def finish_requests(self, *args: object, **kwargs: object) -> object:
-        """Abort requests as vLLM does, then publish what is left."""
+        """Abort requests as vLLM does, then publish the remaining ones."""
         result = super().finish_requests(*args, **kwargs)
         if self._observer is not None:
             self._quietly(self._observer.ended, self)
         return result
 
     def has_requests(self) -> bool:
-        """Also True while an idle host has more to lend: in empty steps, between which it listens.
+        """Return True also while an idle host has more to lend, in empty steps.
 
         Lending it all at once would keep a request waiting that arrives meanwhile.
         """
         return super().has_requests() or (self._lender is not None and self._lender.pending)
 
     def shutdown(self) -> None:
-        """Shut down as vLLM does, then leave the page to whoever is its host next."""
+        """Shut down as vLLM does, then leave the page for its next host."""
         super().shutdown()
         self._quietly(self._leave)
 
@@ -143,8 +143,10 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def _schedule_without(
         self, held: Collection[str], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> StepSurface:
-        """Schedule as if these running requests had nothing to do, and nobody were waiting: what is
-        free now is for those who run, and a newcomer would take it."""
+        """Schedule as if these running requests had no work, and none were waiting.
+
+        The free blocks are for the running ones, and a newcomer would take them.
+        """
         running, paused = self.running, self._pause_state
         self.running = [request for request in running if request.request_id not in held]
         self._pause_state = PauseState.PAUSED_NEW
@@ -158,7 +160,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
 
 def description_of(config: Any, settings: EngineSettings, seated_ns: int) -> HostDescription:  # noqa: ANN401 -- vLLM's VllmConfig
-    """Return what a node must know of this engine to run a guest beside it."""
+    """Return the facts of this engine that a node needs to run a guest beside it."""
     model = config.model_config
     names = model.served_model_name or model.model
     return HostDescription(

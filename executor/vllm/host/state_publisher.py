@@ -12,9 +12,9 @@ from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface
 
 
 class HostStatePublisher(StatePublisher):
-    """Called by the scheduler at each turn of its life.
+    """Publisher called by the scheduler at each turn of its loop.
 
-    A schedule() that tells of nothing new waits for the end of its step.
+    A schedule() without news waits for the end of its step.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class HostStatePublisher(StatePublisher):
         lent: Callable[[], KvLent] = KvLent,
         blocks_away: Callable[[], int] = int,
     ) -> None:
-        """`blocks_away`: the part of what is lent that vLLM's pool does not count."""
+        """blocks_away: returns the part of the loan that vLLM's pool does not count."""
         book = DeadlineTracker(round(ttft_s * 1e9), round(tpot_s * 1e9))
         super().__init__(seat, book, clock_ns, step_log, lent)
         self._blocks_away = blocks_away
@@ -39,7 +39,7 @@ class HostStatePublisher(StatePublisher):
         self._publish(scheduler, self._clock_ns())
 
     def arrived(self, scheduler: SchedulerSurface, request: RequestSurface) -> None:
-        """A request was added."""
+        """Add a request."""
         now_ns = self._clock_ns()
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
         age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
@@ -47,13 +47,13 @@ class HostStatePublisher(StatePublisher):
         self._untold = True
         if self._told_idle:
             self._publish(scheduler, now_ns)
-            # That it came in is told; that it runs from now on is not.
+            # Its arrival is published; that it runs from now on is not.
             self._untold = True
         if self._step_log is not None:
             self._step_log.arrival(now_ns - age_ns, now_ns, request.num_prompt_tokens)
 
     def scheduled(self, scheduler: SchedulerSurface, output: StepSurface, began_ns: int) -> None:
-        """schedule() made `output`; it was entered at `began_ns`."""
+        """Record that schedule() made `output`; it was entered at `began_ns`."""
         if output.total_num_scheduled_tokens:
             self._step_begins(began_ns)
             self._deadlines.begun([new.req_id for new in output.scheduled_new_reqs])
@@ -61,7 +61,7 @@ class HostStatePublisher(StatePublisher):
             self._publish(scheduler, self._clock_ns())
 
     def stepped(self, scheduler: SchedulerSurface, output: StepSurface) -> None:
-        """update_from_output() is done with `output`."""
+        """Record that update_from_output() is done with `output`."""
         now_ns = self._clock_ns()
         if output.total_num_scheduled_tokens:
             requests = scheduler.requests
@@ -78,11 +78,11 @@ class HostStatePublisher(StatePublisher):
             self._publish(scheduler, now_ns)
 
     def lends(self, scheduler: SchedulerSurface) -> None:
-        """What the host lends changed."""
+        """Publish a changed loan."""
         self._publish(scheduler, self._clock_ns())
 
     def ended(self, scheduler: SchedulerSurface) -> None:
-        """Requests were finished from outside (aborted)."""
+        """Remove requests that were finished from outside (aborted)."""
         self._deadlines.finished(scheduler.finished_req_ids)
         self._publish(scheduler, self._clock_ns())
 

@@ -55,7 +55,7 @@ def add_stop_commands(subparsers: Subparsers) -> None:
         stop.set_defaults(run=_stop, stop=name)
     _add_stop_all(subparsers)
 
-    harvest = subparsers.add_parser("harvest", help="say how much may be lent, as 0.2.0 did")
+    harvest = subparsers.add_parser("harvest", help="say how much may be lent, beside policies")
     harvest.add_argument("mode", choices=tuple(MODES), help="off and drain also end what is lent")
     harvest.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
     add_dry_run(harvest)
@@ -273,13 +273,13 @@ def _stop_in_store(args: argparse.Namespace) -> int:
 async def _leave_in_store(name: StoreName) -> None:
     # Imported here: it takes long, and most commands do not need it.
     from elastic_scheduler import HarvestMode
-    from rose.scheduler.persistence import save_mode, save_stop
+    from rose.scheduler.persistence import save_stop
 
     store = open_store(name)
     try:
-        for entry in (save_stop(HarvestMode.OFF), save_mode(HarvestMode.OFF, None)):
-            assert entry.value is not None
-            await store.put(entry.key, entry.value)
+        entry = save_stop(HarvestMode.OFF)
+        assert entry.value is not None
+        await store.put(entry.key, entry.value)
     finally:
         await store.close()
 

@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, object] = {
 }
 MAX_VARIABLES = 32
 MAX_VARIABLE_CHARS = 4_096
-# Fields of their own, or options of the tokenizer that would change what is done with the prompt.
+# Fields of their own, or tokenizer options that would change the handling of the prompt.
 RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -74,7 +74,7 @@ def chat_options(
     documents: list[dict[str, str]] | None = None,
     reasoning_effort: str | None = None,
 ) -> ChatOptions:
-    """Raises BadRequest for variables that are none of the template's."""
+    """Return the options. Raises BadRequest for variables that are not the template's."""
     given = dict(variables or {})
     if reasoning_effort is not None:
         given.setdefault("enable_thinking", reasoning_effort != "none")
@@ -104,7 +104,7 @@ def _refused(why: str) -> BadRequest:
 
 
 class _Body(OpenAIBody, gc=False, kw_only=True):
-    # Read by the process that renders them.
+    # The process that renders them parses them.
     messages: msgspec.Raw
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -129,7 +129,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class ChatFrontend:
-    """Reads and complains; `ChatAnswer` writes."""
+    """Reader of requests; `ChatAnswer` writes."""
 
     path = "/v1/chat/completions"
 
@@ -263,7 +263,7 @@ class _Whole(msgspec.Struct, gc=False):
 
 
 class ChatAnswer:
-    """Writes one request's turns, one a choice."""
+    """Writer of one request's turns, one a choice."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ChatAnswer:
         resumed: int,
         tools: bytes | None,
     ) -> None:
-        """tools: which the output may call."""
+        """tools: tools that the output may call."""
         options = asked.stream_options or wire.StreamOptions()
         self._name = name
         self._model = model
@@ -292,7 +292,7 @@ class ChatAnswer:
         self._choices: list[msgspec.Raw] = []
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Find calls of tools; write choices where they are not streamed."""
+        """Find tool calls; write choices if they are not streamed."""
         if self._tools is not None:
             for index, stream in enumerate(streams):
                 found = await found_tools(self._model, self._tools, self._name, index, stream)
@@ -331,7 +331,7 @@ class ChatAnswer:
         return wire.encode(_Whole(*head, self._choices, None, None, usage, places, prompt, *none))
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """An event with the role for each choice; a reader that comes back had them."""
+        """Return an event with the role for each choice; a returning reader had them."""
         if self._resumed:
             return b""
         events = []
@@ -369,7 +369,7 @@ class ChatAnswer:
             return {"content": text_between(stream.text, start, end, over)}
         found = self._found[index]
         if not over:
-            # All of it is known, and said with the last tokens.
+            # All of it is known, and comes with the last tokens.
             return {"content": ""}
         delta: dict[str, object] = {"content": found.content} if found.content else {}
         return {**delta, "tool_calls": found.deltas()} if found.calls else delta

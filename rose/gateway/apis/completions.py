@@ -110,7 +110,7 @@ class OpenAIBody(TurnFields, gc=False):
     vllm_xargs: msgspec.Raw = NOTHING
 
     def check(self, most: int) -> None:
-        """Raise BadRequest for what rollout replicas cannot do, and for over `most` samples."""
+        """Raise BadRequest for fields that replicas cannot honour, and for over `most` samples."""
         refuse_unsupported(self, NEUTRAL)
         wire.check_prompt_logprobs(self.prompt_logprobs, self.stream)
         check_samples(self.samples, most, self.temperature)
@@ -120,7 +120,7 @@ class OpenAIBody(TurnFields, gc=False):
 
     @property
     def samples(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -148,7 +148,7 @@ class OpenAIBody(TurnFields, gc=False):
         )
 
     def structured(self) -> StructuredOutputs | None:
-        """What the output has to be. Raises BadRequest."""
+        """Return the output's constraint. Raises BadRequest."""
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,
@@ -158,7 +158,7 @@ class OpenAIBody(TurnFields, gc=False):
         return structured_of(self.structured_outputs, self.response_format, guided)
 
     def text_plan(self, model: ServedModel) -> TextPlan | None:
-        """How output becomes text. Raises BadRequest for stop strings without a tokenizer."""
+        """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
         if self.stops:
             model.need_codec("a stop string")
         if model.codec is None:
@@ -173,7 +173,7 @@ class OpenAIBody(TurnFields, gc=False):
 
 
 def check_stops(stops: tuple[str, ...]) -> None:
-    """Raise BadRequest for more stop strings than can be looked for at every token."""
+    """Raise BadRequest for more stop strings than can be searched for at every token."""
     chars = sum(map(len, stops))
     if len(stops) > MAX_STOPS or chars > MAX_STOP_CHARS or not all(stops):
         raise BadRequest(
@@ -196,14 +196,14 @@ def check_top_logprobs(given: int | None, name: str) -> None:
 def token_text(
     model: ServedModel, token_ids: Sequence[int], place: int, as_ids: bool | None
 ) -> str:
-    """A token in a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
+    """Return a token for a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
     if as_ids or model.codec is None:
         return f"token_id:{token_ids[place]}"
     return model.codec.token_text(token_ids, place)
 
 
 def text_between(track: TextTrack | None, start: int, end: int, over: bool) -> str:
-    """Output text that tokens [start, end) settle; empty without a tokenizer."""
+    """Return the output text that tokens [start, end) settle; empty without a tokenizer."""
     if track is None:
         return ""
     return track.text[track.shown(start, False) : track.shown(end, over)]
@@ -224,7 +224,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class CompletionFrontend:
-    """Reads and complains; `CompletionAnswer` writes."""
+    """Reader of requests; `CompletionAnswer` writes."""
 
     path = "/v1/completions"
 
@@ -355,7 +355,7 @@ class _Whole(msgspec.Struct, gc=False):
 
 
 class CompletionAnswer:
-    """Writes one request's turns; turn k is sample k mod n of prompt k // n."""
+    """Writer of one request's turns; turn k is sample k mod n of prompt k // n."""
 
     def __init__(
         self, name: str, model: ServedModel, asked: _Body, prompts: list[list[int]]
@@ -367,7 +367,7 @@ class CompletionAnswer:
         self._samples = asked.samples
         self._logprobs = asked.logprobs is not None
         self._as_ids = asked.return_tokens_as_token_ids
-        # Without a tokenizer the text is empty: the answer is the ids.
+        # Without a tokenizer the text is empty: the ids are the answer.
         self._ids = bool(asked.return_token_ids) or model.codec is None
         self._usage_at_end = options.at_end
         self._usage_always = options.always

@@ -13,34 +13,34 @@ GREEDY_BELOW = 1e-5
 
 
 class ApiResponse(Protocol):
-    """Writes the turns of one request in the words of one API."""
+    """Writer of one request's turns in the form of one API."""
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Do what takes long of a whole answer, in steps or elsewhere. Raises TurnError."""
+        """Do the slow work of a whole answer, in steps or elsewhere. Raises TurnError."""
         ...
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        """Body of a 200, all turns being over."""
+        """Return the body of a 200, all turns being over."""
         ...
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """What a stream starts with; may be empty."""
+        """Return the start of a stream; may be empty."""
         ...
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        """Event with tokens [start, end) of turn `index`; the last one when the turn is over."""
+        """Return the event with tokens [start, end) of turn `index`; the last one at its end."""
         ...
 
     def close(self, streams: Sequence[TokenStream]) -> bytes:
-        """What a stream ends with."""
+        """Return the end of a stream."""
         ...
 
 
 @dataclass(slots=True)
 class ApiRequest:
-    """One request. `resume_from`: tokens that a reconnecting reader has; `event_ids`: it counts.
+    """One request. resume_from: tokens that a reconnecting reader has. event_ids: it counts them.
 
-    `at_end`: nothing can be said before the turns are over, and a stream begins then.
+    at_end: nothing can be sent before the turns are over, and a stream begins then.
     """
 
     turns: list[TurnRequest]
@@ -64,25 +64,25 @@ def check_completions(count: int, most: int, field: str) -> None:
 
 
 def check_samples(samples: int, most: int, temperature: float | None) -> None:
-    """Raise BadRequest for a number of samples to a prompt that vLLM does not take."""
+    """Raise BadRequest for a number of samples to a prompt that vLLM refuses."""
     check_completions(samples, most, "n")
     if samples > 1 and temperature is not None and temperature < GREEDY_BELOW:
         raise BadRequest(f"n must be 1 at temperature 0, got {samples}: all would be alike", "n")
 
 
 class ApiFrontend(Protocol):
-    """One API: reads requests, writes answers, complains in its own shape."""
+    """One API: reads requests, writes answers, and errors in its own shape."""
 
     path: str
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """The request. Raises TurnError for what the API would refuse."""
+        """Return the request. Raises TurnError for one that the API would refuse."""
         ...
 
     def error(self, error: TurnError) -> bytes:
-        """Body of an error answer."""
+        """Return the body of an error answer."""
         ...
 
     def broken(self, error: TurnError) -> bytes:
-        """Event for an error after the stream has begun, with what ends the stream."""
+        """Return the event of an error after the stream has begun, with the stream's end."""
         ...

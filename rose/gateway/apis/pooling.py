@@ -1,7 +1,7 @@
 """`POST /pooling`, `/score` and `/classify`, as vLLM has them: for models that are not generative.
 
-The gateway reads what is its own of a body (the model's name, job, versions, priority, timeout) and
-hands on the rest; replicas tokenize. The answer is the replica's, under the gateway's model name.
+The gateway reads its own fields of a body (the model's name, job, versions, priority, timeout) and
+forwards the rest; replicas tokenize. The answer is the replica's, under the gateway's model name.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ PATHS = POOLING
 
 
 class _Own(msgspec.Struct, gc=False):
-    """Fields that replicas are not told of."""
+    """Fields that replicas do not get."""
 
     model: str | None = None
     job: str | None = None
@@ -38,7 +38,7 @@ class _Own(msgspec.Struct, gc=False):
 
 _decode_own = msgspec.json.Decoder(_Own)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw])
-# Characters of a token, about, and what the cost of a call counts at most: it has no KV to stay.
+# Approximate characters of a token, and the bound on a call's cost: it keeps no KV.
 TOKEN_CHARS, MOST_TOKENS = 4, 1_024
 
 
@@ -50,9 +50,9 @@ def read(
     owned: Callable[[str], str],
     scope: str,
 ) -> WholeCall:
-    """The call. Raises TurnError for what cannot be asked.
+    """Return the call. Raises TurnError for an invalid one.
 
-    owned: gives the caller's job of a name. scope: of the caller, whose names are its own.
+    owned: returns the caller's job of a name. scope: the prefix of the caller's names.
     """
     asked = wire.read_json(_decode_own, body)
     fields = wire.read_json(_decode, body)
@@ -62,7 +62,7 @@ def read(
     model.check_name(asked.model)
     job = owned(job_of(headers, asked.job))
     if job:
-        # No cached block of one job is another's; vLLM takes neither every name nor a long one.
+        # No cached block of one job is another's; vLLM refuses some names, and long ones.
         salted = hashlib.blake2b(f"{job}/{asked.cache_salt or ''}".encode(), digest_size=16)
         fields["cache_salt"] = msgspec.Raw(wire.encode(salted.hexdigest()))
     session = session_of(headers, asked.session_id)
@@ -79,7 +79,7 @@ def read(
 
 
 def answer(body: bytes, model: ServedModel) -> bytes:
-    """A replica's answer under the model's name here. Raises NoReplica for what is none."""
+    """Return a replica's answer under the model's name here. Raises NoReplica if invalid."""
     try:
         fields = decoded(_decode, body)
     except msgspec.DecodeError as error:

@@ -103,7 +103,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         )
 
     def structured(self) -> StructuredOutputs | None:
-        """What the output has to be. Raises BadRequest."""
+        """Return the output's constraint. Raises BadRequest."""
         if self.json_schema is None and self.regex is None and self.ebnf is None:
             return None
         found = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
@@ -135,7 +135,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class SglangFrontend:
-    """Reads and complains; `SglangAnswer` writes."""
+    """Reader of requests; `SglangAnswer` writes."""
 
     path = "/generate"
 
@@ -208,10 +208,10 @@ class SglangFrontend:
         )
 
     async def _prompts(self, asked: _Body) -> tuple[list[list[int]], bool]:
-        """Token ids of each prompt, and whether the caller sent a list of prompts."""
+        """Return the token ids of each prompt, and True if the caller sent a list of prompts."""
         if asked.text is None and asked.input_ids is None:
             raise BadRequest("the request has no prompt: send input_ids or text")
-        # Of both SGLang takes the tokens.
+        # SGLang prefers the tokens if both are given.
         if asked.text is not None and asked.input_ids is None:
             codec = self._model.need_codec("text")
             texts = [asked.text] if isinstance(asked.text, str) else asked.text
@@ -239,7 +239,7 @@ def _names(
 
 
 class SglangAnswer:
-    """Writes one request's turns."""
+    """Writer of one request's turns."""
 
     def __init__(self, names: list[str], logprobs: bool, batch: bool) -> None:
         self._names = names
@@ -247,7 +247,7 @@ class SglangAnswer:
         self._batch = batch
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        """Body of a 200: an object, or a list of them for a list of prompts."""
+        """Return the body of a 200: an object, or a list of them for a list of prompts."""
         answers = [self._output(k, stream, len(stream.tokens)) for k, stream in enumerate(streams)]
         return wire.encode(answers if self._batch else answers[0])
 
@@ -256,15 +256,15 @@ class SglangAnswer:
         return b""
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Nothing takes long."""
+        """Do nothing: no work is slow."""
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        """Event with the output so far."""
+        """Return the event with the output so far."""
         del start
         return wire.event(wire.encode(self._output(index, stream, end)))
 
     def close(self, streams: Sequence[TokenStream]) -> bytes:
-        """The end mark."""
+        """Return the end mark."""
         del streams
         return wire.DONE
 

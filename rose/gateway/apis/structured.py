@@ -1,8 +1,8 @@
-"""Structured output: what the OpenAI, vLLM and SGLang APIs say of it, in the one form of replicas.
+"""Structured output: the fields of the OpenAI, vLLM and SGLang APIs, in the one form of replicas.
 
 `response_format` is OpenAI's, `structured_outputs` vLLM's, `guided_json`, `guided_regex`,
-`guided_choice` and `guided_grammar` those of vLLM before 0.12. A schema stays the JSON text that
-came: engines read it.
+`guided_choice` and `guided_grammar` those of vLLM before 0.12. A schema stays the received JSON
+text: engines parse it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from rose.contract.replica import StructuredOutputs
 from rose.gateway.errors import BadRequest
 from rose.gateway.turns.request import NOTHING
 
-# Of a schema or grammar; engines compile them.
+# Bound on a schema or grammar, since engines compile it.
 MAX_CHARS = 64 << 10
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -38,7 +38,7 @@ class _Schema(msgspec.Struct, gc=False):
 
 
 class FormatBody(msgspec.Struct, gc=False):
-    """OpenAI's `response_format`; a structural tag has other parts, which engines read."""
+    """OpenAI's `response_format`; a structural tag has other parts, which engines parse."""
 
     type: str | None = None
     json_schema: _Schema | None = None
@@ -49,9 +49,9 @@ def structured_of(
     form: msgspec.Raw,
     guided: Mapping[str, msgspec.Raw] | None = None,
 ) -> StructuredOutputs | None:
-    """What output has to be; None for free text. Raises BadRequest for two wishes, or a bad one.
+    """Return the output's constraint; None for free text. Raises BadRequest for two, or a bad one.
 
-    form: `response_format`. guided: what was sent of the older fields, by what follows `guided_`.
+    form: `response_format`. guided: the older fields, by the part of the name after `guided_`.
     """
     wishes = [
         _of_vllm(asked),
@@ -129,7 +129,7 @@ def _of_guided(kind: str, raw: msgspec.Raw) -> StructuredOutputs | None:
 
 
 def checked(found: StructuredOutputs, field: str) -> StructuredOutputs:
-    """The same. Raises BadRequest where it is not one wish of a bounded size."""
+    """Return the constraint. Raises BadRequest unless it is one of a bounded size."""
     given = [kind for kind in KINDS if getattr(found, kind)]
     if len(given) != 1:
         raise BadRequest(f"{field}: send exactly one of {', '.join(KINDS)}", field)
@@ -141,7 +141,7 @@ def checked(found: StructuredOutputs, field: str) -> StructuredOutputs:
 
 
 def _text(raw: msgspec.Raw, field: str) -> str | None:
-    """JSON as text, be it sent as an object or as text already."""
+    """Return JSON as text, whether it was sent as an object or as text."""
     if bytes(raw) == b"null":
         return None
     try:

@@ -34,7 +34,7 @@ _decode_detokenize = msgspec.json.Decoder(_DetokenizeBody)
 
 
 async def tokenize(model: ServedModel, body: bytes) -> bytes:
-    """Token ids of a prompt or a conversation. Raises TurnError."""
+    """Return the token ids of a prompt or a conversation. Raises TurnError."""
     asked = wire.read_json(_decode_tokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/tokenize")
@@ -67,7 +67,7 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
 
 
 async def detokenize(model: ServedModel, body: bytes) -> bytes:
-    """Text of token ids. Raises TurnError."""
+    """Return the text of token ids. Raises TurnError."""
     asked = wire.read_json(_decode_detokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/detokenize")

@@ -1,7 +1,7 @@
-"""Tools of a conversation: what callers offer, and the calls in what the policy wrote.
+"""Tools of a conversation: the offered ones, and the calls in the policy's output.
 
-The template is given the tools as they came. Calls are found by the parser of the served model, in
-a process of its own (rose/tokenizer_pool/tool_worker.py), when the output is whole.
+The template gets the tools as they came. Calls are found by the parser of the served model, in a
+process of its own (rose/tokenizer_pool/tool_worker.py), when the output is whole.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class _Tool(msgspec.Struct, gc=False):
 
 
 class ToolChoice(msgspec.Struct, gc=False):
-    """OpenAI's `tool_choice` where it names a function."""
+    """OpenAI's `tool_choice` when it names a function."""
 
     type: str = "function"
 
@@ -38,7 +38,7 @@ _decode = msgspec.json.Decoder(list[_Tool]).decode
 def checked_tools(
     model: ServedModel, tools: msgspec.Raw, choice: str | ToolChoice | None
 ) -> bytes | None:
-    """The tools in JSON; None for none. Raises BadRequest for what cannot be honoured."""
+    """Return the tools in JSON; None for none. Raises BadRequest for unsupported ones."""
     data = bytes(tools)
     if data == b"null":
         if choice not in (None, "none", "auto"):
@@ -67,14 +67,14 @@ def checked_tools(
 
 
 class ToolFunction(msgspec.Struct, gc=False):
-    """Which function, and its arguments as JSON in text."""
+    """A function's name, and its arguments as JSON in text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, gc=False):
-    """A call in OpenAI's words."""
+    """A tool call in OpenAI's form."""
 
     id: str
     type: str
@@ -82,7 +82,7 @@ class ToolCall(msgspec.Struct, gc=False):
 
 
 class ToolCallDelta(msgspec.Struct, gc=False):
-    """The same in a stream."""
+    """A tool call in a stream."""
 
     index: int
     id: str
@@ -91,13 +91,13 @@ class ToolCallDelta(msgspec.Struct, gc=False):
 
 
 class FoundTools(msgspec.Struct, gc=False):
-    """An output with its calls: the text beside them, which is null where there is none."""
+    """An output with its calls: the text beside them, null if there is none."""
 
     content: str | None
     calls: list[ToolCall]
 
     def deltas(self) -> list[ToolCallDelta]:
-        """The calls, for a stream."""
+        """Return the calls, for a stream."""
         return [
             ToolCallDelta(index, call.id, call.type, call.function)
             for index, call in enumerate(self.calls)
@@ -107,11 +107,11 @@ class FoundTools(msgspec.Struct, gc=False):
 async def found_tools(
     model: ServedModel, tools: bytes, name: str, index: int, stream: TokenStream
 ) -> FoundTools:
-    """The calls in a whole output; `name` and `index` say which. Raises TurnError."""
+    """Return the calls in a whole output; `name` and `index` identify it. Raises TurnError."""
     tokens = stream.tokens
     stop = stream.stop_reason
     if stream.finish_reason == "stop" and not isinstance(stop, str):
-        # What ended it is no text of it, as in vLLM.
+        # The token that ended it has no text, as in vLLM.
         tokens = tokens[:-1]
     plan = None if stream.text is None else stream.text.plan
     job = ParseTools(
@@ -126,6 +126,6 @@ async def found_tools(
 
 
 def _call(name: str, index: int, number: int, call: FoundCall) -> ToolCall:
-    # The same whenever the same turn is asked for.
+    # Equal each time the same turn is requested.
     drawn = hashlib.blake2b(f"{name}\n{index}\n{number}".encode(), digest_size=12).hexdigest()
     return ToolCall(f"call_{drawn}", "function", ToolFunction(call.name, call.arguments))

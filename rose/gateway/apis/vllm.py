@@ -1,7 +1,7 @@
 """vLLM's tokens in, tokens out: `POST /inference/v1/generate`, as vLLM 0.32 reads and writes it.
 
 Fields that vLLM does not have: `min_version`, `exact_version`, `timeout_s`, `resume_from` in;
-`versions`, `segments`, `attempts` out. The request id comes back as it was sent.
+`versions`, `segments`, `attempts` out. The request id is returned as it was sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     thinking_token_budget: int | None = None
     repetition_detection: msgspec.Raw = NOTHING
     trace_decode_token_ids: msgspec.Raw = NOTHING
-    # How vLLM would deliver or cache, not what it samples: tokens come as they come.
+    # Options of delivery or caching, not of sampling: tokens come as they come.
     flat_logprobs: msgspec.Raw = NOTHING
     prompt_logprob_start: msgspec.Raw = NOTHING
     detokenize: msgspec.Raw = NOTHING
@@ -127,7 +127,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class VllmFrontend:
-    """Reads and complains; `VllmAnswer` writes."""
+    """Reader of requests; `VllmAnswer` writes."""
 
     path = GENERATE
 
@@ -190,7 +190,7 @@ class _TokenLogprob(msgspec.Struct, gc=False):
 
 
 class _NamedLogprob(_TokenLogprob, gc=False, kw_only=True):
-    # The token's name in vLLM before 0.32, which the `renderers` client of verifiers insists on.
+    # The token's name in vLLM before 0.32, which the `renderers` client of verifiers requires.
     token: str
 
 
@@ -258,8 +258,11 @@ class _UsageChunk(msgspec.Struct, gc=False):
 
 
 class VllmAnswer:
-    """Writes one request's turns. With several samples `versions` and `segments` are the first's;
-    each choice has its own `weight_versions`."""
+    """Writer of one request's turns.
+
+    With several samples `versions` and `segments` are the first's; each choice has its own
+    `weight_versions`.
+    """
 
     def __init__(self, request_id: str, model: str, asked: _Body) -> None:
         options = asked.stream_options or wire.StreamOptions()

@@ -23,7 +23,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class TokenUsage(msgspec.Struct, gc=False):
-    """Token counts, in OpenAI's words."""
+    """Token counts, in OpenAI's form."""
 
     prompt_tokens: int
     total_tokens: int
@@ -33,7 +33,7 @@ class TokenUsage(msgspec.Struct, gc=False):
 
 
 class ShortUsage(msgspec.Struct, gc=False):
-    """The same where vLLM leaves out what is null."""
+    """Token counts without null fields, as vLLM writes them."""
 
     prompt_tokens: int
     total_tokens: int
@@ -41,7 +41,7 @@ class ShortUsage(msgspec.Struct, gc=False):
 
 
 class StreamOptions(msgspec.Struct, gc=False):
-    """When a stream tells its token counts."""
+    """Events of a stream that have token counts."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -58,7 +58,7 @@ class StreamOptions(msgspec.Struct, gc=False):
 
 
 def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """The decoded body. Raises BadRequest that says what is wrong with it."""
+    """Return the decoded body. Raises BadRequest with what is wrong in it."""
     try:
         return decoded(decoder, body)
     except msgspec.DecodeError as error:
@@ -66,18 +66,18 @@ def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
 
 
 def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
-    """The request's id and whether the caller chose it: header, else body, else a new one."""
+    """Return a request's id, and True if the caller chose it: header, body, else a new one."""
     name = header_of(headers, REQUEST_ID_HEADER) or given
     return (name, True) if name else (uuid.uuid4().hex, False)
 
 
 def clean(text: str) -> str:
-    """Text that JSON can hold, whatever bytes of a caller or a replica are in it."""
+    """Return text that JSON can hold, whatever bytes of a caller or a replica are in it."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def vllm_error(error: TurnError) -> bytes:
-    """Body of an error answer as vLLM writes it."""
+    """Return the body of an error answer in vLLM's form."""
     fault = GatewayFault(clean(str(error)), error.kind, error.param, error.status)
     return encode(GatewayRefusal(fault))
 
@@ -88,27 +88,28 @@ def error_body(status: int, line: str) -> bytes:
 
 
 def event(payload: bytes) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
 def finite(logprobs: Sequence[float]) -> Sequence[float]:
-    """Logprobs that JSON can hold."""
-    # Nearly always they are so already: two passes in C tell.
+    """Return logprobs that JSON can hold."""
+    # Nearly all of them are finite, which two passes in C find out.
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
 
 
 # Output tokens of one request that are written in one step of the event loop, some milliseconds;
-# what else is to be said of a turn takes as long as so many.
+# the
+# rest of a turn counts as TURN_TOKENS.
 STEP_TOKENS, TURN_TOKENS = 4_096, 16
 
 
 async def written(
     streams: Sequence[TokenStream], choice_of: Callable[[int, TokenStream], msgspec.Struct]
 ) -> list[msgspec.Raw]:
-    """Each turn's choice in JSON, made in steps: others go on between those of a large batch."""
+    """Return each turn's choice in JSON, made in steps, between which others run."""
     choices: list[msgspec.Raw] = []
     step_tokens = 0
     for index, stream in enumerate(streams):
@@ -121,7 +122,7 @@ async def written(
 
 
 class PlaceLogprob(msgspec.Struct, gc=False):
-    """One token at a place of a prompt, as vLLM writes it; without its text, as with ids alone."""
+    """One token at a place of a prompt in vLLM's form; without its text, as with ids alone."""
 
     logprob: float
     rank: int | None = None
@@ -132,7 +133,7 @@ PromptPlaces = list[dict[int, PlaceLogprob] | None]
 
 
 def prompt_places(stream: TokenStream) -> PromptPlaces | None:
-    """Logprobs of a turn's prompt in vLLM's form; None where nobody asked for them."""
+    """Return the logprobs of a turn's prompt in vLLM's form; None if they were not requested."""
     places = stream.prompt_logprobs
     if places is None:
         return None
@@ -146,7 +147,7 @@ def _place(found: list[tuple[int, float, int | None]]) -> dict[int, PlaceLogprob
 
 
 def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
-    """Raise BadRequest where they would have to be streamed."""
+    """Raise BadRequest if they would have to be streamed."""
     if asked is not None and stream:
         raise BadRequest(
             "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
@@ -154,6 +155,6 @@ def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
 
 
 def usage(streams: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:
-    """Prompt, total and completion tokens; `prompts` has each prompt once."""
+    """Return prompt, total and completion tokens; `prompts` has each prompt once."""
     prompt, completion = sum(prompts), sum(len(stream.tokens) for stream in streams)
     return prompt, prompt + completion, completion

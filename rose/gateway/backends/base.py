@@ -16,31 +16,31 @@ class BackendError(RoseError):
 
 
 class Reader(Protocol):
-    """Reads one stream."""
+    """Reader of one stream."""
 
     def feed(self, data: bytes) -> list[StreamLine]:
-        """Lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
+        """Return lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
         ...
 
 
 class ReplicaBackend(Protocol):
     """One replica API; it keeps no state of its own.
 
-    batches: whether it has a route for several turns at once.
+    batches: True if it has a route for several turns at once.
     """
 
     batches: bool
 
     def path(self, request: TurnRequest) -> str:
-        """Where a turn is asked for."""
+        """Path of a turn's request."""
         ...
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Body that asks to continue a turn. Raises BadRequest for what this API cannot do."""
+        """Return the request that continues a turn. Raises BadRequest for unsupported fields."""
         ...
 
     def reader(self) -> Reader:
-        """A reader for one new stream."""
+        """Return a reader for one new stream."""
         ...
 
 
@@ -58,7 +58,7 @@ _decode_fault = msgspec.json.Decoder(_Fault).decode
 def error_line(raw: msgspec.Raw) -> StreamLine:
     """Return the last line of a stream that ends with the error object of OpenAI's API.
 
-    Raises BadRequest where the error is the caller's.
+    Raises BadRequest if the error is the caller's.
     """
     fault = _decode_fault(raw)
     refuse(fault.code, fault.message, fault.param)
@@ -66,13 +66,13 @@ def error_line(raw: msgspec.Raw) -> StreamLine:
 
 
 def refuse(code: int | str | None, message: str | None, param: str | None = None) -> None:
-    """Raise BadRequest for a status that says that the request itself is wrong."""
+    """Raise BadRequest for a status that means that the request itself is wrong."""
     if isinstance(code, int) and 400 <= code < 500 and code not in _OWN_FAULTS:
         raise BadRequest(f"refuses the turn: {message or code}", param)
 
 
 class Lines:
-    """Splits a stream at newlines; a line longer than `max_bytes` is not one."""
+    """Splitter of a stream at newlines; a line longer than `max_bytes` is an error."""
 
     __slots__ = ("_max_bytes", "_rest")
 
@@ -81,7 +81,7 @@ class Lines:
         self._rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Whole lines without their ends. Raises BackendError."""
+        """Return whole lines without their ends. Raises BackendError."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > self._max_bytes:
@@ -89,6 +89,6 @@ class Lines:
         return lines
 
     def events(self, data: bytes) -> list[bytes]:
-        """Payloads of whole server-sent `data:` lines, without `[DONE]`."""
+        """Return the payloads of whole server-sent `data:` lines, without `[DONE]`."""
         found = [line[5:].strip() for line in self.split(data) if line.startswith(b"data:")]
         return [payload for payload in found if payload != b"[DONE]"]

@@ -1,13 +1,13 @@
-"""Turns that begin at one moment on one replica are asked for in one request.
+"""Batches: turns that begin at one moment on one replica go in one request.
 
     join* ── end of this step of the event loop ──► one `BatchBody` ── lines ──► receivers of turns
                                                       │ some of them leave: `LeaveBody`
                                                       │ all have left: the connection is closed
-                                                      └─ it breaks: all receivers hear of it
+                                                      └─ it breaks: all receivers get the error
 
-To its receiver a turn of a batch is what it would be alone: its own status, its own lines, its own
-end; what follows of it, another replica for one, is that turn's business. A replica that refuses a
-batch as a request, since it is older or since one turn spoils it, is asked turn by turn.
+A turn of a batch looks to its receiver like one alone: its own status, its own lines, its own end;
+its next attempt, on another replica for example, is that turn's own. If a replica refuses a batch
+as a request, being older or because of one turn, its turns are requested one by one.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from rose.gateway.backends.http_pool import (
 )
 from rose.gateway.errors import fresh
 
-# More in one request would hold up the replica's event loop for long as it is read.
+# A longer request would block the replica's event loop while it is read.
 MAX_BATCH_BYTES: Final = 1 << 20
 MAX_FAULT_BYTES: Final = 2_048
 REST_OF_ANSWER_S: Final = 1.0
-# So long a replica that knew no batches is not asked for any: a newer one may be there by then.
+# Time for which a replica without batches gets none: a newer one may be there afterwards.
 ALONE_S: Final = 60.0
 MOST_ALONE: Final = 4_096
 REQUEST_FAULTS: Final = frozenset({400, 404, 405, 413, 422})
 NOT_FOUND: Final = frozenset({404, 405})
-# So long the answer to a leave is waited for.
+# Time limit of the answer to a leave.
 LEAVE_S: Final = 5.0
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(BatchLine).decode
@@ -56,12 +56,12 @@ class TurnReceiver(ResponseReceiver, Protocol):
     """Receiver of one turn: of the bytes of its own answer, or of its lines in a batch's."""
 
     def lines(self, lines: Sequence[StreamLine]) -> None:
-        """More lines came."""
+        """Take more lines."""
         ...
 
 
 class Seat:
-    """One turn's place in a batch; `leave` it in the end, as a connection."""
+    """One turn's place in a batch; `leave` it in the end, like a connection."""
 
     __slots__ = ("_alone", "_batch", "body", "over", "path", "place", "receiver")
 
@@ -72,11 +72,11 @@ class Seat:
         self.body = body
         self.receiver: TurnReceiver | None = receiver
         self.place = 0
-        # Nothing more is to come of it.
+        # No more lines of it will come.
         self.over = False
 
     def leave(self, receiver: TurnReceiver, rest_s: float = 0.0) -> None:
-        """The turn's receiver wants no more of it."""
+        """Cancel the turn for its receiver."""
         self.receiver = None
         alone, self._alone = self._alone, None
         if alone is not None:
@@ -86,7 +86,7 @@ class Seat:
             self._batch.left(self)
 
     def give(self, lines: Sequence[StreamLine]) -> None:
-        """Lines of this turn; its last one says how it ends."""
+        """Pass lines of this turn; its last one says how it ends."""
         if self.receiver is None:
             return
         receiver = self.receiver
@@ -95,7 +95,7 @@ class Seat:
         receiver.lines(lines)
 
     def end(self, error: Exception | None, status: int = OK, fault: bytes = b"") -> None:
-        """Nothing more comes: it broke off, or was refused."""
+        """End the turn: its answer broke off, or was refused."""
         receiver, self.receiver, self.over = self.receiver, None, True
         if receiver is None:
             return
@@ -105,7 +105,7 @@ class Seat:
         receiver.ended(error)
 
     async def ask_alone(self, upstream: Upstream, url: str) -> None:
-        """Ask for this turn in a request of its own."""
+        """Request this turn alone."""
         receiver = self.receiver
         if receiver is None:
             return
@@ -121,7 +121,7 @@ class Seat:
 
 
 class TurnBatches:
-    """Gathers turns by their replica's URL; a batch has at most `most` of them."""
+    """Collector of turns by their replica's URL; a batch has at most `most` of them."""
 
     def __init__(self, upstream: Upstream, most: int) -> None:
         self._upstream = upstream
@@ -131,7 +131,7 @@ class TurnBatches:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def takes(self, url: str) -> bool:
-        """Whether turns may be asked of this replica in batches."""
+        """Return True if turns may be sent to this replica in batches."""
         if self._most < 2:
             return False
         until_s = self._alone_until_s.get(url)
@@ -143,9 +143,9 @@ class TurnBatches:
         return True
 
     def join(self, url: str, path: str, body: bytes, receiver: TurnReceiver) -> Seat:
-        """Have a turn asked for, as a request of its own would ask at `path`; it cannot fail here.
+        """Add a turn, to be requested as if alone at `path`; it cannot fail here.
 
-        receiver: hears of everything, a connection that there is not for one.
+        receiver: gets everything, also a failed connection.
         """
         batch = self._gathering.get(url)
         if batch is None or not batch.takes(body, self._most):
@@ -159,7 +159,7 @@ class TurnBatches:
         work.add_done_callback(self._tasks.discard)
 
     def alone(self, url: str) -> None:
-        """A replica knows no batches."""
+        """Record that a replica knows no batches."""
         if len(self._alone_until_s) >= MOST_ALONE:
             self._alone_until_s.clear()
         self._alone_until_s[url] = asyncio.get_running_loop().time() + ALONE_S
@@ -184,12 +184,12 @@ class _Batch:
         self._status = 0
         self._fault = b""
         self._leaving: list[int] = []
-        # The replica may still be at work for a turn that nobody wants.
+        # The replica may still work for a turn that was cancelled.
         self._left_early = False
         self.url = url
 
     def takes(self, body: bytes, most: int) -> bool:
-        """Whether there is room for one more."""
+        """Return True if there is room for one more."""
         return len(self._seats) < most and self._bytes + len(body) <= MAX_BATCH_BYTES
 
     def add(self, seat: Seat) -> Seat:
@@ -198,7 +198,7 @@ class _Batch:
         return seat
 
     def left(self, seat: Seat) -> None:
-        """A turn is not wanted any more, though it has not ended."""
+        """Cancel a turn that has not ended."""
         self._left_early = True
         if self._connection is None:
             return
@@ -208,7 +208,7 @@ class _Batch:
         self._leaving.append(seat.place)
 
     async def send(self) -> None:
-        """Ask for all turns that are still wanted."""
+        """Request all turns that are still wanted."""
         self._seats = [seat for seat in self._seats if not seat.over]
         if len(self._seats) < 2:
             await self._ask_alone()
@@ -244,7 +244,7 @@ class _Batch:
             found = [_decode(line) for line in self._reader.split(data) if line]
             self._give(found)
         except _BROKEN_LINES as error:
-            # Of none of them it can be known what is missing.
+            # Nobody knows what is missing of any of them.
             self._hang_up()
             self._end(BackendError(f"{type(error).__name__}: {error}"))
 
@@ -260,7 +260,7 @@ class _Batch:
     # ----
 
     def _give(self, found: Sequence[BatchLine]) -> None:
-        """Hand lines to their turns, those of one turn at once."""
+        """Pass lines to their turns, those of one turn at once."""
         lines: dict[int, list[StreamLine]] = {}
         for each in found:
             if each.turn >= len(self._seats):
@@ -273,16 +273,16 @@ class _Batch:
         for place, of_turn in lines.items():
             self._seats[place].give(of_turn)
         if not self._left_early and all(seat.over for seat in self._seats):
-            # A few bytes end the answer, and the connection can be used again.
+            # A few bytes end the answer, and the connection can be reused.
             self._hang_up(REST_OF_ANSWER_S)
             self._seats = []
 
     def _end(self, error: Exception | None) -> None:
-        """Tell every turn that is not over."""
+        """End every turn that is not over."""
         status = self._status or OK
         seats, self._seats = self._seats, []
         for seat in seats:
-            # Each its own: an error that is raised holds the frames of its turn.
+            # Each gets its own: a raised error references the frames of its turn.
             seat.end(None if error is None else fresh(error), status, self._fault)
 
     async def _ask_alone(self) -> None:
@@ -290,7 +290,7 @@ class _Batch:
         await asyncio.gather(*[seat.ask_alone(self._upstream, self.url) for seat in seats])
 
     def _let_go(self) -> None:
-        """Some have left: hang up after the last one, else say so."""
+        """Hang up after the last turn left, else send the ones that left."""
         if self._connection is None:
             return
         if all(seat.over for seat in self._seats):

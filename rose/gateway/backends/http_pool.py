@@ -1,11 +1,11 @@
 """HTTP to replicas: kept connections, whose answers are pushed to a receiver as they arrive.
 
     idle -- post --> status -- body* --+-- complete --> idle again, or closed if its replica says so
-      ^                                +-- the replica hangs up, or sends what is no HTTP --> closed
-      +-- nobody used it for long: closed
+      ^                                +-- the replica hangs up, or sends invalid HTTP --> closed
+      +-- unused for long: closed
 
 An HTTP client with streams to read from would make every token wait for another turn of the event
-loop before it goes on to its reader; with thousands of streams each such turn takes milliseconds.
+loop before it reaches its reader; with thousands of streams each such turn takes milliseconds.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class UpstreamError(ConnectionError):
-    """A replica's connection broke, or what came over it is no HTTP."""
+    """A replica's connection broke, or the received bytes are not HTTP."""
 
 
 class ResponseReceiver(Protocol):
     """Receiver of one answer. Its methods must not wait."""
 
     def status(self, code: int) -> None:
-        """The head of the answer came; once, before any body."""
+        """Take the head of the answer; called once, before any body."""
         ...
 
     def body(self, data: bytes) -> None:
-        """More of the body came."""
+        """Take more of the body."""
         ...
 
     def ended(self, error: Exception | None) -> None:
-        """The answer is complete, or `error` says why it never will be; once, at last."""
+        """Take the end: complete, or with the `error` that broke it off; called once, at last."""
         ...
 
 
@@ -65,7 +65,7 @@ class Target:
 
 @lru_cache(maxsize=4_096)
 def target_of(url: str) -> Target:
-    """A replica URL, taken apart. Raises UpstreamError for none that can be asked."""
+    """Return a replica URL's target. Raises UpstreamError for an invalid one."""
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
@@ -82,23 +82,23 @@ def target_of(url: str) -> Target:
 
 
 class _Nobody:
-    """Receives the rest of an answer that nobody needs."""
+    """Receiver of the rest of an answer that is not needed."""
 
     def status(self, code: int) -> None:
-        """Not needed."""
+        """Do nothing."""
 
     def body(self, data: bytes) -> None:
-        """Not needed."""
+        """Do nothing."""
 
     def ended(self, error: Exception | None) -> None:
-        """Not needed."""
+        """Do nothing."""
 
 
 NOBODY = _Nobody()
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, with one request at a time; between requests it lies in `idle`."""
+    """One connection, with one request at a time; between requests it is in `idle`."""
 
     def __init__(self, idle: list["UpstreamConnection"]) -> None:
         self._idle = idle
@@ -112,13 +112,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be sent."""
+        """True if a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def post(
         self, head: bytes, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
     ) -> None:
-        """Send a request; the receiver hears of its answer. more_head: whole lines."""
+        """Send a request; the receiver gets its answer. more_head: whole lines."""
         self._set_timer(None)
         self._receiver = receiver
         self._parser = httptools.HttpResponseParser(self)
@@ -126,9 +126,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport.write(b"%b%d\r\n%b\r\n%b" % (head, len(body), more_head, body))
 
     def leave(self, receiver: ResponseReceiver, rest_s: float = 0.0) -> None:
-        """The receiver wants no more; the rest of its answer may take so long, or is not awaited.
+        """Cancel the receiver; the rest of its answer may take `rest_s`, or is dropped.
 
-        Nothing happens when its answer was complete: the connection may be another's by now.
+        Nothing happens if its answer was complete: the connection may be another's by now.
         """
         if self._receiver is not receiver:
             return
@@ -142,15 +142,15 @@ class UpstreamConnection(asyncio.Protocol):
         """Hang up."""
         self._set_timer(None)
         self._receiver = None
-        # They hold each other.
+        # They reference each other.
         self._parser = None
         if self._transport is not None:
             self._transport.abort()
 
     def give_up(self) -> None:
-        """Nobody waits for it to be opened any more; whether it was is not known here.
+        """Close a connection that is no longer waited for; it may or may not be open.
 
-        A transport closed at that moment may never say so, and the two would hold each other.
+        A transport closed at that moment may never report it, and the two would keep each other.
         """
         self._given_up = True
         self.close()
@@ -165,7 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None or self._parser is None:
-            # An answer to nothing: whatever speaks there, it is not to be asked again.
+            # An unrequested answer: the server is not to be trusted any more.
             self.close()
             return
         try:
@@ -218,10 +218,10 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class ClusterTls:
-    """How a gateway speaks TLS with nodes' proxies: both show certificates of one cluster.
+    """TLS between a gateway and nodes' proxies: both show certificates of one cluster.
 
-    Of a node its role is asked for and not the address that it is dialled by, as everywhere in a
-    cluster. Each connection is made with the newest files.
+    A node's role is verified and not its dialled address, as everywhere in a cluster. Each
+    connection uses the newest files.
     """
 
     def __init__(self, certificates: CertificateFiles) -> None:
@@ -232,7 +232,7 @@ class ClusterTls:
         self._name = server_name(Role.NODE, certificates.identity.cluster)
 
     def __call__(self) -> tuple[ssl.SSLContext, str]:
-        """The context of a new connection, and the name that its server has to prove."""
+        """Return the context of a new connection, and the name that its server has to prove."""
         self._shown = self._files.refresh(self._context, self._shown)
         return self._context, self._name
 
@@ -240,7 +240,7 @@ class ClusterTls:
 class Upstream:
     """Connections to all replicas; the router's caps bound them. End with `close`.
 
-    tls: of `https` addresses, where they are nodes of a cluster; None goes by the system's CAs.
+    tls: of `https` addresses, if they are nodes of a cluster; None uses the system's CAs.
     """
 
     def __init__(self, tls: ClusterTls | None = None) -> None:
@@ -253,7 +253,7 @@ class Upstream:
         """Send a request with a JSON body; `leave` the connection in the end.
 
         more_head: further lines of its head, each with its end.
-        Raises OSError when there is no connection within `CONNECT_S`, or the host is none.
+        Raises OSError if there is no connection within `CONNECT_S`, or the host is invalid.
         """
         target = target_of(url)
         idle = self._idle[target.key]
@@ -267,7 +267,7 @@ class Upstream:
         return connection
 
     def close(self) -> None:
-        """Hang up wherever nothing is awaited."""
+        """Hang up every idle connection."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()
@@ -283,13 +283,13 @@ class Upstream:
                 )
         except ssl.SSLError as error:
             connection.give_up()
-            # One that fails to verify is a ValueError too.
+            # A failed verification is a ValueError too.
             raise UpstreamError(
                 f"{host_port(target.host, target.port)} is not proved: {error}"
             ) from error
         except ValueError as error:
             connection.give_up()
-            # A host that is no name at all, to IDNA for one: found out when it is looked up.
+            # A host that is not a name at all, to IDNA for example: found out in the lookup.
             raise UpstreamError(f"{target.host!r} is no host of a replica: {error}") from error
         except BaseException:
             connection.give_up()

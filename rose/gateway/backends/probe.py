@@ -36,14 +36,14 @@ _CARDS = msgspec.json.Decoder(_Cards)
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Result of a probe; `max_model_len` in tokens, None where it does not say."""
+    """Result of a probe; `max_model_len` in tokens, None if it is not reported."""
 
     api: ReplicaApi
     max_model_len: int | None
 
 
 async def probe(session: aiohttp.ClientSession, url: str) -> Probed | None:
-    """What answers at `url`; None when nothing that can generate does, which may change."""
+    """Return the engine at `url`; None if none that can generate answers, which may change."""
     api = await _api(session, url)
     return None if api is None else Probed(api, await _max_model_len(session, url))
 
@@ -69,7 +69,7 @@ async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
-    """Status and body; status 0 where nobody answers."""
+    """Return status and body; status 0 without an answer."""
     try:
         async with session.get(url, timeout=PROBE_TIMEOUT) as response:
             return response.status, await response.read()

@@ -1,7 +1,7 @@
 """A stock SGLang: `POST /generate`, streamed; tokens without versions.
 
 By default each event repeats the whole output so far, with `--incremental-streaming-output` it has
-only what is new: `completion_tokens` tells the two apart.
+only the new part: `completion_tokens` tells the two apart.
 """
 
 import msgspec
@@ -76,7 +76,7 @@ class SglangBackend:
         return PATH
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Raises BadRequest for what SGLang has no parameter for."""
+        """Raises BadRequest for fields that SGLang has no parameter for."""
         rest = request.sampling.rest(attempt.max_tokens)
         _refuse(request.sampling)
         wish = rest.structured_outputs or StructuredOutputs()
@@ -104,7 +104,7 @@ class SglangBackend:
 
 
 def _refuse(asked: Sampling) -> None:
-    """Raise BadRequest for what SGLang has no parameter for, or not the same one."""
+    """Raise BadRequest for fields that SGLang has no equal parameter for."""
     if asked.allowed_token_ids is not None:
         raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
     if asked.repetition_penalty != 1.0:

@@ -2,7 +2,7 @@
 
 Its tokens-in-tokens-out route would fit better, but a server has it only with `--enable-scale-out`;
 this one every vLLM since 0.10.2 has. Its priorities need a scheduling policy that a stock server
-does not have on, so none is sent. What is left out would come from the model's generation config.
+does not have on, so none is sent. Omitted fields would come from the model's generation config.
 """
 
 import msgspec

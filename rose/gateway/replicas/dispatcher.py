@@ -3,7 +3,7 @@
 acquire --> waiting --pump--> live --finish--> (gone)
                |               |  lease lost, replica gone: interrupted as REVOKED, at once
                |               |  no token for stall_s, elsewhere cheaper: interrupted, STALLED
-               +- no acceptable version, or nobody in time: TurnError
+               +- no acceptable version, or no place in time: TurnError
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats, LeaseLatencyClock
 from rose.process.background_tasks import described
 
-# How long a replica gets no new turns after an attempt on it ended badly: until the table follows.
+# Time without new turns for a replica after an attempt ended badly: until the table follows.
 REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 0.3, End.REVOKED: 0.25}
 
 EventSink = Callable[..., None]
@@ -52,7 +52,7 @@ class LiveAttempt:
     may_move: bool = True
 
     def interrupt(self, end: End) -> None:
-        """Cancel the stream; its task reads `interrupted` and goes on elsewhere."""
+        """Cancel the stream; its task reads `interrupted` and continues elsewhere."""
         if self.interrupted is None:
             self.interrupted = end
             if self.task is not None:
@@ -91,17 +91,17 @@ class Dispatcher:
         self.default_versions = DefaultVersions(settings.max_staleness)
         self._entries: dict[str, ReplicaEntry] = {}
         self.newest: Mapping[str, int] = {}
-        """Newest version of each registered job; nothing where no scheduler is watched."""
+        """Newest version of each registered job; empty without a scheduler."""
         # In order of their beginning, so that one history has one outcome.
         self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_Waiter] = []
-        # What could not be placed when the queue was looked through last: router and versions.
+        # Router and versions of turns that could not be placed in the last pass over the queue.
         self._blocked: set[tuple[Router, int | None, int | None]] = set()
         self._arrivals = count()
         # Set when a turn comes and there was none.
         self.work_began = asyncio.Event()
-        # Tokens by job, where somebody takes them away again.
+        # Tokens by job, if a reader takes them away again.
         self.made_tokens: Counter[str] | None = None
         self.switches = LeaseLatencyClock()
 
@@ -112,7 +112,7 @@ class Dispatcher:
 
     @property
     def attached(self) -> dict[str, str]:
-        """Replicas that are stock engines, without versions and gate, and what they are."""
+        """Stock engines, without versions and gate, and their kinds."""
         rows = self._entries.values()
         return {row.id: row.api.value for row in rows if row.api is not ReplicaApi.ROSE}
 
@@ -127,11 +127,11 @@ class Dispatcher:
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
     def live_turns(self) -> dict[str, int]:
-        """Turns on each replica of the table."""
+        """Return the turns on each replica of the table."""
         return self._routers.live_turns()
 
     def owed(self) -> Iterator[tuple[str, int]]:
-        """Each turn, running or waiting: its job, and tokens that it is expected to make still."""
+        """Yield each turn, running or waiting: its job, and its expected remaining tokens."""
         for live in self._live:
             yield live.need.job, live.placement.owed_tokens
         for waiter in self._waiting:
@@ -139,28 +139,28 @@ class Dispatcher:
             yield waiter.need.job, router.expected_tokens(waiter.need)
 
     def resolve(self, job: str) -> str:
-        """The job of a turn that names this one. Raises UnknownJob, BadRequest."""
+        """Return the job of a turn that names this one. Raises UnknownJob, BadRequest."""
         return self._routers.resolve(job)
 
     def owner(self, job: str) -> str:
-        """The registered job that names, sessions and turns belong to, "" where it is a label.
+        """Return the registered job that owns names, sessions and turns, "" where it is a label.
 
         Raises as `resolve` does.
         """
         return self._routers.registered(self._routers.resolve(job))
 
     def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:
-        """The oldest version that a turn takes: what it asks for, else the gateway's default."""
+        """Return a turn's oldest acceptable version: its own, else the gateway's default."""
         if asked is not None or exact is not None:
             return asked
         return self.default_versions.oldest(job)
 
     def explained(self, subject: str, job: str = "") -> tuple[RoutingDecision, ...]:
-        """Past choices for a request id or a trajectory of a job, oldest first."""
+        """Return past choices for a request id or a trajectory of a job, oldest first."""
         return self._routers.of(job).explained(subject)
 
     def forget(self, session: str, job: str = "") -> None:
-        """A trajectory is over: its prefix is nobody's any more."""
+        """Forget a trajectory that is over, and its prefix."""
         self._routers.of(job).forget(session)
 
     @property
@@ -196,14 +196,14 @@ class Dispatcher:
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
 
     def _queue_full(self, job: str, most: int) -> bool:
-        """Whether as many turns of the job wait: one that floods leaves the others their places."""
+        """Return True if the job has too many waiting turns; each job has places of its own."""
         if len(self._waiting) < most:
             return False
         mine = self._routers.of(job)
         return sum(self._routers.of(each.need.job) is mine for each in self._waiting) >= most
 
     def _name_job(self, waiter: _Waiter) -> None:
-        """Jobs changed: a turn that named none is the only one's, that of a gone job is over."""
+        """Adapt to changed jobs: an unnamed turn is the only job's, a gone job's turn is over."""
         if waiter.granted.done():
             return
         try:
@@ -214,13 +214,13 @@ class Dispatcher:
     async def acquire(
         self, need: TurnNeed, avoid: str = "", priority: int = 0, *, batch: bool = False
     ) -> LiveAttempt:
-        """A place on a replica, now or when there is one; hand it back with `finish`.
+        """Return a place on a replica, once there is one; hand it back with `finish`.
 
-        `avoid` is the replica that just failed this turn, empty for a turn that begins. `batch`:
-        one of many, which wait for each other as long as there are tokens.
+        avoid: the replica that just failed this turn, empty for a turn that begins. batch: one of
+        many, which wait for each other as long as there are tokens.
 
-        Raises QueueFull when too many wait, VersionUnavailable or NoReplica when waiting did not
-        help, UnknownJob when its job was ended.
+        Raises QueueFull if too many wait, VersionUnavailable or NoReplica if waiting did not help,
+        UnknownJob if its job was ended.
         """
         need = replace(need, job=self._routers.resolve(need.job))
         if not self._live and not self._waiting:
@@ -236,7 +236,7 @@ class Dispatcher:
             self.pump()
         over = not avoid and not granted.done()
         if over and self._queue_full(need.job, self._settings.max_waiting + 1):
-            # Here each sample of a request counts: they were all admitted before the first waited.
+            # Here each sample of a request counts: all were admitted before the first waited.
             self._waiting.remove(waiter)
             raise QueueFull(
                 f"over {self._settings.max_waiting} turns would wait (--max-waiting); "
@@ -252,7 +252,7 @@ class Dispatcher:
         return place
 
     def _is_behind(self, waiter: _Waiter) -> bool:
-        """Whether the newest waiter stands behind one like it that could not be placed.
+        """Return True if the newest waiter is behind a similar one that could not be placed.
 
         Every event that could change that pumps: else each turn of a batch would try all before it.
         """
@@ -263,7 +263,7 @@ class Dispatcher:
         return self._routers.of(need.job), need.min_version, need.exact_version
 
     def _leave(self, waiter: _Waiter) -> None:
-        """Nobody waits any more: hand back what was granted at this very moment, or the wait."""
+        """Cancel a wait: hand back a place that was granted at this very moment."""
         granted = waiter.granted
         if granted.done() and not granted.cancelled():
             place = granted.result()
@@ -273,7 +273,7 @@ class Dispatcher:
             self._waiting.remove(waiter)
 
     def finish(self, live: LiveAttempt, end: End | None) -> None:
-        """The attempt is over; `end` says how, None when nobody wants the turn any more."""
+        """End an attempt; `end` says how, None if the turn is no longer wanted."""
         now_s = self._clock()
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._live.pop(live, None)
@@ -293,7 +293,7 @@ class Dispatcher:
             self.pump()
 
     def journaled(self, live: LiveAttempt, tokens: int) -> None:
-        """Tokens of a live attempt are in its journal."""
+        """Record that tokens of a live attempt are in its journal."""
         live.last_token_s = self._clock()
         live.router.progress(live.placement, tokens, live.last_token_s)
         self._stats.tokens[live.entry.id] += tokens
@@ -352,7 +352,7 @@ class Dispatcher:
         self._waiting = [w for w in self._waiting if not w.granted.done()]
 
     def _judge(self, live: LiveAttempt, now_s: float, claimed: Counter[str]) -> None:
-        """Move a stalled turn where another replica is the better place for it."""
+        """Move a stalled turn if another replica is the better place for it."""
         waited_s = now_s - live.last_token_s
         if live.may_move and live.interrupted is None:
             other = live.router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
@@ -361,7 +361,7 @@ class Dispatcher:
                 live.interrupt(End.STALLED)
 
     def _verdict(self, waiter: _Waiter, now_s: float) -> TurnError | None:
-        """Why a turn need not wait any longer."""
+        """Return the reason why a turn need not wait any longer."""
         try:
             return self._hopeless(waiter, now_s)
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
@@ -369,22 +369,22 @@ class Dispatcher:
             return TurnError("the gateway gave the turn up: send it again")
 
     def _unversioned(self) -> bool:
-        """Whether the table has replicas, none of which will ever know its version."""
+        """Return True if the table has replicas, none of which will ever know its version."""
         rows = self._entries.values()
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
     def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
-        """Seconds that a live turn will still take; `need` is what is left of it."""
+        """Return the seconds that a live turn will still take; `need` is its rest."""
         return live.router.left_s(live.placement, need, self._clock() - live.last_token_s)
 
     def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
-        """Where a copy of a live turn could run; nowhere while other turns wait for a place."""
+        """Return a place for a copy of a live turn; None while other turns wait for a place."""
         if self._waiting:
             return None
         return live.router.copy_of(need, live.entry.id, self._clock())
 
     def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
-        """Take what was just quoted; hand it back with `finish`."""
+        """Take the quoted place; hand it back with `finish`."""
         now_s = self._clock()
         router = self._routers.of(quote.ask.need.job)
         return self._admit(router, router.take(quote, why, now_s), now_s)
@@ -423,7 +423,7 @@ class Dispatcher:
         if waited_s <= limit_s:
             return None
         if waiter.batch and now_s - router.heard_s <= limit_s:
-            # The batch is what it waits for: its replicas work.
+            # A member waits for the batch itself: its replicas work.
             limit_s = self._settings.batch_wait_s
         if waited_s <= limit_s:
             return None
@@ -431,5 +431,5 @@ class Dispatcher:
 
 
 def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:
-    """Whether turns of the old row, if it can have any, are not the new row's."""
+    """Return True if turns of the old row, if it can have any, are not the new row's."""
     return (old.leased or new.leased) and not old.continues(new)

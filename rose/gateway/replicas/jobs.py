@@ -1,8 +1,7 @@
-"""Routers of a gateway, one for each job: turns, prefixes and forecasts of one job meet no other's.
+"""Routers of a gateway, one for each job, so that jobs share no turns, prefixes and forecasts.
 
-A gateway that watches a scheduler knows its jobs. Where nobody says which jobs there are (replicas
-of the command line, a scheduler of 0.2.0 or without a job) one router has all replicas, and a
-turn's job is a label.
+A gateway that watches a scheduler knows its jobs. If the jobs are unknown (replicas of the command
+line, a scheduler without a job) one router has all replicas, and a turn's job is a label.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,14 +16,14 @@ ANY = ""
 
 
 class JobRouters:
-    """The routers, and which turns go to which."""
+    """The routers, and the turns of each."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
         self._routers: dict[str, Router] = {ANY: Router()}
 
     def resolve(self, named: str) -> str:
-        """The job of a turn that names this one. Raises UnknownJob, or BadRequest to name one."""
+        """Return the job of a turn that names this one. Raises UnknownJob or BadRequest."""
         names = self._names
         if not names or named in names:
             return named
@@ -39,11 +38,11 @@ class JobRouters:
         )
 
     def registered(self, job: str) -> str:
-        """The job where it is a registered one, "" where it is a label."""
+        """Return the job if it is a registered one, "" if it is a label."""
         return job if job in self._names else ANY
 
     def of(self, job: str) -> Router:
-        """The router of turns of a job that `resolve` gave."""
+        """Return the router of turns of a job that `resolve` returned."""
         if not self._names:
             return self._routers[ANY]
         return self._routers.get(job) or self._routers[ANY]
@@ -54,11 +53,11 @@ class JobRouters:
         return self._routers.values()
 
     def has_room(self) -> bool:
-        """Whether any turn could be placed."""
+        """Return True if any turn could be placed."""
         return any(router.has_room() for router in self._routers.values())
 
     def live_turns(self) -> dict[str, int]:
-        """Turns on each replica of the table."""
+        """Return the turns on each replica of the table."""
         found: dict[str, int] = {}
         for router in self._routers.values():
             found |= router.live_turns()
@@ -71,7 +70,7 @@ class JobRouters:
         now_s: float,
         renewed: set[str],
     ) -> None:
-        """Take a new table: to each router the replicas that are leased to its job."""
+        """Take a new table: each router gets the replicas that are leased to its job."""
         self._names = frozenset(jobs)
         for name in self._names - self._routers.keys():
             self._routers[name] = Router()
@@ -86,7 +85,7 @@ class JobRouters:
             del self._routers[name]
 
     def _owner(self, entry: ReplicaEntry) -> str | None:
-        """Which router has the replica. Of several jobs none has what is leased to nobody."""
+        """Return the router of the replica. With several jobs an unleased replica has none."""
         if not self._names:
             return ANY
         if len(self._names) == 1:
@@ -97,16 +96,16 @@ class JobRouters:
 
 @dataclass(frozen=True, slots=True)
 class JobVersions:
-    """What the scheduler says of a job's versions: the latest one, and its bound on staleness."""
+    """Versions of a job at the scheduler: the latest one, and its bound on staleness."""
 
     latest: int
     max_staleness: int
 
 
 class DefaultVersions:
-    """The oldest version that turns may be sampled by whose callers cannot say `min_version`.
+    """Default oldest versions of turns, for callers that cannot send `min_version`.
 
-    Latest is what was announced of a job; where nobody announces, the newest that a replica runs.
+    Latest is the announced version of a job; without announcements, the newest on a replica.
     """
 
     def __init__(self, rules: Sequence[StalenessRule]) -> None:
@@ -115,7 +114,7 @@ class DefaultVersions:
         self._newest = 0
 
     def set_announced(self, announced: Mapping[str, JobVersions]) -> None:
-        """Take what the scheduler says, by job."""
+        """Take the scheduler's versions, by job."""
         self._announced = announced
 
     def set_table(self, entries: Iterable[ReplicaEntry]) -> None:
@@ -123,7 +122,7 @@ class DefaultVersions:
         self._newest = max((entry.policy_version for entry in entries), default=0)
 
     def oldest(self, job: str) -> int | None:
-        """The `min_version` of a job's turns that say none; None: any version will do."""
+        """Return the `min_version` of a job's turns without one; None: any version will do."""
         rule = self._rules.get(job) or self._rules.get(ANY)
         if rule is None:
             return None

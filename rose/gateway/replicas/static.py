@@ -19,12 +19,12 @@ from rose.gateway.settings import StaticReplica
 POLL_S = 0.5
 POLL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
-# What a replica is, or, once, that it does not answer yet.
+# Takes a replica's kind, or, once, that it does not answer yet.
 FoundSink = Callable[[StaticReplica, Probed | None], None]
 
 
 class StaticTable:
-    """Polls each replica; one that does not answer is not healthy."""
+    """Poller of each replica; one that does not answer is not healthy."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class StaticTable:
         self._missed: set[str] = set()
 
     async def run(self, sink: TableSink) -> None:
-        """Hand the table to `sink` on every change, until cancelled."""
+        """Pass the table to `sink` on every change, until cancelled."""
         last: tuple[ReplicaEntry, ...] = ()
         while True:
             entries = tuple(await asyncio.gather(*map(self._poll, self._replicas)))
@@ -56,7 +56,7 @@ class StaticTable:
                 if replica.id not in self._missed:
                     self._missed.add(replica.id)
                     self._on_found(replica, None)
-                # It cannot be told what it is, so it cannot be asked for anything.
+                # Its kind is unknown, so no turn can be sent to it.
                 return _static_entry(replica, ReplicaApi.ROSE, False, 0, 0)
             api = self._found[replica.id] = found.api
             self._on_found(replica, found)

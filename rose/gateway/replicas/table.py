@@ -1,4 +1,4 @@
-"""The replicas that the gateway knows, wherever it learned of them."""
+"""The replicas that the gateway knows, from any source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ReplicaApi(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEntry:
-    """One row of the replica table; `policy_version` is UNVERSIONED where nobody knows it."""
+    """One row of the replica table; `policy_version` is UNVERSIONED if unknown."""
 
     id: str
     kind: ReplicaKind
@@ -36,7 +36,7 @@ class ReplicaEntry:
     job: str = ""  # that has its lease
 
     def view(self) -> ReplicaView:
-        """The row as the router reads it."""
+        """Return the row for the router."""
         return ReplicaView(
             id=self.id,
             kind=self.kind,
@@ -49,13 +49,13 @@ class ReplicaEntry:
         )
 
     def served(self) -> ReplicaVersion:
-        """The row as callers are told it."""
+        """Return the row for callers."""
         state = IDLE if not self.leased else SERVING if self.healthy else SYNCING
         version = None if self.policy_version == UNVERSIONED else self.policy_version
         return ReplicaVersion(self.id, self.kind.value, self.job, version, state)
 
     def continues(self, newer: "ReplicaEntry | None") -> bool:
-        """Whether turns begun under this row may go on under `newer`: same engine, same lease."""
+        """Return True if turns of this row may continue under `newer`: same engine, same lease."""
         return (
             newer is not None
             and newer.leased
@@ -64,5 +64,5 @@ class ReplicaEntry:
         )
 
 
-# All replicas, and all jobs that are registered: none where nobody knows them.
+# All replicas, and all registered jobs: none if they are unknown.
 TableSink = Callable[[tuple[ReplicaEntry, ...], tuple[str, ...]], None]

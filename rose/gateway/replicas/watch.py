@@ -1,15 +1,15 @@
-"""Replica table from the scheduler: pushed over gRPC, forgotten when the scheduler stays silent.
+"""Replica table from the scheduler: pushed over gRPC, dropped when the scheduler stays silent.
 
-Demand goes back over the same connection: a new scheduler hears of it as soon as it is found.
+Demand goes back over the same connection: a new scheduler gets it as soon as it is found.
 
-    known ── ttl_s old ──► held: no new turn goes anywhere, live ones go on
+    known ── ttl_s old ──► held: no new turn is placed, live ones continue
                              │ ttl_s in which a newer one could have been read
                              └──► over: every replica counts as revoked
 
-A leader that is new says so until it has heard of all nodes: what its table lacks stays as it was.
+A new leader says so until it has heard from all nodes: rows that its table lacks stay as they were.
 The last table serves for `ttl_s`, the time for which a lease would live. Usually all three are one
-moment. But a pause of this process says nothing about the scheduler, whose tables wait to be read
-after it: live turns are given up only when there was time for that.
+moment. But a pause of this process says nothing about the scheduler, whose tables are read after
+it: live turns are given up only when there was time for that.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ def _unheard(versions: Mapping[str, JobVersions]) -> None:
 
 
 class WatchedTable:
-    """Follows `WatchReplicas` of the scheduler that leads, reconnecting with pauses.
+    """Follower of the leading scheduler's `WatchReplicas`, reconnecting with pauses.
 
-    target: HOST:PORT, several with commas; raises `ConfigError` for what is none.
+    target: HOST:PORT, several with commas. Raises `ConfigError` for an invalid one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WatchedTable:
         certificates: CertificateFiles | None = None,
         on_versions: Callable[[Mapping[str, JobVersions]], None] = _unheard,
     ) -> None:
-        """on_versions: told the versions of each job before each table."""
+        """on_versions: called with the versions of each job before each table."""
         self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter
         self._on_versions = on_versions
@@ -75,33 +75,33 @@ class WatchedTable:
         self._jobs: tuple[str, ...] = ()
 
     async def run(self, sink: TableSink) -> None:
-        """Hand every table to `sink`, an empty one once the last is too old; until cancelled."""
+        """Pass every table to `sink`, an empty one once the last is too old; until cancelled."""
         try:
-            # One that dies ends the other: nobody watches a table that nobody lets expire.
+            # The end of one ends the other: a table without a watch must expire.
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire(sink))
                 while True:
                     self._leader.missed(await self._follow(sink))
                     await asyncio.sleep(self._leader.pause_s)
         except Exception:
-            # Whatever broke: until this runs again no lease is known to hold.
+            # After any error no lease is known to hold until this runs again.
             sink((), self._jobs)
             raise
         finally:
             await self._leader.close()
 
     async def _follow(self, sink: TableSink) -> Exception | None:
-        """Read one stream to its end; returns what ended it.
+        """Read one stream to its end; return its error.
 
-        A live leader sends every second: silence for half of a table's life is a lost one, and
-        the other half is there to find the next.
+        A live leader sends every second: silence for half of a table's life is a lost one, and the
+        other half is there to find the next.
         """
         try:
             stub = rose_pb2_grpc.SchedulerStub(await self._leader.connected())
         except UnavailableError as error:
             self._lost(str(error))
             return error
-        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name, jobs=True))
+        call = stub.WatchReplicas(rose_pb2.WatchReplicasRequest(gateway=self._name))
         async with self._reporting(stub):
             try:
                 while True:
@@ -149,7 +149,7 @@ class WatchedTable:
         sink(self._entries, self._jobs)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
-        """Whether turns can be sent there at all; a row that means nothing is noted once."""
+        """Return True if turns can be sent there at all; an invalid row is logged once."""
         try:
             checked_url(row.url, f"the url of replica {row.id[:80]!r}")
         except ConfigError as error:
@@ -177,7 +177,7 @@ class WatchedTable:
 
 
 def entry_of(row: rose_pb2.Replica) -> ReplicaEntry:
-    """A row of the scheduler's table as the gateway has it."""
+    """Return a row of the scheduler's table in the gateway's form."""
     return ReplicaEntry(
         id=row.id,
         kind=KINDS[row.kind],
@@ -185,7 +185,7 @@ def entry_of(row: rose_pb2.Replica) -> ReplicaEntry:
         leased=row.leased,
         lease_epoch=row.lease_epoch,
         healthy=row.healthy,
-        # Of another job's weights the number means nothing: to its job the replica has none yet.
+        # A number of another job's weights means nothing: to its job the replica has none yet.
         policy_version=row.policy_version if row.held_job in ("", row.job) else 0,
         max_sequences=row.max_sequences,
         kv_tokens=row.kv_tokens,

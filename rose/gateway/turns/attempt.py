@@ -1,7 +1,7 @@
 """Attempt: one replica's answer to a copy of a turn, from its bytes to the turn's journal.
 
 Everything happens in the step of the event loop in which the bytes came: decoded, cut where text
-stops, journaled, handed to readers. Only the attempt's ending is awaited.
+stops, journaled, passed to readers. Only the attempt's ending is awaited.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rose.tracing import NO_SPANS, Spans
 from rose.tracing.spans import Attributes
 
 REST_OF_ANSWER_S = 1.0
-# What a replica says about the request itself: another replica would say the same.
+# Statuses about the request itself: another replica would return the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
 NOT_FOUND = 404
@@ -35,7 +35,7 @@ MAX_FAULT_BYTES = 2_048
 # An engine that still knows the attempt's id, which is the gateway's: never the caller's fault.
 KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
 ENDS = {"stop": End.FINISHED, "length": End.FINISHED, "revoked": End.REVOKED, "abort": End.REVOKED}
-# All that a replica can do wrong within one attempt.
+# All errors of a replica within one attempt.
 ATTEMPT_FAILURES = (
     OSError,
     OverflowError,
@@ -46,12 +46,12 @@ ATTEMPT_FAILURES = (
     BackendError,
 )
 T = TypeVar("T")
-# How an attempt ended and, in words, why.
+# End of an attempt, and the reason in words.
 Ending = tuple[End, str]
 
 
 class AttemptStream:
-    """One streamed request and its `Receiver`; `outcome` is what follows, once it has ended."""
+    """One streamed request and its `Receiver`; `outcome` is the next step, once it has ended."""
 
     __slots__ = (
         "_asked",
@@ -90,7 +90,8 @@ class AttemptStream:
         self._reader = LINKS[live.entry.api].reader()
         self._status = 0
         self._fault = b""
-        # Never an error to be raised from here: its frames would hold this attempt, and it them.
+        # Never an error that is raised here: its frames and this attempt would reference each
+        # other.
         self._prompt_seen = False
         self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
@@ -98,9 +99,9 @@ class AttemptStream:
         self.engine_ended = False
 
     async def run(self, upstream: Upstream) -> Ending:
-        """Stream the answer into the journal; how it ended and, in words, why.
+        """Stream the answer into the journal; return how it ended and, in words, why.
 
-        Raises BadRequest for what no other replica would do either, or what is wrong in here.
+        Raises BadRequest for a request that every replica would refuse, or an internal error.
         """
         live = self._live
         end: End | None = None
@@ -114,7 +115,7 @@ class AttemptStream:
         except ATTEMPT_FAILURES as error:
             end, reason = _broken(error)
         except asyncio.CancelledError:
-            # Ours (interrupt), or the client is gone as well: only ours alone goes on.
+            # Ours (interrupt), or the client is gone as well: only ours alone continues.
             if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
                 raise
             end, reason = live.interrupted, live.interrupted.value
@@ -164,7 +165,7 @@ class AttemptStream:
     # ----
 
     async def _traced(self, upstream: Upstream) -> Ending:
-        """Stream the answer within a span of its own, where there are any."""
+        """Stream the answer within a span of its own, if the turn is traced."""
         parent = self._copy.request.origin.trace
         if parent is None and self._spans is NO_SPANS:
             return await self._stream(upstream, b"")
@@ -200,8 +201,9 @@ class AttemptStream:
             ending = await self._over
             if isinstance(ending, Exception):
                 raise fresh(ending)
-            # A few bytes end the answer, and the connection can be used again. Of a stop string
-            # the engine knows nothing: hanging up ends its work.
+            # A few bytes end the answer, and the connection can be reused. The engine does not know
+            # of a stop
+            # string: hanging up ends its work.
             hung_up = ending[0] is End.BROKEN or self._copy.matched is not None
             rest_s = 0.0 if hung_up else REST_OF_ANSWER_S
             return ending
@@ -210,16 +212,16 @@ class AttemptStream:
             connection.leave(self, rest_s)
 
     def _goes_with_others(self, more_head: bytes) -> bool:
-        """Whether it is asked for in one request with turns that begin at this moment.
+        """Return True if it goes in one request with turns that begin at this moment.
 
-        A head of its own, of its trace, goes with a request of its own.
+        A head of its own, for its trace, needs a request of its own.
         """
         entry = self._live.entry
         suits = self._copy.request.batch and not more_head and LINKS[entry.api].batches
         return suits and self._batches is not None and self._batches.takes(entry.url)
 
     def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
-        """Take in what came in this step of the event loop."""
+        """Process all lines of this step of the event loop."""
         try:
             for line in read(data):
                 if self._take(line):
@@ -233,9 +235,9 @@ class AttemptStream:
         self._race.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
-        """One line of the answer; whether it was the last one that counts.
+        """Process one line of the answer; return True if it was the last one that counts.
 
-        Raises BackendError, having taken nothing, for what no replica can have sampled.
+        Raises BackendError, having taken nothing, for output that no replica can have sampled.
         """
         if line.token_ids:
             if not self._live.need.accepts(line.version):
@@ -256,7 +258,7 @@ class AttemptStream:
         return True
 
     def _note_prompt(self, places: PromptLogprobs) -> None:
-        """Logprobs of the prompt; what an earlier attempt left of them is not of this version."""
+        """Note the prompt's logprobs; those of an earlier attempt are of another version."""
         feed = self._race.feed
         if not self._prompt_seen:
             self._prompt_seen = True
@@ -279,7 +281,7 @@ class AttemptStream:
         self._dispatcher.journaled(self._live, len(tokens))
 
     def _finish(self, reason: str) -> bool:
-        """The turn is complete: hand it over and free its place before anything else.
+        """Complete the turn: deliver it and free its place before anything else.
 
         From here on nothing may interrupt it.
         """
@@ -297,7 +299,7 @@ class AttemptStream:
 
 
 def check_line(line: StreamLine, budget: int) -> None:
-    """Raise BackendError for a line whose parts do not go together."""
+    """Raise BackendError for a line whose parts do not match."""
     count, oldest = len(line.token_ids), line.oldest_version
     if count > budget:
         raise BackendError(f"{count} tokens came where {budget} were left")
@@ -308,5 +310,5 @@ def check_line(line: StreamLine, budget: int) -> None:
 
 
 def _broken(error: BaseException) -> Ending:
-    """The end of an attempt by one of `ATTEMPT_FAILURES`."""
+    """Return the end of an attempt by one of `ATTEMPT_FAILURES`."""
     return End.BROKEN, f"{type(error).__name__}: {error}"

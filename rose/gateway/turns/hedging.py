@@ -1,14 +1,13 @@
 """Copies of one turn, and hedging: second copies for the slowest members of groups.
 
-
     first copy ──────────────────────────┬─ whole: its journal is the turn's, the other is cancelled
        └─ fork: a copy on another replica ┤
-                                          └─ fails: the other goes on alone; of the last: the turn's
+                                          └─ fails: the other continues; of the last: the turn's
 
 Each copy has a journal and text of its own, and the first whole one wins. A turn that may have no
 other copy is a race of one: readers see its journal as it grows. Of other turns, and of those that
-begin anew where they go on elsewhere (`Sampling.counts_output`), they see nothing before one copy
-is whole, since tokens handed out cannot be taken back.
+start over where they continue (`Sampling.counts_output`), they see nothing before one copy is
+whole, since delivered tokens cannot be taken back.
 
 Callers allow copies, and `HedgedGroup` decides when one is worth it; `Hedging` supplies a member's
 remaining need and the cost of a copy. Turns define their group: `group_id`, its size, how many
@@ -35,7 +34,7 @@ from rose.process.background_tasks import described
 
 @dataclass(slots=True, eq=False)
 class TurnCopy:
-    """Attempts after attempts at one turn. `live` is the one that runs; `avoid` failed last.
+    """Successive attempts at one turn. `live` is the running one; `avoid` failed last.
 
     `place` was taken before the copy began.
     """
@@ -56,7 +55,7 @@ class TurnCopy:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """As vLLM has it: the stop string or stop token that ended the turn, None for all else."""
+        """vLLM's stop reason: the stop string or stop token that ended the turn, else None."""
         if self.journal.finish_reason != "stop" or self.matched is not None:
             return self.matched
         last = self.journal.tokens[-1] if self.journal.tokens else None
@@ -66,19 +65,19 @@ class TurnCopy:
         return last if last in (sampling.stop_token_ids or ()) else None
 
     def belongs_to(self, live: LiveAttempt) -> None:
-        """It goes on as a turn of the job that the place is leased to, whatever it was named."""
+        """Continue as a turn of the job that the place is leased to, whatever its name was."""
         self.request.job = live.job
         self.need = replace(self.need, job=live.need.job)
 
     def restart(self) -> None:
-        """Forget what it made: elsewhere its tokens would not count as output."""
+        """Drop its output: elsewhere its tokens would not count as output."""
         self.journal = self.journal.restarted()
         self.text = (
             None if self.request.text is None else self.request.text.track(self.request.token_ids)
         )
 
     def need_now(self) -> TurnNeed:
-        """What the rest of the turn asks of a replica."""
+        """Return the need of the rest of the turn."""
         journal = self.journal
         return replace(
             self.need,
@@ -89,26 +88,26 @@ class TurnCopy:
 
 
 class Judge(Protocol):
-    """Whose answer it is: a member of a hedged group."""
+    """Owner of a turn's answer: a member of a hedged group."""
 
     def entered(self, race: "Race") -> None:
-        """The turn runs from now on, and may be forked."""
+        """Record that the turn runs from now on, and may be forked."""
         ...
 
     def finished(self, copy: int) -> Won | None:
-        """The copy has its whole answer; None: another had it before."""
+        """Take the copy's whole answer; return None if another was first."""
         ...
 
     def failed(self, copy: int) -> bool:
-        """The copy came to an end without one; whether it was the last."""
+        """Record that the copy ended without one; return True if it was the last."""
         ...
 
 
 class _Alone:
-    """Judge of a turn that may have no other copy."""
+    """Owner of a turn that may have no other copy."""
 
     def entered(self, race: "Race") -> None:
-        """Nobody forks it."""
+        """Do nothing: it is never forked."""
 
     def finished(self, copy: int) -> Won:
         return Won("", copy, ())
@@ -155,14 +154,14 @@ class Race:
             if self._judge is ALONE:
                 first = self.copies[0]
                 if first.request.sampling.counts_output:
-                    # It may begin anew, and tokens that were shown cannot be taken back.
+                    # The turn may start over, and delivered tokens cannot be taken back.
                     first.journal, first.text = _forked(first)
-                # It needs no task but the turn's own.
+                # A single copy needs no task but the turn's own.
                 await self._work(self, self.copies[0])
             else:
                 await self._run_copies()
         finally:
-            # They hold each other and this race.
+            # They reference each other and this race.
             self.copies.clear()
             self._tasks.clear()
 
@@ -178,9 +177,9 @@ class Race:
                     try:
                         raise error
                     finally:
-                        # Its frames hold this one: it must not hold the error.
+                        # Its frames reference this one, which must not reference the error.
                         del error
-            # What is left reads the end of its stream, so that its connection can be used again.
+            # The rest reads the end of its stream, so that its connection can be reused.
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         finally:
             for task in self._tasks.values():
@@ -191,7 +190,7 @@ class Race:
                 self.feed.show(furthest.journal, furthest.text)
 
     def fork(self, number: int, copy: TurnCopy, place: LiveAttempt) -> None:
-        """Start copy `number`, which goes on from what `copy` has by now, on a place of its own."""
+        """Start copy `number`, which continues from the tokens of `copy`, on a place of its own."""
         name = f"{copy.request.request_id}.copy{number}"
         forked = TurnCopy(
             replace(copy.request, request_id=name),
@@ -204,7 +203,7 @@ class Race:
         self._start(forked)
 
     def delivered(self, copy: TurnCopy) -> None:
-        """A copy is whole: if it is the first one, the turn is over at this moment."""
+        """Deliver a whole copy: if it is the first one, the turn is over at this moment."""
         won = self._judge.finished(copy.number)
         if won is None:
             return
@@ -217,7 +216,7 @@ class Race:
             self._tasks[number].cancel()
 
     def goes_on(self, copy: TurnCopy) -> bool:
-        """Whether a copy whose attempt failed tries again: not while another one runs."""
+        """Return True if a copy whose attempt failed tries again: not while another one runs."""
         return self._judge.failed(copy.number)
 
     def _start(self, copy: TurnCopy) -> None:
@@ -227,13 +226,13 @@ class Race:
 
     def _over(self, copy: TurnCopy) -> None:
         if copy.place is not None:
-            # It was cancelled before it began.
+            # The copy was cancelled before it began.
             self._give_back(copy.place)
             copy.place = None
         self._ended.put_nowait(copy.number)
 
     def _error(self, number: int) -> BaseException | None:
-        """Why the turn ends with this copy; None when it is won, or another copy runs."""
+        """Return the error with which the turn ends; None if it is won, or another copy runs."""
         task = self._tasks[number]
         if self._won:
             return None
@@ -246,14 +245,14 @@ class Race:
 
 
 def _forked(copy: TurnCopy) -> tuple[TurnJournal, TextTrack | None]:
-    """A journal that goes on from this copy's, and its text, settled again from the tokens."""
+    """Return a journal that continues this copy's, and its text, settled again from the tokens."""
     text = None if copy.request.text is None else copy.request.text.track(copy.request.token_ids)
     if text is not None:
         text.add(copy.journal.tokens)
     return copy.journal.fork(), text
 
 
-# Groups of which no member runs now; those idle for longest are forgotten first.
+# Groups without a running member; those idle for longest are forgotten first.
 IDLE_GROUPS_KEPT = 4_096
 # A turn that is nearly done is not worth the prefill of a copy, whatever the figures say.
 LEAST_LEFT_S = 0.2
@@ -261,7 +260,7 @@ NEVER_S = float("inf")
 
 
 class _Group:
-    """A group's members by place: `fresh` nobody took yet, `vacant` ended without an answer."""
+    """A group's members by place: `fresh` not begun, `vacant` ended without an answer."""
 
     def __init__(self, origin: Origin) -> None:
         self.size, self.hedges = origin.group_size, origin.hedges
@@ -278,7 +277,7 @@ class _Group:
         return (self.size, self.hedges) == (origin.group_size, origin.hedges)
 
     def take(self) -> str | None:
-        """A place for one more member; None: all are there."""
+        """Return a place for one more member; None if all are there."""
         places = self.vacant or self.fresh
         if not places:
             return None
@@ -295,15 +294,15 @@ class HedgedTurn:
         self._place = place
 
     def entered(self, race: Race) -> None:
-        """The turn runs from now on, and may get a copy."""
+        """Record that the turn runs from now on, and may get a copy."""
         self._group.racing[self._place] = race
 
     def finished(self, copy: int) -> Won | None:
-        """The copy has its whole answer; None: another had it before."""
+        """Take the copy's whole answer; return None if another was first."""
         return self._group.core.finished(self._place, copy)
 
     def failed(self, copy: int) -> bool:
-        """The copy came to an end without one; whether it was the last."""
+        """Record that the copy ended without one; return True if it was the last."""
         return self._group.core.failed(self._place, copy)
 
 
@@ -318,12 +317,11 @@ class Hedging:
         self._idle: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Groups that are remembered."""
         return len(self._groups)
 
     @contextmanager
     def judge(self, origin: Origin) -> Iterator[Judge]:
-        """A turn's place in its group for as long as it runs; ALONE where it may have no copies.
+        """Return a turn's place in its group while it runs; ALONE if it may have no copies.
 
         Raises BadRequest for a turn that contradicts the running others of its group.
         """
@@ -371,7 +369,7 @@ class Hedging:
         return group
 
     def _settle(self, key: tuple[str, str], group: _Group) -> None:
-        """Forget a group that is complete, and of those that nobody works on the oldest."""
+        """Forget a complete group, and the oldest of those without a running member."""
         if self._groups.get(key) is not group or group.running:
             return
         if group.core.complete:
@@ -384,7 +382,7 @@ class Hedging:
     def _consider(self, group: _Group) -> None:
         left_s = {place: self._left_s(race) for place, race in group.racing.items()}
         place = max(left_s, key=lambda name: left_s[name])
-        # A member that waits for a replica holds the group up for nobody knows how long.
+        # A member that waits for a replica holds the group up for an unknown time.
         if not LEAST_LEFT_S <= left_s[place] < NEVER_S:
             return
         (copy, live), *others = group.racing[place].live
@@ -393,7 +391,7 @@ class Hedging:
         quote = self._dispatcher.copy_of(live, copy.need_now())
         if quote is None:
             return
-        # The others' copies would be about as long: they have the same prompt and replica.
+        # The others' copies would take about as long: they have the same prompt and replica.
         views = tuple(MemberView(name, left_s[name], quote.cost_s) for name in left_s)
         hedge = group.core.consider(views, quote.places)
         if hedge is not None:
@@ -414,7 +412,7 @@ class Hedging:
         race.fork(number, copy, place)
 
     def _left_s(self, race: Race) -> float:
-        """Seconds that a member still needs, by its best copy; infinite while it has no place."""
+        """Return the seconds that a member still needs, by its best copy; else infinite."""
         return min((self._one_left_s(copy, live) for copy, live in race.live), default=NEVER_S)
 
     def _one_left_s(self, copy: TurnCopy, live: LiveAttempt) -> float:

@@ -1,4 +1,4 @@
-"""Turn request: one turn in the form that the gateway uses inside, whichever API it came by.
+"""Turn request: one turn in the gateway's own form, from any API.
 
 It holds the tokens, the sampling, and the turn's origin: trajectory, group and job, as the caller
 names them.
@@ -19,7 +19,6 @@ from rose.contract.gateway import (
     MAX_GROUP_SIZE,
     MAX_NAME_CHARS,
     MAX_REQUEST_ID_CHARS,
-    OLD_JOB_HEADER,
     SESSION_ALIASES,
     SESSION_HEADER,
     TurnFields,
@@ -29,7 +28,7 @@ from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
 from rose.tracing import TraceContext, trace_of
 
-# Fields that must say nothing are not decoded: millions of small objects would hold up the loop.
+# Fields that must be empty are not decoded: millions of small objects would block the loop.
 NOTHING = msgspec.Raw(b"null")
 MAX_NOTHING_BYTES = 64
 
@@ -78,14 +77,14 @@ MOST_PROMPT_LOGPROBS = 20
 
 
 def sample_of(sampling: Sampling, index: int) -> Sampling:
-    """Sampling of sample `index` of several: a given seed must not make them all equal."""
+    """Return the sampling of sample `index` of several, with a seed of its own."""
     if sampling.seed is None or index == 0:
         return sampling
     return structs.replace(sampling, seed=sampling.seed + index)
 
 
 def unread(value: object) -> object:
-    """What a field says that is read only to see that it says nothing; long ones are no nothing."""
+    """Decode a field that only has to be empty; a long one is not empty."""
     if not isinstance(value, msgspec.Raw):
         return value
     data = bytes(value)
@@ -105,7 +104,7 @@ def refuse_unsupported(asked: object, neutral: Mapping[str, object]) -> None:
     for name, value in neutral.items():
         given = getattr(asked, name)
         if given is NOTHING or given is None or given == value:
-            # Not sent, as nearly all of them are not.
+            # Not sent, like nearly all of them.
             continue
         given = unread(given)
         if given is None or given == value or (not given and not value):
@@ -115,11 +114,11 @@ def refuse_unsupported(asked: object, neutral: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Empty where the caller says nothing. Turns of a group are samples of one prompt.
+    """The caller's names; empty ones were not sent. Turns of a group are samples of one prompt.
 
-    `hedges`: so many second copies may all `group_size` turns of the group have together.
-    `scope`: of the caller, whose names are its own (rose/security/callers.py). `trace`: what the
-    caller counts the turn to; sent again it may be another, and is the same turn.
+    hedges: how many second copies all `group_size` turns of the group may have together.
+    scope: of the caller, whose names are its own (rose/security/callers.py). trace: of the caller's
+    request; a repeated request may have another, and is the same turn.
     """
 
     session: str = ""
@@ -135,7 +134,7 @@ ANONYMOUS = Origin()
 
 
 def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
-    """Raises BadRequest for what is no name, and for copies that cannot be."""
+    """Raises BadRequest for an invalid name, and for impossible copies."""
     size, hedges = body.group_size or 0, body.hedges or 0
     origin = Origin(
         session_of(headers, body.session_id),
@@ -161,9 +160,9 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
 
 
 def session_of(headers: Mapping[str, str], given: str | None) -> str:
-    """The trajectory that a request names, "" for none: header, else field, else another's header.
+    """Return a request's trajectory, "" for none: header, else field, else another's header.
 
-    Raises BadRequest for what is no name.
+    Raises BadRequest for an invalid name.
     """
     named = headers.get(SESSION_HEADER) or given
     if not named:
@@ -172,8 +171,8 @@ def session_of(headers: Mapping[str, str], given: str | None) -> str:
 
 
 def job_of(headers: Mapping[str, str], given: str | None) -> str:
-    """The job that a request names, "" for none. Raises BadRequest for what is no name."""
-    return _name(headers.get(JOB_HEADER) or headers.get(OLD_JOB_HEADER) or given, "job")
+    """Return a request's job, "" for none. Raises BadRequest for an invalid name."""
+    return _name(headers.get(JOB_HEADER) or given, "job")
 
 
 def _name(given: str | None, field: str) -> str:
@@ -195,11 +194,11 @@ def _new_life() -> str:
 class TurnRequest:
     """Tokens in, how to sample, and the caller's conditions.
 
-    `priority`: lower goes first, as in vLLM. `timeout_s` counts from arrival. `named`: the caller
-    chose the request id, so it can ask for the same turn again. `text` wants the output as text.
-    `batch`: one of several that its caller waits for together. `life` tells turns of one request id
-    apart, of which the earlier ones came to nothing. `job`:
-    the registered one, once a replica of it is found; `origin.job` may be a label.
+    priority: lower goes first, as in vLLM. timeout_s: from arrival. named: the caller chose the
+    request id, so it can request the same turn again. text: the output is wanted as text. batch:
+    one of several that its caller waits for together. life: tells turns of one request id apart,
+    the earlier ones of which failed. job: the registered one, once a replica of it is found;
+    `origin.job` may be a label.
     """
 
     request_id: str
@@ -224,9 +223,9 @@ class TurnRequest:
         return self.origin.scope + self.request_id
 
     def attempt_id(self, attempt: int) -> str:
-        """What a replica is told: an engine refuses an id that it knows still.
+        """Return the id for a replica: an engine refuses an id that it still knows.
 
-        A turn that was hung up on and is asked for anew begins with attempt 1 again, so the number
+        A turn that was hung up on and requested anew begins with attempt 1 again, so the number
         alone would not do.
         """
         return f"{self.request_id}.{self.life}.{attempt}"
@@ -237,7 +236,7 @@ class TurnRequest:
         return f"{self.job}/{self.cache_salt or ''}" if self.job else self.cache_salt
 
     def check(self) -> None:
-        """Raise BadRequest for what the schema of a body alone cannot say."""
+        """Raise BadRequest for faults that a body's schema cannot express."""
         if len(self.request_id) > MAX_REQUEST_ID_CHARS:
             raise BadRequest(
                 f"request_id has {len(self.request_id)} characters: send at most "
@@ -268,7 +267,7 @@ class TurnRequest:
             )
 
     def journal(self, max_attempts: int) -> TurnJournal:
-        """An empty record of the turn's output."""
+        """Return an empty record of the turn's output."""
         return TurnJournal(
             self.token_ids,
             self.sampling.max_tokens,
@@ -277,7 +276,7 @@ class TurnRequest:
         )
 
     def need(self) -> TurnNeed:
-        """What the router has to know of a new turn."""
+        """Return the need of a new turn, for the router."""
         scope, session, group = self.origin.scope, self.origin.session, self.origin.group
         return TurnNeed(
             scope + session if session else "",
@@ -292,16 +291,16 @@ class TurnRequest:
         )
 
     def _keys(self) -> tuple[int, ...]:
-        """What its prompt is known by; cached blocks of another scope or salt are not its own."""
+        """Return the keys of its prompt; cached blocks of another scope or salt are not its own."""
         if self.prefix_keys is None:
             salt = f"{self.origin.scope}\n{self.cache_salt or ''}"
             self.prefix_keys = prefix_keys(self.token_ids, salt)
         return self.prefix_keys
 
     def fingerprint(self) -> int:
-        """Equal for requests that ask for the same tokens, however they want them delivered.
+        """Return a value that is equal for requests of the same tokens, in any form of delivery.
 
-        Raises BadRequest for numbers that no replica could be sent.
+        Raises BadRequest for numbers that no replica accepts.
         """
         stop = None if self.text is None else self.text.stop
         asked = (self.token_ids, self.sampling, self.min_version, self.exact_version, stop)

@@ -2,7 +2,7 @@
 
 `SharedTurns` keeps turns by request id: a second call with the same id follows the running turn.
 
-open ── running ── over: kept among the newest answers, replayed to whoever asks again
+open ── running ── over: kept among the newest answers, replayed for repeated requests
            │  its last reader left: cancelled, at once or after a grace in which it may come back
            └─ failed or cancelled: forgotten, the id may be used anew
 """
@@ -41,11 +41,11 @@ from rose.gateway.turns.token_stream import TokenStream
 from rose.tracing import NO_SPANS, Span, Spans
 
 MOST_ENGINES_ENDED = 2
-"""Engines that may end at a turn before its first token, for it may be what ends them."""
+"""Engines that may end at a turn before its first token, since the turn may be the cause."""
 
 
 class TurnRunner:
-    """Runs turns; every attempt is one streamed request, or its part of one."""
+    """Runner of turns; every attempt is one streamed request, or its part of one."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TurnRunner:
         self._hedging = hedging
 
     async def run(self, request: TurnRequest, feed: TokenStream) -> None:
-        """Fill the feed's journal to its end. Raises TurnError when the turn cannot be finished."""
+        """Fill the feed's journal to its end. Raises TurnError if the turn cannot be finished."""
         parent = request.origin.trace
         if parent is None and self._spans is NO_SPANS:
             await self._run(request, feed)
@@ -86,7 +86,7 @@ class TurnRunner:
             self._note_traced(request, feed, error, span)
 
     def _note_traced(self, request: TurnRequest, feed: TokenStream, error: str, span: Span) -> None:
-        """A traced turn is over: its span ends, and the event log has it if it is recorded."""
+        """End the span of a traced turn; the event log gets it if it is recorded."""
         replicas = list(dict.fromkeys(segment.replica for segment in feed.segments))
         tokens = len(feed.tokens)
         span.end({"rose.tokens": tokens, "rose.attempts": feed.attempts}, error)
@@ -119,7 +119,7 @@ class TurnRunner:
             ) from error
 
     async def _work(self, race: Race, copy: TurnCopy) -> None:
-        """Attempt after attempt, until the copy is whole, or another one goes on without it."""
+        """Make attempt after attempt, until the copy is whole, or another one continues alone."""
         journal = copy.journal
         engines_ended = 0
         while True:
@@ -151,11 +151,11 @@ class TurnRunner:
             copy.need = copy.need_now()
 
     def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
-        """One attempt on that place; the simulator puts a modelled replica behind it."""
+        """Make one attempt on that place; the simulator puts a modelled replica behind it."""
         return AttemptStream(race, copy, live, self._dispatcher, self._spans, self._batches)
 
     async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
-        """The place that the copy was given, or one that it has to wait for."""
+        """Return the copy's place, or wait for one."""
         live, copy.place = copy.place, None
         if live is None:
             asked = copy.request
@@ -184,7 +184,7 @@ class TurnRunner:
 
 @dataclass(slots=True, eq=False)
 class SharedTurn:
-    """A running or answered turn and how many connections follow it.
+    """A running or answered turn and the number of connections that follow it.
 
     name: its caller's scope and its request id.
     """
@@ -231,11 +231,10 @@ class SharedTurns:
         self._closing = False
 
     def __len__(self) -> int:
-        """Turns that run."""
         return len(self._running)
 
     def open(self, request: TurnRequest) -> SharedTurn:
-        """The turn of an earlier request with this id and body, or a new one.
+        """Return the turn of an earlier request with this id and body, or a new one.
 
         Raises TurnError for a turn that must not begin.
         """
@@ -245,7 +244,7 @@ class SharedTurns:
         request.origin = replace(request.origin, job=named)
         job = self._dispatcher.owner(named)
         key = _key(job, request.name)
-        # After the fingerprint: asked again under a newer version it is the same turn.
+        # After the fingerprint: repeated under a newer version it is the same turn.
         request.min_version = self._dispatcher.min_version_of(
             named, request.min_version, request.exact_version
         )
@@ -270,10 +269,10 @@ class SharedTurns:
 
     @contextmanager
     def reading(self, turns: Sequence[SharedTurn], stream: bool) -> Iterator[None]:
-        """Count a connection in for as long as it follows these turns.
+        """Count a connection for as long as it follows these turns.
 
-        A turn that nobody follows any more is cancelled; one that was streamed to a caller who can
-        name it is kept for `resume_grace_s`: the caller may come back for the rest.
+        A turn without a follower is cancelled; one that was streamed to a caller who can name it is
+        kept for `resume_grace_s`: the caller may come back for the rest.
         """
         for shared in turns:
             shared.readers += 1
@@ -289,7 +288,7 @@ class SharedTurns:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
     def cancel(self, name: str, job: str = "") -> bool:
-        """Abort a job's running turn; its readers get a TurnAborted. Whether there was one.
+        """Abort a job's running turn; its readers get a TurnAborted. Returns False without one.
 
         name: its caller's scope and its request id.
         """
@@ -301,7 +300,7 @@ class SharedTurns:
         return True
 
     def finish_session(self, job: str, session: str) -> int:
-        """Abort what still runs for a job's session, of which its caller's scope is part; count."""
+        """Abort the running turns of a job's session, named with its scope; return their number."""
         running = tuple(self._running.values())
         names = [each.name for each in running if (each.job, each.session) == (job, session)]
         return sum(self.cancel(name, job) for name in names)
@@ -329,12 +328,12 @@ class SharedTurns:
         shared.last_call = loop.call_later(grace_s, self._drop, shared)
 
     def _drop(self, shared: SharedTurn) -> None:
-        """End a turn that nobody wants; its id may be used anew."""
+        """End an unwanted turn; its id may be used anew."""
         self._running.pop(shared.key, None)
         self._answers.forget(shared.key, shared)
         if shared.last_call is not None:
             shared.last_call.cancel()
-        # One that never began would keep its task, and the task this turn.
+        # A turn that never began would keep its task, and the task this turn.
         task, shared.task = shared.task, None
         if task is not None:
             task.cancel()
@@ -346,12 +345,12 @@ class SharedTurns:
             self._answers.forget(shared.key, shared)
             shared.feed.fail(error)
         except BaseException:
-            # Cancelled, or a fault of this program, which its readers must not wait out.
+            # Cancelled, or a fault of this program, for which its readers must not wait.
             self._answers.forget(shared.key, shared)
             shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
             raise
         finally:
-            # A task that was cancelled keeps the frames of its last moment, and so this turn.
+            # A cancelled task keeps the frames of its last moment, and so this turn.
             shared.task = None
             if shared.feed.finish_reason is None:
                 self._stats.failed += 1

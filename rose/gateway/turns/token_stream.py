@@ -1,4 +1,4 @@
-"""What the readers of one turn see: a view of its journal, and who waits for more.
+"""Token stream: the readers' view of one turn's journal, and its waiting readers.
 
 tell* ── end      over: the journal's `finish_reason` says how
       └─ fail     over: `error` says why
@@ -17,7 +17,7 @@ from rose.contract.replica import PromptLogprobs
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
-# Of CPython's objects, measured: a feed and what shares it, a span or a segment.
+# Size of CPython's objects, measured: a feed and its parts, a span or a segment.
 FEED_BYTES = 2_048
 SPAN_BYTES = 160
 PLACE_BYTES = 150
@@ -41,7 +41,7 @@ class TokenStream:
     )
 
     def __init__(self, journal: TurnJournal, text: TextTrack | None = None) -> None:
-        # Every answer of this turn says the same, however often it is asked for.
+        # Every answer of this turn has the same, however often it is requested.
         self.created = int(time.time())
         self._began_s = time.monotonic()
         self.took_s = 0.0
@@ -56,7 +56,7 @@ class TokenStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many the prompt has."""
+        """Number of the prompt's tokens."""
         return self.journal.prompt_tokens
 
     @property
@@ -71,12 +71,12 @@ class TokenStream:
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Policy versions of the tokens, where they are known."""
+        """Policy versions of the tokens, if known."""
         return [span for span in self.journal.versions if span.version >= 0]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Which replica each token came from."""
+        """Replica of each token."""
         return self.journal.segments
 
     @property
@@ -86,22 +86,22 @@ class TokenStream:
 
     @property
     def finish_reason(self) -> str | None:
-        """How a whole turn ended."""
+        """Finish reason of a whole turn."""
         return self.journal.finish_reason
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self.finish_reason is not None or self._error is not None
 
     @property
     def error(self) -> TurnError | None:
-        """Why the turn ended without an answer; to be raised, each time a new one."""
+        """Reason why the turn ended without an answer; raise it anew each time."""
         return None if self._error is None else fresh(self._error)
 
     @property
     def size_bytes(self) -> int:
-        """What is kept of the turn, about: its tokens, their stamps and text."""
+        """Approximate size of the kept turn: its tokens, their stamps and text."""
         journal = self.journal
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
@@ -111,7 +111,7 @@ class TokenStream:
         return held if self.text is None else held + self.text.size_bytes
 
     def tell(self) -> None:
-        """The journal may have grown: called when no more comes in this step of the event loop."""
+        """Wake readers: called when no more comes in this step of the event loop."""
         waiters, self._waiters = self._waiters, []
         if self._ended and self.over:
             waiters += self._ended
@@ -123,26 +123,26 @@ class TokenStream:
             listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called, which must not wait or raise, when there is news, and now."""
+        """Call `listener`, which must not wait or raise, on news, and now."""
         self._listeners.append(listener)
         listener()
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Stop calling it."""
         self._listeners.remove(listener)
 
     def show(self, journal: TurnJournal, text: TextTrack | None) -> None:
-        """Show a journal of this turn that began as far as readers saw the one before it."""
+        """Show a journal of this turn that contains all tokens that readers have seen."""
         self.journal, self.text = journal, text
 
     def end(self, stop_reason: int | str | None) -> None:
-        """The journal is whole."""
+        """End the turn: the journal is whole."""
         self.took_s = time.monotonic() - self._began_s
         self.stop_reason = stop_reason
         self.tell()
 
     def fail(self, error: TurnError) -> None:
-        """The turn ends without an answer; what came so far stays readable."""
+        """End the turn without an answer; its tokens so far stay readable."""
         if not self.over:
             self._error = fresh(error)
             self.tell()
@@ -155,7 +155,7 @@ class TokenStream:
             await waiter
 
     def ended(self) -> asyncio.Future[None]:
-        """Done when the turn, which is not over yet, is."""
+        """Return a future that is done when the turn, which is not over yet, is over."""
         ended = asyncio.get_running_loop().create_future()
         self._ended.append(ended)
         return ended
@@ -168,7 +168,7 @@ class TokenStream:
             raise fresh(self._error)
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
-        """Known versions of tokens [start, end), cut to that range."""
+        """Return known versions of tokens [start, end), cut to that range."""
         return [
             VersionSpan(s.version, max(start, s.start), min(end, s.end), s.oldest_version)
             for s in self.journal.versions

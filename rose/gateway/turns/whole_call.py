@@ -1,8 +1,8 @@
-"""Whole calls: requests that a replica answers at once, and that may be asked again anywhere.
+"""Whole calls: requests that a replica answers at once, and that may be repeated anywhere.
 
-What a model that is not generative computes depends on its input alone. So a call whose replica is
-revoked, dies or stays silent is asked of another one from its beginning, as often as a turn would
-be; nothing of an answer that broke off is kept.
+The result of a model that is not generative depends on its input alone. So a call whose replica is
+revoked, dies or stays silent is repeated on another one from its beginning, as often as a turn
+would be; nothing of a broken answer is kept.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from rose.gateway.replicas.table import ReplicaApi
 
 MAX_ANSWER_BYTES = 64 << 20
 MAX_FAULT_CHARS = 500
-# Of a request that says nothing of it, from its arrival.
+# Time limit of a request without one, from its arrival.
 LIMIT_S = 600.0
-# A replica that is asked for much answers late: so long it is not taken for one that hangs.
+# A replica with much work answers late: it does not count as hanging for this long.
 PATIENT_S = 10.0
 NOT_FOUND = 404
-# What another replica would say too.
+# Statuses that every replica would return.
 REQUEST_FAULTS = frozenset({400, 413, 415, 422})
 
 
 @dataclass(slots=True)
 class WholeCall:
-    """A call of a job's replicas: `path` and `body` as they take it, `need` for the router."""
+    """A call of a job's replicas: `path` and `body` in their form, `need` for the router."""
 
     path: str
     body: bytes
@@ -39,7 +39,7 @@ class WholeCall:
 
 
 class _Receiver:
-    """Keeps one answer until it is whole."""
+    """Receiver that keeps one answer until it is whole."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -63,12 +63,12 @@ class _Receiver:
         if error is None:
             self.done.set_result(b"".join(self._parts))
         else:
-            # Not the error itself: its frames would hold this, and this it.
+            # Not the error itself: its frames and this receiver would reference each other.
             self.done.set_exception(UpstreamError(f"{type(error).__name__}: {error}"))
 
 
 class WholeCalls:
-    """Asks replicas, one after the other until one has answered."""
+    """Caller of replicas, one after the other until one has answered."""
 
     def __init__(
         self, dispatcher: Dispatcher, upstream: Upstream, max_attempts: int, on_event: EventSink
@@ -79,7 +79,7 @@ class WholeCalls:
         self._on_event = on_event
 
     async def run(self, call: WholeCall) -> bytes:
-        """Body of the first whole answer. Raises TurnError where there is none."""
+        """Return the body of the first whole answer. Raises TurnError if there is none."""
         limit_s = LIMIT_S if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -107,7 +107,7 @@ class WholeCalls:
         raise NoReplica(f"{self._max_attempts} replicas failed {call.path}, the last: {said[:200]}")
 
     async def _attempt(self, call: WholeCall, live: LiveAttempt) -> tuple[End, bytes]:
-        """How one replica's answer ended, and the answer, or why there is none."""
+        """Return how one replica's answer ended, and the answer, or why there is none."""
         end: End | None = None
         live.task = asyncio.current_task()
         live.last_token_s += PATIENT_S
@@ -117,7 +117,7 @@ class WholeCalls:
                 return end, b"lease lost"
             code, answer = await self._posted(call, live)
             if code == OK:
-                # It was no turn: nobody's length is forecast by it.
+                # A call is not a turn: it must not change the forecast of lengths.
                 return End.FINISHED, answer
             _refuse(call, live, code, answer)
             end = End.REFUSED if code == 503 else End.BROKEN
@@ -126,7 +126,7 @@ class WholeCalls:
             end = End.BROKEN
             return end, str(error).encode("utf-8", "replace")
         except asyncio.CancelledError:
-            # Ours (interrupt), or the caller is gone as well: only ours alone goes on.
+            # Ours (interrupt), or the caller is gone as well: only ours alone continues.
             if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
                 raise
             end = live.interrupted
@@ -153,7 +153,7 @@ class WholeCalls:
 
 
 def _refuse(call: WholeCall, live: LiveAttempt, code: int, answer: bytes) -> None:
-    """Raise BadRequest for what is the request's fault, or the job's for asking such a model."""
+    """Raise BadRequest for a fault of the request, or of the job's choice of model."""
     if code == NOT_FOUND:
         raise BadRequest(
             f"{call.path}: {live.entry.id} serves no model for it; a replica of one is started "

@@ -13,7 +13,7 @@ from rose.clock import boot_clock_s
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2
 
-# A lease's life: with it alone a cut-off node stopped computing in 0.2.0.
+# A lease's life: a cut-off node stops computing at its end in any case.
 STALE_AFTER_S: Final = 5.0
 LEAST_S: Final = {"stale_after_s": 1.0, "reclaim_deadline_s": 0.5}
 MOST_S: Final = 600.0

@@ -15,7 +15,7 @@ from rose.tracing.context import TraceContext
 from weight_transfer.node_copy import ranks_folder
 
 KEPT_TOKENS: Final = 6
-"""So much of a model's length SGLang keeps for itself: a longer prompt is refused."""
+"""Tokens of a model's length that SGLang keeps for itself: a longer prompt is refused."""
 
 
 class SglangEngine:
@@ -25,7 +25,7 @@ class SglangEngine:
     updatable = True
 
     def __init__(self, manager: Any, arguments: Any, kv_tokens: int) -> None:  # noqa: ANN401 -- SGLang's
-        """`arguments`: its ServerArgs."""
+        """arguments: its ServerArgs."""
         self._manager = manager
         self._arguments = arguments
         self.kv_tokens = kv_tokens
@@ -71,7 +71,7 @@ class SglangEngine:
         return [answer["answer"] for answer in said.response]
 
     def meeting_place(self) -> str | None:
-        # Another one for every try: what an earlier one left there has another meaning.
+        # A new one for every try: files of an earlier one have another meaning.
         return None if self._arguments.tp_size == 1 else str(ranks_folder() / secrets.token_hex(8))
 
     async def reset_prefix_cache(self) -> bool:
@@ -82,7 +82,7 @@ class SglangEngine:
 
 
 def ends_of(manager: Any, model_dir: Path) -> tuple[int, ...]:  # noqa: ANN401 -- SGLang's
-    """The model's own ends of a sequence: its configuration's, and its tokenizer's."""
+    """Return the model's own ends of a sequence: its configuration's, and its tokenizer's."""
     try:
         text = (model_dir / "generation_config.json").read_bytes()
         said = msgspec.json.decode(text, type=dict[str, Any]).get("eos_token_id")

@@ -36,7 +36,7 @@ _STOPS: Final = "sglang.srt.managers.schedule_batch.Req._check_token_based_finis
 
 
 class Begin:
-    """ASGI middleware: begins the replica when the server does, in its event loop."""
+    """ASGI middleware that starts the replica with the server, in its event loop."""
 
     def __init__(self, app: ASGIApp, endpoint: ReplicaEndpoint, engine: SglangEngine) -> None:
         self._app = app
@@ -44,7 +44,7 @@ class Begin:
         self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand everything on."""
+        """Pass everything on."""
         if scope["type"] == "lifespan":
             self._endpoint.begin(self._engine, scope["app"].state)
         await self._app(scope, receive, send)
@@ -60,7 +60,7 @@ def serve(
     *more: Any,  # noqa: ANN401
     **named: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Hook around the start of SGLang's HTTP server: ROSE's routes, and who may use which."""
+    """Hook around the start of SGLang's HTTP server: ROSE's routes, and the access filter."""
     from sglang.srt.entrypoints.http_server import app
 
     kv_tokens = int(scheduler_infos[0].get("max_total_num_tokens", 0))
@@ -85,8 +85,7 @@ def serve(
 def checked(original: Hook, server_args: Any) -> Any:  # noqa: ANN401 -- SGLang's
     """Hook around the resolution of SGLang's arguments: refuse before anything of it is started.
 
-    SGLang would look for a draft's weights, or change other arguments to suit, before it got so
-    far.
+    SGLang would otherwise load a draft's weights, or adapt other arguments, before that.
     """
     guest = os.environ.get("ROSE_ROLE") == GUEST
     try:
@@ -115,7 +114,7 @@ def register() -> None:
 
 
 def _scheduler_hooks() -> dict[str, Hook]:
-    # Its process has no use for it before.
+    # Its process does not use it before.
     from rose.replica.sglang.scheduler_calls import SchedulerCalls
 
     calls = SchedulerCalls()

@@ -1,12 +1,12 @@
 """Requests inside SGLang's TokenizerManager.
 
-`generate_request` hides what a replica needs, above all the moment a request is registered: its
-generator hands nothing on before the first output. So `EngineRequest` does what it does, with the
-same calls, and reads the state that SGLang keeps of a request. Each output of a stream holds the
-new tokens alone (`--incremental-streaming-output`), with their logprobs and version stamps.
+`generate_request` hides the moment at which a request is registered, which a replica needs: its
+generator yields nothing before the first output. So `EngineRequest` makes the same calls, and reads
+the state that SGLang keeps of a request. Each output of a stream holds the new tokens alone
+(`--incremental-streaming-output`), with their logprobs and version stamps.
 
-An id is never the beginning of another one: SGLang aborts all that begin with what it is told. Nor
-is it used twice: a turn may come back while its last request still ends.
+An id is never the beginning of another one: SGLang aborts all that begin with the given one. Nor is
+it used twice: a turn may come back while its last request still ends.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 class SglangError(Exception):
-    """The engine answered with something that it never should, or not at all."""
+    """The engine answered wrongly, or not at all."""
 
 
 class EngineRequest:
@@ -78,7 +78,7 @@ class EngineRequest:
         ages: KvStaleness,
         ends: Sequence[int],
     ) -> Self:
-        """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        """Start a turn in the engine. Raises RequestRefusedError."""
         if not body.token_ids:
             raise RequestRefusedError(_BAD_REQUEST, "a turn has at least one token")
         began = ages.current
@@ -103,10 +103,10 @@ class EngineRequest:
             raise
 
     async def next(self) -> OutputDelta:
-        """Wait for output; what came since the last call is merged.
+        """Wait for output; output since the last call is merged.
 
-        Raises RequestRefusedError where the scheduler refuses the turn, UnknownVersionError,
-        SglangError, and what `interrupt` was given.
+        Raises RequestRefusedError if the scheduler refuses the turn, UnknownVersionError,
+        SglangError, and the error of `interrupt`.
         """
         state = self._state
         while True:
@@ -122,7 +122,7 @@ class EngineRequest:
         chunks: list[StreamLine] = []
         reason: str | None = None
         for output in outputs:
-            # What is refused may come with a token that nobody sampled.
+            # A refusal may come with a token that nobody sampled.
             reason = _reason(output["meta_info"].get("finish_reason")) or reason
             chunks += self._chunks(output)
         if self._wants_prompt and chunks:
@@ -135,14 +135,14 @@ class EngineRequest:
         self._state.event.set()
 
     def end(self) -> None:
-        """Let `next` end with what it has; the engine is told beside."""
+        """Let `next` end with its present output; the engine is told separately."""
         self._ended = True
         self._manager.abort_request(self.id)
         self._state.event.set()
 
     def _chunks(self, output: dict[str, Any]) -> list[StreamLine]:
         meta = output["meta_info"]
-        # What ends a request may repeat its last token: only the count says what is new.
+        # The end of a request may repeat its last token: only the count shows the new ones.
         new = int(meta["completion_tokens"]) - self.tokens
         if new <= 0:
             return []
@@ -166,11 +166,11 @@ class EngineRequest:
     def _with_prompt(
         self, outputs: list[dict[str, Any]], chunks: list[StreamLine], reason: str | None
     ) -> OutputDelta:
-        """The first tokens behind the logprobs of their prompt, all of one version."""
+        """Return the first tokens after the logprobs of their prompt, all of one version."""
         self._wants_prompt = False
         version = chunks[0].version
         if version != self._began:
-            # Some may be of the version before: the turn is asked for again.
+            # Some may be of the version before: the turn is requested again.
             return OutputDelta([], "abort")
         return OutputDelta([*_prompt_lines(outputs[0]["meta_info"], version), *chunks], reason)
 
@@ -182,7 +182,7 @@ class EngineRequest:
 
 
 def request_id(name: str) -> str:
-    """An id of its own for a request: of all of one length before the turn's name."""
+    """Return a request's own id: a prefix of fixed length before the turn's name."""
     prefix = WARM_UP if name.startswith(WARM_UP) else ""
     return f"{prefix}{next(_numbers):012x}.{name}"
 
@@ -199,14 +199,14 @@ def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int
         logprob_start_len=-1 if wanted is None else 0,
         top_logprobs_num=wanted or 0,
         stream=True,
-        # One convention everywhere: lower first. SGLang is started to have it too.
+        # One convention everywhere: lower first. SGLang is started with it, too.
         priority=body.priority,
         extra_key=ages.salted(body.cache_salt),
     )
 
 
 def parameters(sampling: Sampling, ends: Sequence[int] = ()) -> dict[str, Any]:
-    """As SGLang has them. Raises RequestRefusedError for what it cannot do."""
+    """Return SGLang's parameters. Raises RequestRefusedError for unsupported ones."""
     stops = [*dict.fromkeys([*(sampling.stop_token_ids or ()), *ends])]
     asked: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -257,7 +257,7 @@ def _quoted(text: str) -> str:
 
 
 def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
-    """`stop`, `length` or `abort`; None while it runs. Raises RequestRefusedError."""
+    """Return `stop`, `length` or `abort`; None while it runs. Raises RequestRefusedError."""
     if said is None:
         return None
     if said.get("type") == "abort" and said.get("status_code") == _BAD_REQUEST:
@@ -266,7 +266,7 @@ def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
 
 
 def _prompt_lines(meta: dict[str, Any], version: int) -> list[StreamLine]:
-    """Lines with the logprobs of a prompt. SGLang tells no ranks."""
+    """Return lines with the logprobs of a prompt. SGLang reports no ranks."""
     sampled = meta.get("input_token_logprobs") or []
     others = meta.get("input_top_logprobs") or [None] * len(sampled)
     places: PromptLogprobs = []

@@ -1,12 +1,12 @@
 """Calls of a replica's API process in SGLang's scheduler, on every rank, in the order of requests.
 
-They go the way of a control request that SGLang has for debugging, whose body and answer are JSON:
-it is broadcast to all ranks like a turn, so that all come to it between the same two steps.
+They use a control request that SGLang has for debugging, whose body and answer are JSON: it is
+broadcast to all ranks like a turn, so that all get it between the same two steps.
 
-    pause     requests stay; with `clear` they go back to the queue and all prefixes are forgotten
-    activate  what is sampled from here on is of this version
-    resume    go on
-    flush     forget all prefixes
+    pause     requests stay; with `clear` they go back to the queue and all prefixes are dropped
+    activate  tokens from here on are of this version
+    resume    continue
+    flush     drop all prefixes
     wake      look for work
     others    methods of the weight worker (`weight_transfer.sglang.worker`)
 
@@ -53,7 +53,7 @@ class SchedulerCalls:
         )
 
     def rest(self, original: Callable[..., Any], scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Hook around what a paused scheduler does: it would spin."""
+        """Hook around the idle loop of a paused scheduler, which would spin."""
         original(scheduler)
         time.sleep(PAUSED_SLEEP_S)
 
@@ -94,7 +94,7 @@ class SchedulerCalls:
 
 
 def _of_all_ranks(scheduler: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:  # noqa: ANN401 -- SGLang's
-    """Every rank's answer, on every rank."""
+    """Return every rank's answer, on every rank."""
     import torch.distributed
 
     group = scheduler.tp_group.cpu_group

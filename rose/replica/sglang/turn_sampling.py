@@ -1,9 +1,9 @@
-"""What turns ask of sampling that SGLang has no parameter for.
+"""Sampling options of turns that SGLang has no parameter for.
 
-Some tokens alone: a turn names them in its custom parameters, and the batch's bias forbids all
-others. SGLang filters and merges that with its batches, samples from it, and takes logprobs of it.
+Allowed tokens: a turn names them in its custom parameters, and the batch's bias forbids all others.
+SGLang filters and merges that with its batches, samples from it, and takes logprobs of it.
 
-Stops without the model's own ends: SGLang looks at no stop of a turn that ignores those.
+Stops without the model's own ends: SGLang checks no stop of a turn that ignores those.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ from weight_transfer.node_copy import ranks_folder
 
 
 class VllmEngine:
-    """An AsyncLLM. It counts tokens from here on, where the engine does not."""
+    """An AsyncLLM. It counts tokens from here on, if the engine does not."""
 
     failures = ENGINE_FAILURES
 
@@ -73,7 +73,7 @@ class VllmEngine:
         return answers
 
     def meeting_place(self) -> str | None:
-        # Another one for every try: what an earlier one left there has another meaning.
+        # A new one for every try: files of an earlier one have another meaning.
         parallel = getattr(self._engine.vllm_config, "parallel_config", None)
         if max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp")) == 1:
             return None

@@ -1,12 +1,12 @@
 """Requests inside vLLM's AsyncLLM.
 
-`AsyncLLM.generate` hides what a replica needs: the moment a request is registered (a drain has to
-find it), its internal id, and the list of weight versions that grows while it runs. vLLM shows that
-list at most when a request ends, and a request that is killed never ends. So `EngineRequest` does
-what `generate` does, with the same calls: `add_request`, then its collector, then `abort`.
+`AsyncLLM.generate` hides facts that a replica needs: the moment at which a request is registered (a
+drain has to find it), its internal id, and the list of weight versions that grows while it runs.
+vLLM shows that list at most when a request ends, and a killed request never ends. So
+`EngineRequest` makes the same calls: `add_request`, then its collector, then `abort`.
 
-Errors of vLLM at a request are caught by the names that the installed version has: 0.25 has neither
-a common base nor errors that carry an HTTP status.
+Errors of vLLM at a request are caught by the names of the installed version: 0.25 has neither a
+common base nor errors with an HTTP status.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from rose.tracing.context import TraceContext
 
 
 class _NeverRaisedError(Exception):
-    """Stands where a version has no such error."""
+    """Stand-in for an error that a version does not have."""
 
 
 def _known(name: str) -> type[Exception]:
@@ -43,7 +43,7 @@ def _known(name: str) -> type[Exception]:
 
 
 ErrorWithStatus = _known("GracefulHTTPError")
-"""Its `http_status` says what to answer."""
+"""An error whose `http_status` is the answer's."""
 BAD_REQUESTS = (_known("VLLMClientError"), ValueError)
 ENGINE_FAILURES = (_known("VLLMError"), EngineDeadError, EngineGenerateError)
 
@@ -81,7 +81,7 @@ class EngineRequest:
         ages: KvStaleness,
         trace: TraceContext | None = None,
     ) -> Self:
-        """Hand a turn to the engine. Raises RequestRefusedError for what the engine refuses."""
+        """Start a turn in the engine. Raises RequestRefusedError."""
         _check_ids(engine, body)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
         began, salt = ages.current, ages.salted(body.cache_salt)
@@ -103,9 +103,9 @@ class EngineRequest:
         return cls(collector, stamps_of(engine).starts(collector), ages, began, wants_prompt)
 
     async def next(self) -> OutputDelta:
-        """Wait for output; what came since the last call is merged.
+        """Wait for output; output since the last call is merged.
 
-        Raises UnknownVersionError, the engine's own failures, and what `interrupt` was given.
+        Raises UnknownVersionError, the engine's own failures, and the error of `interrupt`.
         """
         output = self._collector.get_nowait() or await self._collector.get()
         completion = output.outputs[0]
@@ -120,11 +120,11 @@ class EngineRequest:
         chunks: list[StreamLine],
         finish_reason: str | None,
     ) -> OutputDelta:
-        """The first tokens behind the logprobs of their prompt, all of one version."""
+        """Return the first tokens after the logprobs of their prompt, all of one version."""
         self._wants_prompt = False
         version = chunks[0].version
         if version != self._began:
-            # Some may be of the version before: the turn is asked for again.
+            # Some may be of the version before: the turn is requested again.
             return OutputDelta([], "abort")
         return OutputDelta([*_prompt_lines(found or (), version), *chunks], finish_reason)
 
@@ -167,9 +167,9 @@ def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
 
 
 def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa: ANN401 - AsyncLLM
-    """What an engine that sends spans (`--otlp-traces-endpoint`) is told of a turn's trace.
+    """Return the trace headers for an engine that sends spans (`--otlp-traces-endpoint`).
 
-    One that sends none would say so for the first turn, and has no use for it.
+    Another engine would log a warning for the first turn, and does not use them.
     """
     if trace is None:
         return {}
@@ -181,8 +181,8 @@ def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa:
 def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - AsyncLLM
     """Refuse token ids that would end the engine, which looks them up without a check.
 
-    vLLM checks those of a prompt and `allowed_token_ids` only where it has a tokenizer, and masks
-    every stop by index before `min_tokens`.
+    vLLM checks those of a prompt and `allowed_token_ids` only with a tokenizer, and masks every
+    stop by index before `min_tokens`.
     """
     size: int = engine.model_config.get_vocab_size()
     sampling = body.sampling
@@ -200,7 +200,7 @@ def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - Async
 
 
 def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
-    """The first of each position is the sampled token's; others appear if a neighbour asked."""
+    """Return each position's first entry, the sampled token's; a neighbour may ask for others."""
     values: list[float] = flat.logprobs
     if len(values) == len(flat.start_indices):
         return values
@@ -208,9 +208,9 @@ def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLo
 
 
 def ends_of(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
-    """The model's own ends of a sequence, as vLLM has them with its default configuration.
+    """Return the model's own ends of a sequence, as vLLM has them by default.
 
-    The engine knows its tokenizer's alone, and of those only where it has loaded one.
+    The engine knows only its tokenizer's, and those only if it has loaded one.
     """
     if engine not in _ENDS:
         _ENDS[engine] = _read_ends(engine)
@@ -236,7 +236,7 @@ def _read_ends(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
 
 
 def _prompt_lines(found: Any, version: int) -> list[StreamLine]:  # noqa: ANN401 - vLLM's own
-    """Lines with the logprobs of a prompt."""
+    """Return lines with the logprobs of a prompt."""
     places = [
         None if not place else [(token, each.logprob, each.rank) for token, each in place.items()]
         for place in found
@@ -248,12 +248,12 @@ def _prompt_lines(found: Any, version: int) -> list[StreamLine]:  # noqa: ANN401
 
 
 def _structured(asked: StructuredOutputs) -> StructuredOutputsParams:
-    """Raises RequestRefusedError for what vLLM does not take."""
+    """Raises RequestRefusedError for a constraint that vLLM does not take."""
     given = {name: getattr(asked, name) for name in asked.__struct_fields__}
     if asked.choice is not None:
         given["choice"] = [*asked.choice]
     try:
-        # Only what is said: a version may not know all of it.
+        # Only the given fields: a version may not know all of them.
         return StructuredOutputsParams(**{name: each for name, each in given.items() if each})
     except (TypeError, ValueError) as error:
         raise RequestRefusedError(_BAD_REQUEST, f"structured_outputs: {error}") from error

@@ -1,14 +1,14 @@
-"""Versions of a vLLM engine's tokens: 0.32 gives them with every batch of outputs, 0.25 does not.
+"""Versions of a vLLM engine's tokens: 0.32 sends them with every batch of outputs, 0.25 does not.
 
-There this process counts itself:
+For 0.25 this process counts itself:
 
     engine core   tokens of a │ paused │ commit, `activate(v)` │ resumed │ tokens of v
     output queue  ────── a ───┤                                          ├────── v ──────
 
-Outputs and answers come through one socket in order, and the engine answers a pause once no step
-is in flight: outputs put into the queue before `activate` were sampled under the old version, later
-ones under the new one. The time at which an output is taken out of the queue says nothing about it,
-so tokens are counted where they are put in.
+Outputs and answers come through one socket in order, and the engine answers a pause once no step is
+in flight: outputs put into the queue before `activate` were sampled under the old version, later
+ones under the new one. The time at which an output is taken out of the queue proves nothing, so
+tokens are counted when they are put in.
 """
 
 import weakref
@@ -27,20 +27,22 @@ class Stamps(Protocol):
     """Versions of one engine's tokens."""
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector
-        """(version, first output token) of a request, a list that grows while it runs; None when
-        the request has ended already and its last output says it."""
+        """Return (version, first output token) of a request, a list that grows while it runs.
+
+        None if the request has ended already and its last output has them.
+        """
         ...
 
     async def activate(self, version: int) -> None:
-        """From here on tokens are of this version. Only under the engine's pause."""
+        """Stamp tokens with this version from here on. Only under the engine's pause."""
         ...
 
 
 class EngineStamps:
-    """What the engine says."""
+    """Versions that the engine sends."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-        # `_of_engines` keeps this for as long as there is the engine, and must not be why there is.
+        # `_of_engines` keeps this for as long as there is the engine, and must not keep the engine.
         self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
@@ -53,10 +55,10 @@ class EngineStamps:
 
 
 class CountedStamps:
-    """What is counted at the queue of an engine that does not say."""
+    """Versions counted at the queue of an engine that sends none."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-        """Before the first request."""
+        """Make it before the first request."""
         self._states = engine.output_processor.request_states
         self._version = UNNAMED
         self._tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -66,7 +68,6 @@ class CountedStamps:
         queue.put_nowait = self._count_and_put
 
     def __len__(self) -> int:
-        """Requests that anything is remembered of."""
         return len({*self._tokens, *self._starts})
 
     def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
@@ -94,7 +95,7 @@ _of_engines: Final[WeakKeyDictionary[Any, Stamps]] = WeakKeyDictionary()
 
 
 def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
-    """The stamps of an engine, always the same."""
+    """Return the stamps of an engine, always the same object."""
     stamps = _of_engines.get(engine)
     if stamps is None:
         stamps = EngineStamps(engine) if _ENGINE_SAYS else CountedStamps(engine)

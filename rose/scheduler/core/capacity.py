@@ -2,9 +2,9 @@
 
     policies, stop, telemetry ──> CapacityGate ──> verdicts ──> modes and caps, to nodes that change
 
-Where no policy is in force nothing is lent. One named `cli` is implied, which lends everything as
-0.2.0 did, by a mode on the scheduler's command line, and by a store or an operator of 0.2.0 that
-opened the harvest; beside policies of an operator the strictest wins, as ever.
+Where no policy is in force nothing is lent. One named `cli`, which lends everything, is implied by
+a mode on the scheduler's command line, and put in force by `rose harvest active`; beside policies
+of an operator the strictest wins, as ever.
 
 A policy that an object of Kubernetes says is changed by that object alone. While nobody knows what
 its object says now, the policy holds for `staleAfter`, and then its nodes are held.
@@ -48,7 +48,7 @@ from rose.scheduler.core.messages import (
     Save,
     StoreWrite,
 )
-from rose.scheduler.persistence import Saved, drop_policy, save_mode, save_policy, save_stop
+from rose.scheduler.persistence import Saved, drop_policy, save_override, save_policy, save_stop
 from rose.scheduler.wire import MODE_TO, harvest_command
 
 MAX_OVERRIDES: Final = 1_024
@@ -77,12 +77,9 @@ class Capacity:
         self._objects_heard_s: float | None = None
         self._objects_refused: frozenset[str] = frozenset()
         opened = default_mode is not HarvestMode.OFF
-        self._cli_of_flag = opened
         stop = saved.mode
         if stop is None:
             stop = default_mode if opened else HarvestMode.ACTIVE
-        elif stop is not HarvestMode.OFF and not saved.policies:
-            opened = True  # by an operator of 0.2.0
         policies = {policy.name: policy for policy in saved.policies}
         if opened:
             policies.setdefault(CLI, cli_policy())
@@ -102,7 +99,7 @@ class Capacity:
 
     @property
     def shown_mode(self) -> HarvestMode:
-        """Mode of the cluster as 0.2.0 shows it: OFF where no policy lets anything be lent."""
+        """Mode of the cluster: OFF where no policy lets anything be lent."""
         acts = any(policy.mode is PolicyMode.ACTIVE for policy in self.gate.policies)
         return self.stop.mode if acts else HarvestMode.OFF
 
@@ -115,12 +112,10 @@ class Capacity:
                 return self._stop_writes(event)
             case PolicyApplied():
                 self._check_room(event)
-                saved = save_policy(event.policy, of_object=event.of_object)
-                return (saved, *self._implied())
+                return (save_policy(event.policy, of_object=event.of_object),)
             case PolicyDeleted():
                 self._check_known(event)
-                implied = () if event.name == CLI else self._implied()
-                return (drop_policy(event.name), *implied)
+                return (drop_policy(event.name),)
 
     def carry_out(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> list[Action]:
         """Put a request in force. Raises as `writes` does; of a stop `told` says the rest."""
@@ -155,21 +150,15 @@ class Capacity:
 
     def _stop_writes(self, event: HarvestSet) -> tuple[StoreWrite, ...]:
         self._check_mode(event)
-        mode = save_mode(event.mode, event.replica)
         if event.replica is not None:
-            return (mode,)
+            return (save_override(event.mode, event.replica),)
         cli = (save_policy(cli_policy()),) if self._opens(event) else ()
-        return (mode, save_stop(event.mode), *cli)
+        return (save_stop(event.mode), *cli)
 
     def _opens(self, event: HarvestSet) -> bool:
-        """Whether this is an operator of 0.2.0, who opens the harvest and knows no policies."""
+        """Return True for `rose harvest` that opens a scheduler without policies."""
         above = event.mode is not HarvestMode.OFF and event.replica is None
         return event.opens and above and not self.gate.policies
-
-    def _implied(self) -> tuple[StoreWrite, ...]:
-        """The policy `cli`, where it was implied by what a store of 0.2.0 holds."""
-        known = any(policy.name == CLI for policy in self.gate.policies)
-        return (save_policy(cli_policy()),) if known and not self._cli_of_flag else ()
 
     def _check_mode(self, event: HarvestSet) -> None:
         own = self.stop.overrides

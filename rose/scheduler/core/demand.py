@@ -93,8 +93,7 @@ class DemandBook:
     def figures(self, job: str, now_s: float, *, alone: bool = True) -> JobFigures | None:
         """All that live gateways say of a job together; None while none ever reported.
 
-        alone: it is the only job, so all turns are its own: gateways of 0.2.0 name jobs as the
-        callers like.
+        alone: it is the only job, so all turns are its own, whatever job they name.
         """
         if not self._known:
             return None

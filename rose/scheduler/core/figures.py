@@ -32,7 +32,7 @@ LIMIT_KINDS = (
     ("stopPolicy", "stop_policy"),
     ("the API server", "api_server"),
     ("the object cannot", "object"),
-    ("its node is of 0.2.0", "old_node"),
+    ("its node keeps within no caps", "old_node"),
     ("other nodes are not counted", "settling"),
 )
 OTHER_KIND = "other"

@@ -126,7 +126,6 @@ class NodeView:
     heard_s: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
-    knows_jobs: bool = True
     takes_renewals: bool = False
     release: str = ""
     obeys: bool = False
@@ -183,10 +182,6 @@ class Fleet:
         """Streams of all attached nodes."""
         return list(self._nodes)
 
-    def streams_for(self, jobs: JobRegistry) -> list[int]:
-        """Streams that versions are told on: not those of 0.2.0 while there are several jobs."""
-        return [s for s, view in self._nodes.items() if view.knows_jobs or jobs.only is not None]
-
     def takes_renewals(self, stream: int) -> bool:
         """Whether the node behind a stream takes renewals of its leases in one command."""
         view = self._nodes.get(stream)
@@ -208,7 +203,6 @@ class Fleet:
             now_s,
             labels=dict(event.labels),
             takes_caps=event.takes_caps,
-            knows_jobs=event.knows_jobs,
             takes_renewals=event.takes_renewals,
             release=event.release,
             obeys=event.obeys,

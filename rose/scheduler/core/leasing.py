@@ -117,8 +117,6 @@ class Leasing:
         self._helped_s: dict[str, float] = {}
         self._switched: dict[str, int] = {}
         self._switches: dict[str, SwitchKind] = {}
-        # Whose lease each replica had last: what a node of 0.2.0 cannot say.
-        self._last_jobs = dict(epoch_jobs)
         self._jobs = JobRegistry((), ())
         self._book = LeaseTable(times.ttl_s, epochs, epoch_floor)
         self._stream_of: dict[str, int] = {}
@@ -195,10 +193,6 @@ class Leasing:
         """The job that has a lease of the replica, "" without one."""
         lease = self._book.held(replica)
         return lease.job if lease is not None else ""
-
-    def last_job(self, replica: str) -> str:
-        """The job that the replica was leased to last, "" before the first lease."""
-        return self._last_jobs.get(replica, "")
 
     def active(self, replica: str, now_s: float) -> Lease | None:
         """The lease under which turns may be sent to the replica."""
@@ -593,7 +587,6 @@ class Leasing:
         self._stream_of[offer.replica] = view.stream
         self._holdings[offer.replica] = Holding(move.job, offer, now_s)
         self._healths.leased(offer.replica, lease.epoch)
-        self._last_jobs[offer.replica] = move.job
         job = self._jobs.get(move.job)
         switch = offer.switch_to(move.job, job.model if job else "")
         self._switches[offer.replica] = switch

@@ -74,8 +74,8 @@ class TableSlot:
 class Attached:
     """A node opened a stream; `stream` is unique within this process.
 
-    knows_jobs: it switches its replicas between jobs; one of 0.2.0 does not. takes_renewals: its
-    leases may be renewed in one command. release: of ROSE. obeys: it says when a mode holds.
+    takes_renewals: its leases may be renewed in one command. release: of ROSE. obeys: it says when
+    a mode holds.
     """
 
     node: str
@@ -84,7 +84,6 @@ class Attached:
     relay_url: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     takes_caps: bool = False
-    knows_jobs: bool = True
     takes_renewals: bool = False
     release: str = ""
     obeys: bool = False
@@ -178,7 +177,7 @@ class Demanded:
 class JobRegistered:
     """A trainer asks for capacity. Answered with the newest version.
 
-    claim: its run, None for a trainer of 0.2.0. take_over: though another run has the job.
+    claim: its run, None for a trainer that names none. take_over: though another run has the job.
     """
 
     job: str
@@ -243,7 +242,7 @@ class JobDropped:
 class HarvestSet:
     """An operator set the mode of a replica, or of all (None). Answered with leases released.
 
-    opens: where no policy is in force, a mode above OFF lets all be lent, as in 0.2.0.
+    opens: where no policy is in force, a mode above OFF lets all be lent.
     """
 
     mode: HarvestMode

@@ -68,7 +68,7 @@ class RunBook:
         return self._runs.get(job)
 
     def beginning(self, job: str, claim: Claim | None, *, take_over: bool) -> RunRecord | None:
-        """What to remember of a trainer that begins; None for one of 0.2.0, which has no name.
+        """What to remember of a trainer that begins; None for one that names no run.
 
         Raises `RunHeldError` while another run has the job.
         """

@@ -354,8 +354,7 @@ class SchedulerCore:
         silent = view.lapsed(now_s)
         lapsed = self._leasing.lapsed(silent) + self._healths.lapsed(silent)
         believed = tuple(each for each in event.offers if self._leasing.believes(each))
-        jobless = [] if view.knows_jobs else [e for e in believed if not self._one_job_only(e)]
-        told = tuple(self._attributed(each) for each in believed if each not in jobless)
+        told = tuple(self._attributed(each) for each in believed)
         taken = self._fleet.replace_offers(view, told, now_s)
         heard = self._judge(view.offers.values())
         live = {each.job for each in self._jobs.live}
@@ -363,11 +362,6 @@ class SchedulerCore:
         reasons = [
             *event.refused,
             *(f"{replica} is offered by another node already" for replica in taken),
-            *(
-                f"{each.replica} cannot be switched between jobs by a node of 0.2.0; upgrade its"
-                " node"
-                for each in jobless
-            ),
             *(
                 f"epoch {each.epoch} of {each.replica} is far ahead of this store; start its node"
                 " anew"
@@ -396,8 +390,7 @@ class SchedulerCore:
         view = self._fleet.of_stream(event.stream)
         assert view is not None
         actions += self.capacity.greet(view, now_s)
-        told = self._jobs.commands() if event.knows_jobs or self._jobs.only else []
-        actions += [Command(event.stream, command) for command in told]
+        actions += [Command(event.stream, command) for command in self._jobs.commands()]
         return [*actions, LogRecord("node_attached", {"node": event.node})]
 
     def _detach(self, stream: int) -> list[Action]:
@@ -422,7 +415,7 @@ class SchedulerCore:
         record = _version_of(event)
         if not self._jobs.announce(record):
             return [Answer(0)]
-        streams, command = self._fleet.streams_for(self._jobs), version_command(record)
+        streams, command = self._fleet.streams, version_command(record)
         fields: dict[str, object] = {"job": event.job, "version": event.version}
         return [
             *(Command(stream, command) for stream in streams),
@@ -439,16 +432,10 @@ class SchedulerCore:
         return self._healths.hear(offers, self._jobs, self._leasing.leased_to)
 
     def _register(self, event: JobRegistered, now_s: float) -> list[Action]:
-        """Take the job; nodes that cannot tell jobs apart offer nothing from its second one on."""
+        """Take the job, for the run that claims it."""
         self._jobs.register(_job_of(event))
         began = self._begin(event)
-        complaints: list[Action] = []
-        for view in self._fleet.nodes:
-            if not view.knows_jobs and self._jobs.only is None:
-                reason = "a node of 0.2.0 cannot switch between jobs; upgrade it"
-                complaints += self.complain("offer_refused", view.node, reason, now_s)
-                self._fleet.replace_offers(view, (), now_s)
-        return [*began, *complaints, *self._rejudge(now_s), Answer(self._jobs.used(event.job))]
+        return [*began, *self._rejudge(now_s), Answer(self._jobs.used(event.job))]
 
     def _begin(self, event: JobRegistered) -> list[Action]:
         """The run has the job from now on, which `writes` has allowed."""
@@ -486,15 +473,6 @@ class SchedulerCore:
         if offer.job or not offer.policy_version or not self._only_job:
             return offer
         return replace(offer, job=self._only_job)
-
-    def _one_job_only(self, offer: Offer) -> bool:
-        """Whether a replica of a node of 0.2.0 can hold no other weights than the only job's."""
-        if not self._jobs.live:
-            return True
-        return bool(self._only_job) and self._leasing.last_job(offer.replica) in (
-            "",
-            self._only_job,
-        )
 
     def _revoke(self, event: RevokeAsked, now_s: float) -> list[Action]:
         revoked = self._leasing.revoke(event.replica, event.reason, now_s)

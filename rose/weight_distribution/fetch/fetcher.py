@@ -238,7 +238,7 @@ class ChunkFetcher:
     async def known_manifest(self, path: str, job: str = "") -> bytearray | None:
         """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly.
 
-        job: whose; a neighbour of 0.2.0 does not say it (""), and means that of all, or the newest.
+        job: whose; "" for a caller that names none, and means that of all, or the newest.
         """
         named = _MANIFEST.fullmatch(path)
         of = job or next(reversed(self._following), "")
@@ -303,7 +303,6 @@ class ChunkFetcher:
         for attempt in range(ATTEMPTS_PER_SOURCE):
             for source in self._scores.ordered(sources, time.monotonic()):
                 try:
-                    # 0.2.0 looks at the path alone.
                     query = f"?job={quote(wanted.job, safe='')}"
                     raw = await self._whole(f"{source}/{path}{query}", timeout)
                     read = partial(wanted.read, raw, relayed=source != sources[-1])
@@ -311,7 +310,7 @@ class ChunkFetcher:
                 except _ForeignJobError as error:
                     if source == sources[-1]:
                         raise
-                    # A relay of 0.2.0, which knows nothing of jobs: that is no damage.
+                    # Another job's version of the same number is not damage.
                     failure = error
                     self._scores.failed(source, time.monotonic())
                 except (WeightError, FetchError) as error:

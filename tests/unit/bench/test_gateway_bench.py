@@ -9,17 +9,17 @@ import pytest
 
 from bench.gateway.__main__ import main
 from bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
-from bench.load.standin import EngineConnection, Pace
-from bench.load.streams import Load, run
+from bench.load.standin import Pace, StandInConnection
+from bench.load.streams import StreamLoad, run
 from bench.load.wires import REPLICA, TOKEN_STREAM, Wire
 
-LOAD = Load(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
+LOAD = StreamLoad(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
 
 
-async def measured(wire: Wire, load: Load, *, stock: bool = False) -> dict[str, Any]:
+async def measured(wire: Wire, load: StreamLoad, *, stock: bool = False) -> dict[str, Any]:
     pace = Pace(LOAD.first_s, LOAD.gap_s, LOAD.chunk_tokens)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(EngineConnection, pace, stock), "127.0.0.1", 0)
+    server = await loop.create_server(partial(StandInConnection, pace, stock), "127.0.0.1", 0)
     try:
         return await run([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], wire, load)
     finally:
@@ -28,7 +28,7 @@ async def measured(wire: Wire, load: Load, *, stock: bool = False) -> dict[str, 
 
 async def test_whole_turns_are_timed() -> None:
     result = await measured(REPLICA, LOAD)
-    assert (result["errors"], result["said"]) == (0, [])
+    assert (result["errors"], result["errors_kept"]) == (0, [])
     assert result["turns"] >= LOAD.streams
     for what in ("first_s", "later_s"):
         assert 0 < result[what]["p50"] <= result[what]["p99"] <= result[what]["max"] < 10
@@ -38,14 +38,14 @@ async def test_answers_that_are_not_turns_are_errors() -> None:
     result = await measured(REPLICA, LOAD, stock=True)
     assert result["turns"] == 0
     assert result["errors"] > 0
-    assert "404" in result["said"][0]
+    assert "404" in result["errors_kept"][0]
 
 
 async def test_a_lost_chunk_is_an_error_and_not_a_turn() -> None:
     short = replace(REPLICA, body=lambda name, prompt, _: REPLICA.body(name, prompt, 16))
     result = await measured(short, replace(LOAD, chunks=5))
     assert result["turns"] == 0
-    assert "4 chunks instead of 5" in result["said"]
+    assert "4 chunks instead of 5" in result["errors_kept"]
 
 
 def _cell(router: str, p50_s: float, **more: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _cell(router: str, p50_s: float, **more: Any) -> dict[str, Any]:
         "turns_per_s": 100.0,
         "turns": 500,
         "errors": 0,
-        "said": [],
+        "errors_kept": [],
         "router_busy": 0.1,
         "router_waited": 0.0,
         "engine_busy": 0.1,

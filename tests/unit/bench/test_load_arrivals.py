@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.arrivals import LoadShape, generate_segment, rescale_trace, trace_segment
+from bench.load.arrivals import LoadShape, generate_segment, rescale_trace
 from rose.azure_trace import TracedRequest, read_trace
 from rose.errors import RoseError
 
@@ -28,12 +28,6 @@ def test_a_replayed_segment_is_identical_ordered_and_within_its_limits(
     assert all(4 <= arrival.output_tokens <= 16 for arrival in arrivals)
 
 
-def test_segments_differ_from_each_other_and_by_seed() -> None:
-    shape = LoadShape()
-    segments = {generate_segment(shape, seed, k) for seed in range(3) for k in range(3)}
-    assert len(segments) == 9
-
-
 def test_the_load_is_bursty_and_its_mean_rate_comes_out() -> None:
     shape = LoadShape(mean_rate_per_s=5, segment_s=3600)
     arrivals = generate_segment(shape, 1, 0)
@@ -45,33 +39,12 @@ def test_the_load_is_bursty_and_its_mean_rate_comes_out() -> None:
     assert statistics.variance(per_second) / statistics.mean(per_second) > 3
 
 
-def test_without_bursts_the_same_load_is_poisson() -> None:
-    shape = LoadShape(mean_rate_per_s=5, segment_s=3600).without_bursts()
-    arrivals = generate_segment(shape, 1, 0)
-    assert len(arrivals) / 3600 == pytest.approx(5, rel=0.05)
-    per_second = [0] * 3600
-    for arrival in arrivals:
-        per_second[min(3599, int(arrival.offset_s))] += 1
-    assert statistics.variance(per_second) / statistics.mean(per_second) == pytest.approx(
-        1, abs=0.1
-    )
-
-
 def test_a_rescaled_trace_has_the_target_rate_and_lengths_the_host_can_serve() -> None:
     trace = [TracedRequest(k * k * 0.01, 100 + 70 * k, 10 + k) for k in range(200)]
     rescaled = rescale_trace(trace, LoadShape(mean_rate_per_s=8))
     assert len(rescaled) / rescaled[-1].offset_s == pytest.approx(8)
     assert all(8 <= a.prompt_tokens <= 96 and 4 <= a.output_tokens <= 16 for a in rescaled)
     assert rescaled[150].offset_s / rescaled[75].offset_s == pytest.approx(4, rel=1e-3)
-
-
-def test_windows_of_a_trace_start_at_zero_cover_it_and_then_start_over() -> None:
-    trace = [TracedRequest(float(k), 100, 10) for k in range(100)]
-    rescaled = rescale_trace(trace, LoadShape(mean_rate_per_s=100 / 99))
-    windows = [trace_segment(rescaled, 10, k) for k in range(9)]
-    assert all(window[0].offset_s == pytest.approx(0, abs=1e-3) for window in windows)
-    assert all(len(window) == 10 for window in windows)
-    assert trace_segment(rescaled, 10, 9) == windows[0]
 
 
 def test_a_load_that_cannot_be_is_refused() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bench.trainers import curves, turns_measure
-from bench.trainers.trl_measure import Run, summary, table
-from bench.trainers.turns_measure import ROSE, SINGLE, STOCK, Arm
+from bench.trainers.trl_measure import TrlRun, summary, table
+from bench.trainers.turns_measure import ROSE, SINGLE, STOCK, TurnsArm
 
 
-def arm(name: str, time_s: float) -> Arm:
-    return Arm(name, "", {}, "m", {}, [time_s] * 40, {"server": 40 * 0.01})
+def arm(name: str, time_s: float) -> TurnsArm:
+    return TurnsArm(name, "", {}, "m", {}, [time_s] * 40, {"server": 40 * 0.01})
 
 
 def test_a_request_is_judged_beside_the_stock_engines_of_the_same_moment() -> None:
@@ -27,8 +27,8 @@ def test_a_request_is_judged_beside_the_stock_engines_of_the_same_moment() -> No
     assert not turns_measure.summary([arm(ROSE, 0.12), *arms[1:]])["holds"]
 
 
-def run(arm: str, step_s: float, rewards: list[float], drift: float | None = 0.001) -> Run:
-    return Run(arm, 0, rewards, [step_s] * 40, [0.3] * 40, drift, [0.2] * 40)
+def run(arm: str, step_s: float, rewards: list[float], drift: float | None = 0.001) -> TrlRun:
+    return TrlRun(arm, 0, rewards, [step_s] * 40, [0.3] * 40, drift, [0.2] * 40)
 
 
 RISES, FALLS = [0.1] * 20 + [0.4] * 20, [0.4] * 20 + [0.1] * 20
@@ -58,13 +58,13 @@ def test_a_step_a_tenth_longer_than_on_a_stock_engine_is_within_the_limit() -> N
     ],
     ids=["slower", "learns nothing", "drifts", "async learns nothing"],
 )
-def test_what_is_beyond_a_limit_does_not_hold(worse: list[Run]) -> None:
+def test_what_is_beyond_a_limit_does_not_hold(worse: list[TrlRun]) -> None:
     assert not summary(worse, [0.5])["holds"]
 
 
-def trained(way: str, *runs: Sequence[float]) -> curves.Record:
+def trained(way: str, *runs: Sequence[float]) -> curves.CurveRecord:
     made = {seed: curves.Curve(seed, list(rewards)) for seed, rewards in enumerate(runs)}
-    return curves.Record(way, made)
+    return curves.CurveRecord(way, made)
 
 
 def test_a_reward_rose_where_its_last_third_is_above_its_first() -> None:
@@ -113,7 +113,7 @@ def test_seeds_that_are_trained_one_by_one_are_one_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed in (1, 0):
-        record = curves.Record.load(tmp_path, "verl-sync")
+        record = curves.CurveRecord.load(tmp_path, "verl-sync")
         record.curves[seed] = curves.Curve(seed, RISES, drift=0.001, staleness=0.0)
         record.save(tmp_path)
     assert curves.main([f"--out={tmp_path}", "--seeds=2"]) == 1, "three ways were not trained"
@@ -125,9 +125,9 @@ def test_seeds_that_are_trained_one_by_one_are_one_record(
 
 def test_curves_of_trl_are_those_that_were_measured_beside_a_stock_engine(tmp_path: Path) -> None:
     (tmp_path / "trl.json").write_text(json.dumps({"runs": [asdict(each) for each in GOOD]}))
-    record = curves.Record.load(tmp_path, "trl-server")
+    record = curves.CurveRecord.load(tmp_path, "trl-server")
     assert record.curves == {0: curves.Curve(0, RISES, 0.001)}
-    assert not curves.Record.load(tmp_path, "verl-sync").curves
+    assert not curves.CurveRecord.load(tmp_path, "verl-sync").curves
 
 
 def test_a_way_without_its_environment_is_one_line(

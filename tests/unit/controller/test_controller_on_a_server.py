@@ -199,7 +199,7 @@ class Serving:
 
     async def _attach(self) -> None:
         async def reports() -> AsyncIterator[pb.NodeReport]:
-            yield pb.NodeReport(node="n0", hello=pb.Hello(protocol=1, takes_caps=True))
+            yield pb.NodeReport(node="n0", hello=pb.Hello(protocol=2, takes_caps=True))
             while True:
                 yield pb.NodeReport(node="n0", telemetry=pb.Telemetry())
                 await asyncio.sleep(0.5)

@@ -52,7 +52,7 @@ def test_without_any_policy_nothing_is_lent() -> None:
     assert core.plan([offer("n"), own], []).lease == (own,), "dedicated replicas are the job's"
 
 
-def test_the_policy_of_the_command_line_lends_as_0_2_0_did() -> None:
+def test_the_policy_of_the_command_line_lends_all() -> None:
     core = CapacityGate(HarvestModes(ACTIVE), [cli_policy()])
     assert judge(core, "n") == [], "and says nothing new"
     assert core.plan([offer("n")], []).lease == (offer("n"),)

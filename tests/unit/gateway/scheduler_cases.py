@@ -73,7 +73,7 @@ async def offering(scheduler: RunningScheduler, replica: StandInReplica) -> Asyn
     )
 
     async def reports() -> AsyncIterator[pb.NodeReport]:
-        yield pb.NodeReport(node="n0", hello=pb.Hello(protocol=1))
+        yield pb.NodeReport(node="n0", hello=pb.Hello(protocol=2))
         while True:
             yield pb.NodeReport(node="n0", offers=pb.Offers(offers=[offer]))
             await asyncio.sleep(0.1)

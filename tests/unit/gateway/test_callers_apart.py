@@ -118,5 +118,5 @@ async def test_a_caller_names_its_own_job_or_none(case: Case) -> None:
     status, answer, _ = await ask(case.owner, VLLM, vllm_body(2, job="c"))
     assert status == 403
     assert "this caller's job is 'a', not 'c'" in answer["error"]["message"]
-    async with case.owner.post(VLLM, json=vllm_body(2), headers={"X-Job": "c"}) as refused:
+    async with case.owner.post(VLLM, json=vllm_body(2), headers={"X-Rose-Job": "c"}) as refused:
         assert refused.status == 403

@@ -177,7 +177,7 @@ def work_began() -> asyncio.Event:
 def reporter(work_began: asyncio.Event) -> DemandReporter:
     dispatcher: Any = SimpleNamespace(owed=lambda: iter(()), switches=LeaseLatencyClock())
     meter = DemandMeter(dispatcher, "gw", 0.0)
-    return DemandReporter(meter, work_began, lambda: 1.0, lambda event, **fields: None)
+    return DemandReporter(meter, work_began, lambda: 1.0)
 
 
 async def test_reports_that_fail_are_not_repeated_in_haste(
@@ -207,10 +207,3 @@ async def test_a_report_that_cannot_be_made_is_not_passed_over(
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(TaskDiedError, match=r"^table ended \(AttributeError"):
                 await gateway.failed()
-
-
-async def test_an_older_scheduler_is_asked_once(reporter: DemandReporter) -> None:
-    stub: Any = Refusing(grpc.StatusCode.UNIMPLEMENTED)
-    async with asyncio.timeout(PATIENCE_S):
-        await reporter.run(stub)
-    assert stub.calls == 1

@@ -41,7 +41,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
         b"X-Request-Id: " + INVALID_UTF8,
         b"X-Session-ID: " + INVALID_UTF8,
         b"X-Group-ID: " + INVALID_UTF8,
-        b"X-Job: " + INVALID_UTF8,
+        b"X-Rose-Job: " + INVALID_UTF8,
         b"X-Request-Timeout: " + INVALID_UTF8,
         b"X-Request-Timeout: nan",
         b"Transfer-Encoding: gzip",

@@ -43,8 +43,8 @@ async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
         for _ in range(3):
             assert (await ask(gateway, {"job": "a"}, path))[0] == 200
             assert (await ask(gateway, None, path, X_Rose_Job="b"))[0] == 200
-            # The header of 0.2.0, and both: the header wins.
-            assert (await ask(gateway, {"job": "b"}, path, X_Job="a"))[0] == 200
+            # Both: the header wins.
+            assert (await ask(gateway, {"job": "b"}, path, X_Rose_Job="a"))[0] == 200
         assert [each["job"] for each in one.requests] == ["a"] * 6
         assert [each["job"] for each in two.requests] == ["b"] * 3
         # Cached blocks of one job are not another's.
@@ -62,7 +62,7 @@ async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -
         status, said = await ask(gateway, None, path)
         assert status == 400
         assert "X-Rose-Job" in str(said)
-        # Clients of 0.2.0 name none, which is the only one.
+        # A turn that names none is of the only one.
         gateway.set_table((row,), ("a",))
         assert (await ask(gateway, None, path))[0] == 200
         assert one.requests[0]["job"] == "a"

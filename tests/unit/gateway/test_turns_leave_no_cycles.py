@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
-from bench.load.caller import HUNG_UP, Caller
+from bench.load.caller import HUNG_UP, HttpCaller
 from bench.load.standin import Pace
 from bench.soak.engine import listen
 from elastic_scheduler import ReplicaKind
@@ -60,8 +60,8 @@ class House:
     def __init__(self, gateway: Gateway, paces: list[Pace], ports: list[int]) -> None:
         self.gateway, self.paces, self.ports = gateway, paces, ports
         self.epoch = 1
-        self._callers: list[Caller] = []
-        self._idle: list[Caller] = []
+        self._callers: list[HttpCaller] = []
+        self._idle: list[HttpCaller] = []
         self.set_table()
 
     def set_table(self, names: str = "ab", decode_tok_s: Sequence[float] = (1e6, 1e6)) -> None:
@@ -86,7 +86,9 @@ class House:
         )
 
     async def ask(self, asked: bytes, *wanted: int, path: str = GENERATE, **how: Any) -> None:
-        caller = self._idle.pop() if self._idle else Caller(f"http://127.0.0.1:{self.gateway.port}")
+        caller = (
+            self._idle.pop() if self._idle else HttpCaller(f"http://127.0.0.1:{self.gateway.port}")
+        )
         if caller not in self._callers:
             self._callers.append(caller)
         answer = await caller.post(path, asked, **how)

@@ -31,7 +31,7 @@ class Neighbour:
         self._hearing = asyncio.create_task(self._hear())
 
     async def _reports(self) -> AsyncIterator[pb.NodeReport]:
-        hello = pb.Hello(protocol=1, cluster="lon", relay_url=NEIGHBOUR)
+        hello = pb.Hello(protocol=2, cluster="lon", relay_url=NEIGHBOUR)
         yield pb.NodeReport(node="n9", hello=hello)
         while True:
             await asyncio.sleep(0.2)

@@ -44,6 +44,6 @@ def test_turns_of_another_job_than_the_leases_are_not_taken() -> None:
     assert [admission.takes(job) for job in ("a", "b", "")] == [True, False, True]
     admission.admit(2, "b")
     assert not admission.takes("a")
-    # A node of 0.2.0 does not say whose lease it is.
+    # A lease may name no job, as where nobody says which jobs there are.
     admission.admit(3)
     assert admission.takes("a")

@@ -30,14 +30,13 @@ class FakeNode:
         stub: SchedulerStub,
         node: str = "n0",
         *,
-        heartbeats: bool = False,
         obeys: bool = False,
         release: str = "",
     ) -> None:
         self._reports: asyncio.Queue[pb.NodeReport | None] = asyncio.Queue()
         self.node = node
         self.told: asyncio.Queue[pb.NodeCommand] = asyncio.Queue()
-        hello = pb.Hello(protocol=1, heartbeats=heartbeats, obeys=obeys, release=release)
+        hello = pb.Hello(protocol=2, obeys=obeys, release=release)
         self.say(hello=hello)
         self.call = stub.Attach(self._outgoing())
         self._listener = asyncio.create_task(self._listen())

@@ -15,7 +15,6 @@ from rose.cli.main import main
 from rose.errors import UnavailableError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.channel import make_server
 from rose.scheduler.persistence import load
 from rose.store import SqliteStore, StoreEntry
 from tests.fakes.memory_store import InMemoryStore
@@ -216,16 +215,6 @@ async def test_explain_says_what_holds_and_whose_each_field_is(
     ]
     assert "  cooldown: 60 (careful)" in lines
     await node.leave()
-
-
-async def test_a_scheduler_of_0_2_0_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    server = make_server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    words = ["policy", "get", "--scheduler", f"127.0.0.1:{port}"]
-    assert await asyncio.to_thread(main, words) == 2
-    assert "knows no policies; upgrade it" in capsys.readouterr().err
-    await server.stop(0)
 
 
 async def test_stops_and_resume_change_no_policy(

@@ -118,16 +118,6 @@ def test_of_several_jobs_none_gets_more_before_it_is_known_what_each_holds() -> 
     assert silent.row("g2").leased, "whoever held the others holds them no more"
 
 
-def test_an_epoch_of_0_2_says_no_job_and_its_lease_is_granted_anew() -> None:
-    before = led_before("g0")
-    before.store.write("epochs/g0", b"1")
-    bench = new_leader(before)
-    bench.attach()
-    bench.step(Offered(1, (offer(epoch=1),), held=(held(),)))
-    assert "lease_adopted" not in bench.records()
-    assert bench.lease().epoch == 2
-
-
 def test_a_held_lease_that_means_nothing_is_left_out_with_a_reason() -> None:
     message = pb.Offer(replica="a", url="http://a", kind=1, ttl_s=3)
     message.held.CopyFrom(pb.HeldLease(job="j", epoch=1, left_s=float("nan")))

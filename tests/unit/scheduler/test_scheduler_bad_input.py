@@ -191,7 +191,7 @@ async def test_no_address_is_passed_on_that_cannot_be_one(bench: Bench, url: str
     await asyncio.sleep(0.05)
     assert not (await bench.stub.Snapshot(pb.SnapshotRequest())).replicas
     await node.leave()
-    hello = pb.NodeReport(node="n", hello=pb.Hello(protocol=1, relay_url=url or "x"))
+    hello = pb.NodeReport(node="n", hello=pb.Hello(protocol=2, relay_url=url or "x"))
     with pytest.raises(ConfigError, match="relay_url"):
         wire.attached(hello, 1)
 

@@ -153,7 +153,7 @@ def test_the_operators_stop_holds_above_policies_and_resume_adds_none() -> None:
     assert set(modes(bench.commands())) <= {pb.HARVEST_MODE_OFF}
 
 
-def test_an_operator_of_0_2_0_opens_a_scheduler_without_policies() -> None:
+def test_the_harvest_command_opens_a_scheduler_without_policies() -> None:
     bench = closed()
     attach(bench)
     bench.step(HarvestSet(HarvestMode.ACTIVE, None))
@@ -165,25 +165,20 @@ def test_an_operator_of_0_2_0_opens_a_scheduler_without_policies() -> None:
     assert modes(attach(CoreBench(HarvestMode.OFF, bench.store))) == [pb.HARVEST_MODE_OFF]
 
 
-def test_a_store_of_0_2_0_that_was_open_stays_open_also_beside_a_new_policy() -> None:
+def test_a_stop_that_is_over_lends_nothing_without_a_policy() -> None:
     store = InMemoryStore()
-    store.write("harvest", b'"active"')
-    bench = CoreBench(HarvestMode.OFF, store).with_job()
-    assert modes(attach(bench)) == [pb.HARVEST_MODE_ACTIVE]
-    apply(bench, nodeSelector={"names": ["other"]})
-    again = CoreBench(HarvestMode.OFF, store).with_job()
-    assert modes(attach(again)) == [pb.HARVEST_MODE_ACTIVE]
-    assert [each.name for each in again.core.capacity.gate.policies] == ["cli", "p"]
-
-
-def test_the_stricter_of_the_two_stop_keys_holds() -> None:
-    store = InMemoryStore()
-    store.write("harvest", b'"active"')
-    store.write(STOP, b'{"mode": "off"}')
-    assert load(store.entries).mode is HarvestMode.OFF
     store.write(STOP, b'{"mode": "active"}')
-    store.write("harvest", b'"hold"')
-    assert load(store.entries).mode is HarvestMode.HOLD
+    bench = CoreBench(HarvestMode.OFF, store).with_job()
+    assert modes(attach(bench)) == [pb.HARVEST_MODE_OFF]
+    assert not bench.core.capacity.gate.policies
+
+
+@pytest.mark.parametrize("key", ["harvest", "job"])
+def test_a_store_of_an_old_layout_is_refused(key: str) -> None:
+    store = InMemoryStore()
+    store.write(key, b'"off"')
+    with pytest.raises(ConfigError, match=r"before 0\.3\.0"):
+        load(store.entries)
 
 
 def test_policies_and_a_halted_canary_survive_a_restart() -> None:

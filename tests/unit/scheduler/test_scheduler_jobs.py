@@ -1,7 +1,5 @@
 """Several jobs on one scheduler: their versions, health and names are never taken for another's."""
 
-import json
-
 import pytest
 from core_cases import JOB, CoreBench, offer
 
@@ -10,17 +8,13 @@ from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
 from rose.scheduler.core.messages import (
-    Attached,
     Demanded,
     JobEnded,
     JobRegistered,
-    Offered,
     ReplicaDrained,
     VersionAnnounced,
 )
-from rose.scheduler.persistence import load
-from rose.scheduler.wire import attached, event_of, job_registered, jobless
-from tests.fakes.memory_store import InMemoryStore
+from rose.scheduler.wire import event_of, job_registered
 
 
 def two_jobs() -> CoreBench:
@@ -133,59 +127,6 @@ def test_a_job_with_versions_keeps_its_model() -> None:
         bench.step(JobRegistered("j", 0, "m"))
 
 
-def test_a_store_of_0_2_0_is_read_as_its_only_job() -> None:
-    store = InMemoryStore()
-    store.write("job", json.dumps({"job": JOB, "max_staleness": 3}).encode())
-    for version in (1, 2):
-        value = {"version": version, "parent": version - 1, "url": "http://t"}
-        store.write(f"versions/{version:020d}", json.dumps(value).encode())
-    store.write("epochs/g0", b"7")
-    bench = CoreBench(store=store)
-    [job] = bench.core.status(0.0).jobs
-    assert (job.job, job.max_staleness, job.latest_version) == (JOB, 3, 2)
-    assert load(store.entries).epoch_jobs == {"g0": JOB}
-    # What is written now wins.
-    bench.with_job(1)
-    bench.attach()
-    bench.offered(offer(policy_version=2))
-    assert bench.lease().epoch == 8
-    bench.step(JobEnded(JOB))
-    saved = load(store.entries)
-    assert saved.epochs == {"g0": 8}
-    assert [job.ended for job in saved.jobs] == [True]
-    assert CoreBench(store=store).with_job().answer() == 2
-
-
-def test_a_node_of_0_2_0_works_while_there_is_one_job() -> None:
-    bench = CoreBench().with_job()
-    bench.step(Attached("n0", 1, knows_jobs=False))
-    bench.announce(1)
-    assert bench.kinds() == ["version"]
-    bench.offered(offer(policy_version=1))
-    assert (bench.row().leased, bench.row().healthy) == (True, True)
-    bench.step(JobRegistered("other", 0))
-    assert "offer_refused" in bench.records()
-    assert not bench.table.replicas
-    bench.step(VersionAnnounced("other", 1, 0, "http://o"))
-    assert bench.kinds() == []
-    bench.step(Offered(1, (offer(policy_version=1, epoch=1),)))
-    assert not bench.table.replicas
-    # What ran one job's weights is not another's, though that is the only one now.
-    bench.step(JobEnded(JOB))
-    bench.step(Offered(1, (offer(policy_version=1, epoch=1),)))
-    assert not bench.table.replicas
-
-
-def test_a_gateway_of_0_2_0_gets_no_replica_while_there_are_several_jobs() -> None:
-    bench = two_jobs()
-    leased_to(bench, JOB, offer(job=JOB))
-    assert bench.row().leased
-    [row] = jobless(bench.table).replicas
-    assert (row.leased, row.healthy) == (False, False)
-    bench.step(JobEnded("other"))
-    assert jobless(bench.table) is bench.table
-
-
 def test_demand_is_each_jobs_own_once_there_are_several() -> None:
     bench = two_jobs()
     figures = (JobFigures(JOB, 3, 30.0), JobFigures("other", 5, 50.0), JobFigures("", 9, 90.0))
@@ -196,8 +137,6 @@ def test_demand_is_each_jobs_own_once_there_are_several() -> None:
 
 
 def test_messages_carry_jobs() -> None:
-    hello = pb.NodeReport(node="n", hello=pb.Hello(protocol=1, jobs=True))
-    assert attached(hello, 1).knows_jobs
     said = pb.Offer(
         replica="a", url="http://a", kind=1, ttl_s=3, job="j", policy_version=2,
         model="m", models=["n", "o"], near=["n"],

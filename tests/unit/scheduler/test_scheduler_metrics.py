@@ -165,7 +165,7 @@ def test_every_limit_of_a_verdict_has_a_kind() -> None:
     said = [each for each in begun if " " in each]
     said += [gate_module.SCRAPED, gate_module.NO_POLICY]
     said += ["SLO budget: 10 of 20", "busy: its host worked 90%"]
-    said += ["its node is of 0.2.0 and keeps within no caps", "other nodes are not counted yet"]
+    said += ["its node keeps within no caps; upgrade it", "other nodes are not counted yet"]
     assert len(said) >= 10
     assert {kind_of(each) for each in said}.isdisjoint({OTHER_KIND})
     assert kind_of("whatever comes next") == OTHER_KIND

@@ -129,7 +129,7 @@ def test_a_new_leader_knows_the_run_and_gives_it_time_to_renew() -> None:
     announce(third, 2, TWO)
 
 
-def test_a_trainer_of_0_2_0_is_served_until_one_with_a_run_comes() -> None:
+def test_a_trainer_that_names_no_run_is_served_until_one_with_a_run_comes() -> None:
     bench = begun(None)
     announce(bench, 1, None)
     register(bench, None)

@@ -78,25 +78,14 @@ def test_no_lease_outlives_its_boot(tmp_path: Path) -> None:
     after.close()
 
 
-async def test_a_file_of_version_0_2_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_file_of_another_schema_is_refused_with_one_line(tmp_path: Path, version: int) -> None:
     path = tmp_path / "s.sqlite"
-    old = sqlite3.connect(path, isolation_level=None)
-    old.executescript("""
-        CREATE TABLE entries (
-          key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL) WITHOUT ROWID;
-        CREATE TABLE counter (
-          one INTEGER PRIMARY KEY CHECK (one = 1), revision INTEGER NOT NULL);
-        INSERT INTO counter VALUES (1, 7);
-        INSERT INTO entries VALUES ('epochs/g0', X'37', 7);
-        PRAGMA user_version = 1;
-    """)
-    old.close()
-    store = SqliteStore(path)
-    entry = await store.get("epochs/g0")
-    assert entry is not None
-    assert (entry.value, entry.revision) == (b"7", 7)
-    assert await store.put("a", b"1") == 8
-    await store.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute(f"PRAGMA user_version = {version}")
+    other.close()
+    with pytest.raises(ConfigError, match=f"schema {version}, this version reads 2"):
+        SqliteStore(path)
 
 
 def test_a_foreign_file_is_refused_with_one_line(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ async def test_a_version_that_is_not_there_is_a_clear_error(tmp_path: Path) -> N
 
 
 class JoblessStore(ChunkStore):
-    """As 0.2.0 served it: whichever version has the number."""
+    """Store that serves whichever version has the number."""
 
     def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
         return super().manifest_bytes("", version, base=base)
@@ -118,7 +118,7 @@ class JoblessStore(ChunkStore):
         (ChunkStore, "HTTP 404"),
         (JoblessStore, "version 1 of mine, was given one of job"),
     ],
-    ids=["a server that knows jobs", "one of 0.2.0"],
+    ids=["a server that knows jobs", "one that does not"],
 )
 async def test_a_version_of_another_job_is_refused(
     tmp_path: Path, store: type[ChunkStore], said: str
