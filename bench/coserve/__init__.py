@@ -1,1 +1,1 @@
-"""`python -m bench.coserve`: what a host's users feel of a guest, and what the guest gets."""
+"""`python -m bench.coserve`: latencies of a host beside a guest, and the guest's throughput."""

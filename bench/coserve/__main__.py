@@ -77,21 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here: verifying needs no engine.
+    # Verifying needs no engine, so the run's modules are imported here.
     from bench.coserve.run import run_bench
 
-    options = {
-        "seed": args.seed,
-        "trace": args.trace,
-        "port_base": args.port_base,
-        "lent_priority": args.lent_priority,
-        "max_host_busy": args.max_host_busy,
-        "host": args.host,
-        "guest": args.guest,
-        "sglang_python": args.sglang_python,
-        "ttft_target_s": args.ttft_target_s,
-        "tpot_target_s": args.tpot_target_s,
-    }
+    fixed = ("command", "quick", "out")
+    options = {name: value for name, value in vars(args).items() if name not in fixed}
     make = quick_settings if args.quick else BenchSettings
     run_bench(make(args.out, **options))
     return _report(args.out)

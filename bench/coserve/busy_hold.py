@@ -19,14 +19,14 @@ from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.node.grants.host_load import HostLoad
 
 NODE: Final = "bench"
-# As often as a node reports.
+# A node reports as often.
 REPORT_S: Final = 0.5
 OFF: Final = 1.0
 _NS: Final = 1e9
 
 
 def limit_of(share: float) -> MaxHostBusy | None:
-    """The policy's limit at this share, None at 1; the width of its hysteresis goes with it."""
+    """Return the policy's limit at this share with its usual hysteresis, None at 1."""
     if share >= OFF:
         return None
     usual = MaxHostBusy()
@@ -34,7 +34,7 @@ def limit_of(share: float) -> MaxHostBusy | None:
 
 
 def gate_of(limit: MaxHostBusy) -> CapacityGate:
-    """A gate whose one policy lends everything but beside a busy host."""
+    """Return a gate whose one policy lends everything except beside a busy host."""
     said: dict[str, Any] = {
         "name": NODE,
         "mode": "Active",
@@ -46,12 +46,12 @@ def gate_of(limit: MaxHostBusy) -> CapacityGate:
 
 @dataclass(slots=True)
 class _Load:
-    """One load's gate, and the seconds that it has run for."""
+    """Gate of one load, and the seconds that the load has run for."""
 
     gate: CapacityGate
     now_s: float = 0.0
     reported_s: float = -math.inf
-    # A node's meter in this load's time.
+    # A node's meter, in the load's own time.
     meter: HostLoad = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class _Load:
 
 
 class HostBusyHold:
-    """Says whether the guest is lent beside its host now. Times are handed in.
+    """Decision whether the guest is lent beside its host now. Times are handed in.
 
     limit: None lends always.
     """
@@ -74,22 +74,22 @@ class HostBusyHold:
         self._seen_s: float | None = None
 
     def begin(self, load: str) -> None:
-        """The host has this load from now on."""
+        """Give the host this load from now on."""
         if self._limit is None:
             return
         self._seen_s = None
         if load not in self._loads:
             self._loads[load] = _Load(gate_of(self._limit))
         self._load = self._loads[load]
-        # Its counter went on under other loads.
+        # The host's counter went on under other loads.
         self._load.meter.busy_share(None)
 
     def end(self) -> None:
-        """The host has no load that counts: what is lent is not held back."""
+        """Take the load away: without a load that counts the guest is lent."""
         self._load = None
 
     def lends(self, busy_ns: int | None, now_s: float) -> bool:
-        """Hear of the host, judge when it is time, and say what holds."""
+        """Read the host's counter, judge at each report, and return True if the guest is lent."""
         load = self._load
         if load is None:
             return True

@@ -1,4 +1,4 @@
-"""The host alone: capacity in a closed loop, then the rate for each load, then the targets."""
+"""Measurements of the host alone: capacity in a closed loop, the rate of each load, the targets."""
 
 import asyncio
 import itertools
@@ -20,10 +20,10 @@ _EDGE = 0.01
 
 @dataclass(slots=True)
 class RateSearch:
-    """Bisection, with each proposal from the busy time that the nearest try measured.
+    """Bisection that proposes each rate from the busy time that the nearest try measured.
 
-    If requests were served side by side the host would be idle with probability
-    exp(-rate × request_s) (an M/G/∞ queue); batching only changes request_s.
+    If requests were served side by side the host would be idle with probability exp(-rate ×
+    request_s) (an M/G/∞ queue); batching only changes request_s.
     """
 
     target: float
@@ -32,7 +32,7 @@ class RateSearch:
 
     @property
     def rate_per_s(self) -> float:
-        """The rate to try next."""
+        """Rate to try next."""
         if not self.tries:
             return self._rate(self.request_s)
         rate, busy = self.nearest
@@ -42,7 +42,7 @@ class RateSearch:
         high = min((r for r, b in self.tries if b > self.target), default=math.inf)
         if not low < proposed < high and 0 < low < high < math.inf:
             proposed = math.sqrt(low * high)
-        # A try in a calm stretch of a trace knows little: it may propose what nobody can play.
+        # A try in a calm stretch of a trace may propose a rate that cannot be played.
         return min(proposed, MOST_RATE_PER_S)
 
     @property
@@ -52,11 +52,10 @@ class RateSearch:
 
     @property
     def found(self) -> bool:
-        """Whether the nearest try is near enough."""
+        """True if the nearest try is near enough."""
         return bool(self.tries) and abs(self.nearest[1] - self.target) <= CLOSE_ENOUGH
 
     def measured(self, rate_per_s: float, busy: float) -> None:
-        """A try's result."""
         self.tries.append((rate_per_s, busy))
 
     def _rate(self, request_s: float) -> float:
@@ -74,7 +73,7 @@ TARGETS_FROM = (
 async def measure_capacity(
     player: Player, shape: LoadShape, sequences: int, seconds: float
 ) -> float:
-    """Requests/s of the load's own lengths, with as many streams as the host takes at once."""
+    """Return requests/s of the load's own lengths, with all of the host's streams."""
     arrivals = generate_segment(shape, player.seed, 0)
     if not arrivals:
         raise RoseError("the load has no arrivals; choose longer blocks")
@@ -94,7 +93,7 @@ async def measure_capacity(
 
 
 async def find_rates(player: Player, settings: BenchSettings) -> list[Calibration]:
-    """One for each busy target and kind of traffic, in the order of the cells."""
+    """Return a rate for each busy target and kind of traffic, in the order of the cells."""
     request_s = await pace(player)
     found = []
     for number, (busy, traffic) in enumerate(
@@ -114,7 +113,7 @@ async def find_rates(player: Player, settings: BenchSettings) -> list[Calibratio
 
 
 async def pace(player: Player) -> float:
-    """Seconds that a lone request of the middle length takes."""
+    """Return the seconds that a lone request of the middle length takes."""
     await player.load.say(cmd="pace", busy=0.5)
     return float((await player.load.expect("paced", PACE_TIMEOUT_S))["request_s"])
 
@@ -129,12 +128,12 @@ async def find_rate(player: Player, search: RateSearch, block: PlanBlock, tries:
 
 
 def busy_of(record: CoserveBlockRecord) -> float:
-    """Share of a block in which the host was inside a step, by its own counter."""
+    """Return the share of a block in which the host was inside a step, by its own counter."""
     return (record.end.host_busy_ns - record.start.host_busy_ns) / 1e9 / record.duration_s
 
 
 def choose_targets(requests: list[Request]) -> tuple[float, float]:
-    """(TTFT, TPOT) targets from requests that the host served alone; RoseError without any."""
+    """Return (TTFT, TPOT) targets from requests that the host served alone. Raises RoseError."""
     ttft = [r.ttft_s for r in requests if r.ttft_s is not None]
     tpot = [r.tpot_s for r in requests if r.tpot_s]
     if not ttft or not tpot:

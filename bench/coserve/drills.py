@@ -1,4 +1,4 @@
-"""What happens to the guest inside the windows with an event."""
+"""Events of the guest: a weight update, a kill and a start, each in a window of its own."""
 
 import asyncio
 import time
@@ -18,13 +18,13 @@ from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 
 # Events happen after this share of their window: before it the guest runs as usual.
 WHEN = 1 / 3
-# What a step of training changes: a share of the weights, by one unit in the last place.
+# A step of training changes this share of the weights, by one unit in the last place.
 CHANGED_SHARE = 0.05
 
 
 @dataclass(slots=True)
 class CoserveDrills:
-    """One for each event arm; what they did goes to `events.jsonl`."""
+    """Drills of the event arms; `events.jsonl` gets their outcome."""
 
     engines: Engines
     session: aiohttp.ClientSession
@@ -33,7 +33,7 @@ class CoserveDrills:
     event_s: float
 
     def of(self, name: str) -> Drill | None:
-        """The drill of an arm, None for the arm without an event."""
+        """Return the drill of an arm, None for the arm without an event."""
         drills: dict[str, Drill] = {
             "weight_apply": self.apply,
             "guest_kill": self.kill,
@@ -49,7 +49,7 @@ class CoserveDrills:
         publisher.publish(1, 0, base, {name: _stepped(t, rng) for name, t in base.items()})
 
     async def apply(self, block: int) -> None:
-        """Bring version 1 into force."""
+        """Apply version 1."""
         await asyncio.sleep(WHEN * self.event_s)
         began_s = time.monotonic()
         store = ChunkStore(self.store)
@@ -73,7 +73,7 @@ class CoserveDrills:
         )
 
     async def kill(self, block: int) -> None:
-        """End the guest at once."""
+        """Kill the guest."""
         await asyncio.sleep(WHEN * self.event_s)
         began_s = time.monotonic()
         await self.engines.kill_guest()

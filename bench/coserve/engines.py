@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import psutil
 
-from bench.common.engines import EngineSet, family, make_background, make_foreground, pin
+from bench.common.engines import EngineSet, pin
 from bench.common.tiny_models import TinyModel
 from bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
 from executor.step_log import STEP_LOG
@@ -19,7 +19,7 @@ from weight_transfer import SigningKey
 START_TIMEOUT_S = 300.0
 HOST_SEQUENCES = 64
 NAMES = (HOST, GUEST, NAIVE)
-# By which another interpreter knows ROSE's plugins.
+# Another interpreter finds ROSE's plugins by this folder.
 METADATA = "metadata"
 # The host's step takes long enough that computing outweighs bookkeeping, and short enough that a
 # thousand requests an arm fit into the run; in fp32 a request has the same tokens in any batch.
@@ -30,7 +30,7 @@ MODELS = {
         hidden=256, layers=4, heads=4, mlp=704, vocabulary=320, dtype="bfloat16"
     ),
 }
-# Arms replay the same prompts: none may find them cached. And sampling is what was asked for.
+# Arms replay the same prompts, so the prefix cache is off; sampling is as requested.
 HOST_ARGS: Final = {
     EngineKind.VLLM: ("--no-enable-prefix-caching", "--generation-config=vllm"),
     EngineKind.SGLANG: ("--disable-radix-cache", "--sampling-defaults=openai", "--enable-metrics"),
@@ -39,9 +39,9 @@ STOCK_ARGS: Final = {
     EngineKind.VLLM: ("--generation-config=vllm",),
     EngineKind.SGLANG: ("--sampling-defaults=openai", "--enable-metrics"),
 }
-# What the process is called that schedules and computes.
+# Names of the processes that schedule and compute.
 CORES: Final = "EngineCore", "sglang::scheduler"
-# While nobody knows better: the host is started again once its own latencies are measured.
+# The host is started again with other targets once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
 
 
@@ -64,7 +64,7 @@ class Engines(EngineSet):
 
     @property
     def model_root(self) -> Path:
-        """Where the models are kept between runs."""
+        """Folder in which the models are kept between runs."""
         return self.settings.out / "models"
 
     async def start_all(self) -> None:
@@ -77,7 +77,7 @@ class Engines(EngineSet):
         os.sched_setaffinity(0, {self.cores[1]})
 
     async def restart_host(self, ttft_s: float, tpot_s: float) -> None:
-        """The same host with other targets."""
+        """Restart the host with other targets."""
         await self.running[HOST].stop()
         os.sched_setaffinity(0, set(self.cores))
         self.running[HOST] = await EngineProcess.start(self._host(ttft_s, tpot_s))
@@ -95,11 +95,11 @@ class Engines(EngineSet):
         self.place(GUEST)
 
     async def kill_guest(self) -> None:
-        """SIGKILL to the whole guest; returns when nothing of it is left."""
+        """Kill the whole guest, and return when nothing of it is left."""
         await self.running.pop(GUEST).process.kill()
 
     def place(self, name: str) -> None:
-        """Engine core to the serving core, API process and what it has besides to the other."""
+        """Pin an engine's core to the serving core, and its other processes to the other core."""
         api = psutil.Process(self.running[name].process.pid)
         children = api.children(recursive=True)
         cores = [p for p in children if any(core in " ".join(p.cmdline()) for core in CORES)]
@@ -107,14 +107,6 @@ class Engines(EngineSet):
             raise EngineStartError(f"engine {name} has no engine core process to pin")
         for process in (api, *children):
             pin(process.pid, {self.cores[0 if process in cores else 1]})
-
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Schedule the ROSE guest's engine core behind everybody else's, or as everybody else's."""
-        for pid in family(self.running[GUEST].process.pid):
-            if background:
-                make_background(pid)
-            else:
-                make_foreground(pid)
 
     def _log(self, name: str) -> Path:
         return self.logs / f"engine-{name}.log"
@@ -177,7 +169,7 @@ class Engines(EngineSet):
         )
 
     def _run_by(self, engine: EngineKind, env: dict[str, str]) -> dict[str, Any]:
-        """Which engine a spec is of, its interpreter, and what that finds ROSE by."""
+        """Return a spec's engine, its interpreter, and the environment in which it finds ROSE."""
         if engine is EngineKind.VLLM:
             return {"extra_env": env}
         found = module_path(self.settings.out.resolve() / METADATA)

@@ -1,4 +1,4 @@
-"""Which block runs when, for how long and with which load: seeded, randomised in each round. Pure.
+"""Plan of a run: blocks with their arm, length and load; seeded, and shuffled in each round.
 
 cell    one busy target and one kind of traffic
 round   one segment of arrivals, replayed in every arm of the cell, in random order; before it
@@ -21,7 +21,7 @@ HOST, GUEST, NAIVE = "host", "guest", "naive"
 
 @dataclass(frozen=True, slots=True)
 class GuestLoad:
-    """What keeps the guest of an arm busy, and the largest step that its grant allows.
+    """Load of the guest in an arm, and the largest step that its grant allows.
 
     streams: rollouts at a time, each with the same lengths.
     """
@@ -35,22 +35,21 @@ class GuestLoad:
 BUSY_TARGETS = (0.3, 0.6, 0.9)
 # The first window of a weight apply, a guest kill and a guest start has this load.
 EVENT_BUSY = 0.6
-# Below it a policy lends nothing that would be worth measuring.
+# Below this share a policy lends nothing that is worth measuring.
 LEAST_HOST_BUSY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """One run.
+    """Settings of one run.
 
     block_s: host load of one block. requests_per_arm: host requests wanted in each arm.
-    idle_block_s: a block of a guest alone. budget_s: what all blocks together may take; rounds are
-    dropped, evenly, until they fit. lent_priority: how the kernel
-    schedules a guest that may use slack; one that may not is always in the background.
-    window_s: arrivals this close share batches and bursts, so the
-    bootstrap takes them together. event_rounds: windows of each event. max_host_busy: as a capacity
-    policy's `maxHostBusy.share`: beside a host that is busier nothing is lent; 1 for no such limit.
-    host, guest: their engines; the naive guest has that of the ROSE guest.
+    idle_block_s: a block of a guest alone. budget_s: time for all blocks together; rounds are
+    dropped, evenly, until they fit. lent_priority: the kernel's scheduling of a guest that may use
+    slack; a guest that may not is always in the background. window_s: arrivals this close share
+    batches and bursts, so the bootstrap takes them together. event_rounds: windows of each event.
+    max_host_busy: share of a capacity policy's `maxHostBusy`: beside a host that is busier nothing
+    is lent; 1 for no limit. host, guest: their engines; the naive guest has the ROSE guest's.
     """
 
     out: Path
@@ -110,12 +109,11 @@ class BenchSettings:
 
     @property
     def targets_given(self) -> bool:
-        """Whether latency targets came with the command."""
         return self.ttft_target_s is not None
 
 
 def quick_settings(out: Path, **changes: object) -> BenchSettings:
-    """The same rows within a quarter of an hour."""
+    """Return settings for the same rows within a quarter of an hour."""
     quick: dict[str, object] = {
         "quick": True,
         "block_s": 9.0,
@@ -134,13 +132,13 @@ def quick_settings(out: Path, **changes: object) -> BenchSettings:
 
 Guest = Literal["none", "rose", "naive"]
 EVENTS = ("weight_apply", "guest_kill", "guest_start")
-# Between blocks: streams fill up before the load begins, and the host runs empty after it.
+# Streams fill up before a block's load begins, and the host runs empty after it.
 BLOCK_OVERHEAD_S = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Who shares the host's core, and under which rules."""
+    """Guest beside the host, and the rules of its grants."""
 
     name: str
     guest: Guest
@@ -156,7 +154,7 @@ ROSE_ARMS = tuple(
     for share in (0.0, 0.7)
 )
 ARMS = (ALONE, ALONE_AGAIN, NAIVE_ARM, *ROSE_ARMS)
-# The guests with the host's load off: what they make of an idle core.
+# Guests with the host's load off: their throughput on an idle core.
 IDLE_ROSE = Arm("guest_alone", "rose", "adaptive", 0.0)
 IDLE_NAIVE = Arm("naive_alone", "naive")
 WARM_UP = Arm("warm_up", "rose", "adaptive", 0.0)
@@ -187,17 +185,17 @@ class PlanBlock:
 
 
 def rounds_wanted(cell: Cell, block_s: float, requests: int, least: int) -> int:
-    """Rounds until every arm of the cell has seen `requests`."""
+    """Return the rounds until every arm of the cell has seen `requests`."""
     return max(least, math.ceil(requests / (cell.rate_per_s * block_s)))
 
 
 def round_s(block_s: float, idle_block_s: float) -> float:
-    """Wall time of one round of a cell."""
+    """Return the wall time of one round of a cell."""
     return len(ARMS) * (block_s + BLOCK_OVERHEAD_S) + 2 * (idle_block_s + BLOCK_OVERHEAD_S)
 
 
 def fit_rounds(wanted: list[int], one_round_s: float, budget_s: float, least: int) -> list[int]:
-    """As many rounds of what is wanted as the budget allows: the largest wishes shrink first."""
+    """Return the rounds that the budget allows; the largest wishes shrink first."""
     rounds = list(wanted)
     while sum(rounds) * one_round_s > budget_s and max(rounds) > least:
         rounds[rounds.index(max(rounds))] -= 1
@@ -207,7 +205,7 @@ def fit_rounds(wanted: list[int], one_round_s: float, budget_s: float, least: in
 def make_rounds(
     cells: list[Cell], rounds: list[int], block_s: float, idle_block_s: float, seed: int
 ) -> list[PlanBlock]:
-    """All blocks of all cells, rounds of cells interleaved so that a slow hour hits all alike."""
+    """Return all blocks; rounds of cells are interleaved so that a slow hour hits all alike."""
     rng = random.Random(f"rose-coserve/{seed}")  # noqa: S311 - an order, not a secret
     order = [(cell, number) for cell, n in zip(cells, rounds, strict=True) for number in range(n)]
     rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""Plays one block: grants, guest load, host load, engines' counters at its edges."""
+"""Player of a block: grants, guest load, host load, and the engines' counters at its edges."""
 
 import asyncio
 import itertools
@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import aiohttp
 import msgspec
 
+from bench.common.engines import EngineSet, family, make_background, make_foreground
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
 from bench.coserve.records import CoserveBlockRecord, Counters
@@ -37,21 +38,21 @@ from rose.node.guest.kill_switch import KillSwitch
 from rose.process.child import JsonlProcess, ProcessSpec
 
 _SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
-# Of each engine: a request that has to be computed again, and tokens that were generated. SGLang
+# Counters of each engine: requests that have to be computed again, and generated tokens. SGLang
 # counts the latter when their request ends.
 PREEMPTIONS = "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
 TOKENS = "vllm:generation_tokens_total", "sglang:generation_tokens_total"
 
 
 def metric(text: str, names: Iterable[str]) -> float:
-    """Sum over samples of counters or gauges in Prometheus' text format; 0 without any."""
+    """Return the sum over samples in Prometheus' text format; 0 without any."""
     one_of = "|".join(re.escape(name) for name in names)
     pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
     return sum(float(value) for value in pattern.findall(text))
 
 
 async def scrape(session: aiohttp.ClientSession, url: str) -> str:
-    """The text of an engine's /metrics; UnavailableError when it does not answer."""
+    """Return an engine's /metrics. Raises UnavailableError when it does not answer."""
     try:
         async with session.get(f"{url}/metrics") as response:
             return await response.text()
@@ -62,7 +63,7 @@ async def scrape(session: aiohttp.ClientSession, url: str) -> str:
 async def read_counters(
     session: aiohttp.ClientSession, page: ControlPage, host_url: str, naive_url: str
 ) -> Counters:
-    """All of them. The page last: it costs nothing, so it is read closest to the moment."""
+    """Read all counters; the page last: it costs nothing, so it is read closest to the moment."""
     naive = await scrape(session, naive_url)
     host = await scrape(session, host_url)
     host_state, guest_state = page.host.peek(), page.guest.peek()
@@ -107,7 +108,7 @@ class ClosedLoop:
         self._tasks = [asyncio.create_task(self._stream(k)) for k in range(self._streams)]
 
     async def stop(self) -> None:
-        """Hang up: an engine aborts what nobody waits for."""
+        """Cancel the requests; an engine aborts a request whose client has gone."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -142,7 +143,7 @@ KV_HIGH, KV_LOW = 0.12, 0.08
 
 
 def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
-    """The arm's limits."""
+    """Return the arm's limits."""
     policy = PressurePolicy(arm.policy or PressurePolicy.ADAPTIVE)
     pressure = PressureLimits(policy, high=KV_HIGH, low=KV_LOW)
     return GuardConfig(
@@ -168,7 +169,7 @@ class _LentGuest:
 
 
 class Granting:
-    """Runs one guard at a time; without a ROSE guest in the arm it grants nothing."""
+    """Runner of one guard at a time; without a ROSE guest in the arm it grants nothing."""
 
     def __init__(
         self, page: ControlPage, out: Path, logs: Path, max_host_busy: float = 1.0
@@ -176,7 +177,7 @@ class Granting:
         """`max_host_busy`: as a capacity policy's `maxHostBusy.share`; 1 lends at any load."""
         self._page = page
         self._logs = logs
-        # Figures are computed from every record; and nobody's host waits for this disk.
+        # Figures need every record, and no production host waits for this disk.
         self._watch = HostWatch(JsonlLog(out / HOST_LATENCY, KEEP_ALL))
         self._samples = JsonlLog(out / GUEST_SAMPLES, KEEP_ALL)
         self._events = EventLog(logs, "guard", KEEP_ALL)
@@ -206,7 +207,7 @@ class Granting:
         self._guard.start()
 
     def loaded(self, load: str | None) -> None:
-        """The host has this load from now on, or none that a guest could be too much beside."""
+        """Give the host this load from now on, or no load that a guest could harm."""
         with self._holding:
             if load is None:
                 self._hold.end()
@@ -214,7 +215,7 @@ class Granting:
                 self._hold.begin(load)
 
     def check(self) -> None:
-        """Raise when the guard ended by itself: what was measured since says nothing."""
+        """Raise RoseError when the guard ended by itself: later measurements are void."""
         if self._broken:
             raise RoseError(f"the guard broke; see {self._logs}")
 
@@ -223,7 +224,7 @@ class Granting:
         self._watch.drain(self._page)
 
     def stop(self) -> None:
-        """Grant nothing more."""
+        """Stop granting."""
         self._end()
 
     def _end(self) -> None:
@@ -232,23 +233,23 @@ class Granting:
             self._guard = None
 
     def _lease_epoch(self, arm: Arm) -> int | None:
-        """The lease that holds now. What a naive guest does to its host is no load of its own."""
+        """Return the current lease; a naive guest's effect on its host is no load of its own."""
         if arm.guest != "naive":
             host = self._page.host.peek()
             with self._holding:
                 lends = self._hold.lends(host.busy_ns if host else None, time.monotonic())
-            # As from a scheduler: lent again it has another lease.
+            # A scheduler grants a new lease too when it lends again.
             self._arm += lends and not self._lent
             self._lent = lends
         return self._arm if self._lent and arm.guest == "rose" else None
 
     def _uncapped(self) -> Grant | None:
-        """The last grant, whose epoch goes on; no arm begins with what another one took."""
+        """Return the last grant without its cap: epochs go on, caps do not."""
         last = self._page.grant.peek()
         return None if last is None else replace(last, kv_granule_cap=0)
 
     def _stall(self, reason: str) -> None:
-        # A bench that stood still knows no more than a node: the arm goes on under a new lease.
+        # A bench that stalled knows as little as a node: the arm continues under a new lease.
         self._events.write("stalled", reason=reason)
         self._arm += 1
 
@@ -274,42 +275,17 @@ class Edge(NamedTuple):
     counters: Counters
 
 
-class PlayedEngines(Protocol):
-    """Host and guests that run already."""
-
-    def url(self, name: str) -> str:
-        """Address of an engine."""
-        ...
-
-    def headers(self, name: str) -> dict[str, str]:
-        """What it asks for of whoever completes there without a lease."""
-        ...
-
-    def pid(self, name: str) -> int | None:
-        """Its API process while it runs."""
-        ...
-
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Schedule the ROSE guest behind everybody else, or as everybody else."""
-        ...
-
-    def check(self) -> None:
-        """Raise when an engine ended by itself."""
-        ...
-
-
 @dataclass(slots=True)
 class Player:
-    """Numbers and records blocks, one after another.
+    """Player that numbers and records blocks, one after another.
 
-    lent_priority: see `BenchSettings`.
-    insist_empty: a host that works on after its load has ended is an error, since the next block
-    would pay for it. empty_patience_s: how long that may take.
+    lent_priority: see `BenchSettings`. insist_empty: a host that works on after its load has ended
+    is an error, since the next block would pay for it. empty_patience_s: longest wait for that.
     """
 
     seed: int
     guest: GuestLoad
-    engines: PlayedEngines
+    engines: EngineSet
     page: ControlPage
     granting: Granting
     load: JsonlProcess
@@ -336,7 +312,7 @@ class Player:
         end_s = time.monotonic()
         end = Edge(end_s, await self._counters())
         await self.load.say(cmd="off")
-        # What is still out was asked for under this arm's rules, so it is served under them.
+        # Requests in flight were sent under this arm's rules, so they are served under them.
         await self._host_empty(block.arm)
         self.granting.loaded(None)
         if streams:
@@ -389,8 +365,11 @@ class Player:
 
     def rule(self, arm: Arm) -> None:
         """Schedule and grant by the arm's rules."""
-        if self.lent_priority == "normal" and self.engines.pid(GUEST) is not None:
-            self.engines.prioritise_guest(background=self._isolation(arm) != NORMAL)
+        guest = self.engines.pid(GUEST)
+        if self.lent_priority == "normal" and guest is not None:
+            place = make_foreground if self._isolation(arm) == NORMAL else make_background
+            for pid in family(guest):
+                place(pid)
         self.granting.rule(arm, self.engines.pid(HOST), self.guest.token_budget, self.guest.streams)
 
     def _isolation(self, arm: Arm) -> str:
@@ -467,7 +446,7 @@ async def start_load(
 
 
 def engine_http() -> aiohttp.ClientSession:
-    """Open what engines are asked by: any number of requests at once, each with a timeout."""
+    """Open a client for the engines: any number of requests at once, each with a timeout."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),

@@ -9,16 +9,16 @@ import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.common.figures import ALARM, DPI, GRID, INK
 from bench.coserve.plan import ALONE
 from bench.coserve.rows import arm_of
 from bench.coserve.rules import MIN_IDLE_EFFICIENCY, MIN_SPARE_EFFICIENCY, RATIO_LIMIT
 
 Row = dict[str, Any]
 Result = dict[str, Any]
-DPI = 130
 COLORS = {
     "alone_again": "#9aa3ad",
-    "naive": "#c0392b",
+    "naive": ALARM,
     "paper-0.0": "#2a7f9e",
     "paper-0.7": "#7fb8cc",
     "adaptive-0.0": "#e0a83a",
@@ -26,18 +26,6 @@ COLORS = {
     "weight_apply": "#8d6cab",
     "guest_kill": "#58b19f",
     "guest_start": "#3d5a80",
-}
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "grid.color": "#e6e9ec",
-    "font.size": 9,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
 }
 WIDTH = 0.11
 
@@ -56,7 +44,7 @@ def draw_ratios(result: Result) -> Figure:
             axes.errorbar([x], [value], yerr=ends, fmt="o", color=color, capsize=2, markersize=4)
 
         _by_load(axes, result, point)
-        axes.axhline(RATIO_LIMIT, color="#22313f", linewidth=1, linestyle="--")
+        axes.axhline(RATIO_LIMIT, color=INK, linewidth=1, linestyle="--")
         axes.set_yscale("log")
         axes.set(title=f"Host {metric[:4].upper()} p90, × alone", ylabel="ratio")
     _legend(figure)
@@ -76,7 +64,7 @@ def draw_harvest(result: Result) -> Figure:
             axes.bar([x], [row[name] or 0.0], width=WIDTH * 0.9, color=color)
 
         _by_load(axes, result, bar)
-        axes.axhline(limit, color="#22313f", linewidth=1, linestyle="--")
+        axes.axhline(limit, color=INK, linewidth=1, linestyle="--")
         axes.set(title=name.replace("_", " ").capitalize(), ylabel="guest ÷ ideal")
     _legend(figure)
     return figure
@@ -94,7 +82,7 @@ def draw_latency(result: Result) -> Figure:
 
         _by_load(axes, result, span, alone=True)
         axes.axhline(
-            result["run"][f"{metric}_target_s"] * 1e3, color="#22313f", linewidth=1, linestyle=":"
+            result["run"][f"{metric}_target_s"] * 1e3, color=INK, linewidth=1, linestyle=":"
         )
         axes.set_yscale("log")
         axes.set(title=f"Host {metric.upper()}: p50, p90, p99 (dotted: target)", ylabel="ms")
@@ -119,7 +107,7 @@ def _by_load(
 
 
 def _arms(alone: bool) -> dict[str, str]:
-    return ({ALONE.name: "#22313f"} if alone else {}) | COLORS
+    return ({ALONE.name: INK} if alone else {}) | COLORS
 
 
 def _legend(figure: Figure, alone: bool = False) -> None:
@@ -136,6 +124,6 @@ PICTURES = {
 
 def draw_all(result: Result, folder: Path) -> None:
     """Draw and save every picture."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(GRID):
         for name, draw in PICTURES.items():
             draw(result).savefig(folder / name, dpi=DPI)

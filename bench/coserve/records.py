@@ -28,9 +28,9 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Steps of one role in order of time, and when its engine saw arrivals; all in ns.
+    """Steps of one role in order of time, and the arrivals that its engine saw; all in ns.
 
-    pickups: how long each arrival was on its way from the API process to the engine.
+    pickups: time from the API process to the engine, of each arrival.
     """
 
     begin: Ints
@@ -42,7 +42,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, records: Ints) -> "StepTimes":
-        """From records of shape [n, 7] (executor.step_log)."""
+        """Convert records of shape [n, 7] (executor.step_log)."""
         records = records[np.argsort(records[:, _BEGIN], kind="stable")]
         steps = records[records[:, _KIND] == STEP]
         arrivals = records[records[:, _KIND] == ARRIVAL]
@@ -57,40 +57,41 @@ class StepTimes:
         )
 
     def busy_s(self, span: Span) -> float:
-        """Time inside a step during `span` (seconds)."""
+        """Return the time inside a step during `span` (seconds)."""
         start, end = _ns(span)
         overlap = np.minimum(self.end, end) - np.maximum(self.begin, start)
         return float(np.clip(overlap, 0, None).sum()) / _NS
 
     def sampled_in(self, span: Span) -> int:
-        """Tokens of the steps that ended in `span`."""
+        """Return the tokens of the steps that ended in `span`."""
         start, end = _ns(span)
         return int(self.sampled[(self.end > start) & (self.end <= end)].sum())
 
     def durations_s(self, span: Span) -> tuple[list[float], list[float]]:
-        """(wall, cpu) seconds of each step that began in `span`."""
+        """Return (wall, cpu) seconds of each step that began in `span`."""
         start, end = _ns(span)
         inside = (self.begin >= start) & (self.begin < end)
         wall = (self.end[inside] - self.begin[inside]) / _NS
         return wall.tolist(), (self.cpu[inside] / _NS).tolist()
 
     def arrivals_in(self, span: Span) -> Ints:
-        """When requests that came in `span` were seen."""
+        """Return the times of the arrivals in `span`."""
         start, end = _ns(span)
         return self.arrivals[(self.arrivals >= start) & (self.arrivals < end)]
 
     def pickups_s(self, span: Span) -> list[float]:
-        """Seconds from the API process to the engine, of requests seen in `span`."""
+        """Return the seconds from the API process to the engine of requests seen in `span`."""
         start, end = _ns(span)
         inside = (self.arrivals >= start) & (self.arrivals < end)
         return [float(ns) / _NS for ns in self.pickups[inside]]
 
 
 def yields_s(guest: StepTimes, arrivals: Ints) -> list[float]:
-    """For each arrival that found the guest in a step: seconds until its last step ended.
+    """Return, of each arrival that found the guest in a step, the seconds until its last step
+    ended.
 
-    With asynchronous scheduling two are in flight, of which the log lets the second begin in the
-    nanosecond in which the first ends; both are waited for, as the device has to do both.
+    With asynchronous scheduling two steps are in flight; the log lets the second begin in the
+    nanosecond in which the first ends. Both are waited for, as the device has to do both.
     """
     if not len(guest.begin):
         return []
@@ -104,14 +105,14 @@ def yields_s(guest: StepTimes, arrivals: Ints) -> list[float]:
 
 
 def starts_s(host: StepTimes, arrivals: Ints) -> list[float]:
-    """For each arrival: seconds until the host's next step began."""
+    """Return, of each arrival, the seconds until the host's next step began."""
     following = np.searchsorted(host.begin, arrivals, side="left")
     known = following < len(host.begin)
     return [float(ns) / _NS for ns in host.begin[following[known]] - arrivals[known]]
 
 
 def read_steps(folder: Path, role: str) -> StepTimes:
-    """Steps of every process that had this role; RoseError for a file that is no step log."""
+    """Return the steps of every process of a role. Raises RoseError for a damaged log."""
     found = [np.empty((0, 7), dtype=np.int64)]
     for path in sorted(folder.glob(f"steps-{role}-*.bin")):
         try:
@@ -123,7 +124,7 @@ def read_steps(folder: Path, role: str) -> StepTimes:
 
 
 def _written(path: Path) -> bytes:
-    """Of a log that may still grow: it is as large as it can get, and mostly a hole."""
+    """Return the written part of a log, which may still grow and is mostly a hole."""
     with path.open("rb") as file:
         header = file.read(HEADER.size)
         if len(header) < HEADER.size:
@@ -171,18 +172,17 @@ class CoserveBlockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def duration_s(self) -> float:
-        """Wall time under load."""
         return self.end_s - self.start_s
 
     @property
     def guest_tokens(self) -> int:
-        """Tokens that either guest generated in it; a restarted guest counted from zero."""
+        """Tokens of either guest in the block; a restarted guest counts from zero."""
         tokens = self.end.guest_tokens - self.start.guest_tokens
         return max(0, tokens) + self.end.naive_tokens - self.start.naive_tokens
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The rate found for one cell, and what each try measured: [rate per second, busy]."""
+    """Rate of one cell, and the [rate per second, busy] of each try."""
 
     busy_target: float
     traffic: str
@@ -205,7 +205,7 @@ class CoserveRunInfo(msgspec.Struct, frozen=True):
 
 
 class CoserveEvent(msgspec.Struct, frozen=True):
-    """`events.jsonl`: what was done to the guest in a window; times of what it took."""
+    """`events.jsonl`: a drill in a window, and its duration."""
 
     t_s: float
     source: str
@@ -229,7 +229,7 @@ class CoserveRecords:
 
 
 def read_run(folder: Path) -> CoserveRecords:
-    """All raw records of the run in `folder`; RoseError when one is missing or malformed."""
+    """Read all raw records of a run. Raises RoseError when one is missing or malformed."""
     return CoserveRecords(
         run=read_json(folder / RUN, CoserveRunInfo, "name the folder of a finished run"),
         blocks=read_lines(folder / BLOCKS, CoserveBlockRecord),

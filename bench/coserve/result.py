@@ -1,4 +1,4 @@
-"""`coserve.json` and its page of text: made of the raw records, and again to verify them."""
+"""`coserve.json` and its page of text: computed from the raw records, and again to verify them."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ HEAD = (
 
 
 def render(result: dict[str, Any]) -> str:
-    """One line a row, then what the run says as a whole."""
+    """Lay out one line a row, then the verdicts of the whole run."""
     lines = [text_table("", HEAD, [_cells(row) for row in result["rows"]])]
     for row in result["rows"]:
         failed = [c for c in row["checks"] if c["decisive"] and c["verdict"] == "FAILS"]
@@ -68,7 +68,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _limit(settings: dict[str, Any]) -> str:
-    """The limit of the run's capacity policy; runs before there was one had none."""
+    """Return the limit of the run's capacity policy; runs from before the option had none."""
     limit = limit_of(settings.get("max_host_busy", OFF))
     if limit is None:
         return "no limit, a guest is lent beside any load"
@@ -92,7 +92,7 @@ RESULT = "coserve.json"
 
 
 def build_result(records: CoserveRecords) -> dict[str, Any]:
-    """Everything the run says, in plain JSON values."""
+    """Return the whole result in plain JSON values."""
     rows = Analysis(records).rows()
     run = msgspec.to_builtins(records.run)
     return {
@@ -106,13 +106,13 @@ def build_result(records: CoserveRecords) -> dict[str, Any]:
 
 
 def danger(rows: list[Row]) -> Verdict:
-    """FAILS where naive co-location harms the host: what ROSE is measured against is real then."""
+    """Return FAILS where naive co-location harms the host: only then ROSE protects it from harm."""
     naive = [row["verdict"] for row in rows if row["mode"] == "naive"]
     return FAILS if FAILS in naive else INCONCLUSIVE
 
 
 def overall(rows: list[Row]) -> Verdict:
-    """Of all rows with a ROSE guest; nothing is shown to hold where nothing was in danger."""
+    """Return the verdict of all rows with a ROSE guest; without danger nothing is shown to hold."""
     found = worst(row["verdict"] for row in rows if arm_of(row).guest == "rose")
     if found == HOLDS and danger(rows) != FAILS:
         return INCONCLUSIVE
@@ -128,7 +128,7 @@ def write_result(folder: Path) -> dict[str, Any]:
 
 
 def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Verdicts by arm, over all loads."""
+    """Count verdicts by arm, over all loads."""
     counts: dict[str, dict[str, int]] = {}
     for row in rows:
         arm = counts.setdefault(arm_of(row).name, {})
@@ -142,7 +142,7 @@ def _told(event: CoserveEvent) -> bool:
 
 
 def verify(folder: Path) -> list[FieldDifference]:
-    """What differs; empty when nothing does. RoseError when a file is missing or malformed."""
+    """Return differences from the raw records. Raises RoseError for a malformed file."""
     reported = read_json(folder / RESULT, dict[str, Any], "was the run ended?")
     recomputed = json.loads(json.dumps(build_result(read_run(folder))))
     return list(compare(reported, recomputed))

@@ -41,7 +41,7 @@ class Analysis:
         self._spec = SloSpec("host", run.ttft_target_s, run.tpot_target_s)
 
     def rows(self) -> list[Row]:
-        """In order of load, then of arms; windows with events last."""
+        """Return the rows in order of load, then of arms; windows with events last."""
         return [self._row(group) for group in self._groups()]
 
     def _groups(self) -> list[FigureGroup]:
@@ -102,7 +102,7 @@ class Analysis:
         }
 
     def _load(self, group: FigureGroup) -> Row:
-        """What the host was asked for, and how busy that kept it alone."""
+        """Return the load of the host, and how busy it kept the host alone."""
         alone = [block for _, block in group.pairs]
         seconds = sum(block.duration_s for block in alone)
         busy_s = [self._records.steps["host"].busy_s((b.start_s, b.end_s)) for b in alone]
@@ -137,7 +137,7 @@ class Analysis:
         }
 
     def _guest_times(self, group: FigureGroup) -> Row:
-        """Steps and yields of the ROSE guest; absent for arms without one."""
+        """Return steps and yields of the ROSE guest; None for arms without one."""
         names = ("guest_step_p99_s", "guest_step_cpu_p99_s", "yield_p50_s", "yield_p99_s")
         steps = self._records.steps
         starts: list[float] = []
@@ -169,7 +169,7 @@ class Analysis:
         }
 
     def _stops(self, group: FigureGroup) -> list[list[float]]:
-        """Yields of the ROSE guest in each window of its blocks."""
+        """Return the yields of the ROSE guest in each window of its blocks."""
         if group.arm.guest != "rose":
             return []
         steps, found = self._records.steps, []
@@ -183,7 +183,7 @@ class Analysis:
         return [window for window in found if window]
 
     def _pressed(self, group: FigureGroup) -> Row:
-        """How often the host was too busy or short of KV memory, and what the guest kept then."""
+        """Return the shares of time in which the guest was held or throttled, and its KV bytes."""
         if group.arm.guest != "rose":
             return {"held": None, "host_kv_pressed": None, "guest_kv_bytes": None}
         spans = [(arm.start_s, arm.end_s) for arm, _ in group.pairs]
@@ -196,7 +196,7 @@ class Analysis:
 
 
 def arm_of(row: Row) -> Arm:
-    """The arm that a row is about."""
+    """Return the arm of a row."""
     name = row["mode"]
     return ALL_ARMS[name if name in ALL_ARMS else f"{name}-{row['slack_share']}"]
 
@@ -225,7 +225,7 @@ def _value(estimate: Estimate | None) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
+    """Return None for infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What each arm did, and how engines that share one CPU core are judged by it (docs/bench.md)."""
+"""Evidence on each arm, and the rules for engines that share one CPU core (docs/bench.md)."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Harvest:
 
 
 def alone_tok_s(records: CoserveRecords, guest: str) -> float | None:
-    """Tokens/s of a guest over all its blocks without host load."""
+    """Return tokens/s of a guest over all its blocks without host load."""
     arm = (IDLE_NAIVE if guest == "naive" else IDLE_ROSE).name
     blocks = [block for block in records.blocks if block.arm == arm]
     seconds = sum(block.duration_s for block in blocks)
@@ -46,7 +46,7 @@ BlockPair = tuple[CoserveBlockRecord, CoserveBlockRecord]
 def harvest(
     records: CoserveRecords, pairs: Sequence[BlockPair], guest: str, spare: float
 ) -> Harvest:
-    """Of (arm, alone) blocks with the same arrivals."""
+    """Compare (arm, alone) blocks with the same arrivals."""
     seconds = sum(arm.duration_s for arm, _ in pairs)
     tokens = sum(arm.guest_tokens for arm, _ in pairs)
     rate = alone_tok_s(records, guest)
@@ -67,7 +67,8 @@ def harvest(
 def _windows(
     records: CoserveRecords, pair: BlockPair, guest: str, rate_tok_s: float
 ) -> list[tuple[float, float, float]]:
-    """(tokens, seconds, tokens of the guest alone × idle) of each window of a pair of blocks.
+    """Return (tokens, seconds, tokens of the guest alone × idle) of each window of a pair of
+    blocks.
 
     A stock guest keeps no step log: its block is one window, of its own counter.
     """
@@ -113,8 +114,9 @@ class FigureGroup:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """windows: arrivals of the arm beside the same ones alone. requests: all of the arm.
+    """Evidence on one arm.
 
+    windows: arrivals of the arm beside the same ones alone. requests: all of the arm.
     guest: figures of its steps and yields, as the row has them. ratios: host latency in the arm
     over that alone, by metric and percentile. stops: seconds from a host's arrival to the end of
     the guest's last step, by window. caused_preemptions: the host's beyond those alone.
@@ -133,7 +135,7 @@ class Evidence:
 
 
 def mismatches(windows: Sequence[Window]) -> int:
-    """Answers that differ from those alone."""
+    """Count answers that differ from those alone."""
     return sum(pair.mismatch for window in windows for pair in window)
 
 
@@ -147,7 +149,7 @@ YIELD_ALLOWANCE_S = 0.001
 
 
 def core_rules(found: Evidence) -> list[Check]:
-    """All checks of an arm on a shared core."""
+    """Return all checks of an arm on a shared core."""
     checks = _host_checks(found) + harvest_checks(found)
     compared = sum(pair.both_digests for window in found.windows for pair in window)
     checks.append(exactly_none("token_mismatches", mismatches(found.windows), compared))
@@ -157,7 +159,7 @@ def core_rules(found: Evidence) -> list[Check]:
 
 
 def ratio_checks(found: Evidence, step_s: float) -> list[Check]:
-    """Host latencies against alone; TTFT may be one guest step (`step_s`) later."""
+    """Judge host latencies against alone; TTFT may be one guest step (`step_s`) later."""
     values = [latency_s(p.alone, "ttft") for w in found.windows for p in w]
     alone = [value for value in values if value is not None]
     checks = []
@@ -172,7 +174,7 @@ def ratio_checks(found: Evidence, step_s: float) -> list[Check]:
 
 
 def harvest_checks(found: Evidence) -> list[Check]:
-    """What a ROSE guest got of the idle time, or with slack lent of the spare capacity."""
+    """Judge a ROSE guest's share of the idle time, or with slack lent of the spare capacity."""
     arm, busy = found.group.arm, found.group.busy_target
     if arm not in ARMS or arm.guest != "rose":
         return []
@@ -196,16 +198,16 @@ def harvest_checks(found: Evidence) -> list[Check]:
 
 
 def undecided(check: Check) -> Check:
-    """The same figure, which does not decide."""
+    """Return the same figure, without a verdict."""
     return replace(check, verdict=INCONCLUSIVE, decisive=False)
 
 
 def _host_checks(found: Evidence) -> list[Check]:
-    """Latencies against alone, or with slack lent the share of requests in their targets."""
+    """Judge latencies against alone, or with slack lent the share of requests in their targets."""
     if found.group.arm.slack_share:
         return _target_checks(found)
-    # What a guest that was just let run may take of the core: the time it computes, not the
-    # time that the host took back from it.
+    # A guest that just runs may take its computing time of the core, without the time that the host
+    # took back from it.
     return ratio_checks(found, found.guest["guest_step_cpu_p99_s"] or 0.0)
 
 

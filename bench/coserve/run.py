@@ -1,4 +1,4 @@
-"""A run: engines up, host measured alone, blocks played, events drilled, everything down."""
+"""Run of the benchmark: engines up, host measured alone, blocks played, events drilled."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ MakeBlocks = Callable[[BenchSettings, list[Cell]], list[PlanBlock]]
 def run_bench(settings: BenchSettings, make_blocks: MakeBlocks | None = None) -> None:
     """Measure, and leave the raw records in `settings.out`. Raises RoseError for bad input.
 
-    make_blocks: which blocks to play of the loads found; default: rounds of all arms.
+    make_blocks: plans the blocks of the loads found; default: rounds of all arms.
     """
     if settings.trace:
         read_trace(settings.trace)
@@ -94,7 +94,7 @@ def run_bench(settings: BenchSettings, make_blocks: MakeBlocks | None = None) ->
 
 
 def _prepare(out: Path) -> None:
-    """An empty folder, but for the models of an earlier run; nobody else's files are touched."""
+    """Empty the folder but for models of an earlier run; refuse a folder with other files."""
     out.mkdir(parents=True, exist_ok=True)
     for path in out.iterdir():
         if not any(path.match(pattern) for pattern in WRITTEN):
@@ -108,7 +108,7 @@ def _prepare(out: Path) -> None:
 
 
 def round_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
-    """As many rounds of each load as the budget allows."""
+    """Plan the rounds of each load that the budget allows."""
     s = settings
     wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
     one_s = round_s(s.block_s, s.idle_block_s)
@@ -198,7 +198,7 @@ class _Run:
             load = f"{block.cell.busy_target} {block.cell.traffic}" if block.cell else "host off"
             self._say(f"block {number}/{len(blocks)}: {block.arm.name}, {load}")
             await player.play(block)
-        # Of steady arrivals, where there are any: a burst hides what an event does.
+        # Steady arrivals where there are any: a burst hides the effect of an event.
         steady = [cell for cell in cells if cell.traffic == "poisson"] or cells
         near = min(steady, key=lambda cell: abs(cell.busy_target - EVENT_BUSY))
         for block in make_events(near, settings.event_rounds, settings.event_s):
@@ -283,7 +283,7 @@ def _guest_load(settings: BenchSettings) -> GuestLoad:
 
 
 async def _make_models(out: Path) -> None:
-    """In a process of its own, which alone loads torch; kept for the next run."""
+    """Make the models in a process of its own, which alone loads torch; later runs keep them."""
     root = out / MODEL_ROOT
     if all((root / name / "tokenizer.json").is_file() for name in MODELS):
         return

@@ -2,21 +2,14 @@
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rose.errors import RoseError
 
-Control = Literal[
-    "shuffled-advantage",
-    "lr0",
-    "corrupt-chunk",
-    "wrong-chunk",
-    "stale-guest",
-    "drop-token",
-    "naive",
-]
+TrainerControl = Literal["shuffled-advantage", "lr0", "corrupt-chunk", "drop-token"]
+Control = Literal[TrainerControl, "wrong-chunk", "stale-guest", "naive"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
 Engine = Literal["vllm", "sglang"]
@@ -26,7 +19,7 @@ SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 # These replace a worker of vLLM's.
 OF_VLLM: tuple[Control, ...] = ("stale-guest", "wrong-chunk")
 
-# The acceptance run goes on until it has taken so many, however slow the machine.
+# The acceptance run continues until it has taken so many steps, however slow the machine.
 DEFAULT_STEPS = 60
 MIN_STEPS = 4
 HELD_OUT_MAPS = 512
@@ -103,7 +96,7 @@ class DemoSettings:
 
     @property
     def quickstart(self) -> bool:
-        """Whether the run only shows the loop."""
+        """True if the run only shows the loop."""
         return not (self.accept or self.control or self.compare or self.only)
 
     @property
@@ -115,12 +108,12 @@ class DemoSettings:
 
     @property
     def held_out_maps(self) -> int:
-        """On how many maps the policy is evaluated before and after training."""
+        """Number of maps on which the policy is evaluated before and after training."""
         learning = self.control in (None, "lr0", "shuffled-advantage")
         return HELD_OUT_MAPS if learning and not self.quickstart else 0
 
     def as_record(self) -> dict[str, object]:
-        """The settings as JSON values, for `run.json`."""
+        """Return the settings as JSON values, for `run.json`."""
         given = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(self).items()
@@ -215,27 +208,17 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> DemoSettings:
-    """The settings that parsed arguments ask for. Raises `RoseError` for values that cannot run."""
-    return DemoSettings(
-        out=args.out,
-        seed=args.seed,
-        steps=args.steps,
-        accept=args.accept,
-        trace=args.trace,
-        long_turns=args.long_turns,
-        control=args.control,
-        compare=args.compare,
-        port_base=args.port_base,
-        host_model=args.host_model,
-        jobs=args.jobs,
-        host=args.host,
-        guest=args.guest,
-        sglang_python=args.sglang_python,
-    )
+    """Return the settings of parsed arguments. Raises RoseError for values that cannot run."""
+    given = {
+        field.name: getattr(args, field.name)
+        for field in fields(DemoSettings)
+        if field.name != "only"
+    }
+    return DemoSettings(**given)
 
 
 def _verify(folder: Path) -> int:
-    """0 when the report is what the records give, 1 with the differing fields otherwise."""
+    """Compare the report with its records; return 1 if a field differs."""
     # Imported here: the pictures' library is slow to load, and `rose --help` must not be.
     from bench.demo.report.report import verify
 
@@ -251,7 +234,7 @@ def _verify(folder: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `rose demo …`; returns the exit code. Raises `RoseError` for bad input."""
+    """Carry out `rose demo …` and return the exit code. Raises RoseError for bad input."""
     if args.demo_command == "verify":
         return _verify(args.folder)
     settings = settings_of(args)
@@ -259,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     from bench.demo.run import run_demo
 
     if settings.compare:
-        from bench.demo.experiment.plan import run_compare
+        from bench.demo.plan import run_compare
 
         return run_compare(settings, run_demo)
     return run_demo(settings)

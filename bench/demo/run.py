@@ -3,54 +3,56 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench.demo.cli import DemoSettings
-from bench.demo.experiment.conductor import Conductor, Drills
-from bench.demo.experiment.plan import ExperimentPlan, plan_of
-from bench.demo.experiment.processes import level_with_host, sample_memory, yield_to_trainer
-from bench.demo.experiment.watcher import Watcher
-from bench.demo.frozen_lake.model_cache import prepare_models
-from bench.demo.readiness import wait_ready
+from bench.demo.conductor import Conductor, Drills
+from bench.demo.frozen_lake.models import Models
+from bench.demo.plan import Plan, plan_of
+from bench.demo.processes import level_with_host, sample_memory, yield_to_trainer
 from bench.demo.report.claims import exit_code
 from bench.demo.report.records import RunLayout
-from bench.demo.report.report import print_quickstart, print_summary, write_report
-from bench.demo.stack import DEDICATED, GUEST, Ports, Stack
-from bench.demo.view import Board, open_view
+from bench.demo.report.report import print_report, write_report
+from bench.demo.stack import DEDICATED, GUEST, START_TIMEOUT_S, Ports, Stack
+from bench.demo.view import Board, JobProgress, draw
+from bench.demo.watcher import Watcher
 from rose.azure_trace import read_trace
 from rose.engines import check_host
 from rose.engines.launch import check_model
-from rose.errors import RoseError
+from rose.errors import EngineStartError, RoseError, UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog
+from rose.process.child import ManagedProcess, ProcessSpec
 from rose.rpc import rose_pb2
 
 ENGINES = 3
+MODEL_CACHE = Path("out/models")
+CHILD_TIMEOUT_S = 240.0
 EVALUATION_TIMEOUT_S = 120.0
 PACE_TIMEOUT_S = 60.0
+FINISH_TIMEOUT_S = 180.0
+POLL_S = 0.25
+# Only the bars use it before an engine answers; nothing waits for it.
+USUAL_START_S = 60.0
 # The fraction of the time in which the host would be busy if it served one request at a time.
 HOST_BUSY = 0.5
-FINISH_TIMEOUT_S = 180.0
 
 
 def run_demo(settings: DemoSettings) -> int:
-    """Run the demo; returns 0 when no claim fails (with a control: when its claim does).
+    """Run the demo; return 0 when no claim fails (with a control: when its claim does).
 
-    Raises RoseError for bad input and for a process that could not be started. Nothing is left
-    running, whichever way it ends.
+    Raises RoseError for bad input and for a process that could not be started. Every process that
+    was started is ended, whichever way the run ends.
     """
     plan = plan_of(settings)
     ports = Ports.from_base(settings.port_base)
-    _preflight(settings, ports)
-    layout = RunLayout(settings.out)
-    layout.prepare()
-    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
-
-
-def _preflight(settings: DemoSettings, ports: Ports) -> None:
     # Several jobs share the guest, and have no dedicated engine.
     check_host(ENGINES if settings.jobs == 1 else ENGINES - 1)
     ports.check()
@@ -58,6 +60,9 @@ def _preflight(settings: DemoSettings, ports: Ports) -> None:
         read_trace(settings.trace)
     if settings.host_model:
         check_model(settings.host_model)
+    layout = RunLayout(settings.out)
+    layout.prepare()
+    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
 
 
 async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
@@ -72,43 +77,117 @@ async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
         raise KeyboardInterrupt from None
 
 
-def _raise_first(ended: Sequence[BaseException | None]) -> None:
-    """Raise what ended a task that was to go on until it was cancelled."""
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
+async def prepare_models(settings: DemoSettings, board: Board) -> Models:
+    """Return the cached models, made first where they are missing (about a minute)."""
+    arguments = ["--cache", str(MODEL_CACHE), *(["--long-turns"] if settings.long_turns else [])]
+    process = await ManagedProcess.start(
+        ProcessSpec(
+            name="models",
+            argv=(sys.executable, "-m", "bench.demo.frozen_lake.models", *arguments),
+            log=settings.out / "logs" / "models.log",
+            piped=True,
+        )
+    )
+    try:
+        while line := await process.stdout.readline():
+            event = json.loads(line)
+            if event["event"] == "models":
+                return Models(Path(event["policy_dir"]), Path(event["host_dir"]))
+            board.progress = {event["label"]: event["share"]}
+    finally:
+        board.progress = {}
+        await process.stop()
+    raise RoseError(f"the demo's models could not be made; see {process.spec.log}")
+
+
+async def wait_ready(stack: Stack, watcher: Watcher, board: Board) -> None:
+    """Return once host, replicas, trainers and load generator are ready.
+
+    Raises EngineStartError when one of them dies or takes too long.
+    """
+    started_s = time.monotonic()
+    waits: dict[str, Coroutine[Any, Any, Any]] = {"host": stack.wait_host(START_TIMEOUT_S)}
+    waits |= {name: _wait_replica(stack, watcher, name) for name in stack.replicas}
+    waits |= {name: c.expect("ready", CHILD_TIMEOUT_S) for name, c in stack.trainers.items()}
+    if stack.load:
+        waits["load"] = stack.load.expect("ready", CHILD_TIMEOUT_S)
+    parts = {name: asyncio.create_task(wait) for name, wait in waits.items()}
+    try:
+        pending = set(parts.values())
+        while pending:
+            stack.check()
+            done, pending = await asyncio.wait(
+                pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for part in done:
+                part.result()
+            so_far = min(0.95, (time.monotonic() - started_s) / USUAL_START_S)
+            board.progress = {n: 1.0 if part.done() else so_far for n, part in parts.items()}
+    finally:
+        board.progress = {}
+        await _cancelled(parts.values())
+
+
+async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(UnavailableError):
+            snapshot = await watcher.snapshot()
+            if any(replica.id == name and replica.healthy for replica in snapshot.replicas):
+                return
+            guests = [guest for guest in snapshot.guests if guest.replica == name]
+            if any(guest.restarts or guest.state == "failed" for guest in guests):
+                raise EngineStartError(
+                    f"engine {name} died at start; see engine-{name}.log below {stack.layout.logs}"
+                )
+        await asyncio.sleep(POLL_S)
+    busy = os.getloadavg()[0]
+    raise EngineStartError(
+        f"engine {name} was not ready within {START_TIMEOUT_S:.0f} s (load average {busy:.1f}"
+        f" on {os.cpu_count()} cores: end other work if there is any);"
+        f" see engine-{name}.log below {stack.layout.logs}"
+    )
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
+    """Cancel tasks, wait for them, and return the errors other than their cancellation."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [result for result in results if isinstance(result, Exception)]
+
+
+@contextlib.asynccontextmanager
+async def _beside(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run endless coroutines beside the block; raise the error of one that ended by itself."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        errors = await _cancelled(tasks)
+    for error in errors:
+        raise error
 
 
 class _Run:
     """One run from the first process to the report."""
 
-    def __init__(
-        self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: ExperimentPlan
-    ) -> None:
+    def __init__(self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: Plan) -> None:
         self._settings = settings
         self._layout = layout
         self._ports = ports
         self._plan = plan
         self._t0_s = time.monotonic()
-        jobs = settings.job_names if settings.jobs > 1 else ()
-        self._board = Board(self._t0_s, jobs=jobs)
+        self._board = Board(self._t0_s, {job: JobProgress() for job in settings.job_names})
         self._events = EventLog(layout.logs, "demo", KEEP_ALL)
 
     async def play(self) -> int:
         self._write_run_info(None)
-        with open_view() as view:
-            drawing = asyncio.create_task(self._board.draw(view))
-            try:
-                await self._play()
-            finally:
-                drawing.cancel()
-                ended = await asyncio.gather(drawing, return_exceptions=True)
-        _raise_first(ended)
+        async with _beside(draw(self._board, Console())):
+            await self._play()
         report = write_report(self._layout.out)
-        if self._settings.quickstart:
-            print_quickstart(report, self._layout.out)
-        else:
-            print_summary(report.verdicts, self._layout.out)
+        print_report(report, self._layout.out)
         return exit_code(report.verdicts, self._settings.control)
 
     async def _play(self) -> None:
@@ -118,7 +197,12 @@ class _Run:
         try:
             self._board.stage = "starting engines"
             await stack.start()
-            async with self._watching(stack) as watcher:
+            async with (
+                contextlib.aclosing(Watcher(stack.scheduler, stack.gateway_url)) as watcher,
+                _beside(
+                    self._board.follow(watcher), sample_memory(stack, self._layout, self._board)
+                ),
+            ):
                 await self._train(stack, watcher)
         finally:
             self._board.stage = "stopping"
@@ -127,35 +211,19 @@ class _Run:
             self._layout.gather()
             self._write_run_info(time.monotonic())
 
-    @contextlib.asynccontextmanager
-    async def _watching(self, stack: Stack) -> AsyncIterator[Watcher]:
-        watcher = Watcher(stack.scheduler, stack.gateway_url)
-        tasks = [
-            asyncio.create_task(self._board.follow(watcher)),
-            asyncio.create_task(sample_memory(stack, self._layout, self._board)),
-        ]
-        try:
-            yield watcher
-        finally:
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            await watcher.close()
-        _raise_first(ended)
-
     async def _train(self, stack: Stack, watcher: Watcher) -> None:
         assert stack.load is not None
-        await wait_ready(stack, watcher, self._board, self._events)
+        await wait_ready(stack, watcher, self._board)
+        self._events.write("ready", after_s=time.monotonic() - self._t0_s)
         if DEDICATED in stack.replicas:
             yield_to_trainer(stack.roots, DEDICATED)
         if self._settings.control == "naive":
             level_with_host(stack.roots, GUEST)
-        drills = Drills(stack, watcher, self._events)
-        conductor = Conductor(self._plan, stack, watcher, drills)
-        self._board.attach(conductor, drills)
+        conductor = Conductor(self._plan, stack, watcher, Drills(stack, watcher, self._events))
+        self._board.conductor = conductor
         self._board.stage = "measuring the host alone"
         await stack.load.say(cmd="pace", busy=HOST_BUSY)
-        self._note(await stack.load.expect("paced", PACE_TIMEOUT_S))
+        self._record(await stack.load.expect("paced", PACE_TIMEOUT_S))
         # The host has no load yet: both replicas play, and both are warm when blocks begin.
         await watcher.harvest(rose_pb2.HARVEST_MODE_ACTIVE)
         for trainer in stack.trainers.values():
@@ -163,7 +231,7 @@ class _Run:
         if self._settings.held_out_maps:
             self._board.stage = "held-out maps before training"
             for job, trainer in stack.trainers.items():
-                self._note(await trainer.expect("eval", EVALUATION_TIMEOUT_S), job)
+                self._record(await trainer.expect("eval", EVALUATION_TIMEOUT_S), job=job)
         self._board.stage = "training"
         blocks = asyncio.create_task(conductor.run())
         following = [
@@ -187,18 +255,16 @@ class _Run:
                     self._board.stepped(job, event)
                     await conductor.step_done(job)
                 case "eval":
-                    self._note(event, job)
+                    self._record(event, job=job)
                     self._board.stage = "finishing"
                 case "done":
-                    self._note(event, job)
+                    self._record(event, job=job)
                     return
-                case _:
-                    continue
 
     async def _next_event(
         self, job: str, stack: Stack, blocks: "asyncio.Task[None]"
     ) -> dict[str, object]:
-        """The trainer's next event, unless the experiment around it breaks first."""
+        """Return the trainer's next event, unless the experiment around it breaks first."""
         waiting = asyncio.create_task(stack.trainers[job].next())
         watched: set[asyncio.Task[Any]] = {waiting}
         if not blocks.done():
@@ -218,11 +284,10 @@ class _Run:
         finally:
             waiting.cancel()
 
-    def _note(self, event: dict[str, object], job: str | None = None) -> None:
-        """Keep an event of a child, or of a job's trainer, among the raw records."""
+    def _record(self, event: Mapping[str, object], **labels: str) -> None:
+        """Keep an event of a child process among the raw records."""
         fields = {name: value for name, value in event.items() if name != "event"}
-        whose = {} if job is None else {"job": job}
-        self._events.write(str(event["event"]), **fields, **whose)
+        self._events.write(str(event["event"]), **fields, **labels)
 
     def _write_run_info(self, end_s: float | None) -> None:
         info = {"t0_s": self._t0_s, "settings": self._settings.as_record(), "end_s": end_s}

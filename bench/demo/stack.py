@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from bench.demo.cli import JOB, DemoSettings
+from bench.demo.cli import JOB, DemoSettings, TrainerControl
 from bench.demo.report.records import RunLayout
-from bench.demo.training.records import Control as TrainControl
 from executor.control_page.page import PAGE_FOLDER
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.engines.launch import check_port
@@ -47,14 +46,14 @@ TRAINING_CORE = 1
 GUEST, DEDICATED = "guest", "dedicated"
 SERVING_NODE, TRAINING_NODE = "serving-0", "train-0"
 MAX_SEQUENCES = 48
-# As many as both replicas take together: neither ever waits for work while it may run.
+# Both replicas take so many together: neither waits for work while it may run.
 STREAMS = 2 * MAX_SEQUENCES
-# What several jobs have is the guest: a batch of each is half as large, and waits for it.
+# Several jobs have only the guest: a batch of each is half as large, and waits for it.
 SHARED_STREAMS = MAX_SEQUENCES + 16
 SHARED_GROUPS, SHARED_GROUP_SIZE = 8, 8
 # A turn of a job's: many of them in a run, and each long enough to be worth its switch.
 SHARED_HOLD_S = 10.0
-# How long a turn may wait for its job to have the guest.
+# Longest wait of a turn for its job to have the guest.
 SHARED_WAIT_S = 240.0
 # No measured block is longer: it never hears its segment twice.
 SEGMENT_S = 10.0
@@ -63,7 +62,7 @@ MAX_STEPS = 1_000
 # A minute on a quiet machine. Beside other work the guest, which yields to all of it, waits for
 # what that leaves.
 START_TIMEOUT_S = 480.0
-# What either replica decodes alone on its core; live rates take over with the first tokens.
+# Rate of either replica alone on its core; live rates take over with the first tokens.
 DECODE_TOK_S = 2_500.0
 TTFT_TARGET_S, TPOT_TARGET_S = 0.5, 0.15
 _FAULTY_WORKERS = {
@@ -213,11 +212,11 @@ class Stack:
         )
 
     def _python(self, engine: str) -> Path | None:
-        """Its interpreter, None for this one."""
+        """Return the engine's interpreter, None for this one."""
         return self.settings.sglang_python.absolute() if engine == "sglang" else None
 
     def _environment(self, engine: str) -> dict[str, str]:
-        """What another interpreter finds ROSE by."""
+        """Return the environment in which another interpreter finds ROSE."""
         if engine != "sglang":
             return {}
         return {"PYTHONPATH": module_path(self.layout.scratch / "metadata")}
@@ -330,7 +329,7 @@ class Stack:
             "steps": MAX_STEPS,
             "held_out_maps": self.settings.held_out_maps,
             "decay_steps": self.settings.steps,
-            "control": control if control in get_args(TrainControl) else "none",
+            "control": control if control in get_args(TrainerControl) else None,
             "long_turns": self.settings.long_turns,
             "torch_threads": 1,
             "key": str(key_path),
@@ -355,11 +354,11 @@ class Stack:
 
 
 def _trainer_name(job: str) -> str:
-    """Name of a job's trainer among the processes: the only one is the trainer."""
+    """Return the name of a job's trainer among the processes."""
     return "trainer" if job == JOB else f"trainer{job.removeprefix(JOB)}"
 
 
 def last_line(log: Path | None) -> str:
-    """The last thing a process wrote."""
+    """Return the last line that a process wrote."""
     lines = log.read_text(errors="replace").splitlines() if log and log.is_file() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no log")

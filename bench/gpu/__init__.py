@@ -1,1 +1,1 @@
-"""What one NVIDIA GPU shows, in pieces of under ten minutes: `python -m bench.gpu`."""
+"""Measurements of one NVIDIA GPU, in pieces of under ten minutes: `python -m bench.gpu`."""

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: what one NVIDIA GPU shows, in pieces of under ten minutes.
+"""`python -m bench.gpu`: measurements of one NVIDIA GPU, in pieces of under ten minutes.
 
 Exit code 0 when done, 1 when a piece or a limit failed, 2 when this machine or card cannot be
 measured: then nothing was touched. Settings of the card are read, never written.
@@ -69,7 +69,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _rehearse(args: argparse.Namespace) -> int:
-    """The same on CPUs: never among results, and said wherever its figures are."""
+    """Run the served pieces on CPUs: results go elsewhere, and each says that it is a rehearsal."""
     args.out = REHEARSAL_OUT if args.out == DEFAULT_OUT else args.out
     args.logs = REHEARSAL_LOGS if args.logs == DEFAULT_LOGS else args.logs
     if args.out.resolve().is_relative_to(DEFAULT_OUT.resolve()):
@@ -123,9 +123,9 @@ def _draw(folder: Path) -> Path | None:
 
 
 def _pieces(args: argparse.Namespace) -> tuple[GpuPiece, ...]:
-    """Those asked for; of a rehearsal those that start engines."""
+    """Return the pieces asked for; of a rehearsal those that start engines."""
     pieces = pieces_of(tuple(args.only))
-    return tuple(piece for piece in pieces if piece.group) if args.rehearse else pieces
+    return tuple(piece for piece in pieces if piece.served) if args.rehearse else pieces
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

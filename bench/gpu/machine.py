@@ -1,7 +1,7 @@
-"""The machine that is measured: its card before and meanwhile, versions, the code's revision.
+"""Machine that is measured: its card before and meanwhile, versions, the code's revision.
 
-A rehearsal is of this machine's CPUs, with a stand-in for the card: every line that a card will
-need runs, from start to picture, and no figure means anything.
+A rehearsal runs on this machine's CPUs, with a stand-in for the card: every line that a card will
+need runs, from start to picture, and its figures mean nothing.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from types import TracebackType
 from bench.gpu.piece_process import MARK
 from rose.nvml import Card, CardError, CardReader, Client, Usage
 
-# What a driver keeps for itself on a card that nobody uses.
+# A driver keeps so much of an idle card for itself.
 DRIVERS_OWN_BYTES = 2 << 30
 GIB = 1 << 30
 
 
 def chosen(cards: tuple[Card, ...], wanted: int | None) -> Card:
-    """The card to measure. Raises CardError when it is not clear which."""
+    """Return the card to measure. Raises CardError when the choice is not clear."""
     if not cards:
         raise CardError("the NVIDIA driver sees no GPU; run on a machine with one")
     if wanted is None and len(cards) > 1:
@@ -60,7 +60,7 @@ def insist_alone(card: Card, usage: Usage) -> None:
 
 
 def remarks(card: Card, usage: Usage) -> list[str]:
-    """What does not stand in the way and should be known when figures are read."""
+    """Return notes on settings that affect figures."""
     found = []
     if card.persistence is False:
         found.append("persistence mode is off: the first use of the card in a process starts it")
@@ -81,12 +81,12 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of packages, None where one is not installed."""
+    """Return the versions of packages, None where one is not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
 def environment(card: Card, usage: Usage, revision: str) -> dict[str, object]:
-    """As a record holds it."""
+    """Return the environment of a record."""
     return {
         "commit": revision,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -112,10 +112,10 @@ _DIGITS = 12
 
 
 def revision_of(root: Path, told: str = "") -> str:
-    """The commit; with `+` and a digest of the measured code where that was changed since.
+    """Return the commit, with `+` and a digest of the measured code where that was changed since.
 
-    Without git: `told`, which nobody can check, with `~` and the digest. Results beside the code do
-    not count as a change.
+    Without git: `told`, which cannot be checked, with `~` and the digest. Results beside the code
+    do not count as a change.
     """
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if not commit:
@@ -151,7 +151,7 @@ EVERY_S = 0.5
 
 
 class MachineWatch:
-    """Looks at the card now and then; a card that stops answering ends the looking."""
+    """Thread that reads the card now and then, until it stops answering."""
 
     def __init__(self, reader: CardReader, card: Card, every_s: float = EVERY_S) -> None:
         self._reader = reader
@@ -176,7 +176,7 @@ class MachineWatch:
         self._thread.join()
 
     def summary(self) -> dict[str, object]:
-        """What was seen: ranges, and every reason for which clocks were held down."""
+        """Return the ranges that were seen, and every reason for which clocks were held down."""
         return {
             "looks": len(self._seen),
             "ended": self._ended,
@@ -206,10 +206,9 @@ REHEARSAL_OUT, REHEARSAL_LOGS = Path("out/gpu-rehearsal/results"), Path("out/gpu
 
 
 class StandInCard:
-    """CardReader of a card that is not there. Who computes on it is what a piece started."""
+    """CardReader of a rehearsal, for which the processes of its pieces compute."""
 
     def cards(self) -> tuple[Card, ...]:
-        """One, whose name says what it is."""
         return (
             Card(
                 index=0,
@@ -228,15 +227,13 @@ class StandInCard:
         )
 
     def clients(self, card: Card) -> tuple[Client, ...]:
-        """As `usage` has them; memory of a card that is not there is nobody's."""
         return tuple(Client(pid, None) for pid in self.usage(card).processes)
 
     def free_bytes(self, card: Card) -> int:
-        """As `usage` has it."""
         return self.usage(card).free_bytes
 
     def usage(self, card: Card) -> Usage:
-        """Processes that pieces of this process left behind, and their memory."""
+        """Return the processes that pieces of this process left behind."""
         left = [
             int(name) for name in filter(str.isdigit, os.listdir("/proc")) if _is_of_a_piece(name)
         ]

@@ -1,26 +1,39 @@
 """`python -m bench.gpu.measure PIECE… --sizes JSON --place cuda --out DIR`: the pieces' work.
 
 A process of its own, so that a fault of the card ends this piece alone and all its memory goes
-back; pieces of a group share one. Writes {"measured"} or {"failed": one line} to DIR/PIECE.json as
-each is done; after one that failed it ends.
+back. Writes {"measured"} or {"failed": one line} to DIR/PIECE.json as each piece is done; after a
+piece that failed the process ends.
+
+Served pieces share the engines of one process, since starting three engines takes minutes:
+
+    start ── piece ── piece ── … ── end
+             the time left, in equal parts over the pieces that still have their least time;
+             the other pieces are left for another process
 """
 
 import argparse
+import asyncio
 import importlib
+import itertools
 import json
+import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.pieces import MOST_S, GpuPiece, Measured, pieces_of
+from bench.gpu.pieces import MOST_S, GpuPiece, Measured, PieceError, pieces_of
 from bench.gpu.sizes import Sizes
 from bench.gpu.work.timing import insist_device
+from rose.engines import Device
 from rose.errors import RoseError
 
 GRACE_S = 30
+# Three engines have to end, and the last answer is written, within this time.
+END_S = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,41 +42,82 @@ def main(argv: Sequence[str] | None = None) -> int:
     pieces = pieces_of(tuple(args.pieces))
     # A runner that was killed cannot end this process, and the card is not ours for longer.
     signal.alarm(int(args.seconds) + GRACE_S)
-    waiting = [piece.name for piece in pieces]
-
-    def answer(piece: GpuPiece, measured: Measured) -> None:
-        waiting.remove(piece.name)
-        _write(args.out, piece.name, {"measured": measured})
-
+    work = Work(pieces, Sizes.of(json.loads(args.sizes)), args)
     try:
-        _measure(pieces, args, answer)
-    except Exception as error:  # noqa: BLE001 -- whatever it is, the runner is told in one line
+        work.run()
+    except Exception as error:  # noqa: BLE001 -- the runner gets every error in one line
         traceback.print_exc()
-        _write(args.out, waiting[0], {"failed": reason(error)})
+        _write(args.out, work.waiting[0].name, {"failed": reason(error)})
         return 1
     return 0
 
 
-def _measure(pieces: tuple[GpuPiece, ...], args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
-    sizes = Sizes.of(json.loads(args.sizes))
-    first = pieces[0]
-    if "torch" in first.modules:
-        insist_device(args.place)
-    if first.group:
-        measure_all = function_of(first.group)
-        measure_all(pieces, sizes, args.place, args.seconds, (args.logs, args.kept), answer)
-        return
-    answer(first, function_of(first.work)(sizes, args.place))
+class Work:
+    """The pieces of this process; `waiting` are those without an answer."""
+
+    def __init__(self, pieces: Sequence[GpuPiece], sizes: Sizes, args: argparse.Namespace) -> None:
+        self.waiting = list(pieces)
+        self._sizes = sizes
+        self._args = args
+
+    def run(self) -> None:
+        """Measure at least the first piece. Raises RoseError in one line when a piece failed."""
+        first = self.waiting[0]
+        if "torch" in first.modules:
+            insist_device(self._args.place)
+        if first.served:
+            asyncio.run(self._serve())
+        else:
+            self._answer(function_of(first.work)(self._sizes, self._args.place))
+
+    async def _serve(self) -> None:
+        from bench.gpu.serve.session import opened_session
+
+        until_s = time.monotonic() + self._args.seconds - END_S
+        folder = self._args.logs / f"engines-{os.getpid()}"
+        folder.mkdir(parents=True)
+        known_weights = any(piece.known_weights for piece in self.waiting)
+        async with opened_session(
+            self._sizes.serving, Device(self._args.place), folder, self._args.kept, until_s,
+            known_weights=known_weights,
+        ) as session:  # fmt: skip
+            first, least_s = self.waiting[0], self.waiting[0].least_s(self._sizes)
+            if session.left_s < least_s:
+                raise PieceError(
+                    f"the engines took {session.start_s:.0f} s to start and {session.left_s:.0f} s"
+                    f" are left, of which {first.name} needs {least_s:.0f}: give a larger"
+                    " --budget-s or a shorter --arm-s"
+                )
+            for piece, share_s in self._shares(session):
+                try:
+                    async with asyncio.timeout(session.left_s):
+                        self._answer(await function_of(piece.work)(session, share_s))
+                except TimeoutError as error:
+                    raise PieceError(
+                        f"not done in what was left of its process; see {folder}"
+                    ) from error
+
+    def _shares(self, session: Any) -> Iterator[tuple[GpuPiece, float]]:  # noqa: ANN401
+        """Yield each piece that has its least time, and its share of what is left."""
+        while self.waiting:
+            least = itertools.accumulate(piece.least_s(self._sizes) for piece in self.waiting)
+            fitting = sum(end_s <= session.left_s for end_s in least)
+            if not fitting:
+                return
+            yield self.waiting[0], session.left_s / fitting
+
+    def _answer(self, measured: Measured) -> None:
+        _write(self._args.out, self.waiting.pop(0).name, {"measured": measured})
 
 
 def function_of(name: str) -> Any:  # noqa: ANN401 -- as the piece says
-    """What `module:function` names."""
+    """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def reason(error: BaseException) -> str:
-    """One line of what went wrong."""
+    """Return the error as one line."""
     first = (str(error).splitlines() or ["no message"])[0]
     if isinstance(error, RoseError):
         return first

@@ -1,4 +1,4 @@
-"""Models that are measured: their shapes, folders that engines load, random weights in a file."""
+"""Models that are measured: shapes, folders that engines load, random weights in a file."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class ModelShape:
     rope_theta: float = 500_000.0
 
     def tensors(self) -> Shapes:
-        """Checkpoint tensors by name."""
+        """Return the shapes of checkpoint tensors by name."""
         attention, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = {
             "self_attn.q_proj": (attention, self.hidden),
@@ -65,11 +65,11 @@ class ModelShape:
 
 
 SHAPES = {
-    # As Llama 3 8B.
+    # Llama 3 8B
     "8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128_256),
-    # As Qwen2.5 7B.
+    # Qwen2.5 7B
     "7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152_064, bias=True, rope_theta=1e6),
-    # For tests and rehearsals.
+    # Tests and rehearsals
     "tiny": ModelShape(64, 2, 4, 2, 16, 96, 320),
     "tiny-host": ModelShape(384, 6, 6, 2, 64, 1056, 320, bias=True, rope_theta=1e6),
     "tiny-guest": ModelShape(256, 4, 4, 2, 64, 704, 320),
@@ -77,7 +77,7 @@ SHAPES = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of that name. Raises ConfigError."""
+    """Return the shape of that name. Raises ConfigError."""
     if model not in SHAPES:
         raise ConfigError(f"no model {model!r}; choose one of {', '.join(SHAPES)}")
     return SHAPES[model]
@@ -87,7 +87,7 @@ MAX_POSITIONS = 8192
 
 
 def write_model(shape: ModelShape, folder: Path) -> None:
-    """Configuration and a tokenizer that names every token, in Hugging Face's layout."""
+    """Write a configuration and a tokenizer that names every token, in Hugging Face's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", _config(shape))
     # Prompts are token ids; engines still look up a name for each token that they stream.
@@ -142,12 +142,12 @@ def _write(path: Path, content: object) -> None:
 FILE = "model.safetensors"
 THREADS = 8
 _ONE = 0x3F80
-# Of bf16: sign and mantissa are drawn whole, and two bits of an exponent from 2^-8 on.
+# Bits of bf16: sign and mantissa are drawn whole, and two bits of an exponent from 2^-8 on.
 _SIGN_AND_MANTISSA, _EXPONENT, _DRAWN_SHIFT, _SMALLEST = 0x807F, 7, 7, 119
 
 
 def write_weights(shape: ModelShape, folder: Path, seed: int) -> Path:
-    """A safetensors file of `seed`'s weights; one that is there whole is kept."""
+    """Write a safetensors file of `seed`'s weights; a complete file is kept."""
     path = folder / f"{seed}-{FILE}"
     header, offsets = _header(shape)
     size = len(header) + 2 * shape.weights
@@ -173,12 +173,12 @@ def write_weights(shape: ModelShape, folder: Path, seed: int) -> Path:
 
 
 def checkpoint_name(name: str) -> str:
-    """A tensor's name in a checkpoint."""
+    """Return a tensor's name in a checkpoint."""
     return name if name.endswith(".bias") else f"{name}.weight"
 
 
 def _header(shape: ModelShape) -> tuple[bytes, dict[str, int]]:
-    """The file's head, and where each tensor begins behind it."""
+    """Return the file's header, and the offset of each tensor behind it."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {}
     end = 0
@@ -195,7 +195,7 @@ def _header(shape: ModelShape) -> tuple[bytes, dict[str, int]]:
 
 
 def _weights(name: str, count: int, seed: int, number: int) -> "NDArray[np.uint16]":
-    """Norms are one; others are spread over two signs, four exponents and all mantissas."""
+    """Return weights over two signs, four exponents and all mantissas; norms are one."""
     import numpy as np
 
     if "norm" in name:

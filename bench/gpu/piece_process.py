@@ -1,4 +1,4 @@
-"""A process of one piece or of several: started, given its time, ended with all that it started.
+"""Process of one piece or of several: started, limited in time, ended with its children.
 
 It writes `<piece>.json` for each piece that it is done with: {"measured"} or {"failed": one line}.
 """
@@ -20,7 +20,7 @@ from rose.nvml import Card
 
 MEASURES = "bench.gpu.measure"
 ROOT = Path(__file__).resolve().parents[2]
-# Beyond the time that the process knows of, in which it ends what it started.
+# The process ends its engines within its own time; this is granted beyond it.
 GRACE_S = 5.0
 POLL_S = 0.1
 MARK = "ROSE_GPU_PIECES"
@@ -29,7 +29,7 @@ MARK = "ROSE_GPU_PIECES"
 
 @dataclass(frozen=True, slots=True)
 class PieceOrder:
-    """What a process is to do. seconds: for all pieces. folders: of logs, and of results."""
+    """Order to a process. seconds: for all pieces. logs, kept: folders of logs, and of results."""
 
     pieces: tuple[GpuPiece, ...]
     sizes: Sizes
@@ -40,7 +40,7 @@ class PieceOrder:
 
     @property
     def log(self) -> Path:
-        """What the process prints."""
+        """File of the process's output."""
         return self.logs / f"{self.pieces[0].name}.log"
 
 
@@ -59,10 +59,10 @@ Measure = Callable[[PieceOrder], Iterator[Answered]]
 def measure_apart(
     order: PieceOrder, module: str = MEASURES, place: str = "cuda"
 ) -> Iterator[Answered]:
-    """Measure in another process; each answer comes as soon as it is known.
+    """Measure in another process; yield each answer as soon as it is known.
 
-    The last one is that the process ended, or was ended, in the middle of a piece. Pieces without
-    an answer were not begun. `module`: see `measure`, whose arguments it takes.
+    The last answer may be that the process ended, or was ended, in the middle of a piece. Pieces
+    without an answer were not begun. `module`: see `measure`, whose arguments it takes.
     """
     order.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rose-gpu-") as scratch:
@@ -93,7 +93,7 @@ def _answers(
     deadline_s = time.monotonic() + order.seconds + GRACE_S
     failed, answered = False, 0
     while True:
-        # Looked at first: what it wrote before it ended is there then.
+        # Poll first: a file that the process wrote before its end exists by then.
         status = process.poll()
         while waiting and (answer := _read(answers, waiting[0])) is not None:
             waiting.pop(0)
@@ -125,7 +125,7 @@ def _read(answers: Path, piece: GpuPiece) -> Answered | None:
 
 def _environment(card: Card) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    # Nothing is fetched: what is measured needs no model of anybody's.
+    # Nothing is downloaded: models are made here.
     return {
         **os.environ,
         "PYTHONPATH": path,

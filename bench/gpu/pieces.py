@@ -1,4 +1,4 @@
-"""The pieces: what each measures, needs and takes, in the order in which they run.
+"""The pieces in the order in which they run: measurement, needs and time of each.
 
 RoseError
 ├── CardError     (rose.nvml) this card cannot be measured now: nothing was touched
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from bench.common.checks import Check
 from bench.gpu import limits
-from bench.gpu.limits import GpuCheck
 from bench.gpu.models import shape_of
 from bench.gpu.sizes import (
     MODULES,
@@ -27,15 +27,15 @@ from rose.nvml import CardError
 
 
 def absent(names: Iterable[str]) -> list[str]:
-    """Those of `names` that cannot be imported."""
-    return [name for name in names if not _there(name)]
+    """Return those of `names` that cannot be imported."""
 
+    def importable(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:  # its parent package is absent
+            return False
 
-def _there(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
+    return [name for name in names if not importable(name)]
 
 
 class PieceError(RoseError):
@@ -43,21 +43,21 @@ class PieceError(RoseError):
 
 
 Measured = dict[str, Any]
-# No command that runs on a lent machine may take longer.
+# Commands on a lent machine are cut off after ten minutes.
 MOST_S = 570.0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPiece:
-    """work: `module:function` of (Sizes, place) that measures; imported by the piece's process.
+    """One piece.
 
-    group: `module:function` that measures several pieces in one process, because what they need
-    takes long to start; empty for a piece by itself. `work` is a function of what it starts then.
-    known_weights: of a group whose guest gets new weights: what it starts with takes a minute more
-    to make.
-    least: what a piece of a group takes at the least, once its group has started.
-    estimate_s: what it takes on a card of 2024, alone. limit_s: when it is ended.
-    memory: bytes of the card that it  modules: what must be importable.
+    work: `module:function` that the piece's process imports and calls, with (Sizes, place), or
+    with (ServingSession, seconds) when the piece is served.
+    served: host and guests are started for it, once for all served pieces of a process.
+    known_weights: its guest gets new weights, so version 0 is written to a file first.
+    least: shortest time of a served piece once the engines are up.
+    estimate_s: time on a card of 2024, alone. limit_s: longest time; then the process is ended.
+    memory: bytes of the card. modules: packages that must be importable.
     """
 
     name: str
@@ -67,30 +67,30 @@ class GpuPiece:
     limit_s: float
     memory: Callable[[Sizes], int]
     modules: tuple[str, ...] = ()
-    group: str = ""
+    served: bool = False
     known_weights: bool = False
     least: Callable[[Sizes], float] | None = None
-    checks: Callable[[Mapping[str, Any]], list[GpuCheck]] = lambda measured: []
+    checks: Callable[[Mapping[str, Any]], list[Check]] = lambda measured: []
 
     def __post_init__(self) -> None:
         if not self.estimate_s <= self.limit_s <= MOST_S:
             raise ValueError(f"piece {self.name} is not below {MOST_S:.0f} s")
 
     def least_s(self, sizes: Sizes) -> float:
-        """What it takes at the least; in a group once that has started."""
+        """Return the shortest time of the piece; of a served one, once the engines are up."""
         return self.estimate_s if self.least is None else self.least(sizes)
 
     def takes_s(self, sizes: Sizes) -> float:
-        """What it is expected to take in a process of its own."""
+        """Return the expected time of the piece in a process of its own."""
         started_s = 0.0 if self.least is None else sizes.serving.start_s
         return started_s + self.least_s(sizes)
 
     def told(self, sizes: Sizes) -> dict[str, Any]:
-        """The sizes that this piece depends on, as its record holds them."""
-        return sizes.told(serving=bool(self.group))
+        """Return the sizes that this piece depends on, as its record holds them."""
+        return sizes.told(serving=self.served)
 
     def missing(self) -> str:
-        """Why it cannot run in this environment, empty when it can."""
+        """Return the reason why it cannot run in this environment, empty when it can."""
         missing = absent(self.modules)
         return f"needs {', '.join(missing)}, which this Python does not have" if missing else ""
 
@@ -118,16 +118,16 @@ def _served(
     what: str,
     work: str,
     least: Callable[[ServingSizes], float],
-    checks: Callable[[Mapping[str, Any]], list[limits.GpuCheck]] = limits.served_checks,
+    checks: Callable[[Mapping[str, Any]], list[Check]] = limits.served_checks,
     *,
     known_weights: bool = False,
 ) -> GpuPiece:
-    """A piece of the group that starts host and guests once."""
+    """Return a piece that needs host and guests."""
     usual = ServingSizes()
     return GpuPiece(
         name, what, f"{_SERVE}.{work}", estimate_s=usual.start_s + least(usual),
         limit_s=MOST_S, memory=lambda sizes: memory_bytes(sizes.serving),
-        modules=MODULES, group=f"{_SERVE}.group:measure_all",
+        modules=MODULES, served=True,
         known_weights=known_weights,
         least=lambda sizes: least(sizes.serving),
         checks=checks,
@@ -175,7 +175,7 @@ PIECES = (
 
 
 def pieces_of(names: tuple[str, ...]) -> tuple[GpuPiece, ...]:
-    """Those pieces in the order in which they run, all without a name. Raises CardError."""
+    """Return the named pieces in the order in which they run, or all. Raises CardError."""
     known = {piece.name for piece in PIECES}
     for name in names:
         if name not in known:

@@ -1,4 +1,4 @@
-"""What has been measured on a card, as one picture: a panel for each piece."""
+"""Picture of a card's results: a panel for each piece."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,23 +9,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from bench.common.figures import ALARM, DPI, INK, STYLE
 from bench.coserve.plan import ALONE
 from bench.coserve.rows import arm_of
 from bench.coserve.rules import RATIO_LIMIT
 from bench.gpu.limits import AGAINST_COPY, GIB_MOVED_S, SHARE_OF_COPY, UPDATE_S
 from bench.gpu.runner import Record, read_done
 
-HOLDS, FAILS, OPEN = "#2a7f9e", "#c0392b", "#e0a83a"
-VERDICTS = {"HOLDS": HOLDS, "FAILS": FAILS, "INCONCLUSIVE": OPEN}
+VERDICTS = {"HOLDS": "#2a7f9e", "FAILS": ALARM, "INCONCLUSIVE": "#e0a83a"}
 # Each metric a little above or below its arm's line.
 MARKS = {"ttft_p90": ("o", -0.16), "tpot_p90": ("s", 0.16)}
 RATIOS = (0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-# Where the text begins, as a share of the panel's width.
+# Left end of the text, as a share of the panel's width.
 TEXT_AT = 1.02
 
 
 def draw_load(axes: Axes, record: Record) -> None:
-    """Host p90 latencies over those alone, with 95% intervals; beside them the guest's figures."""
+    """Draw host p90 latencies over those alone, with 95% intervals, beside the guest's figures."""
     rows = [row for row in record["measured"]["rows"] if arm_of(row) is not ALONE]
     for at, row in enumerate(rows):
         _latencies(axes, at, row)
@@ -59,7 +59,7 @@ def _latencies(axes: Axes, at: int, row: dict[str, Any]) -> None:
 
 
 def _harvest(row: dict[str, Any]) -> str:
-    """What the guest gets: of idle time, or with slack lent of what is spare."""
+    """Return the guest's throughput, and its share of idle or spare capacity."""
     if not row["guest_tok_s"]:
         return ""
     which = "spare" if row["slack_share"] else "idle"
@@ -85,25 +85,13 @@ def _load_title(measured: dict[str, Any]) -> str:
 
 
 PICTURE = "gpu.png"
-DPI = 130
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
-BLUE, LIGHT, AMBER, INK = "#2a7f9e", "#7fb8cc", "#e0a83a", "#22313f"
+BLUE, LIGHT, AMBER = "#2a7f9e", "#7fb8cc", "#e0a83a"
 # Room on the right of the longest bar for its figure.
 _MARGIN = 1.18
 
 
 def draw(folder: Path) -> Path | None:
-    """Draw what is there; None when nothing is."""
+    """Draw the results of a folder; return None when there are none."""
     found = {name: read_done(folder, name) for name in PANELS}
     records = {name: record for name, record in found.items() if record is not None}
     if not records:
@@ -114,8 +102,8 @@ def draw(folder: Path) -> Path | None:
 
 
 def figure_of(records: dict[str, Record]) -> Figure:
-    """A panel for each record."""
-    with mpl.rc_context(STYLE):
+    """Return a figure with a panel for each record."""
+    with mpl.rc_context(STYLE | {"axes.titlesize": 10}):
         return _panels(records)
 
 
@@ -184,7 +172,7 @@ def _update_serving(axes: Axes, record: Record) -> None:
 
 
 def _pages(axes: Axes, record: Record) -> None:
-    """All in milliseconds for what was moved, so that the parts can be added up."""
+    """Draw milliseconds for the whole amount, so that the parts can be added up."""
     measured = record["measured"]
     pages, amount = measured["pages"], _size(measured["pages"] * measured["page_bytes"])
     rows = [

@@ -1,7 +1,7 @@
-"""The pieces in order: each is measured, kept, left for later, or says why not.
+"""Runner of the pieces in order: each is measured, kept, left for later, or fails with a reason.
 
-PIECE.json          what was measured last, whole or not there
-PIECE.failed.json   why it could not be, until it can
+PIECE.json          the last measurement, written whole
+PIECE.failed.json   the reason for a failure, until the piece is measured
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +35,10 @@ NO_CLAIM = "a rehearsal on CPUs with tiny models: no figure in here says anythin
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What is to be measured. budget_s: no piece begins that is not expected to end within it.
+    """Request for measurements. budget_s: no piece begins that is not expected to end within it.
 
-    named: the pieces were asked for by name, so one that cannot run has failed.
-    rehearsal: not on a card, so no figure means anything and no limit can fail.
+    named: the pieces were named, so one that cannot run has failed.
+    rehearsal: figures mean nothing and no limit can fail.
     """
 
     pieces: tuple[GpuPiece, ...]
@@ -54,7 +54,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a piece; `record` of what was measured, now or before."""
+    """Outcome of a piece; `record` of its measurement, now or before."""
 
     piece: str
     state: State
@@ -63,13 +63,13 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Neither it nor one of its limits failed."""
+        """True if neither the piece nor one of its limits failed."""
         checks = self.record["checks"] if self.record and "rehearsal" not in self.record else ()
         return self.state != "failed" and all(check["verdict"] != "FAILS" for check in checks)
 
 
 class Runner:
-    """Measures on one card, which nobody else uses."""
+    """Runner on one card, which no other process uses."""
 
     def __init__(
         self, reader: CardReader, card: Card, request: RunRequest, measure: Measure
@@ -87,7 +87,7 @@ class Runner:
         self._insist_room(usage, sorted(waiting, key=self._bytes, reverse=True)[:1])
 
     def run(self, say: Say) -> list[Outcome]:
-        """Go through all pieces."""
+        """Measure all pieces, and return their outcomes."""
         outcomes = []
         for outcome in self._outcomes(say):
             say(line_of(outcome))
@@ -114,17 +114,17 @@ class Runner:
                 waiting = [other for other in waiting if other.name != outcome.piece]
 
     def _goes_with(self, first: GpuPiece, piece: GpuPiece) -> bool:
-        """Whether it can share the first one's process: it is that one, or has the same engines.
+        """Return True if the piece can share the first one's process and engines.
 
-        Tiny weights, of a rehearsal, are made in no time.
+        A rehearsal makes its tiny weights in no time.
         """
-        if piece is first or not first.group:
+        if piece is first or not first.served:
             return piece is first
         alike = self._request.rehearsal or piece.known_weights == first.known_weights
-        return piece.group == first.group and alike and self._settled(piece) is None
+        return piece.served and alike and self._settled(piece) is None
 
     def _settled(self, piece: GpuPiece) -> Outcome | None:
-        """What is known without the card, None when the piece is to be measured."""
+        """Return an outcome that needs no card, None when the piece is to be measured."""
         request = self._request
         if missing := piece.missing():
             return Outcome(piece.name, "failed" if request.named else "lacking", missing)
@@ -150,10 +150,9 @@ class Runner:
             insist_room(self._card, usage, self._bytes(piece), piece.name)
 
     def _measured(self, pieces: list[GpuPiece]) -> Iterator[Outcome]:
-        """What became of each piece that the process began, at least of the first.
+        """Yield the outcome of each piece that the process began, at least of the first.
 
-        Several share what their engines did, so each is kept as soon as it is known: a process that
-        is ended from outside leaves what it has measured.
+        A shared process may be ended from outside, so each piece's result is written at once.
         """
         try:
             before = self._reader.usage(self._card)
@@ -177,13 +176,13 @@ class Runner:
 
     def _order(self, pieces: list[GpuPiece]) -> PieceOrder:
         request, first = self._request, pieces[0]
-        seconds = min(MOST_S, self._left_s) if first.group else first.limit_s
+        seconds = min(MOST_S, self._left_s) if first.served else first.limit_s
         return PieceOrder(
             tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
         )
 
     def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
-        """Write what a piece measured, or why it did not; `left` says what it left on the card."""
+        """Write a measurement or a failure; `left` names what stayed on the card."""
         piece, request = answer.piece, self._request
         described: Record = {
             "piece": piece.name,
@@ -195,12 +194,15 @@ class Runner:
             _write(_failed(self._folder, piece.name), record | {"failed": failed})
             return Outcome(piece.name, "failed", failed)
         assert answer.measured is not None
-        record |= {"measured": answer.measured, "checks": piece.checks(answer.measured)}
+        record |= {
+            "measured": answer.measured,
+            "checks": [asdict(check) for check in piece.checks(answer.measured)],
+        }
         path = write_done(self._folder, record)
         return Outcome(piece.name, "done", f"{record['took_s']:.0f} s, {path}", record)
 
     def _left_on_card(self, before: Usage) -> str:
-        """Wait until the card is as it was found; what is left on it, or nothing."""
+        """Wait until the card is as it was found; return what is left on it, or nothing."""
         deadline_s = time.monotonic() + SETTLED_S
         while True:
             try:
@@ -219,12 +221,12 @@ class Runner:
 
 
 def folder_of(out: Path, card_name: str) -> Path:
-    """Where a card's results are: `NVIDIA H200` is `nvidia-h200`."""
+    """Return the folder of a card's results: `nvidia-h200` for `NVIDIA H200`."""
     return out / (re.sub(r"[^a-z0-9]+", "-", card_name.lower()).strip("-") or "gpu")
 
 
 def write_done(folder: Path, record: Record) -> Path:
-    """Replace what was measured before."""
+    """Replace the last measurement."""
     path = folder / f"{record['piece']}.json"
     _write(path, record)
     _failed(folder, record["piece"]).unlink(missing_ok=True)
@@ -232,7 +234,7 @@ def write_done(folder: Path, record: Record) -> Path:
 
 
 def read_done(folder: Path, piece: str) -> Record | None:
-    """The last measured record, None without one. Raises ConfigError when damaged."""
+    """Return the last measured record, None without one. Raises ConfigError when damaged."""
     path = folder / f"{piece}.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -269,10 +271,10 @@ def _write(path: Path, record: Record) -> None:
 
 
 def line_of(outcome: Outcome) -> str:
-    """A piece's end, and its limits: each of a few, or how many hold and what does not."""
+    """Return the outcome as one line with its limits; of many limits only those that fail."""
     checks = outcome.record["checks"] if outcome.record else []
     told = [
-        f"{c['check']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
+        f"{c['name']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
     ]
     if len(checks) > FEW_CHECKS:
         verdicts = [check["verdict"] for check in checks]
@@ -287,7 +289,7 @@ def _shown(value: float | None) -> str:
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """How many pieces came to what."""
+    """Count the outcomes."""
     states = [outcome.state for outcome in outcomes]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     again = "; run it again for what is left" if "left" in states else ""

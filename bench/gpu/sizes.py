@@ -1,4 +1,4 @@
-"""How large what is measured is, and what host and guests of these sizes need."""
+"""Sizes of the measurements, and the memory and time that host and guests need at these sizes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,13 +17,14 @@ KV_BACKENDS = ("auto", "cuda", "madvise")
 
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
-    """host, guest: see `models`. dtype: of both. start_s: what three engines take to start.
+    """Sizes of host and guests.
 
+    host, guest: see `models`. dtype: of both. start_s: time that three engines take to start.
     arm_s: host load of one arm in one round; rounds: at most so many, fewer where time is short.
     idle_s: a guest without host load. window_s: arrivals this close share batches.
-    calibration_s, tries, busy_tolerance: how rates are found, and how near they have to come.
-    azure: a trace in the Azure format, "" for generated bursts. kv_backend: how the guest gives KV
-    pages back.
+    calibration_s, tries, busy_tolerance: search of a rate, and the largest miss allowed.
+    azure: a trace in the Azure format, "" for generated bursts. kv_backend: the guest's way to give
+    KV pages back.
     """
 
     host: str = "7b"
@@ -62,12 +63,12 @@ class ServingSizes:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Self:
-        """From what `asdict` makes of it."""
+        """Convert from `asdict`."""
         return cls(**{**plain, "guest_load": GuestLoad(**plain["guest_load"])})
 
     @property
     def trace_digest(self) -> str:
-        """Which trace the bursts are of, in a result that names no path."""
+        """Digest of the trace, for a result that names no path."""
         if not self.azure:
             return "generated"
         return hashlib.sha256(Path(self.azure).read_bytes()).hexdigest()[:16]
@@ -110,9 +111,10 @@ SERVING = ServingSizes()
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """gib: of each tensor that kernels are timed on, more than any cache. density: share of changed
-    weights. check_size: weights of each comparison with numpy. model: see `models`. serving: of
-    host and guests.
+    """Sizes of all pieces.
+
+    gib: size of each timed tensor, more than any cache. density: share of changed weights.
+    check_size: weights of each comparison with numpy. model: see `models`. serving: host, guests.
     """
 
     gib: float = 4.0
@@ -132,12 +134,12 @@ class Sizes:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Self:
-        """From what `asdict` makes of it."""
+        """Convert from `asdict`."""
         serving = ServingSizes.of(plain["serving"])
         return cls(**{**plain, "serving": serving})
 
     def told(self, *, serving: bool) -> dict[str, Any]:
-        """What a record holds: those of host and guests, or all others; no path among them."""
+        """Return a record's sizes: those of host and guests, or all others; without paths."""
         plain = asdict(self)
         engines: dict[str, Any] = plain.pop("serving")
         if not serving:
@@ -155,35 +157,35 @@ MODULES = (
     *("aiohttp", "msgspec", "numpy", "psutil", "pydantic", "cryptography", "blake3", "zstandard"),
     *("numba", "uvloop"),
 )
-# Fifteen requests one after another, which tell how long one takes.
+# Fifteen requests one after another measure the time of one.
 PACE_S = 5.0
 # Rows and their intervals, after the last round.
 ANALYSIS_S = 8.0
-# Of each weight, guessed: version 0 known to both sides, a version published, one applied.
+# Guesses for each weight: version 0 known to both sides, a version published, one applied.
 KNOWN_NS, PUBLISHED_NS, APPLIED_NS = 8.0, 1.5, 4.0
-# What an engine takes beside weights and KV cache: contexts, activations, graphs.
+# An engine needs this beside weights and KV cache: contexts, activations, graphs.
 BESIDE_BYTES = 3 << 30
 
 
 def memory_bytes(sizes: ServingSizes) -> int:
-    """Of a card: a host, a guest and a stock guest, with weights in 16 bits."""
+    """Return the card's memory for a host, a guest and a stock guest, with weights in 16 bits."""
     weights = shape_of(sizes.host).weights + 2 * shape_of(sizes.guest).weights
     return 2 * weights + sizes.host_kv_bytes + 2 * sizes.guest_kv_bytes + 3 * BESIDE_BYTES
 
 
 def round_s(sizes: ServingSizes) -> float:
-    """One round of all arms, and of each guest without host load."""
+    """Return the time of one round of all arms, and of each guest without host load."""
     arms = len(ARMS) * (sizes.arm_s + 2 * BLOCK_OVERHEAD_S)
     return arms + 2 * (sizes.idle_s + BLOCK_OVERHEAD_S)
 
 
 def bursts_s(sizes: ServingSizes) -> float:
-    """One round, with what the host can do."""
+    """Return the time of one round and the capacity's measurement."""
     return sizes.capacity_s + 2 * BLOCK_OVERHEAD_S + round_s(sizes) + ANALYSIS_S
 
 
 def updates_s(sizes: ServingSizes) -> float:
-    """An update without host load and one under it, with the blocks beside it and its control.
+    """Return the time of an update without host load and of one under it with its control blocks.
 
     Before that a guest reads and proves version 0, and two sets of weights are made.
     """
@@ -194,5 +196,5 @@ def updates_s(sizes: ServingSizes) -> float:
 
 
 def steady_s(sizes: ServingSizes) -> float:
-    """One round, with a rate that has to be found first."""
+    """Return the time of one round whose rate has to be found first."""
     return PACE_S + sizes.tries * (sizes.calibration_s + BLOCK_OVERHEAD_S) + bursts_s(sizes)

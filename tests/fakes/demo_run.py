@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from bench.demo.experiment.plan import (
+from bench.demo.plan import (
     BLOCK_S,
     STORM_STEPS,
     ExperimentBlock,
@@ -115,7 +115,7 @@ class _Writer:
     def play(self) -> None:
         self._evaluate("warm_start", self.run.warm_start)
         plan = sharing_plan() if self.run.leases else accept_plan(self.run.seed, self.run.steps)
-        for block in plan.blocks:
+        for block in plan:
             self._block(block)
         self._evaluate("final", self.run.final)
         self._spoil_trajectories()

@@ -72,7 +72,7 @@ MEASURED: dict[str, Any] = {
 
 def served_row(arm: Arm, ratio: float, guest_tok_s: float, verdict: str) -> dict[str, Any]:
     """Return a row of `bench.coserve.rows`, with the fields that are read here."""
-    check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict}
+    check = {"name": "ttft_p90", "value": ratio, "limit": 1.05, "verdict": verdict, "ci95": None}
     return {
         "mode": arm.policy or arm.name,
         "policy": arm.policy,

@@ -56,7 +56,7 @@ def demonstrate(lake: Lake, rng: random.Random, long_turns: bool) -> Demonstrati
 
 
 def spoken(lake: Lake, position: int, moves: list[int]) -> list[int]:
-    """A plan in tokens: the cells on the way, then the first move."""
+    """Return a plan in tokens: the cells on the way, then the first move."""
     cells = []
     at = position
     for move in moves:
@@ -86,7 +86,7 @@ AT_ONCE = 128
 async def evaluate(
     source: TurnStarter, how: Sampling, lakes: Sequence[Lake], version: int, name: str
 ) -> list[bool]:
-    """Whether `version` or a newer one crosses each lake, in the order of `lakes`.
+    """Return, in the order of `lakes`, True for each that `version` or a newer one crosses.
 
     Raises UnavailableError when a turn could not be generated: the figure would be a guess.
     """

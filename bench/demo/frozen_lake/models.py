@@ -28,7 +28,7 @@ HOST_VOCABULARY = 320
 
 
 def policy_config() -> Qwen2Config:
-    """0.66 M parameters."""
+    """Return the configuration of a policy of 0.66 M parameters."""
     return Qwen2Config(
         hidden_size=128,
         num_hidden_layers=3,
@@ -45,7 +45,7 @@ def policy_config() -> Qwen2Config:
 
 
 def host_config() -> Qwen2Config:
-    """About 10 M parameters: a decode step of some five milliseconds on one core.
+    """Return a host of 10 M parameters: a decode step of some five milliseconds on one core.
 
     Small, so that a run of minutes holds enough requests to judge their tail.
     """
@@ -64,13 +64,13 @@ def host_config() -> Qwen2Config:
 
 
 def new_policy(seed: int) -> Qwen2ForCausalLM:
-    """A fresh policy in fp32."""
+    """Return a fresh policy in fp32."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(policy_config())
 
 
 def load_policy(folder: Path) -> Qwen2ForCausalLM:
-    """The policy of a folder in fp32: exactly the values that its bf16 bits stand for."""
+    """Load a folder's policy in fp32: exactly the values of its bf16 bits."""
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -107,7 +107,7 @@ class Models:
 
 
 def ensure_models(cache: Path, long_turns: bool, progress: Callable[[str, float], None]) -> Models:
-    """The cached models; made first where they are missing or their recipe has changed."""
+    """Return the cached models, made first where missing or of another recipe."""
     key = _recipe_hash()
     policy = cache / f"policy-{'long-' if long_turns else ''}{key}"
     host = cache / f"host-{key}"
@@ -160,11 +160,11 @@ def _make(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _recipe_hash() -> str:
-    """Changes with any file that the models are made by."""
+    """Return a digest of all files that the models are made by."""
     demo = Path(__file__).parents[1]
     sources = (
         *("frozen_lake/vocab", "frozen_lake/task", "frozen_lake/data", "frozen_lake/models"),
-        *("training/forward", "training/warm_start", "training/rehearsal", "training/rollouts"),
+        *("training/forward", "training/warm_start", "training/local_policy", "training/rollouts"),
     )
     content = b"".join((demo / f"{name}.py").read_bytes() for name in sources)
     return hashlib.sha256(content).hexdigest()[:12]

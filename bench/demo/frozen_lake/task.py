@@ -34,7 +34,7 @@ Split = Literal["training", "validation", "held-out"]
 
 
 def moved(position: int, move: int) -> int:
-    """Where a move leads; the edge of the lake holds."""
+    """Return the cell after a move, which never leaves the lake."""
     row, column = divmod(position, SIDE)
     down, right = _STEPS[move]
     row = min(max(row + down, 0), SIDE - 1)
@@ -43,7 +43,7 @@ def moved(position: int, move: int) -> int:
 
 
 def shortest_plan(lake: Lake, start: int, rng: random.Random | None = None) -> list[int] | None:
-    """Moves of a shortest safe way to the goal, None when there is none.
+    """Return the moves of a shortest safe way to the goal, None when there is none.
 
     `rng` picks among equally short ways.
     """
@@ -73,7 +73,7 @@ def _walk_back(before: dict[int, tuple[int, int]], here: int) -> list[int]:
 
 
 def random_lake(seed: int, split: Split = "training") -> Lake:
-    """A lake that can be crossed within the turns of an episode, from one side of the split."""
+    """Return a lake of the split that can be crossed within the turns of an episode."""
     rng = random.Random(seed)  # noqa: S311 - a puzzle, not a secret
     while True:
         cells = ["F" if rng.random() < SAFE_SHARE else "H" for _ in range(CELLS)]
@@ -85,7 +85,7 @@ def random_lake(seed: int, split: Split = "training") -> Lake:
 
 
 def split_of(lake: Lake) -> Split:
-    """What a lake is for: two parts of eight for the claim, one for the warm start's choice.
+    """Return a lake's use: two parts of eight for the claim, one for the warm start's choice.
 
     There are fewer than four thousand lakes: other seeds alone would not do, nearly every lake is
     met in training. Validation is apart from the claim's lakes, or choosing would flatter it.
@@ -97,7 +97,7 @@ def split_of(lake: Lake) -> Split:
 
 
 def different_lakes(count: int, split: Split) -> list[Lake]:
-    """The first `count` different lakes of a split, the same in every run."""
+    """Return the first `count` different lakes of a split, the same in every run."""
     found: dict[Lake, None] = {}
     for seed in range(HELD_OUT_SEEDS, HELD_OUT_SEEDS + HELD_OUT_TRIES):
         found[random_lake(seed, split)] = None
@@ -107,29 +107,29 @@ def different_lakes(count: int, split: Split) -> list[Lake]:
 
 
 def training_lake(seed: int, group: int) -> Lake:
-    """The lake of a group in the run with this seed."""
+    """Return the lake of a group in the run with this seed."""
     return random_lake(TRAINING_SEEDS + seed * GROUPS_OF_A_SEED + group)
 
 
 def prompt_of(lake: Lake) -> list[int]:
-    """The map, as the first tokens of every prompt."""
+    """Return the map as the first tokens of every prompt."""
     return [*(vocab.cell_id(at, lake[at]) for at in range(CELLS)), vocab.BAR_ID]
 
 
 def question(lake: Lake, position: int) -> list[int]:
-    """Where I am, and now?"""
+    """Return the tokens that state the position and ask for a move."""
     return [vocab.cell_id(position, lake[position]), vocab.ASK_ID]
 
 
 def recital(lake: Lake) -> list[int]:
-    """The lake read out by rows and by columns: what makes a long turn long."""
+    """Return the lake by rows and by columns, which a long turn recites."""
     rows = list(range(CELLS))
     columns = [row * SIDE + column for column in range(SIDE) for row in range(SIDE)]
     return [vocab.cell_id(at, lake[at]) for at in (*rows, *columns)]
 
 
 def parse_move(reply: list[int]) -> int | None:
-    """The move that a reply ends in, None for a reply that is malformed."""
+    """Return the move at the end of a reply, None for a malformed reply."""
     if len(reply) < 3 or reply[-1] != vocab.STOP_ID or reply[-3] != vocab.THEN_ID:
         return None
     return vocab.MOVE_IDS.index(reply[-2]) if reply[-2] in vocab.MOVE_IDS else None

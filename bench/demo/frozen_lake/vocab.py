@@ -29,16 +29,16 @@ ASK_ID = TOKEN_OF[ASK]
 THEN_ID = TOKEN_OF[THEN]
 STOP_ID = TOKEN_OF[STOP]
 MOVE_IDS = tuple(TOKEN_OF[move] for move in MOVES)
-# What a reply may contain: everything but padding and what ends the map or asks.
+# A reply may contain every token but padding, the bar and the question mark.
 REPLY_IDS = tuple(TOKEN_OF[word] for word in (THEN, STOP, *MOVES, *CELLS))
 
 
 def cell_id(position: int, content: str) -> int:
-    """Token of the cell `position` (row-major) holding `content`, one of S F H G."""
+    """Return the token of the cell `position` (row-major) holding `content`, one of S F H G."""
     row, column = divmod(position, SIDE)
     return TOKEN_OF[f"{ROWS[row]}{column + 1}{content}"]
 
 
 def words(token_ids: list[int]) -> str:
-    """Readable form of tokens."""
+    """Return tokens as text."""
     return " ".join(WORDS[token] if token < len(WORDS) else f"<{token}>" for token in token_ids)

@@ -14,7 +14,15 @@ be none), the whole interval has to meet the limit.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.common.checks import Bound, Verdict, meets, verdict_of
+from bench.common.checks import (
+    FAILS,
+    HOLDS,
+    INCONCLUSIVE,
+    Bound,
+    Check,
+    meets,
+    verdict_of,
+)
 from bench.demo.report.measures import (
     KINDS,
     HarvestMeasures,
@@ -33,7 +41,7 @@ from bench.demo.report.measures import (
 )
 from bench.demo.report.records import Records
 from bench.demo.report.sharing import job_measures, sharing
-from rose.compare.bootstrap import Estimate, Interval, mean_difference, paired_difference
+from rose.compare.bootstrap import Estimate, mean_difference, paired_difference
 
 MIN_REWARD_RISE = 0.10
 MIN_HELD_OUT_RISE = 0.10
@@ -47,7 +55,7 @@ ENOUGH_REQUESTS = {50: 50, 95: 200}
 MIN_SPANNING_SHARE = 0.05
 MIN_FORCED_REVOCATIONS = 10
 MAX_STALENESS = 1
-# Of two jobs of equal weight: neither has less, so neither has more than 60%.
+# Neither of two jobs of equal weight has less, so neither has more than 60%.
 MIN_GUEST_SHARE = 0.4
 MIN_LEASED_SHARE = 0.9
 MIN_CHANGES = 2
@@ -72,30 +80,23 @@ BROKEN_BY_CONTROL: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """One claim: `value` must be `bound` `limit`; `why` says in words what decided.
+class Claim(Check):
+    """Check with the reason of its verdict.
 
     `exact`: a count, or too exact for an interval to matter.
     """
 
-    name: str
-    value: float | None
-    ci95: Interval | None
-    bound: Bound
-    limit: float
-    verdict: Verdict
-    why: str
-    exact: bool
+    why: str = ""
+    exact: bool = False
 
 
 def exact(
     name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
 ) -> Claim:
-    """A claim decided by its value alone; `missing` says what a None value lacked."""
-    if value is None:
-        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=True)
-    verdict = verdict_of(value, bound, limit)
-    return Claim(name, value, None, bound, limit, verdict, why, exact=True)
+    """Judge a claim by its value alone; `missing` names what a None value lacked."""
+    verdict = INCONCLUSIVE if value is None else verdict_of(value, bound, limit)
+    why = missing if value is None else why
+    return Claim(name, value, None, limit, verdict, bound=bound, why=why, exact=True)
 
 
 def measured(
@@ -108,27 +109,27 @@ def measured(
     *,
     throughout: bool = False,
 ) -> Claim:
-    """A claim decided by value and interval; `missing` says what None, or no interval, lacked.
+    """Judge a claim by value and interval; `missing` names what None, or no interval, lacked.
 
     throughout: it holds only where the whole interval meets the limit.
     """
     if found is None or found.ci95 is None:
         value = found.value if found else None
-        return Claim(name, value, None, bound, limit, "INCONCLUSIVE", missing, exact=False)
+        return Claim(name, value, None, limit, INCONCLUSIVE, bound=bound, why=missing)
     met = [meets(end, bound, limit) for end in found.ci95]
-    verdict: Verdict = "INCONCLUSIVE"
+    verdict = INCONCLUSIVE
     if all(met) if throughout else meets(found.value, bound, limit):
-        verdict = "HOLDS"
+        verdict = HOLDS
     elif not any(met):
-        verdict = "FAILS"
+        verdict = FAILS
         why = f"{why}; the whole interval misses"
     else:
         why = f"{why}; the interval contains the limit"
-    return Claim(name, found.value, found.ci95, bound, limit, verdict, why, exact=False)
+    return Claim(name, found.value, found.ci95, limit, verdict, bound=bound, why=why)
 
 
 def learning_claims(records: Records, seed: int) -> list[Claim]:
-    """Reward rises over the run, and so does success on maps never trained on."""
+    """Judge that reward rises, and success on maps never trained on."""
     first, last = (rewards_by_group(records, steps) for steps in fifths(records))
     sampled = mean_difference(first, last, seed) if first and last else None
     crossed = crossings(records)
@@ -154,7 +155,7 @@ def learning_claims(records: Records, seed: int) -> list[Claim]:
 
 
 def token_claims(records: Records) -> list[Claim]:
-    """Borrowed tokens are as good as dedicated ones."""
+    """Judge that borrowed tokens are as good as dedicated ones."""
     gap: LogprobGap = logprob_gap(records)
     values = {"guest": gap.guest, "dedicated": gap.dedicated, "continued": gap.continued}
     why = "mean absolute difference of engine and trainer logprobs, under the stamped version"
@@ -172,7 +173,7 @@ def token_claims(records: Records) -> list[Claim]:
 
 
 def harvest_claims(records: Records, seed: int) -> list[Claim]:
-    """Lending turns idle host time into rollouts."""
+    """Judge that lending turns idle host time into rollouts."""
     found: HarvestMeasures = harvest(records, seed)
     enough = found.pairs >= ENOUGH_PAIRS
     pairs = f"needs {ENOUGH_PAIRS} pairs of blocks with tokens, and ceiling blocks"
@@ -206,7 +207,7 @@ def harvest_claims(records: Records, seed: int) -> list[Claim]:
 
 
 def host_claims(records: Records, seed: int) -> list[Claim]:
-    """The host does not notice."""
+    """Judge that host latencies stay as they are."""
     found = host_impact(records, seed)
     return [
         _latency_claim(found, metric, percent)
@@ -231,7 +232,7 @@ def _latency_claim(found: HostImpact, metric: str, percent: int) -> Claim:
 
 
 def delivery_claims(records: Records) -> list[Claim]:
-    """Every trajectory arrives once, every token says where it is from."""
+    """Judge that every trajectory arrives once, and every token has its version."""
     found, sampled = trajectories(records), tokens(records)
     total = sampled.dedicated + sampled.guest + sampled.continued
     none = "no trajectories recorded"
@@ -272,7 +273,7 @@ def delivery_claims(records: Records) -> list[Claim]:
 
 
 def safety_claims(records: Records, least_revocations: int) -> list[Claim]:
-    """Weights are proven, and the faults were real."""
+    """Judge that weights are proven, and the faults were real."""
     published, storm = weights(records), faults(records)
     return [
         exact(
@@ -295,7 +296,7 @@ def safety_claims(records: Records, least_revocations: int) -> list[Claim]:
 
 
 def sharing_claims(records: Records) -> list[Claim]:
-    """Jobs of equal weight get equal time of what is borrowed, and lose none of it to waiting."""
+    """Judge that jobs of equal weight get equal time of the guest, and lose none to waiting."""
     found = sharing(records)
     if found is None:
         return []
@@ -337,7 +338,7 @@ def sharing_claims(records: Records) -> list[Claim]:
 
 
 def _claims_of_jobs(records: Records) -> list[Claim]:
-    """How jobs share, what each gets is its own and all there, and weights are proven."""
+    """Judge how jobs share the guest, what each job gets, and the proof of weights."""
     claims = sharing_claims(records)
     for job in records.jobs:
         own = records.of_job(job)
@@ -352,7 +353,7 @@ def _claims_of_jobs(records: Records) -> list[Claim]:
 
 
 def claims_of(records: Records, seed: int) -> list[Claim]:
-    """The claims that the run was for, in the order in which the report tells them.
+    """Return the claims that the run was for, in the order of the report.
 
     The quickstart proves what is exact, but not how many trajectories span two versions: of its few
     some dozen do, or none. A control proves only what it must break.
@@ -380,7 +381,7 @@ def claims_of(records: Records, seed: int) -> list[Claim]:
 
 
 def exit_code(claims: Sequence[Claim], control: str | None) -> int:
-    """0 when no claim fails; of a control, when one that it must break did fail."""
+    """Return 0 when no claim fails; of a control, when one that it must break did fail."""
     failed = {claim.name for claim in claims if claim.verdict == "FAILS"}
     if control is None:
         return int(bool(failed))

@@ -115,7 +115,7 @@ class FaultMeasures:
 
 
 def fifths(records: Records) -> tuple[list[StepRow], list[StepRow]]:
-    """The first and the last fifth of the steps."""
+    """Return the first and the last fifth of the steps."""
     steps = records.steps
     size = max(1, len(steps) // 5)
     return (steps[:size], steps[-size:]) if len(steps) >= 2 else ([], [])
@@ -140,7 +140,7 @@ def _mean_reward(records: Records, steps: Iterable[StepRow]) -> float | None:
 
 
 def reward(records: Records) -> Reward:
-    """Mean sampled reward by step and in the outer fifths."""
+    """Return the mean sampled reward by step and in the outer fifths."""
     first, last = fifths(records)
     return Reward(
         first_fifth=_mean_reward(records, first),
@@ -150,7 +150,7 @@ def reward(records: Records) -> Reward:
 
 
 def held_out(records: Records) -> HeldOut:
-    """The trainer's two evaluations, from its events."""
+    """Return the trainer's two evaluations, from its events."""
     found = {event.which: event for event in records.events_named(EVALUATION)}
     warm_start, final = found.get("warm_start"), found.get("final")
     return HeldOut(
@@ -185,7 +185,7 @@ def _max_staleness(records: Records) -> int | None:
 
 
 def trajectories(records: Records) -> Trajectories:
-    """Counts from trajectory and turn records; the trainer's own count may only make it worse."""
+    """Count trajectories by records and turns; the trainer's own count may only add faults."""
     copies: Counter[tuple[str, str | int]] = Counter()
     for trajectory in records.trajectories:
         copies[trajectory.job, trajectory.trajectory] += trajectory.delivered
@@ -214,7 +214,7 @@ def _unstamped(turn: TurnRecord) -> int:
 
 
 def tokens(records: Records) -> Tokens:
-    """Tokens by kind of segment."""
+    """Count tokens by kind of segment."""
     by_kind: Counter[str] = Counter()
     for turn in records.turns:
         for _, kind, start, end in turn.segments:
@@ -224,7 +224,7 @@ def tokens(records: Records) -> Tokens:
 
 
 def logprob_gap(records: Records) -> LogprobGap:
-    """Mean absolute logprob difference of each kind of segment."""
+    """Return the mean absolute logprob difference of each kind of segment."""
     sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     counts: Counter[str] = Counter()
     for turn in records.turns:
@@ -236,7 +236,7 @@ def logprob_gap(records: Records) -> LogprobGap:
 
 
 def weights(records: Records) -> WeightMeasures:
-    """What was published, and every proof of a replica that failed."""
+    """Count published versions and bytes, and every proof of a replica that failed."""
     rejected = len(records.events_named(CHUNK_REJECTED))
     return WeightMeasures(
         versions=len({(step.job, step.version) for step in records.steps}),
@@ -249,7 +249,7 @@ def weights(records: Records) -> WeightMeasures:
 
 
 def faults(records: Records) -> FaultMeasures:
-    """Forced revocations, and how many of them ended a turn that then went on elsewhere.
+    """Count forced revocations, and those that ended a turn that then went on elsewhere.
 
     A turn of n attempts was moved n - 1 times, so it vouches for at most n - 1 revocations.
     """
@@ -393,7 +393,7 @@ def _idle_efficiency(
 
 
 def harvest(records: Records, seed: int) -> HarvestMeasures:
-    """Gain over complete pairs, with its interval over pairs."""
+    """Return the gain over complete pairs, with its interval over pairs."""
     pairs = block_pairs(records)
     arms = {arm: records.blocks_of(arm) for arm in ("leased", "frozen", "ceiling")}
     tokens = {arm: _tokens_per_s(blocks) for arm, blocks in arms.items()}
@@ -443,7 +443,7 @@ class HostImpact:
 
 
 def _comparable(pair: Pair) -> bool:
-    """Whether both were measured by the same instrument, as far as they were served at all."""
+    """Return True if the same instrument measured both, or one was not served."""
     served = pair.arm.status == pair.alone.status == "ok"
     return not served or pair.arm.source == pair.alone.source
 

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
+from bench.common.figures import ALARM, DPI, GRID, INK
 from bench.demo.report.claims import MIN_GUEST_SHARE
 from bench.demo.report.measures import reward
 from bench.demo.report.records import FORCED_REVOCATION, GUEST_KILLED, Records
@@ -26,31 +27,13 @@ ARM_COLORS = {
     "ceiling": "#e0a83a",
     "unmeasured": "#c9b8dd",
 }
-ALARM = "#c0392b"
-INK = "#22313f"
-# Of each job: its points or bars, and its line.
+# Colors of each job: points or bars, and line.
 REWARD_COLORS = ((ARM_COLORS["leased"], INK), (ARM_COLORS["ceiling"], "#7a5a14"))
 BAR_WIDTH = 0.8
 FAULT_WIDTHS = {FORCED_REVOCATION: 0.8, GUEST_KILLED: 2.5}
 SHADE = 0.16
 ROLLING_STEPS = 5
 BUCKET_S = 1.0
-DPI = 130
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.edgecolor": "#8a949e",
-    "grid.color": "#e6e9ec",
-    "font.size": 10,
-    "legend.frameon": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "figure.constrained_layout.use": True,
-}
 
 
 def rolling_mean(values: Sequence[float | None], width: int) -> list[float]:
@@ -85,7 +68,7 @@ def _apart(records: Records) -> list[tuple[str, Records]]:
 
 
 def draw_reward(records: Records) -> Figure:
-    """Sampled reward by step with its rolling mean."""
+    """Draw sampled reward by step with its rolling mean."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
     for (job, own), (color, line) in zip(_apart(records), REWARD_COLORS, strict=False):
@@ -138,7 +121,7 @@ def _duty(records: Records) -> tuple[list[float], list[float]]:
 
 
 def draw_host(records: Records) -> Figure:
-    """Host TTFT and TPOT of every request by arm, and the guest's duty on the same timeline."""
+    """Draw TTFT and TPOT of every request by arm, and the guest's duty on the same timeline."""
     figure = Figure(figsize=(10, 6.4))
     ttft, tpot, guest = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1))
     for axes in (ttft, tpot, guest):
@@ -160,7 +143,7 @@ def draw_host(records: Records) -> Figure:
 
 
 def draw_tokens(records: Records) -> Figure:
-    """Rollout tokens per second, stacked by replica."""
+    """Draw rollout tokens per second, stacked by replica."""
     figure = Figure(figsize=(10, 3.6))
     axes = figure.subplots()
     t0_s = records.run.t0_s
@@ -193,7 +176,7 @@ def draw_tokens(records: Records) -> Figure:
 
 
 def draw_wire(records: Records) -> Figure:
-    """Bytes on the wire against the size of the weights, for each version."""
+    """Draw bytes on the wire against the size of the weights, for each version."""
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
     density = axes.twinx()
@@ -219,7 +202,7 @@ def draw_wire(records: Records) -> Figure:
 
 
 def draw_jobs(records: Records) -> Figure:
-    """Whose lease the guest had, and below it the part of its time that each job had by then."""
+    """Draw the job that had the guest, and below it each job's share so far."""
     figure = Figure(figsize=(10, 3.6))
     lent, part = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
     t0_s = records.run.t0_s
@@ -247,24 +230,25 @@ def _had_s(leases: Sequence[GuestLease], until_s: float) -> float:
     return sum(max(0.0, min(lease.end_s, until_s) - lease.start_s) for lease in leases)
 
 
-PICTURES = {
-    "reward.png": draw_reward,
-    "host.png": draw_host,
-    "tokens.png": draw_tokens,
-    "wire.png": draw_wire,
+Picture = tuple[str, Callable[[Records], Figure]]
+PICTURES: dict[str, Picture] = {
+    "reward.png": ("Reward of each training step", draw_reward),
+    "host.png": ("Latency of the host's requests, and the guest's duty meanwhile", draw_host),
+    "tokens.png": ("Rollout tokens by replica", draw_tokens),
+    "wire.png": ("Bytes sent for each version", draw_wire),
+}
+SHARED_PICTURES: dict[str, Picture] = {
+    "jobs.png": ("The job that had the guest, and each job's share so far", draw_jobs)
 }
 
 
-def pictures_of(records: Records) -> dict[str, Callable[[Records], Figure]]:
-    """Pictures of a run by their names: one more where several jobs shared it."""
-    return {**PICTURES, **({"jobs.png": draw_jobs} if records.jobs else {})}
+def pictures(shared: bool) -> dict[str, Picture]:
+    """Return caption and drawing function of each picture; one more where jobs share a guest."""
+    return PICTURES | (SHARED_PICTURES if shared else {})
 
 
-def draw_all(records: Records, folder: Path) -> list[Path]:
-    """Draw and save every picture; returns their paths."""
-    paths = []
-    with mpl.rc_context(STYLE):
-        for name, draw in pictures_of(records).items():
+def draw_all(records: Records, folder: Path) -> None:
+    """Draw and save every picture."""
+    with mpl.rc_context(GRID):
+        for name, (_, draw) in pictures(bool(records.jobs)).items():
             draw(records).savefig(folder / name, dpi=DPI)
-            paths.append(folder / name)
-    return paths

@@ -4,13 +4,10 @@ It is printed as a summary, written for people as `report.md`, and recomputed by
 DIR`, which compares it with the stored one field by field.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -25,195 +22,12 @@ from bench.demo.report.sharing import JobMeasures, Sharing, job_measures, sharin
 from bench.load.protocol import join_requests
 from rose.errors import BAD_BYTES, RoseError
 
-if TYPE_CHECKING:
-    from bench.demo.report.measures import HostArm
-
-MARKS = {"HOLDS": "✔ holds", "FAILS": "✘ FAILS", "INCONCLUSIVE": "? inconclusive"}
-CAPTIONS = {
-    "reward.png": "Reward of each training step",
-    "host.png": "What the host's users felt, and what the guest was doing meanwhile",
-    "tokens.png": "Rollout tokens by replica",
-    "wire.png": "Bytes sent for each version",
-    "jobs.png": "Whose lease the guest had, and the part of its time that each job had by then",
-}
-
-
-def number(value: float | None) -> str:
-    """A value for people: three digits that matter, thousands whole, or a dash for None."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return "∞"
-    if value == round(value) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def milliseconds(value_s: float | None) -> str:
-    """A latency for people."""
-    return "–" if value_s is None or not math.isfinite(value_s) else f"{value_s * 1e3:.1f} ms"
-
-
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:.1f} MB"
-
-
-def claim_row(claim: Claim) -> tuple[str, str, str, str, str]:
-    """(claim, measured, 95% interval, limit, verdict) as text."""
-    low_high = claim.ci95
-    interval = f"{number(low_high[0])} … {number(low_high[1])}" if low_high else ""
-    limit = f"{claim.bound} {number(claim.limit)}"
-    return claim.name, number(claim.value), interval, limit, MARKS[claim.verdict]
-
-
-def _table(report: Report) -> Iterator[str]:
-    yield "| claim | measured | 95% interval | must be | verdict | why |"
-    yield "| --- | ---: | --- | --- | --- | --- |"
-    for claim in report.verdicts:
-        yield f"| {' | '.join(claim_row(claim))} | {claim.why} |"
-
-
-def _what_ran(report: Report) -> Iterator[str]:
-    reward, tokens = report.reward, report.tokens
-    control = report.settings.get("control")
-    total = tokens.guest + tokens.dedicated + tokens.continued
-    if report.jobs:
-        yield _what_jobs_ran(report, total)
-        return
-    yield (
-        f"In {report.elapsed_s:.0f} s a policy trained for {len(reward.by_step)} steps on "
-        f"FrozenLake. Its {total:,} tokens came from a dedicated {_engine(report, 'guest')} and "
-        f"from a guest {_engine(report, 'guest')} that shared one core with a host "
-        f"{_engine(report, 'host')} under bursty load. After each step the new weights went to "
-        "both, as a signed, bit-exact delta."
-    )
-    if report.settings.get("quickstart"):
-        yield "The guest was revoked in the middle of turns, then killed."
-    elif report.settings.get("accept"):
-        yield (
-            "Blocks with the guest lent (leased) and frozen alternated in random order under the "
-            "same replayed host arrivals; in ceiling blocks the host had no load. At the end the "
-            "guest was revoked again and again in the middle of turns, then killed."
-        )
-    if isinstance(control, str):
-        expected = " or ".join(f"“{name}”" for name in BROKEN_BY_CONTROL[control])
-        yield ""
-        yield f"**This run is a control (`{control}`): {expected} must fail.**"
-
-
-def _engine(report: Report, side: str) -> str:
-    """Which engine it was, as people write it; runs from before there was a choice had vLLM."""
-    return {"sglang": "SGLang"}.get(str(report.settings.get(side)), "vLLM")
-
-
-def _what_jobs_ran(report: Report, total: int) -> str:
-    return (
-        f"In {report.elapsed_s:.0f} s {len(report.jobs)} training runs of equal weight trained a "
-        f"policy each on FrozenLake, for {' and '.join(str(job.steps) for job in report.jobs)} "
-        f"steps. All of their {total:,} tokens came from one borrowed guest "
-        f"{_engine(report, 'guest')}, which shared a core with a host {_engine(report, 'host')} "
-        "under bursty load and served one job at a time. From one job to the other it came by an "
-        "update of the running engine: a signed base, and the deltas after it."
-    )
-
-
-def _host_line(name: str, arm: HostArm) -> str:
-    return (
-        f"- Host, {name}: TTFT p50 {milliseconds(arm.ttft_p50_s)}, "
-        f"p95 {milliseconds(arm.ttft_p95_s)}; TPOT p50 {milliseconds(arm.tpot_p50_s)}, "
-        f"p95 {milliseconds(arm.tpot_p95_s)}; {arm.requests} requests, {arm.failed} failed."
-    )
-
-
-def _figures(report: Report) -> Iterator[str]:
-    sent, moved = report.weights, report.trajectories
-    if report.harvest.pairs:
-        yield from _arms(report)
-    if report.sharing:
-        yield from _shared(report.jobs, report.sharing)
-    yield (
-        f"- Trajectories: {moved.started:,} started, {moved.delivered:,} delivered, "
-        f"{moved.revoked_mid_turn:,} moved in the middle of a turn."
-    )
-    yield (
-        f"- Weights: {sent.versions} versions, {_megabytes(sent.wire_bytes)} sent instead of "
-        f"{_megabytes(sent.full_bytes)}."
-    )
-    if report.peak_memory_bytes is not None:
-        yield f"- Memory: {report.peak_memory_bytes / 2**30:.1f} GiB at most, all processes."
-    yield "- Processor seconds: " + ", ".join(
-        f"{name} {seconds:.0f}" for name, seconds in sorted(report.cpu_s.items())
-    )
-
-
-def _shared(jobs: Sequence[JobMeasures], found: Sharing) -> Iterator[str]:
-    for job in jobs:
-        first, last = job.reward.first_fifth, job.reward.last_fifth
-        yield (
-            f"- {job.job}: {job.guest_s:.0f} s of the guest's time ({_percent(job.share)}), "
-            f"{job.steps} steps, reward {number(first)} → {number(last)}, "
-            f"{job.trajectories.delivered:,} of {job.trajectories.started:,} trajectories "
-            "delivered."
-        )
-    yield (
-        f"- The guest went from one job to another {_times(found.changes)}; the first token came "
-        f"{number(found.change_s)} s after the lease, on average."
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
-
-
-def _arms(report: Report) -> Iterator[str]:
-    harvest, host = report.harvest, report.host
-    tokens_per_s, steps_per_hour = harvest.tokens_per_s, harvest.steps_per_hour
-    yield (
-        f"- Rollout tokens/s: {number(tokens_per_s.frozen)} frozen, "
-        f"{number(tokens_per_s.leased)} leased, {number(tokens_per_s.ceiling)} with the host idle."
-    )
-    yield (
-        f"- Training steps/hour: {number(steps_per_hour.frozen)} frozen, "
-        f"{number(steps_per_hour.leased)} leased, "
-        f"{number(steps_per_hour.ceiling)} with the host idle."
-    )
-    yield _host_line("frozen", host.frozen)
-    yield _host_line("leased", host.leased)
-
-
-def summary(report: Report) -> str:
-    """One line: how many claims hold."""
-    counts = {
-        verdict: sum(claim.verdict == verdict for claim in report.verdicts) for verdict in MARKS
-    }
-    return ", ".join(f"{counts[verdict]} {verdict.lower()}" for verdict in MARKS)
-
-
-def render_report(report: Report, pictures: Sequence[str]) -> str:
-    """The whole page as Markdown."""
-    lines = [
-        "# ROSE demo: report",
-        "",
-        *_what_ran(report),
-        "",
-        f"## Claims: {summary(report)}",
-        "",
-        *_table(report),
-        "",
-        "## Figures",
-        "",
-        *_figures(report),
-        "",
-        "All of this ran on CPU: it proves function and exactness; latency under contention "
-        "for a GPU is another measurement.",
-        "",
-        *(f"![{CAPTIONS[name]}]({name})\n" for name in pictures),
-        "Recompute every number above from the raw records: `rose demo verify DIR`.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 SCHEMA = 1
+MARKS = {"HOLDS": "✔ holds", "FAILS": "✘ FAILS", "INCONCLUSIVE": "? inconclusive"}
+STYLES = {"HOLDS": "green", "FAILS": "bold red", "INCONCLUSIVE": "yellow"}
+COLUMNS = ("claim", "measured", "95% interval", "must be", "verdict")
+# Wide enough for every claim on one line each, also where stdout is a file.
+MIN_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +41,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`report.json`. Seconds, bytes and counts; None where the records cannot tell."""
+    """`report.json`: seconds, bytes and counts; None where the records lack a figure.
+
+    `jobs` and `sharing` are empty and None where there is one job, which the fields above describe.
+    """
 
     elapsed_s: float
     settings: Mapping[str, bool | int | float | str | None]
@@ -243,43 +60,19 @@ class Report:
     peak_memory_bytes: int | None
     cpu_s: dict[str, float]
     verdicts: list[Claim]
-    # Of several jobs; empty and None where there is one, which the fields above are about.
     jobs: list[JobMeasures]
     sharing: Sharing | None
-    schema: int = field(default=SCHEMA)
+    schema: int = SCHEMA
 
-
-def _elapsed_s(records: Records) -> float:
-    """To the end noted in `run.json`, or to the end of the last block."""
-    ends_s = [block.end_s for block in records.blocks]
-    end_s = records.run.end_s
-    return (max(ends_s, default=records.run.t0_s) if end_s is None else end_s) - records.run.t0_s
-
-
-def _peak_memory_bytes(records: Records) -> int | None:
-    return max((sum(sample.bytes.values()) for sample in records.memory), default=None)
-
-
-def _cpu_s(records: Records) -> dict[str, float]:
-    """Processor seconds by process; a restarted process counts from zero again."""
-    used: dict[str, float] = {}
-    for block in records.blocks:
-        before = block.start_stats.cpu_s
-        for process, seconds in block.end_stats.cpu_s.items():
-            since = seconds - before.get(process, 0.0)
-            used[process] = used.get(process, 0.0) + (since if since >= 0 else seconds)
-    return used
-
-
-def bootstrap_seed(records: Records) -> int:
-    """The run's own seed, so that a recomputed interval is the same."""
-    seed = records.run.settings.get("seed")
-    return seed if isinstance(seed, int) else 0
+    @property
+    def quickstart(self) -> bool:
+        return bool(self.settings.get("quickstart"))
 
 
 def build_report(records: Records) -> Report:
-    """Everything the records say. Pure."""
-    seed = bootstrap_seed(records)
+    """Compute the report of the records."""
+    # The run's own seed, so that a recomputed interval is the same.
+    seed = int(records.run.settings.get("seed") or 0)
     impact = host_impact(records, seed)
     return Report(
         elapsed_s=_elapsed_s(records),
@@ -293,7 +86,7 @@ def build_report(records: Records) -> Report:
         host=Host(impact.frozen, impact.leased, impact.all),
         weights=measures.weights(records),
         faults=measures.faults(records),
-        peak_memory_bytes=_peak_memory_bytes(records),
+        peak_memory_bytes=max((sum(s.bytes.values()) for s in records.memory), default=None),
         cpu_s=_cpu_s(records),
         verdicts=claims_of(records, seed),
         jobs=job_measures(records),
@@ -301,122 +94,49 @@ def build_report(records: Records) -> Report:
     )
 
 
+def _elapsed_s(records: Records) -> float:
+    """Return the time until the end noted in `run.json`, or else the end of the last block."""
+    run = records.run
+    last_s = max((block.end_s for block in records.blocks), default=run.t0_s)
+    return (last_s if run.end_s is None else run.end_s) - run.t0_s
+
+
+def _cpu_s(records: Records) -> dict[str, float]:
+    """Return processor seconds by process; a restarted process counts from zero again."""
+    used: dict[str, float] = {}
+    for block in records.blocks:
+        for process, seconds in block.end_stats.cpu_s.items():
+            since = seconds - block.start_stats.cpu_s.get(process, 0.0)
+            used[process] = used.get(process, 0.0) + (since if since >= 0 else seconds)
+    return used
+
+
 def encode_report(report: Report) -> bytes:
-    """`report.json`: one field a line; an infinite latency becomes null."""
+    """Return `report.json`: one field a line; an infinite latency becomes null."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def _write_requests(folder: Path, records: Records) -> None:
-    joined = join_requests(records.client_requests, records.host_latency)
-    lines = msgspec.json.Encoder().encode_lines(joined)
-    (folder / "requests.jsonl").write_bytes(lines)
 
 
 def write_report(folder: Path) -> Report:
     """Read the raw records of `folder` and write requests, report and pictures beside them.
 
-    Raises `RoseError` when a record is missing or malformed.
+    Raises RoseError when a record is missing or malformed.
     """
     records = read_records(folder)
     report = build_report(records)
-    _write_requests(folder, records)
+    joined = join_requests(records.client_requests, records.host_latency)
+    (folder / "requests.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(joined))
     (folder / "report.json").write_bytes(encode_report(report))
-    pictures = plots.draw_all(records, folder)
-    text = render_report(report, [picture.name for picture in pictures])
-    (folder / "report.md").write_text(text, encoding="utf-8")
+    plots.draw_all(records, folder)
+    (folder / "report.md").write_text(render_report(report), encoding="utf-8")
     return report
 
 
-STYLES = {"HOLDS": "green", "FAILS": "bold red", "INCONCLUSIVE": "yellow"}
-# Wide enough for every claim on one line each, also where stdout is a file.
-MIN_WIDTH = 120
-
-
-def _console() -> Console:
-    console = Console()
-    console.width = max(console.width, MIN_WIDTH)
-    return console
-
-
-def print_summary(claims: Sequence[Claim], out: Path) -> None:
-    """Write the table of claims and where the report is."""
-    console = _console()
-    table = Table(box=None, pad_edge=False)
-    for column in ("claim", "measured", "95% interval", "must be", "verdict"):
-        table.add_column(column, justify="right" if column == "measured" else "left")
-    for claim in claims:
-        table.add_row(*claim_row(claim), style=STYLES[claim.verdict])
-    console.print(table)
-    console.print(f"report: {out / 'report.md'}   check it: rose demo verify {out}")
-
-
-def print_quickstart(report: Report, out: Path) -> None:
-    """Write what happened in a few lines, and the exact claims below."""
-    console = _console()
-    for line in told(report):
-        console.print(line, highlight=False)
-    print_summary(report.verdicts, out)
-    console.print("every claim measured, in about six minutes: rose demo --accept")
-
-
-def told(report: Report) -> Iterator[str]:
-    """What happened, a sentence a line."""
-    if report.sharing:
-        yield from _told_of_jobs(report, report.sharing)
-        return
-    sampled, moved, storm = report.tokens, report.trajectories, report.faults
-    rewards = [value for value in report.reward.by_step if value is not None]
-    borrowed, total = sampled.guest, sampled.guest + sampled.dedicated + sampled.continued
-    if rewards:
-        yield (
-            f"The trainer published {report.weights.versions} versions;"
-            f" mean reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}."
-        )
-    if total:
-        yield (
-            f"{borrowed / total:.0%} of its {total:,} tokens were borrowed:"
-            " generated by the guest in time that the host left idle."
-        )
-    yield _told_of_host(report.host.all)
-    yield (
-        f"The guest was revoked {_times(storm.forced_revocations)} while it held turns and killed"
-        f" {_times(storm.guest_kills)} with kill -9: {moved.revoked_mid_turn}"
-        " trajectories went on elsewhere in mid-turn."
-    )
-
-
-def _told_of_jobs(report: Report, found: Sharing) -> Iterator[str]:
-    for job in report.jobs:
-        yield (
-            f"{job.job} had the guest for {job.guest_s:.0f} s, {_percent(job.share)} of its time,"
-            f" and published {job.weights.versions} versions."
-        )
-    moved = report.trajectories.revoked_mid_turn
-    yield (
-        f"The guest changed jobs {_times(found.changes)}, with {found.engine_starts} new engines;"
-        f" {moved} trajectories waited for its return in mid-turn."
-    )
-    yield _told_of_host(report.host.all)
-
-
-def _told_of_host(felt: HostArm) -> str:
-    return (
-        f"The host served {felt.requests} requests of its own, {felt.failed} failed;"
-        f" TTFT p50 {milliseconds(felt.ttft_p50_s)}, p95 {milliseconds(felt.ttft_p95_s)}."
-    )
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def verify(folder: Path) -> list[FieldDifference]:
-    """What differs between the report in `folder` and its raw records; empty when nothing does.
+    """Return the differences between the report in `folder` and its raw records.
 
-    Raises `RoseError` when a record or the report is missing or malformed.
+    Raises RoseError when a record or the report is missing or malformed.
     """
-    records = read_records(folder)
-    report = build_report(records)
+    report = build_report(read_records(folder))
     recomputed = msgspec.json.decode(encode_report(report))
     try:
         reported = msgspec.json.decode((folder / "report.json").read_bytes())
@@ -426,6 +146,178 @@ def verify(folder: Path) -> list[FieldDifference]:
     except BAD_BYTES as error:
         raise RoseError(f"{folder / 'report.json'}: {error}") from error
     differences = list(compare(reported, recomputed))
-    if page != render_report(report, list(plots.pictures_of(records))):
+    if page != render_report(report):
         differences.append(FieldDifference("report.md", "its text", "another text"))
     return differences
+
+
+def print_report(report: Report, out: Path) -> None:
+    """Write the claims as a table, after the events of a quickstart in a few lines."""
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH)
+    for line in events(report) if report.quickstart else ():
+        console.print(line, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for claim in report.verdicts:
+        table.add_row(*claim_row(claim), style=STYLES[claim.verdict])
+    console.print(table)
+    console.print(f"report: {out / 'report.md'}   check it: rose demo verify {out}")
+    if report.quickstart:
+        console.print("every claim measured, in about six minutes: rose demo --accept")
+
+
+def render_report(report: Report) -> str:
+    """Return the whole page as Markdown."""
+    verdicts: list[str] = [claim.verdict for claim in report.verdicts]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in MARKS)
+    pictures = plots.pictures(bool(report.jobs))
+    lines = [
+        "# ROSE demo: report\n",
+        f"{_setting(report)}\n",
+        f"## Claims: {counts}\n",
+        f"| {' | '.join(COLUMNS)} | why |",
+        "| --- | ---: | --- | --- | --- | --- |",
+        *(f"| {' | '.join(claim_row(claim))} | {claim.why} |" for claim in report.verdicts),
+        "\n## Figures\n",
+        *(f"- {line}" for line in (*events(report), *_rates(report))),
+        "\nAll of this ran on CPU: it proves function and exactness; latency under contention for a"
+        " GPU is another measurement.\n",
+        *(f"![{caption}]({name})\n" for name, (caption, _) in pictures.items()),
+        "Recompute every number above from the raw records: `rose demo verify DIR`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def claim_row(claim: Claim) -> tuple[str, str, str, str, str]:
+    """Return (claim, measured, 95% interval, limit, verdict) as text."""
+    interval = f"{number(claim.ci95[0])} … {number(claim.ci95[1])}" if claim.ci95 else ""
+    limit = f"{claim.bound} {number(claim.limit)}"
+    return claim.name, number(claim.value), interval, limit, MARKS[claim.verdict]
+
+
+def _setting(report: Report) -> str:
+    """Return a paragraph on the engines and jobs that ran, and under which conditions."""
+    # Runs from before there was a choice had vLLM.
+    host, guest = (
+        {"sglang": "SGLang"}.get(str(report.settings.get(side)), "vLLM")
+        for side in ("host", "guest")
+    )
+    if report.jobs:
+        return (
+            f"In {report.elapsed_s:.0f} s {len(report.jobs)} training runs of equal weight trained"
+            " a policy each on FrozenLake. All tokens came from one borrowed guest"
+            f" {guest}, which shared a core with a host {host} under bursty load and served one job"
+            " at a time. An update of the running engine moved it from one job to the other: a"
+            " signed base, and the deltas after it."
+        )
+    text = (
+        f"In {report.elapsed_s:.0f} s a policy trained for {len(report.reward.by_step)} steps on"
+        f" FrozenLake. Its tokens came from a dedicated {guest} and from a guest {guest} that"
+        f" shared one core with a host {host} under bursty load. After each step the new weights"
+        " went to both, as a signed, bit-exact delta."
+    )
+    if report.settings.get("accept"):
+        text += (
+            " Blocks with the guest lent (leased) and frozen alternated in random order under the"
+            " same replayed host arrivals; in ceiling blocks the host had no load. At the end the"
+            " guest was revoked again and again in the middle of turns, then killed."
+        )
+    if control := report.settings.get("control"):
+        expected = " or ".join(f"“{name}”" for name in BROKEN_BY_CONTROL[str(control)])
+        text += f"\n\n**This run is a control (`{control}`): {expected} must fail.**"
+    return text
+
+
+def events(report: Report) -> Iterator[str]:
+    """Return the events of the run, a sentence a line."""
+    moved, tokens = report.trajectories, report.tokens
+    if report.sharing:
+        yield from _job_events(report.jobs, report.sharing)
+    else:
+        rewards = [value for value in report.reward.by_step if value is not None] or [math.nan]
+        yield (
+            f"The trainer published {report.weights.versions} versions;"
+            f" mean reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}."
+        )
+    if total := tokens.guest + tokens.dedicated + tokens.continued:
+        yield (
+            f"{tokens.guest / total:.0%} of {total:,} tokens were borrowed:"
+            " generated by the guest in time that the host left idle."
+        )
+    yield _host_line("The host", report.host.all)
+    if not report.sharing:
+        yield (
+            f"The guest was revoked {_times(report.faults.forced_revocations)} while it held turns"
+            f" and killed {_times(report.faults.guest_kills)} with kill -9."
+        )
+    yield (
+        f"{moved.started:,} trajectories were started and {moved.delivered:,} delivered;"
+        f" {moved.revoked_mid_turn:,} moved in mid-turn."
+    )
+
+
+def _job_events(jobs: Sequence[JobMeasures], found: Sharing) -> Iterator[str]:
+    for job in jobs:
+        share = "–" if job.share is None else f"{job.share:.0%}"
+        yield (
+            f"{job.job} had the guest for {job.guest_s:.0f} s, {share} of its time, and published"
+            f" {job.weights.versions} versions; reward went from {number(job.reward.first_fifth)}"
+            f" to {number(job.reward.last_fifth)}."
+        )
+    yield (
+        f"The guest went from one job to another {_times(found.changes)}, with"
+        f" {found.engine_starts} new engines; the first token came {number(found.change_s)} s after"
+        " the lease, on average."
+    )
+
+
+def _rates(report: Report) -> Iterator[str]:
+    if report.harvest.pairs:
+        for name, by_arm in (
+            ("Rollout tokens/s", report.harvest.tokens_per_s),
+            ("Training steps/hour", report.harvest.steps_per_hour),
+        ):
+            yield (
+                f"{name}: {number(by_arm.frozen)} frozen, {number(by_arm.leased)} leased,"
+                f" {number(by_arm.ceiling)} with the host idle."
+            )
+        yield _host_line("Frozen, the host", report.host.frozen)
+        yield _host_line("Leased, the host", report.host.leased)
+    yield (
+        f"Weights: {report.weights.wire_bytes / 1e6:.1f} MB sent instead of"
+        f" {report.weights.full_bytes / 1e6:.1f} MB."
+    )
+    if report.peak_memory_bytes is not None:
+        yield f"Memory: {report.peak_memory_bytes / 2**30:.1f} GiB at most, all processes."
+    used = (f"{name} {seconds:.0f}" for name, seconds in sorted(report.cpu_s.items()))
+    yield f"Processor seconds: {', '.join(used)}"
+
+
+def _host_line(name: str, arm: HostArm) -> str:
+    return (
+        f"{name} served {arm.requests} requests of its own, {arm.failed} failed;"
+        f" TTFT p50 {milliseconds(arm.ttft_p50_s)}, p95 {milliseconds(arm.ttft_p95_s)};"
+        f" TPOT p50 {milliseconds(arm.tpot_p50_s)}, p95 {milliseconds(arm.tpot_p95_s)}."
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def number(value: float | None) -> str:
+    """Return three significant digits, whole thousands, or a dash for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "∞"
+    if value == round(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def milliseconds(value_s: float | None) -> str:
+    """Return a latency in milliseconds, or a dash for one that is unknown or infinite."""
+    return "–" if value_s is None or not math.isfinite(value_s) else f"{value_s * 1e3:.1f} ms"

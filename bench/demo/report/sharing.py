@@ -1,4 +1,4 @@
-"""How several jobs shared the guest: whose lease it had when, from the scheduler's own events.
+"""Shares of several jobs in the guest, from the scheduler's events on its leases.
 
     lease_granted ──> lease_released, revoked or lease_expired       time of the lease's job
 
@@ -63,7 +63,7 @@ class Sharing:
 
 
 def guest_leases(records: Records) -> list[GuestLease]:
-    """Leases of borrowed engines within the blocks in which they were lent, in order of time."""
+    """Return leases of borrowed engines within the blocks in which they were lent, in order."""
     ends = {
         (event.replica, event.epoch): event.t_s
         for name in LEASE_ENDS
@@ -83,7 +83,7 @@ def guest_leases(records: Records) -> list[GuestLease]:
 
 
 def job_measures(records: Records) -> list[JobMeasures]:
-    """Every job's own figures; empty where there is one job."""
+    """Return every job's own figures; empty where there is one job."""
     leases = guest_leases(records)
     had_s = {
         job: sum(lease.end_s - lease.start_s for lease in leases if lease.job == job)
@@ -108,7 +108,7 @@ def job_measures(records: Records) -> list[JobMeasures]:
 
 
 def sharing(records: Records) -> Sharing | None:
-    """How the guest changed hands; None where there is one job."""
+    """Return the changes of the guest's job; None where there is one job."""
     if not records.jobs:
         return None
     leases = guest_leases(records)

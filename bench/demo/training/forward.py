@@ -30,17 +30,17 @@ from weight_transfer.format.tensors import tensor_bits, tensor_of
 
 
 def load_version_zero(folder: Path) -> dict[str, TensorBits]:
-    """The bits of a model folder."""
+    """Return the bits of a model folder."""
     return read_model_dir(folder)
 
 
 def values_of(bits: Mapping[str, TensorBits]) -> dict[str, Tensor]:
-    """fp32 tensors with exactly the published values."""
+    """Return fp32 tensors with exactly the published values."""
     return {name: tensor_of(tensor).float() for name, tensor in bits.items()}
 
 
 def published(master: Mapping[str, Tensor]) -> dict[str, TensorBits]:
-    """Bits of the trained weights, rounded to bf16."""
+    """Return the bits of the trained weights, rounded to bf16."""
     return {
         name: tensor_bits(name, weight.detach().to(torch.bfloat16), copy=False)
         for name, weight in master.items()
@@ -171,8 +171,10 @@ def reply_logprobs(
 
 
 def _replied(tokens: Tensor) -> Tensor:
-    """How many tokens of its own reply stand before each token [batch, length]; the asking mark,
-    which no reply may contain, begins a reply."""
+    """Return the tokens of its reply before each token [batch, length].
+
+    The asking mark, which no reply may contain, begins a reply.
+    """
     columns = torch.arange(tokens.shape[1]).expand_as(tokens)
     asked = columns.masked_fill(tokens != vocab.ASK_ID, -1).cummax(dim=1).values
     return columns - asked - 1

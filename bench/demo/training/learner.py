@@ -17,8 +17,8 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from bench.demo.cli import TrainerControl
 from bench.demo.training.forward import pieces, published, reply_logprobs, values_of
-from bench.demo.training.records import Control
 from bench.demo.training.rollouts import Trajectory
 from weight_transfer import TensorBits
 
@@ -61,7 +61,7 @@ LONG_LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.95)
 # Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
 WARM_UP_STEPS = 5
-# Where the rate ends: a policy that still jumps about is worse when it is read greedily.
+# The rate ends here: a policy that still jumps about is worse when it is read greedily.
 FINAL_SHARE = 0.1
 MAX_GRADIENT_NORM = 1.0
 
@@ -85,7 +85,7 @@ class Learner:
     def __init__(
         self,
         base: Mapping[str, TensorBits],
-        control: Control = "none",
+        control: TrainerControl | None = None,
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
         min_tokens: int = 0,
@@ -164,6 +164,6 @@ class Learner:
 
 
 def _share_of_rate(step: int, decay_steps: int | None) -> float:
-    """What part of the learning rate update number `step` uses."""
+    """Return the fraction of the learning rate that update number `step` uses."""
     decayed = 1.0 - step / decay_steps if decay_steps else 1.0
     return min((step + 1) / WARM_UP_STEPS, max(FINAL_SHARE, decayed))

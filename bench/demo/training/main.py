@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from bench.demo.corrupt_publisher import CorruptPublisher
-from bench.demo.experiment.conductor import LossyJournal
+from bench.demo.faulty_trainer import CorruptPublisher, LossyJournal
 from bench.demo.training.forward import load_version_zero
-from bench.demo.training.records import TrainConfig
-from bench.demo.training.trainer import BasePublisher, DemoTrainer
+from bench.demo.training.trainer import BasePublisher, DemoTrainer, TrainConfig
 from rose.client import RolloutClient, RolloutError
 from rose.errors import RoseError
 from rose.security.keys import signing_key

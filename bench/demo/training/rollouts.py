@@ -38,7 +38,7 @@ class TakenTurn:
     end_s: float
 
     def positions(self) -> range:
-        """Where the reply's tokens are in the conversation."""
+        """Return the positions of the reply's tokens in the conversation."""
         return range(self.offset, self.offset + len(self.turn.token_ids))
 
     def stamps(self) -> list[int | None]:
@@ -78,7 +78,7 @@ class Trajectory:
     lost: bool = False
 
     def positions(self) -> list[int]:
-        """Where sampled tokens are in `tokens`, rising."""
+        """Return the positions of sampled tokens in `tokens`, rising."""
         return [at for taken in self.turns for at in taken.positions()]
 
     def logprobs(self) -> list[float]:
@@ -94,7 +94,7 @@ class Trajectory:
         return sorted({version for taken in self.turns for version, _, _ in taken.turn.versions})
 
     def revoked_mid_turn(self) -> bool:
-        """Whether a turn moved to another replica after it had begun."""
+        """Return True if a turn moved to another replica after it had begun."""
         return any(len(taken.turn.segments) > 1 for taken in self.turns)
 
 
@@ -118,7 +118,7 @@ class TurnStarter(Protocol):
 
 
 def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
-    """How replies are sampled: from the words of a reply only, until the stop."""
+    """Return the sampling of replies: from the words of a reply only, until the stop."""
     return Sampling(
         temperature=0.0 if greedy else 1.0,
         max_tokens=LONG_REPLY_TOKENS if long_turns else REPLY_TOKENS,

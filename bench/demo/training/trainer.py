@@ -7,22 +7,74 @@ batch t complete → update → publish version t + 1 → the next trajectories 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from bench.demo.cli import JOB, MAX_SEED, TrainerControl
 from bench.demo.frozen_lake.data import evaluate
 from bench.demo.frozen_lake.task import different_lakes, training_lake
-from bench.demo.training.forward import Snapshots, load_version_zero, rescored
+from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
+from bench.demo.training.forward import Snapshots, load_version_zero, rescored, turn_gap
 from bench.demo.training.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
-from bench.demo.training.records import TrainConfig, TrainRecords
 from bench.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, TurnStarter, sampling
 from rose.client import Sampling
-from rose.errors import UnavailableError
+from rose.errors import ConfigError, UnavailableError
+from rose.logs.eventlog import KEEP_ALL, JsonlLog
 from rose.weight_distribution import Receipt
 from weight_transfer import TensorBits
+
+
+class TrainConfig(BaseModel):
+    """One training run. `streams`: trajectories in flight; a step is `groups` x `group_size`. The
+    learning rate falls until `decay_steps`. Without `held_out_maps` nothing is evaluated.
+    `shared`: other jobs have its replicas at times."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_dir: Path
+    gateway_url: str
+    scheduler: str
+    out: Path
+    publish_root: Path
+    publish_port: int = Field(ge=0, le=65_535)
+    key: Path
+    job: str = JOB
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    steps: int = Field(default=34, ge=1, le=1_000)
+    decay_steps: int | None = Field(default=None, ge=1)
+    streams: int = Field(default=96, ge=1, le=4_096)
+    groups: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=2)
+    max_staleness: int = Field(default=1, ge=0, le=2)
+    held_out_maps: int = Field(default=512, ge=0, le=512)
+    control: TrainerControl | None = None
+    long_turns: bool = False
+    torch_threads: int = Field(default=1, ge=1)
+    shared: bool = False
+
+    @property
+    def first_version(self) -> int:
+        """The version that training begins with.
+
+        A running engine that has another job's weights comes to a version of this job by an
+        update, but to none before the first: so the model is published as version 1, too.
+        """
+        return int(self.shared)
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainConfig":
+        """Read a file. Raises ConfigError that names what is wrong with it."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            first = str(error).replace("\n", " ")
+            raise ConfigError(f"{path}: not a trainer configuration: {first}") from error
 
 
 class DemoPublisher(Protocol):
@@ -61,7 +113,9 @@ class DemoTrainer:
         self._source = source
         self._publisher = publisher
         self._emit = emit
-        self._records = TrainRecords(config.out, config.job)
+        self._turns = JsonlLog(config.out / "turns.jsonl", KEEP_ALL)
+        self._trajectories = JsonlLog(config.out / "trajectories.jsonl", KEEP_ALL)
+        self._step_log = JsonlLog(config.out / "steps.jsonl", KEEP_ALL)
         self._how = sampling(long_turns=config.long_turns)
         self._learner = Learner(
             load_version_zero(config.model_dir),
@@ -102,7 +156,8 @@ class DemoTrainer:
         await self._scored()
         await self._score(left, {}, None)
         await self._evaluate("final")
-        self._records.close()
+        for log in (self._turns, self._trajectories, self._step_log):
+            log.close()
         self._emit(self._done())
 
     async def _evaluate(self, which: str) -> None:
@@ -140,8 +195,8 @@ class DemoTrainer:
         self._taken = number + 1
         self._snapshots.keep(self._version, self._learner.values)
         await self._rollouts.published(self._version)
-        record = _step_record(number, start_s, delivered, update, receipt)
-        self._records.step(record)
+        record = self._step_row(number, start_s, delivered, update, receipt)
+        self._step_log.write(record)
         self._emit({"event": "step", **record})
         known = {(name, held): values for name, values in update.logprobs.items()}
         self._scoring = asyncio.create_task(self._score(batch, known, number))
@@ -160,7 +215,10 @@ class DemoTrainer:
     ) -> None:
         score = partial(rescored, batch, self._snapshots, known, self._how.min_tokens)
         scores = await asyncio.to_thread(score)
-        self._records.delivered(batch, scores, step)
+        for trajectory in batch:
+            self._trajectories.write(self._trajectory_row(trajectory, step))
+            for record in self._turn_rows(trajectory, scores[trajectory.name], step):
+                self._turns.write(record)
 
     def _done(self) -> dict[str, Any]:
         rollouts = self._rollouts
@@ -171,6 +229,79 @@ class DemoTrainer:
             "lost": rollouts.lost,
             "duplicated": rollouts.duplicated,
         }
+
+    def _step_row(
+        self,
+        number: int,
+        start_s: float,
+        batch: Sequence[Trajectory],
+        update: Update,
+        receipt: Receipt,
+    ) -> dict[str, Any]:
+        row = StepRow(
+            step=number,
+            start_s=start_s,
+            end_s=time.monotonic(),
+            reward_mean=sum(one.reward for one in batch) / len(batch),
+            reward_n=len(batch),
+            tokens=sum(len(one.positions()) for one in batch),
+            trajectories=len(batch),
+            spanning=sum(len(one.versions()) > 1 for one in batch),
+            clip_fraction=update.clip_fraction,
+            grad_norm=update.gradient_norm,
+            version=receipt.version,
+            density=receipt.density,
+            full_bytes=receipt.full_bytes,
+            wire_bytes=receipt.wire_bytes,
+            publish_s=receipt.publish_s,
+            train_s=update.train_s,
+            job=self._config.job,
+        )
+        return msgspec.structs.asdict(row)
+
+    def _trajectory_row(self, trajectory: Trajectory, step: int | None) -> dict[str, Any]:
+        row = TrajectoryRecord(
+            trajectory=trajectory.name,
+            group=trajectory.group,
+            step=step,
+            start_s=trajectory.start_s,
+            end_s=trajectory.end_s,
+            turns=len(trajectory.turns),
+            reward=trajectory.reward,
+            versions=trajectory.versions(),
+            delivered=int(not trajectory.lost),
+            revoked_mid_turn=trajectory.revoked_mid_turn(),
+            job=self._config.job,
+        )
+        return msgspec.structs.asdict(row)
+
+    def _turn_rows(
+        self, trajectory: Trajectory, scores: Sequence[float | None], step: int | None
+    ) -> Iterator[dict[str, Any]]:
+        start = 0
+        for index, taken in enumerate(trajectory.turns):
+            end = start + len(taken.turn.token_ids)
+            gap, unstamped = turn_gap(taken, scores[start:end])
+            row = TurnRecord(
+                request_id=taken.turn.request_id,
+                trajectory=trajectory.name,
+                group=trajectory.group,
+                step=step,
+                turn=index,
+                start_s=taken.start_s,
+                end_s=taken.end_s,
+                prompt_tokens=taken.offset,
+                output_tokens=end - start,
+                versions=list(taken.turn.versions),
+                segments=taken.segments(),
+                attempts=taken.turn.attempts,
+                finish_reason=taken.turn.finish_reason,
+                gap=gap,
+                unstamped=unstamped,
+                job=self._config.job,
+            )
+            start = end
+            yield msgspec.structs.asdict(row)
 
 
 def _plan(config: TrainConfig, how: Sampling) -> RolloutPlan:
@@ -184,30 +315,3 @@ def _plan(config: TrainConfig, how: Sampling) -> RolloutPlan:
         lake_of=partial(training_lake, config.seed),
         first=config.first_version,
     )
-
-
-def _step_record(
-    number: int,
-    start_s: float,
-    batch: Sequence[Trajectory],
-    update: Update,
-    receipt: Receipt,
-) -> dict[str, object]:
-    return {
-        "step": number,
-        "start_s": start_s,
-        "end_s": time.monotonic(),
-        "reward_mean": sum(one.reward for one in batch) / len(batch),
-        "reward_n": len(batch),
-        "tokens": sum(len(one.positions()) for one in batch),
-        "trajectories": len(batch),
-        "spanning": sum(len(one.versions()) > 1 for one in batch),
-        "clip_fraction": update.clip_fraction,
-        "grad_norm": update.gradient_norm,
-        "version": receipt.version,
-        "density": receipt.density,
-        "full_bytes": receipt.full_bytes,
-        "wire_bytes": receipt.wire_bytes,
-        "publish_s": receipt.publish_s,
-        "train_s": update.train_s,
-    }

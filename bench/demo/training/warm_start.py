@@ -19,7 +19,7 @@ from bench.demo.frozen_lake.data import demonstrate, evaluate
 from bench.demo.frozen_lake.models import new_policy
 from bench.demo.frozen_lake.task import different_lakes, random_lake
 from bench.demo.training.forward import reply_logprobs
-from bench.demo.training.rehearsal import LocalPolicy
+from bench.demo.training.local_policy import LocalPolicy
 from bench.demo.training.rollouts import sampling
 
 STEPS = 250
@@ -47,7 +47,7 @@ class WarmStart:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether it is good enough to learn and bad enough to improve."""
+        """True if it is good enough to learn and bad enough to improve."""
         return LEAST_SUCCESS <= self.success <= MOST_SUCCESS
 
 
@@ -78,7 +78,7 @@ def warm_start(
         progress((step + 1) / STEPS)
 
     def success() -> float:
-        crossed = asyncio.run(evaluate(LocalPolicy(model, SEED), how, lakes, 0, "warm start"))
+        crossed = asyncio.run(evaluate(LocalPolicy(model), how, lakes, 0, "warm start"))
         return sum(crossed) / len(crossed)
 
     reached = train_into_band(weights, advance, success)

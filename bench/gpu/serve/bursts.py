@@ -1,9 +1,8 @@
-"""The bursts of the Azure code trace: of its file where one is given, or made to its figures.
+"""Bursts of the Azure code trace: read from its file, or generated with its figures.
 
-Made ones have what the trace shows: phases of a few requests a second for some seconds, silences of
-up to minutes between them, and one rush up to the peak. Mean 2.57/s, 67 in the densest second, a
-coefficient of variation between arrivals near 13, lengths with the trace's median and 95th
-percentile.
+The trace has phases of a few requests a second for some seconds, silences of up to minutes between
+them, and one rush up to the peak. Mean 2.57/s, 67 in the densest second, a coefficient of variation
+between arrivals near 13; generated lengths have the trace's median and 95th percentile.
 """
 
 import csv
@@ -32,7 +31,7 @@ _BEGAN = datetime(2024, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class BurstFigures:
-    """What a trace is like. cv: deviation of times between arrivals over their mean."""
+    """Figures of a trace. cv: deviation of times between arrivals over their mean."""
 
     requests: int
     mean_per_s: float
@@ -41,7 +40,7 @@ class BurstFigures:
 
 
 def figures_of(trace: Sequence[TracedRequest]) -> BurstFigures:
-    """Of a trace of two requests or more."""
+    """Return the figures of a trace of two requests or more."""
     times = [request.offset_s for request in trace]
     between = [later - earlier for earlier, later in pairwise(times)]
     return BurstFigures(
@@ -53,7 +52,7 @@ def figures_of(trace: Sequence[TracedRequest]) -> BurstFigures:
 
 
 def write_generated(path: Path, seed: int) -> None:
-    """A generated trace in the Azure format."""
+    """Write a generated trace in the Azure format."""
     rng = random.Random(f"rose-bursts/{seed}")  # noqa: S311 - a load, not a secret
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -64,7 +63,7 @@ def write_generated(path: Path, seed: int) -> None:
 
 
 def generated_times(rng: random.Random) -> list[float]:
-    """Arrivals in seconds, in order; the first is at 0."""
+    """Return arrivals in seconds, in order; the first is at 0."""
     phases = list(_phases(rng))
     rush = _rush(rng)
     phases.insert(len(phases) // 4, rush)
@@ -85,7 +84,7 @@ def generated_times(rng: random.Random) -> list[float]:
 def burst_windows(
     trace: Sequence[TracedRequest], segment_s: float, count: int, seed: int
 ) -> list[int]:
-    """Segments to play: the one with the densest second first, then others in random order.
+    """Return the segments to play: the one with the densest second, then others in random order.
 
     The others have at least the trace's mean rate: a window without requests shows nothing.
     """
@@ -102,7 +101,7 @@ def burst_windows(
 
 
 def _phases(rng: random.Random) -> Iterator[tuple[list[float], float]]:
-    """(arrivals, length) of each stretch of steady traffic, in seconds."""
+    """Yield (arrivals, length) of each stretch of steady traffic, in seconds."""
     requests = sum(RUSH)
     while requests < AZURE_REQUESTS:
         length_s = max(1.0, rng.expovariate(1 / PHASE_S))

@@ -39,7 +39,7 @@ class ServingEngines(EngineSet):
     folder: Path
     key: SigningKey
     guest_weights: Path | None = None
-    """The guest's version 0, a safetensors file; None where its engine makes weights up."""
+    """Version 0 of the guest, a safetensors file; None where its engine makes weights up."""
     weights_written_s: float = 0.0
     ports: Mapping[str, int] = field(default_factory=_free_ports)
 
@@ -55,12 +55,9 @@ class ServingEngines(EngineSet):
         return self.folder / "models" / model
 
     async def start(self, timeout_s: float) -> None:
-        """All three at once. Raises EngineStartError for the first that does not come up."""
+        """Start all three at once. Raises EngineStartError for the first that does not come up."""
         specs = (self._host(), self._guest(), self._naive())
         await self.start_together(specs, timeout_s, self.folder)
-
-    def prioritise_guest(self, *, background: bool) -> None:
-        """Not here: the kernel's priorities say nothing about a card."""
 
     def _host(self) -> EngineSpec:
         sizes = self.sizes
@@ -99,7 +96,7 @@ class ServingEngines(EngineSet):
         )
 
     def _spec(self, name: str, role: EngineRole, model: str, sequences: int) -> EngineSpec:
-        """What all have in common."""
+        """Return the common part of the three specs."""
         modules = [module_path(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")]
         extra = ["--generation-config=vllm"]
         if self.device is Device.CUDA:

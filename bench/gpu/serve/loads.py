@@ -26,7 +26,7 @@ from rose.azure_trace import read_trace
 from rose.compare.bootstrap import Estimate, percentile_estimate
 
 STOP_S = 0.020
-# What ROSE as published shows.
+# The ratio in the paper on ROSE.
 TTFT_P99_RATIO = 1.07
 
 
@@ -46,7 +46,7 @@ def card_rules(found: Evidence) -> list[Check]:
 
 
 def requests_wanted(requests: int) -> int:
-    """How many more an arm needs before its p99 decides."""
+    """Return the requests that an arm lacks for a verdict on its p99."""
     return max(0, MIN_REQUESTS_FOR_P99 - requests)
 
 
@@ -90,7 +90,7 @@ def _stop_checks(found: Evidence) -> list[Check]:
 
 
 def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[PlanBlock]:
-    """Every arm with the same arrivals, and each guest without host load, in random order."""
+    """Return every arm with the same arrivals, and each guest alone, in random order."""
     name = f"rose-serving/{sizes.seed}/{cell.busy_target}/{cell.traffic}/{number}"
     rng = random.Random(name)  # noqa: S311 - an order, not a secret
     blocks = [PlanBlock(arm, sizes.idle_s, number, 0) for arm in (IDLE_ROSE, IDLE_NAIVE)]
@@ -102,7 +102,7 @@ def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list
 async def play_rounds(
     session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
 ) -> list[CoserveBlockRecord]:
-    """At least one round, then others while the longest so far would still end by `until_s`."""
+    """Play a round, then others while the longest so far would still end by `until_s`."""
     records: list[CoserveBlockRecord] = []
     longest_s = 0.0
     for number, segment in enumerate(segments):
@@ -115,27 +115,27 @@ async def play_rounds(
     return records
 
 
-# Of the load's own stream of segments, which no other load plays.
+# Each load plays segments of its own.
 FIRST_SEGMENT = 1_000
 
 
 async def busy_30(session: ServingSession, seconds: float) -> Measured:
-    """Poisson arrivals that keep the host alone busy for 0.3 of the time."""
+    """Play Poisson arrivals that keep the host alone busy for 0.3 of the time."""
     return await _steady(session, 0.3, seconds)
 
 
 async def busy_60(session: ServingSession, seconds: float) -> Measured:
-    """As above, 0.6."""
+    """Play Poisson arrivals that keep the host alone busy for 0.6 of the time."""
     return await _steady(session, 0.6, seconds)
 
 
 async def busy_90(session: ServingSession, seconds: float) -> Measured:
-    """As above, 0.9."""
+    """Play Poisson arrivals that keep the host alone busy for 0.9 of the time."""
     return await _steady(session, 0.9, seconds)
 
 
 async def bursts(session: ServingSession, seconds: float) -> Measured:
-    """Windows of the bursty trace, at its own pace."""
+    """Play windows of the bursty trace, at its own pace."""
     until_s = time.monotonic() + seconds
     sizes = session.sizes
     assert session.load_config.trace is not None
@@ -183,7 +183,7 @@ def _wanted(row: Row) -> dict[str, int]:
 
 
 def _harmed(rows: Sequence[Row]) -> bool:
-    """What ROSE is measured against is real only where naive co-location fails."""
+    """Return True if naive co-location fails: only then there was a danger."""
     return any(row["verdict"] == FAILS for row in rows if arm_of(row).guest == "naive")
 
 

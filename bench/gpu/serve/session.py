@@ -1,11 +1,11 @@
-"""One running set of engines, and everything that plays on it: what the pieces of a call share.
+"""Session: one running set of engines that the served pieces of a process share.
 
     cell = await session.cell(0.6, "poisson")
     record = await session.play(Block(ALONE, 10.0, 0, 1, cell))
     rows = await session.rows([record, ...], rules)
 
-A piece gets the session and how long it may take. What it leaves behind is the next one's: it
-returns with the host idle and without leases, as `play` does.
+A piece gets the session and its time. It returns with the host idle and without leases, as `play`
+does, for the next piece.
 """
 
 import asyncio
@@ -65,10 +65,10 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class KeptRates:
-    """`host`: what the rates depend on; those of another host are forgotten."""
+    """Rates in a file, for one `host`; the rates of another host are forgotten."""
 
     def __init__(self, path: Path, host: Mapping[str, str | int | float | None]) -> None:
-        """Raises ConfigError for a file that is damaged."""
+        """Read the file. Raises ConfigError when it is damaged."""
         self._path = path
         self._host = dict(host)
         self._rates: dict[tuple[float, str], Calibration] = {}
@@ -82,11 +82,11 @@ class KeptRates:
             self._rates = {(rate.busy_target, rate.traffic): rate for rate in kept.rates}
 
     def get(self, busy: float, traffic: str) -> Calibration | None:
-        """The rate of an earlier search, None without one."""
+        """Return the rate of an earlier search, None without one."""
         return self._rates.get((busy, traffic))
 
     def put(self, found: Calibration) -> None:
-        """Keep it for the next session too."""
+        """Keep a rate for the next session too."""
         self._rates[found.busy_target, found.traffic] = found
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_suffix(f".{os.getpid()}.tmp")
@@ -96,15 +96,16 @@ class KeptRates:
 
 
 FLUSH_S = 0.5
-# A segment from which the capacity's lengths are drawn.
+# The capacity's lengths are drawn from a segment of this length.
 LENGTHS_S = 60.0
 
 
 @dataclass(slots=True)
 class ServingSession:
-    """folder: raw records and logs. until_s: when this process has to be done (monotonic clock).
+    """Engines, load and player of a process.
 
-    key: signs what the guest accepts as weights. start_s: what the engines took to start.
+    folder: raw records and logs. until_s: end of this process's time (monotonic clock).
+    key: signs the weights that the guest accepts. start_s: seconds that the engines took to start.
     http: for requests to the engines; its requests have a timeout.
     """
 
@@ -123,11 +124,11 @@ class ServingSession:
 
     @property
     def left_s(self) -> float:
-        """What this process may still take."""
+        """Seconds that this process has left."""
         return self.until_s - time.monotonic()
 
     def say(self, what: str) -> None:
-        """A line in the log of the pieces."""
+        """Write a line to the log of the pieces."""
         sys.stdout.write(f"{self.left_s:6.1f} s left: {what}\n")
         sys.stdout.flush()
 
@@ -142,16 +143,16 @@ class ServingSession:
             raise
 
     async def cell(self, busy: float, traffic: Traffic) -> Cell:
-        """The load that keeps the host alone busy for such a share of the time.
+        """Return the load that keeps the host alone busy for this share of the time.
 
-        Its rate is searched once and kept beside the results; each block measures how busy the
-        host really was. Raises RoseError where no rate comes near.
+        Its rate is searched once and kept beside the results; each block measures how busy the host
+        really was. Raises RoseError where no rate comes near.
         """
         found = self.rates.get(busy, traffic) or await self._search(busy, traffic)
         return Cell(busy, traffic, found.rate_per_s)
 
     async def capacity_rps(self) -> float:
-        """Requests/s of this session's host with all of its streams, measured once."""
+        """Measure requests/s of this session's host with all of its streams, once."""
         if self._capacity_rps is None:
             self.say("host alone: capacity")
             sizes = self.sizes
@@ -162,13 +163,13 @@ class ServingSession:
         return self._capacity_rps
 
     async def rows(self, blocks: Sequence[CoserveBlockRecord], rules: Rules) -> list[Row]:
-        """What these blocks say: a row for each arm of each cell, judged by `rules`."""
+        """Return a row for each arm of each cell of these blocks, judged by `rules`."""
         capacity_rps = await self.capacity_rps()
         await self._flush()
         return Analysis(self._records(blocks, capacity_rps), rules).rows()
 
     async def requests(self) -> list[Request]:
-        """Every request of the host so far, in whichever block."""
+        """Return every request of the host so far."""
         await self._flush()
         return self._requests()
 
@@ -290,7 +291,7 @@ def _written(sizes: ServingSizes, folder: Path) -> Path:
 
 
 def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | None]:
-    """What a host's rates depend on."""
+    """Return the values that a host's rates depend on."""
     return {
         "model": sizes.host,
         "dtype": sizes.dtype,

@@ -30,14 +30,14 @@ from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 PROMPT = tuple(range(3, 35))
 TURN_TIMEOUT_S = 120.0
 RETRY_S = 0.2
-# A guest refuses turns while a version is activated; no longer than that.
+# A guest refuses turns while a version is activated, for less than this time.
 REFUSED_MOST_S = 30.0
 _UNAVAILABLE = 503
 
 
 @dataclass(slots=True)
 class StampedTurns:
-    """One turn after another until it is stopped; what their tokens said."""
+    """Turns one after another until they are stopped, and the versions of their tokens."""
 
     http: aiohttp.ClientSession
     url: str
@@ -48,13 +48,13 @@ class StampedTurns:
     turns: int = 0
 
     async def run(self) -> None:
-        """Play turns for as long as it is let."""
+        """Play turns until cancelled."""
         await self._post("admit", {"epoch": 1})
         while True:
             await self.turn()
 
     async def turn(self) -> list[int]:
-        """Play one; the versions of its chunks. Raises PieceError for what is not stamped."""
+        """Play one and return its chunks' versions. Raises PieceError for a wrong stamp."""
         versions: list[int] = []
         for line in await self._lines():
             if "finish_reason" in line:
@@ -95,10 +95,10 @@ APPLY_TIMEOUT_S = 240.0
 
 
 class GuestVersions:
-    """Publishes steps there and back between two sets of weights, and has a guest apply them."""
+    """Publisher of steps there and back between two sets of weights, which a guest applies."""
 
     def __init__(self, weights: Path, folder: Path, key: SigningKey, seed: int) -> None:
-        """`weights`: version 0, a safetensors file. Reads all of it."""
+        """Read version 0 from the safetensors file `weights`."""
         self.store = ChunkStore(folder)
         self._publisher = VersionPublisher(self.store, job="gpu", trainer="bench", key=key)
         base = read_safetensors(weights)
@@ -106,7 +106,7 @@ class GuestVersions:
         self.published = 0
 
     def publish(self) -> dict[str, Any]:
-        """Publish the next version; what that took."""
+        """Publish the next version; return its size and duration."""
         version = self.published + 1
         began_s = time.perf_counter()
         old, new = self._sets[self.published % 2], self._sets[version % 2]
@@ -121,7 +121,7 @@ class GuestVersions:
     async def apply(
         self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Have the guest apply the newest one; its report. Raises PieceError in one line."""
+        """Apply the newest version and return the guest's report. Raises PieceError."""
         body = {
             "manifest": str(self.store.manifest_path(self.published)),
             "chunks": str(self.store.chunks_dir),
@@ -141,7 +141,7 @@ class GuestVersions:
 
 
 def stepped(base: Mapping[str, TensorBits], seed: int) -> dict[str, TensorBits]:
-    """The same weights after a step that moves about CHANGED of them by one unit."""
+    """Return the weights after a step that moves about CHANGED of them by one unit."""
     rng = np.random.default_rng(seed)
     new = {}
     for name, tensor in base.items():
@@ -153,15 +153,14 @@ def stepped(base: Mapping[str, TensorBits], seed: int) -> dict[str, TensorBits]:
 
 
 BUSY = 0.6
-# adaptive, invisible: the host's latencies are to stay as they are.
+# The arm without slack: the host's latencies are to stay as they are.
 ARM = next(arm for arm in ROSE_ARMS if arm.policy == "adaptive" and not arm.slack_share)
 FIRST_SEGMENT = 70_000
 QUANTILES = (50, 90, 99)
 
 
 async def updates(session: ServingSession, seconds: float) -> Measured:
-    """One update without host load, under turns; then `rounds` at most under it, while there is
-    time."""
+    """Measure one update without host load, then updates under it while there is time."""
     until_s = time.monotonic() + seconds
     weights = session.engines.guest_weights
     assert weights is not None
@@ -207,7 +206,7 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
 async def _without_host(
     session: ServingSession, versions: GuestVersions, turns: StampedTurns
 ) -> dict[str, Any]:
-    """The first update: it also waits until the guest has proved version 0."""
+    """Apply the first update, which also waits until the guest has proved version 0."""
     published = await asyncio.to_thread(versions.publish)
     session.say(f"version 1 is published after {published['publish_s']:.1f} s")
     session.player.rule(ARM)
@@ -216,7 +215,7 @@ async def _without_host(
         versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
     )
     try:
-        # Turns end by themselves only when the guest does not take them any more.
+        # Turns end by themselves only when the guest refuses them.
         await asyncio.wait({playing, applying}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not applying.done():
@@ -229,7 +228,7 @@ async def _without_host(
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
-    """End it; what it raised by itself is raised here."""
+    """Cancel a task; raise the error with which it ended by itself."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -248,7 +247,7 @@ async def _update(
     turns: StampedTurns,
     number: int,
 ) -> tuple[dict[str, Any], list[CoserveBlockRecord]]:
-    """One update under load; its report and the blocks that were played meanwhile."""
+    """Apply one update under load; return its report and the blocks that were played meanwhile."""
     published = await asyncio.to_thread(versions.publish)
     applying = asyncio.create_task(
         versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
@@ -268,7 +267,7 @@ async def _update(
 
 
 def _again(record: CoserveBlockRecord, cell: Cell, seconds: float) -> PlanBlock:
-    """The same arrivals under the same rules."""
+    """Return the same arrivals under the same rules."""
     return PlanBlock(ARM, seconds, record.round, record.segment, cell)
 
 
@@ -281,7 +280,7 @@ async def _host(
     during: Sequence[CoserveBlockRecord],
     control: Sequence[CoserveBlockRecord],
 ) -> dict[str, Any]:
-    """Latencies of the host's requests while versions were staged and applied, and without."""
+    """Return host latencies with and without updates, and their ratios."""
     requests = await session.requests()
     found = {
         name: _latencies([r for r in requests if r.block in {block.block for block in blocks}])

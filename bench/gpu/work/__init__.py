@@ -1,1 +1,1 @@
-"""What the pieces do, each in a process of its own that may use torch and the card."""
+"""Work of the pieces, each in a process of its own that may use torch and the card."""

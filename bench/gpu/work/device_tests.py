@@ -1,4 +1,4 @@
-"""Piece `tests`: the tests that want a device, on the device."""
+"""Piece `tests`: the tests that need a device, on the device."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ NEVER_PASSED_ON = ("TRITON_INTERPRET",)
 class DeviceTestGroup:
     """Tests that run on a device where there is one, and on a stand-in elsewhere.
 
-    They are files that match and have the word in them; modules: what they import.
+    Their files match the pattern and contain the word; modules: their imports.
     """
 
     name: str
@@ -30,12 +30,11 @@ class DeviceTestGroup:
     modules: tuple[str, ...]
 
     def files(self) -> list[Path]:
-        """In this tree."""
         found = sorted(ROOT.glob(self.pattern))
         return [file for file in found if self.word in file.read_text(encoding="utf-8")]
 
     def missing(self) -> str:
-        """Why they cannot run, empty when they can."""
+        """Return the reason why they cannot run, empty when they can."""
         if missing := absent(self.modules):
             return f"needs {', '.join(missing)}"
         return "" if self.files() else f"no {self.pattern} in this tree"
@@ -63,7 +62,7 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
 
 
 def run_groups(groups: Sequence[DeviceTestGroup]) -> dict[str, Any]:
-    """Tests passed, and the groups that were left out. Raises PieceError, too when all were."""
+    """Return tests passed and groups left out. Raises PieceError, also when all were left out."""
     left_out = {group.name: why for group in groups if (why := group.missing())}
     files = [file for group in groups if group.name not in left_out for file in group.files()]
     if not files:

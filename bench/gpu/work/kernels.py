@@ -56,9 +56,9 @@ _SECTOR_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel at work, and the bytes that it must read and write.
+    """One kernel, and the bytes that it must read and write.
 
-    touched_bytes: what the card moves for them at least, where that is more: whole sectors.
+    touched_bytes: bytes that the card moves for them at least, where that is more: whole sectors.
     """
 
     name: str
@@ -126,7 +126,7 @@ def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the packa
 
 
 def _ranking(old: Any, new: Any) -> Work:  # noqa: ANN401
-    """Ranks of `compact`, which are made a chunk at a time."""
+    """Return the ranks of `compact`, which are computed a chunk at a time."""
     from weight_transfer.format.tensors import WeightClass
     from weight_transfer.kernels.triton.backend import DEVICE
 

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu.work.page_guest OPENER PAGES SOCKET`: holds memory until it is told.
+"""`python -m bench.gpu.work.page_guest OPENER PAGES SOCKET`: holder of memory for a host's tests.
 
 stdin    free        fill      share       unmap      map
 stdout   done        done      done        done       done
@@ -20,7 +20,7 @@ OPENER = "executor.cuda.driver:open_driver"
 
 
 def opened(opener: str) -> Driver:
-    """The driver that `module:function` opens in this process."""
+    """Open the driver by `module:function`."""
     module, _, function = opener.partition(":")
     return cast("Driver", getattr(importlib.import_module(module), function)())
 
@@ -38,48 +38,42 @@ class PageRange:
         self._base = driver.reserve(pages * self.page_bytes)
 
     def create(self) -> Handle:
-        """Take a page from the card."""
         return self._driver.create(self.page_bytes)
 
     def release(self, handle: Handle) -> None:
-        """Give a page back to the card, once nothing is mapped on it."""
         self._driver.release(handle)
 
     def map(self, page: int, handle: Handle) -> None:
-        """Put a page under an address."""
         self._driver.map(self._address(page), self.page_bytes, handle)
 
     def unmap(self, page: int) -> None:
-        """Take it away."""
         self._driver.unmap(self._address(page), self.page_bytes)
 
     def allow(self, first: int, pages: int) -> None:
-        """Let the card use a run of mapped pages."""
+        """Let the card access a run of mapped pages."""
         self._driver.set_access(self._address(first), pages * self.page_bytes)
 
     def zero(self, first: int, pages: int) -> None:
-        """Overwrite a run of them: nobody sees what another process left there. Waits for it."""
+        """Overwrite a run of pages, so that another process's data is gone, and wait for it."""
         self._driver.fill(self._address(first), 0, pages * self.page_bytes)
         self._driver.synchronize()
 
     def create_all(self) -> Handles:
-        """A page for each address."""
+        """Create a page for each address."""
         return [self.create() for _ in range(self.pages)]
 
     def map_all(self, handles: Sequence[Handle]) -> None:
-        """Put zeroed pages under all of it, ready for use."""
+        """Map zeroed pages under all addresses, ready for use."""
         for page, handle in enumerate(handles):
             self.map(page, handle)
         self.allow(0, self.pages)
         self.zero(0, self.pages)
 
     def unmap_all(self) -> None:
-        """Take all away."""
         for page in range(self.pages):
             self.unmap(page)
 
     def release_all(self, handles: Sequence[Handle]) -> None:
-        """Give them back to the card."""
         for handle in handles:
             self.release(handle)
 
@@ -108,7 +102,7 @@ class Guest:
         self.fill()
 
     def obey(self, word: str) -> None:
-        """Do what the host says."""
+        """Run the host's command."""
         words: dict[str, Callable[[], None]] = {
             FREE: self.free, FILL: self.fill, SHARE: self.share,
             UNMAP: self.unmap, MAP: self.map,
@@ -127,12 +121,12 @@ class Guest:
         self.map()
 
     def unmap(self) -> None:
-        """Keep the memory, and leave it to whoever shares it."""
+        """Keep the memory, for the process that shares it."""
         self._range.unmap_all()
         self._mapped = False
 
     def map(self) -> None:
-        """Use it again."""
+        """Map the memory again."""
         self._range.map_all(self._handles)
         self._mapped = True
 
@@ -144,14 +138,13 @@ class Guest:
             _close(part)
 
     def close(self) -> None:
-        """Give everything back."""
         if self._mapped:
             self.free()
         self._range.close()
 
 
 def received(driver: Driver, pages: int, source: socket.socket) -> Handles:
-    """Handles of all pages that a guest shares."""
+    """Receive handles of all pages that a guest shares."""
     handles: Handles = []
     while len(handles) < pages:
         message, descriptors, _flags, _from = socket.recv_fds(source, 1, BATCH)

@@ -1,4 +1,4 @@
-"""Piece `pages`: what a physical page costs, and a gibibyte from a guest's process to a host's."""
+"""Piece `pages`: time of a physical page, and of a gibibyte from a guest to a host."""
 
 import os
 import socket
@@ -26,9 +26,9 @@ _SPARE: Final = {RETURNED: 0, KEPT: 1}
 
 
 def measure_balloon(driver: Driver, pages: int, rounds: int) -> dict[str, Any]:
-    """Of a cache of so many pages, with its pages returned to the card, then with them kept.
+    """Measure a cache of so many pages, with its pages returned to the card, then with them kept.
 
-    `free_grew_by_bytes` is what the card's own figure says of the first half that went.
+    `free_grew_by_bytes`: growth of the card's own figure when the first half went.
     `one_unmap_for_a_run`: whether one call unmaps two neighbours, which no document promises.
     """
     ways = {way: _balloon(driver, pages, rounds, _SPARE[way] * pages) for way in (RETURNED, KEPT)}
@@ -47,7 +47,7 @@ def unmaps_runs(driver: Driver) -> bool:
         driver.unmap(base, 2 * size)
         whole = True
     for page in range(2):
-        # What is unmapped already is refused, and that is how it shows.
+        # The driver refuses to unmap a page that is unmapped already.
         with suppress(DeviceError):
             driver.unmap(base + page * size, size)
             whole = False
@@ -85,7 +85,7 @@ _GONE = "the guest's process ended in the middle; see the log"
 
 
 class GuestProcess:
-    """What the host says to it, and waits for."""
+    """Host's side of a guest's process."""
 
     def __init__(self, tell: IO[str], hear: IO[str], source: socket.socket) -> None:
         self._tell = tell
@@ -94,12 +94,12 @@ class GuestProcess:
         self._wait()
 
     def do(self, word: str) -> None:
-        """Return when it is done."""
+        """Send a command and wait until it is done."""
         self.begin(word)
         self._wait()
 
     def begin(self, word: str) -> None:
-        """Say it and return."""
+        """Send a command."""
         try:
             self._tell.write(word + "\n")
             self._tell.flush()
@@ -107,7 +107,7 @@ class GuestProcess:
             raise PieceError(_GONE) from error
 
     def finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the command that was begun."""
         self._wait()
 
     def _wait(self) -> None:
@@ -117,7 +117,7 @@ class GuestProcess:
 
 @contextmanager
 def guest_process(opener: str, pages: int) -> Iterator[GuestProcess]:
-    """A process that holds so many pages."""
+    """Start a process that holds so many pages."""
     ours, theirs = socket.socketpair()
     command = [
         sys.executable, "-m", words.__name__, opener, str(pages), str(theirs.fileno()),
@@ -143,7 +143,7 @@ def guest_process(opener: str, pages: int) -> Iterator[GuestProcess]:
 
 
 def through_driver(driver: Driver, guest: GuestProcess, pages: int, rounds: int) -> Times:
-    """The guest frees its memory and the host allocates: the driver's own pool is between them."""
+    """Time a move in which the guest frees memory and the host allocates, by the driver's pool."""
     times: Times = {"given_s": [], "taken_s": [], "moved_s": []}
     memory = PageRange(driver, pages)
     for _ in range(rounds):
@@ -161,7 +161,7 @@ def through_driver(driver: Driver, guest: GuestProcess, pages: int, rounds: int)
 
 
 def by_handle(driver: Driver, guest: GuestProcess, pages: int, rounds: int) -> Times:
-    """The host has a handle of each page from before: the guest unmaps it, the host maps it."""
+    """Time a move in which the guest unmaps pages and the host maps its handles of them."""
     times: Times = {"shared_s": [], "given_s": [], "taken_s": [], "moved_s": []}
     memory = PageRange(driver, pages)
     started_s = time.perf_counter()
@@ -201,7 +201,7 @@ def measure(opener: str, rounds: int, moved_bytes: int) -> dict[str, Any]:
     """Move `moved_bytes` so many times within a process, then between two.
 
     `each_s`: one call for one page. `at_once_s`: one call for all of them. In both ways between
-    processes, `moved_s` is from the host's word until it may use zeroed pages.
+    processes, `moved_s` is from the host's command until it may use zeroed pages.
     """
     driver = opened(opener)
     pages = moved_bytes // driver.granularity
@@ -226,7 +226,7 @@ def measure(opener: str, rounds: int, moved_bytes: int) -> dict[str, Any]:
 
 
 def _round(memory: PageRange, each: Times, at_once: Times) -> None:
-    """Page by page with access and zeroes for each alone, then again with both for all at once."""
+    """Time each page alone, then access and zeroes for all at once."""
     numbers = range(memory.pages)
     handles = [_timed(each, "create", memory.create) for _ in numbers]
     for page, handle in enumerate(handles):

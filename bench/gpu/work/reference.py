@@ -1,4 +1,4 @@
-"""Every kernel beside what it must find, in numpy: slow, short, and nothing of theirs in it."""
+"""Reference of every kernel in numpy: slow, short, and free of the kernels' own code."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class Ranked:
 
 
 def summed(index: Bits, value: Bits) -> int:
-    """What these weights add to the digest, mod 2^64."""
+    """Return the sum that these weights add to the digest, mod 2^64."""
     z = (index.astype(np.uint64) + np.uint64(1)) * _GAMMA + value.astype(np.uint64)
     z = (z ^ (z >> np.uint64(30))) * _M1
     z = (z ^ (z >> np.uint64(27))) * _M2
@@ -36,7 +36,7 @@ def summed(index: Bits, value: Bits) -> int:
 
 
 def zigzag(old: Bits, new: Bits) -> Bits:
-    """Codes of changes."""
+    """Return the codes of changes."""
     delta = new - old
     sign = (delta.view(f"<i{old.itemsize}") >> (8 * old.itemsize - 1)).view(delta.dtype)
     coded: Bits = (delta << np.array(1, delta.dtype)) ^ sign
@@ -76,7 +76,7 @@ def ranked(old: Bits, changed: Bits) -> Ranked:
 
 
 def step_of(width: int, size: int, density: float) -> tuple[Bits, Bits]:
-    """Random old weights and new ones."""
+    """Return random old weights and new ones."""
     rng = np.random.default_rng(width)
     old = rng.integers(0, 1 << (8 * width), size, dtype=f"<u{width}")
     new = old.copy()

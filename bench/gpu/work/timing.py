@@ -1,4 +1,4 @@
-"""Work on a device: what torch says of it, and times that the host waits for."""
+"""Devices as torch describes them, and times of their work."""
 
 import math
 import statistics
@@ -25,7 +25,7 @@ def insist_device(place: str) -> None:
 
 
 def told(place: str) -> dict[str, Any]:
-    """Name, capability and CUDA of a torch device."""
+    """Return name, capability and CUDA of a torch device."""
     import torch
 
     if not place.startswith("cuda"):
@@ -55,7 +55,7 @@ def synchronise(place: str) -> None:
 
 
 def seconds(work: Callable[[], Any], rounds: int, place: str) -> list[float]:
-    """Seconds of each round; compiled and warm."""
+    """Return the seconds of each round, after rounds that compile and warm up."""
     spent = []
     for _ in range(rounds + WARM_UP_ROUNDS):
         synchronise(place)
@@ -67,7 +67,7 @@ def seconds(work: Callable[[], Any], rounds: int, place: str) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, nearest-rank 99th percentile, both ends, and how many."""
+    """Return median, nearest-rank 99th percentile, both ends, and the count."""
     ordered = sorted(values)
     return {
         "p50": statistics.median(ordered),
@@ -79,7 +79,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def rate(moved_bytes: int, spent_s: Sequence[float]) -> dict[str, float]:
-    """Bandwidth at the median time."""
+    """Return the bandwidth at the median time."""
     found = spread(spent_s)
     return {
         "gb_s": moved_bytes / found["p50"] / 1e9,

@@ -1,6 +1,6 @@
 """Piece `update`: a sparse update of a whole model written over live weights.
 
-What is timed is what happens under an engine's pause but for the pause itself and the probe.
+The time is that under an engine's pause but for the pause itself and the probe.
 """
 
 import time
@@ -60,7 +60,7 @@ def run(sizes: Sizes, place: str) -> dict[str, Any]:
 
 
 def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
-    """Changes that flip the lowest bit of some weights of each tensor."""
+    """Yield changes that flip the lowest bit of some weights of each tensor."""
     import torch
 
     allow_kernels_alone()
@@ -82,7 +82,7 @@ def _staged(changes: list[Any]) -> Any:  # noqa: ANN401 -- a type of the package
 
 
 def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
-    """Look again with torch, outside of what is timed."""
+    """Compare the weights with torch, outside of the timed part."""
     import torch
 
     from weight_transfer.kernels.triton.device_bits import to_device

@@ -1,4 +1,3 @@
-from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,10 @@ import pytest
 from bench.coserve.calibration import RateSearch
 from bench.coserve.plan import (
     ARMS,
-    EVENT_ARMS,
     ROSE_ARMS,
     Cell,
-    fit_rounds,
-    make_events,
     make_rounds,
     quick_settings,
-    rounds_wanted,
 )
 from bench.coserve.player import guard_config
 from bench.coserve.run import _prepare
@@ -36,34 +31,6 @@ def test_every_arm_of_a_round_replays_the_same_segment_in_another_order_each_tim
     assert len({played[0].segment for played in rounds}) == 5
 
 
-def test_guests_run_alone_before_each_round() -> None:
-    blocks = make_rounds(CELLS, [1, 1], 20, 5, seed=0)
-    idle = Counter(b.arm.name for b in blocks if b.cell is None)
-    assert idle == {"guest_alone": 2, "naive_alone": 2}
-
-
-def test_the_same_seed_gives_the_same_plan_and_another_one_another() -> None:
-    plans = [make_rounds(CELLS, [3, 2], 20, 5, seed) for seed in (0, 0, 1)]
-    assert plans[0] == plans[1] != plans[2]
-
-
-def test_rounds_go_on_until_every_arm_has_its_requests() -> None:
-    assert rounds_wanted(CELLS[0], 20, 1_000, 3) == 10
-    assert rounds_wanted(CELLS[1], 20, 1_000, 3) == 3
-
-
-def test_a_plan_that_is_too_long_loses_the_rounds_of_its_longest_cells() -> None:
-    assert fit_rounds([10, 3], 100, 2_000, 3) == [10, 3]
-    assert fit_rounds([10, 3], 100, 900, 3) == [6, 3]
-    assert fit_rounds([10, 3], 100, 1, 3) == [3, 3]
-
-
-def test_the_kill_comes_before_the_start_that_brings_the_guest_back() -> None:
-    names = [b.arm.name for b in make_events(CELLS[0], 2, 30)]
-    assert names == ["event_alone", *(arm.name for arm in EVENT_ARMS)] * 2
-    assert names.index("guest_kill") < names.index("guest_start")
-
-
 @pytest.mark.parametrize("target", [0.3, 0.6, 0.9])
 def test_the_rate_search_finds_a_batching_hosts_rate_in_a_few_tries(target: float) -> None:
     search = RateSearch(target, request_s=0.08)
@@ -73,14 +40,6 @@ def test_the_rate_search_finds_a_batching_hosts_rate_in_a_few_tries(target: floa
         search.measured(rate, 1 - pow(2.718281828, -rate * 0.08 / (1 + 0.02 * rate)))
     assert search.found
     assert len(search.tries) <= 4
-
-
-def test_the_rate_search_keeps_the_nearest_try_when_a_host_jumps() -> None:
-    search = RateSearch(0.5, request_s=0.1)
-    for _ in range(4):
-        rate = search.rate_per_s
-        search.measured(rate, 0.2 if rate < 6 else 0.95)
-    assert search.nearest[1] == 0.2
 
 
 def test_a_try_in_a_calm_stretch_proposes_no_rate_that_cannot_be_played() -> None:

@@ -1,4 +1,4 @@
-"""Which engines a demo runs: what its node is told, and what is refused before anything starts."""
+"""Engines of a demo: its node's file, and settings refused before anything starts."""
 
 import json
 import sys

@@ -1,4 +1,3 @@
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -6,16 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.demo.cli import CONTROLS, Control, DemoSettings
-from bench.demo.experiment.plan import (
+from bench.demo.plan import (
     BLOCK_S,
-    CEILINGS,
+    PAIRS,
     accept_plan,
     control_plan,
     plan_of,
     quickstart_plan,
     sharing_plan,
 )
-from bench.demo.stack import SHARED_HOLD_S
 
 STEPS = 60
 
@@ -23,8 +21,8 @@ STEPS = 60
 @given(seed=st.integers(0, 1000))
 def test_both_arms_of_a_pair_replay_the_same_arrivals_side_by_side(seed: int) -> None:
     plan = accept_plan(seed, STEPS)
-    for pair in range(plan.pairs):
-        blocks = [block for block in plan.blocks if block.pair == pair]
+    for pair in range(PAIRS):
+        blocks = [block for block in plan if block.pair == pair]
         assert sorted(block.arm for block in blocks) == ["frozen", "leased"]
         assert blocks[0].segment == blocks[1].segment
         assert [block.seconds for block in blocks] == [BLOCK_S, BLOCK_S]
@@ -34,51 +32,23 @@ def test_both_arms_of_a_pair_replay_the_same_arrivals_side_by_side(seed: int) ->
 @given(seed=st.integers(0, 1000))
 def test_as_many_pairs_begin_leased_as_frozen(seed: int) -> None:
     plan = accept_plan(seed, STEPS)
-    first = {block.pair: block.arm for block in reversed(plan.blocks) if block.pair is not None}
+    first = {block.pair: block.arm for block in reversed(plan) if block.pair is not None}
     leased_first = sum(arm == "leased" for arm in first.values())
-    assert abs(2 * leased_first - plan.pairs) <= 1
+    assert abs(2 * leased_first - PAIRS) <= 1
 
 
 def test_the_order_inside_pairs_depends_on_the_seed_alone() -> None:
-    orders = {tuple(b.arm for b in accept_plan(seed, STEPS).blocks) for seed in range(20)}
+    orders = {tuple(b.arm for b in accept_plan(seed, STEPS)) for seed in range(20)}
     assert len(orders) > 3
     assert accept_plan(7, STEPS) == accept_plan(7, STEPS)
-
-
-def test_an_acceptance_run_has_ceilings_between_its_pairs_and_ends_in_faults() -> None:
-    plan = accept_plan(0, STEPS)
-    assert [block.block for block in plan.blocks] == list(range(len(plan.blocks)))
-    assert [bool(block.revocations) for block in plan.blocks][-1:] == [True]
-    assert sum(bool(block.revocations) for block in plan.blocks) == 1
-    assert max(block.until_step for block in plan.blocks) == STEPS
-    ceilings = [block.block for block in plan.blocks if block.arm == "ceiling"]
-    assert len(ceilings) == CEILINGS
-    # Not before the first pair, and never two in a row.
-    assert min(b - a for a, b in pairwise(ceilings)) > 2
-    assert ceilings[0] > 1
-    assert all(block.segment is None for block in plan.blocks if block.arm == "ceiling")
-
-
-def test_the_quickstart_shows_the_loop_one_revocation_and_the_kill() -> None:
-    blocks = quickstart_plan().blocks
-    assert sum(block.seconds for block in blocks) <= 30
-    assert [block.revocations for block in blocks] == [0, 1]
-    assert all(block.arm == "leased" for block in blocks)
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_control_is_shorter_than_what_it_controls(control: Control) -> None:
     accepted, shown = accept_plan(0, STEPS), control_plan(0, control)
-    assert sum(block.seconds for block in shown.blocks) < sum(b.seconds for b in accepted.blocks)
-    assert max(block.until_step for block in shown.blocks) < STEPS
+    assert sum(block.seconds for block in shown) < sum(b.seconds for b in accepted)
+    assert max(block.until_step for block in shown) < STEPS
     assert plan_of(DemoSettings(Path("out"), accept=True, control=control)) == shown
-
-
-def test_jobs_share_a_guest_that_nothing_else_happens_to() -> None:
-    [block] = sharing_plan().blocks
-    assert (block.arm, block.revocations) == ("leased", 0)
-    # With turns of ten seconds or more, one turn is less than a tenth of it.
-    assert block.seconds >= 10 * SHARED_HOLD_S
 
 
 def test_the_settings_choose_the_plan() -> None:

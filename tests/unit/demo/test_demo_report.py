@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from bench.common.stats import compare
-from bench.demo.report.report import verify, write_report
+from bench.demo.report.report import print_report, verify, write_report
 from rose.errors import RoseError
 from tests.fakes.demo_run import StandInRun
 
@@ -135,3 +135,15 @@ def test_idle_efficiency_compares_the_guest_only_while_it_has_enough_turns(tmp_p
     assert found.value == pytest.approx(0.8, rel=0.05)
     assert found.ci95 is not None
     assert found.ci95[0] < 0.8 < found.ci95[1]
+
+
+def test_the_quickstart_ends_with_the_way_to_every_claim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = write_report(StandInRun(quickstart=True, forced_revocations=1).write(tmp_path))
+    print_report(report, tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"published {report.weights.versions} versions" in printed
+    assert "revoked once while it held turns and killed once" in printed
+    assert "rose demo --accept" in printed
+    assert "harvest: gain" not in printed

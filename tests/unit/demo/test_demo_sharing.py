@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.experiment.plan import SHARING_S
+from bench.demo.plan import SHARING_S
 from bench.demo.report.claims import Claim, claims_of, exit_code
 from bench.demo.report.records import read_records
-from bench.demo.report.report import told, verify, write_report
+from bench.demo.report.report import events, verify, write_report
 from bench.demo.report.sharing import guest_leases, job_measures, sharing
 from tests.fakes.demo_run import StandInRun
 
@@ -35,9 +35,9 @@ def test_equal_jobs_share_the_guest_and_every_claim_holds(tmp_path: Path) -> Non
     assert report.jobs[1].share == pytest.approx(49.6 / 119.0, abs=0.01)
     page = (tmp_path / "report.md").read_text()
     assert "2 training runs of equal weight" in page
-    assert "![Whose lease the guest had" in page
+    assert "![The job that had the guest" in page
     assert "went from one job to another 4 times" in page
-    assert f"{B} had the guest for 50 s, 42% of its time" in " ".join(told(report))
+    assert f"{B} had the guest for 50 s, 42% of its time" in " ".join(events(report))
     assert verify(tmp_path) == []
 
 

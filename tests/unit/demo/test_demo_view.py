@@ -1,114 +1,64 @@
+import asyncio
 import io
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
-from bench.demo.view import (
-    HostFigures,
-    JobView,
-    LiveView,
-    PlainView,
-    TrainingProgress,
-    ViewState,
-    open_view,
-    plain_line,
-    render,
-    sparkline,
-)
+from bench.demo.stack import GUEST
+from bench.demo.view import Board, JobProgress, draw, plain_line, render
+from bench.demo.watcher import GatewayFigures
+from rose.rpc import rose_pb2
 
-TRAINING = ViewState(
-    stage="training",
-    elapsed_s=75,
-    step=3,
-    running=True,
-    arm="leased",
-    rewards=(0.4, 0.5, 0.6),
-    tokens_per_s={"guest-0": 310.0, "dedicated-0": 640.0},
-    host=HostFigures(0.02, 0.25, 0.008, 0.01, 0.2, 0.05, 120, 0),
-    guest_mode="RUN",
-    guest_reason="host idle",
-    revocations=2,
-    version=3,
-    wire_bytes=2_700_000,
-    full_bytes=3_900_000,
-    memory_bytes=4 * 2**30,
-)
+HOST = rose_pb2.HostTelemetry(ttft_p50_s=0.02, ttft_p95_s=0.25, window_requests=9)
 
 
-def drawn(state: ViewState, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render(state))
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return output.getvalue()
+def board(*jobs: str, state: str = "healthy") -> Board:
+    """Board after one step of each job and one poll of the control plane."""
+    board = Board(0.0, {job: JobProgress() for job in jobs})
+    board.conductor = cast(
+        Any, SimpleNamespace(arm="leased", drills=SimpleNamespace(revocations=2))
+    )
+    step = {"reward_mean": 0.5, "version": 2, "wire_bytes": 1, "full_bytes": 2}
+    for job in jobs:
+        board.stepped(job, step)
+    guest = rose_pb2.GuestTelemetry(replica=GUEST, mode="freeze", reason="no_lease", state=state)
+    board._update(rose_pb2.SnapshotReply(hosts=[HOST], guests=[guest]), GatewayFigures())
+    return board
 
 
-def test_the_page_shows_what_the_run_is_doing() -> None:
-    page = drawn(TRAINING)
-    for text in (
-        "training",
-        "3   leased",
-        "0.60",
-        "dedicated-0 640   guest-0 310",
-        "p95  250.0 ms   target 200 ms",
-        "RUN  host idle",
-        "2 revocations",
-        "v3   2.7 MB sent of 3.9 MB",
-        "4.0 GiB",
-        "1:15",
-    ):
-        assert text in page
+def page(board: Board) -> str:
+    console = Console(file=(file := io.StringIO()), width=80)
+    console.print(render(board))
+    return file.getvalue()
 
 
-def test_the_page_fits_a_narrow_terminal() -> None:
-    assert all(len(line) <= 80 for line in drawn(TRAINING, width=80).splitlines())
+@pytest.mark.parametrize("state", ["backoff", "starting", "failed"])
+def test_a_guest_that_is_not_up_is_shown_by_its_state_and_not_by_its_grant(state: str) -> None:
+    assert board("a").guest_mode == "freeze"
+    assert board("a", state=state).guest_mode == state
 
 
-def test_slow_parts_show_how_far_they_are() -> None:
-    page = drawn(ViewState("starting", progress=[TrainingProgress("host", 12, 40)]))
-    assert "host" in page
-    assert "12/40 s" in page
+def test_the_page_shows_latency_reward_and_revocations_and_fits_a_narrow_terminal() -> None:
+    shown = page(board("a"))
+    for text in ("p95  250.0 ms", "v2  0.50", "freeze  no_lease", "2 revocations", "1   leased"):
+        assert text in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
 
 
-def test_a_sparkline_keeps_the_latest_values_and_stays_in_range() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([-1.0, 2.0]) == "▁█"
-    assert len(sparkline([0.5] * 100)) == 48
+def test_each_of_several_jobs_is_shown_with_its_share_of_the_guest() -> None:
+    shared = board("job-1", "job-2")
+    shared.jobs["job-1"].guest_s, shared.jobs["job-2"].guest_s = 30, 70
+    shared.guest_job = "job-2"
+    assert "70% of the guest's time   has it now" in page(shared)
+    assert "job-1=v2,30% job-2=v2,70%" in plain_line(shared)
 
 
-def test_without_a_terminal_each_stage_and_step_is_one_line() -> None:
-    stream = io.StringIO()
-    with open_view(stream) as view:
-        assert isinstance(view, PlainView)
-        view.show(ViewState("starting"))
-        for _ in range(3):
-            view.show(TRAINING)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 2
-    assert "step 3 leased reward=0.60" in lines[1]
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_on_a_terminal_the_page_is_redrawn_and_left_standing() -> None:
-    stream = io.StringIO()
-    with LiveView(Console(file=stream, force_terminal=True, width=100)) as view:
-        view.show(ViewState("starting"))
-        view.show(TRAINING)
-    assert "3   " in stream.getvalue()
-
-
-SHARED = replace(
-    TRAINING,
-    jobs=(
-        JobView("frozen-lake-1", (0.4, 0.5), 4, 0.52, has_guest=True),
-        JobView("frozen-lake-2", (0.3,), 3, 0.48),
-    ),
-)
-
-
-def test_several_jobs_have_a_line_each_for_learning_and_for_their_part_of_the_guest() -> None:
-    page = drawn(SHARED)
-    for text in ("job 1", "v4  0.50", "52% of the guest's time   has it now", "job 2", "48% of"):
-        assert text in page
-    assert "frozen-lake-1=v4,52% frozen-lake-2=v3,48%" in plain_line(SHARED)
-    assert all(len(line) <= 80 for line in drawn(SHARED, width=80).splitlines())
+async def test_without_a_terminal_each_stage_is_one_line() -> None:
+    drawn = Board(0.0, {}, stage="starting engines")
+    file = io.StringIO()
+    drawing = asyncio.create_task(draw(drawn, Console(file=file)))
+    await asyncio.sleep(0.6)
+    drawing.cancel()
+    assert [line.split("] ")[1] for line in file.getvalue().splitlines()] == ["starting engines"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.demo.corrupt_publisher import CorruptPublisher, CorruptServer
+from bench.demo.faulty_trainer import CorruptPublisher, CorruptServer
 from elastic_scheduler import HarvestMode
 from executor import ControlPage
 from rose.addresses import free_port

@@ -6,7 +6,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from bench.demo.corrupt_publisher import CorruptServer
+from bench.demo.faulty_trainer import CorruptServer
 from rose.addresses import free_port
 from rose.weight_distribution import VersionServer
 from weight_transfer import (

@@ -1,6 +1,6 @@
 """The control that drops a token leaves a turn that only its logprobs give away."""
 
-from bench.demo.experiment.conductor import without_the_token_at_the_seam
+from bench.demo.faulty_trainer import without_the_token_at_the_seam
 from rose.client import Turn
 
 MOVED = Turn(

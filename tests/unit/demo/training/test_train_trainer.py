@@ -11,8 +11,7 @@ from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import new_policy, save_model
 from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
 from bench.demo.training.main import publish_model
-from bench.demo.training.records import TrainConfig
-from bench.demo.training.trainer import DemoTrainer
+from bench.demo.training.trainer import DemoTrainer, TrainConfig
 from rose.client import Turn as ClientTurn
 from rose.errors import UnavailableError
 from rose.weight_distribution import Receipt

@@ -44,7 +44,7 @@ def test_the_first_window_has_the_peak_and_no_window_is_silent(generated: Path) 
     trace = read_trace(generated)
     windows = burst_windows(trace, ARM_S, 6, seed=0)
     assert len(windows) == len(set(windows)) == 6
-    # As the load generator will play them: at the trace's own pace.
+    # The load generator plays them at the trace's own pace.
     shape = LoadShape(mean_rate_per_s=figures_of(trace).mean_per_s, segment_s=ARM_S)
     played = rescale_trace(trace, shape)
     segments = [trace_segment(played, ARM_S, window) for window in windows]

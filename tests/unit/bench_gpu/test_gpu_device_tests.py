@@ -53,15 +53,15 @@ def test_what_proves_nothing_ends_the_piece_in_one_line(
 
 
 def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = DeviceTestGroup("here", "tests/unit/bench/test_gpu_device_tests.py", "def test_", ())
-    absent = DeviceTestGroup("absent", "tests/unit/bench/*.py", "", ("no_such_module",))
-    none = DeviceTestGroup("none", "tests/unit/bench/*.py", "not a word " + "of any test", ())
+    here = DeviceTestGroup("here", "tests/unit/bench_gpu/test_gpu_device_tests.py", "def test_", ())
+    absent = DeviceTestGroup("absent", "tests/unit/bench_gpu/*.py", "", ("no_such_module",))
+    none = DeviceTestGroup("none", "tests/unit/bench_gpu/*.py", "not a word " + "of any test", ())
     asked: list[str] = []
     name = "bench.gpu.work.device_tests.run_files"
     monkeypatch.setattr(name, lambda files: asked.extend(f.name for f in files) or {"passed": 3})
     left_out = {
         "absent": "needs no_such_module",
-        "none": "no tests/unit/bench/*.py in this tree",
+        "none": "no tests/unit/bench_gpu/*.py in this tree",
     }
     assert run_groups([here, absent, none]) == {"passed": 3, "left_out": left_out}
     assert asked == ["test_gpu_device_tests.py"]

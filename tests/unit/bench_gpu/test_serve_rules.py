@@ -1,4 +1,4 @@
-"""How a card is judged, on the records of a bench that never ran."""
+"""Judgement of a card, on the records of a bench that never ran."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_tokens_that_differ_decide_nothing_on_a_card(tmp_path: Path) -> None:
 
 def test_limits_are_those_that_decide_about_rose(rows: dict[str, Row]) -> None:
     found = served_checks({"rows": list(rows.values())})
-    names = {check["check"] for check in found}
+    names = {check.name for check in found}
     assert {"adaptive 0 idle_efficiency", "paper 0.7 spare_efficiency"} <= names
     assert not any("naive" in name or "alone" in name or "p99 " in name for name in names)
     assert "adaptive 0 ttft_p99" not in names

@@ -59,8 +59,7 @@ class Watcher:
             raise UnavailableError(f"the gateway does not answer: {error!r}") from error
         return GatewayFigures(body["tokens"], body["live_turns"], body["continuations"])
 
-    async def close(self) -> None:
-        """Let go of both."""
+    async def aclose(self) -> None:
         await self._http.close()
         await self._channel.close(None)
 

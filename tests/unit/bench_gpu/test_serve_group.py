@@ -1,20 +1,17 @@
 """One set of engines for several pieces: time is shared, and what does not fit is not begun."""
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell
 from bench.coserve.records import Calibration
-from bench.gpu.models import shape_of, write_model
-from bench.gpu.pieces import GpuPiece, PieceError, pieces_of
-from bench.gpu.serve import group
-from bench.gpu.serve.loads import play_rounds, round_of
+from bench.gpu import measure
+from bench.gpu.pieces import PieceError, pieces_of
 from bench.gpu.serve.session import KeptRates
 from bench.gpu.sizes import ServingSizes, Sizes
 from rose.errors import ConfigError, EngineStartError
@@ -48,13 +45,18 @@ def measured(
         found.left_s -= uses * seconds
         return {"seconds": seconds}
 
-    monkeypatch.setattr(group, "opened_session", opened)
-    monkeypatch.setattr(group, "_work", lambda piece: work)
-
-    def answer(piece: GpuPiece, found: dict[str, Any]) -> None:
-        answers.append((piece.name, found["seconds"]))
-
-    group.measure_all(SERVED, Sizes(), "cpu", 500.0, (tmp_path, tmp_path), answer)
+    monkeypatch.setattr("bench.gpu.serve.session.opened_session", opened)
+    monkeypatch.setattr(measure, "insist_device", lambda place: None)
+    monkeypatch.setattr(measure, "function_of", lambda name: work)
+    monkeypatch.setattr(
+        measure,
+        "_write",
+        lambda _, piece, said: answers.append((piece, said["measured"]["seconds"])),
+    )
+    args = argparse.Namespace(
+        place="cpu", seconds=500.0, logs=tmp_path, kept=tmp_path, out=tmp_path
+    )
+    measure.Work(SERVED, Sizes(), args).run()
     return answers
 
 
@@ -89,36 +91,6 @@ def test_engines_that_started_too_slowly_for_any_piece_are_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_every_arm_is_in_every_round_in_an_order_of_its_own() -> None:
-    cell, sizes = Cell(0.6, "poisson", 7.0), ServingSizes()
-    rounds = [round_of(cell, 60_000 + k, k, sizes) for k in range(4)]
-    for blocks in rounds:
-        assert {block.arm for block in blocks} == {*ARMS, IDLE_ROSE, IDLE_NAIVE}
-        assert len({block.segment for block in blocks if block.cell}) == 1
-    assert len({tuple(block.arm.name for block in blocks) for blocks in rounds}) == 4
-    assert rounds[0] == round_of(cell, 60_000, 0, sizes)
-
-
-def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr("bench.gpu.serve.loads.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    session: Any = TimedSession(0.0)
-
-    async def play(block: Any) -> Any:
-        now_s[0] += 10.0
-        return block
-
-    session.play = play
-    cell = Cell(0.6, "poisson", 7.0)
-    arms = len(ARMS) + 2
-    # A round takes 90 s: two and the analysis fit into 200 s; one is played however late it is.
-    assert len(asyncio.run(play_rounds(session, cell, range(9), 200.0))) == 2 * arms
-    assert len(asyncio.run(play_rounds(session, cell, range(9), now_s[0]))) == arms
-    assert len(asyncio.run(play_rounds(session, cell, range(3), now_s[0] + 999.0))) == 3 * arms
-
-
 def test_a_rate_is_kept_for_the_same_host_and_searched_anew_for_another(tmp_path: Path) -> None:
     path = tmp_path / "results" / "rates.json"
     host = {"model": "7b", "kv_bytes": 1}
@@ -132,27 +104,6 @@ def test_a_rate_is_kept_for_the_same_host_and_searched_anew_for_another(tmp_path
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"rates\.json is damaged \(.*\); delete it"):
         KeptRates(path, host)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("7b", "qwen2"), ("8b", "llama")])
-def test_a_model_is_a_folder_that_transformers_reads(tmp_path: Path, name: str, kind: str) -> None:
-    import json
-
-    from tokenizers import Tokenizer
-
-    shape = shape_of(name)
-    write_model(shape, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == kind
-    assert config["num_key_value_heads"] == shape.kv_heads
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == shape.vocabulary
-    assert tokenizer.decode([3, 250]) == "<3> <250>"
-
-
-def test_shapes_have_as_many_weights_as_their_models() -> None:
-    assert shape_of("7b").weights == 7_615_616_512
-    assert shape_of("8b").weights == 8_030_261_248
 
 
 def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) -> None:

@@ -1,85 +1,23 @@
 """Conductor of the experiment: sets arm and host load block by block, and drills the faults.
 
 It moves through the plan as the trainer's steps complete. `Drills` are the faults that every run
-must survive: revocations in mid-turn and a killed guest. `LossyJournal` is the control
-`drop-token`: a journal that loses a token where a turn moved to another replica.
+must survive: revocations in mid-turn and a killed guest.
 """
 
 import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
 
-from bench.demo.experiment.plan import STORM_STEPS, ExperimentBlock, ExperimentPlan
-from bench.demo.experiment.processes import cpu_seconds, engine_pid
-from bench.demo.experiment.watcher import Watcher, replica_of
+from bench.demo.plan import STORM_STEPS, ExperimentBlock, Plan
+from bench.demo.processes import cpu_seconds, engine_pid
 from bench.demo.report.records import BlockStats
 from bench.demo.stack import GUEST, Stack
-from bench.demo.training.rollouts import TurnStarter
-from rose.client import Sampling, Turn
+from bench.demo.watcher import Watcher, replica_of
 from rose.errors import UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.process.child import JsonlProcess
 from rose.rpc import rose_pb2
-
-T = TypeVar("T")
-
-
-class LossyJournal:
-    """A turn source that forgets the last token before each first move of a turn.
-
-    What follows was generated after that token, and is now told without it. Every list has the
-    right length, so only scoring the tokens again can notice.
-    """
-
-    def __init__(self, source: TurnStarter) -> None:
-        self._source = source
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        min_version: int | None = None,
-    ) -> Turn:
-        turn = await self._source.generate(
-            token_ids,
-            sampling,
-            request_id=request_id,
-            session_id=session_id,
-            min_version=min_version,
-        )
-        return without_the_token_at_the_seam(turn)
-
-
-def without_the_token_at_the_seam(turn: Turn) -> Turn:
-    """The turn without the last token of its first segment; as it is when it did not move."""
-    if len(turn.segments) < 2:
-        return turn
-    lost = turn.segments[0][3] - 1
-    return replace(
-        turn,
-        token_ids=_without(turn.token_ids, lost),
-        logprobs=_without(turn.logprobs, lost),
-        versions=tuple(
-            (version, start - (start > lost), end - (end > lost))
-            for version, start, end in turn.versions
-        ),
-        segments=tuple(
-            (replica, kind, start - (start > lost), end - (end > lost))
-            for replica, kind, start, end in turn.segments
-        ),
-    )
-
-
-def _without(values: Sequence[T], index: int) -> tuple[T, ...]:
-    return (*values[:index], *values[index + 1 :])
-
 
 # Not each revocation finds the guest at work.
 TRIES_A_REVOCATION = 3
@@ -158,7 +96,7 @@ class Conductor:
 
     def __init__(
         self,
-        plan: ExperimentPlan,
+        plan: Plan,
         stack: Stack,
         watcher: Watcher,
         drills: Drills,
@@ -170,7 +108,7 @@ class Conductor:
         self._stack = stack
         self._load: JsonlProcess = stack.load
         self._watcher = watcher
-        self._drills = drills
+        self.drills = drills
         self._blocks = JsonlLog(stack.layout.out / "blocks.jsonl", KEEP_ALL)
         self._stepped = asyncio.Condition()
 
@@ -187,7 +125,7 @@ class Conductor:
 
     async def run(self) -> None:
         """Every block of the plan, then tell the trainers to finish the batch under way."""
-        for block in self._plan.blocks:
+        for block in self._plan:
             await self._run_block(block)
         await self._load.say(cmd="off")
         for trainer in self._stack.trainers.values():
@@ -201,7 +139,7 @@ class Conductor:
         target = block.until_step
         if block.revocations:
             # However long it takes: training goes on until every fault has happened.
-            await self._drills.storm(block.revocations)
+            await self.drills.storm(block.revocations)
             target = self.steps_done + STORM_STEPS
         await asyncio.sleep(start_s + block.seconds - time.monotonic())
         async with self._stepped:
@@ -222,7 +160,7 @@ class Conductor:
 
     async def _set_arm(self, block: ExperimentBlock) -> None:
         lent = block.arm != "frozen"
-        await self._drills.note_if_revoking(lent)
+        await self.drills.note_if_revoking(lent)
         mode = rose_pb2.HARVEST_MODE_ACTIVE if lent else rose_pb2.HARVEST_MODE_HOLD_AND_DRAIN
         await self._watcher.harvest(mode)
         deadline_s = time.monotonic() + SWITCH_TIMEOUT_S

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from bench.gpu import runner as running
 from bench.gpu.piece_process import Answered, PieceOrder
 from bench.gpu.pieces import MOST_S, pieces_of
 from bench.gpu.sizes import ServingSizes, Sizes
@@ -29,17 +28,6 @@ def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_pa
     assert states(outcomes) == dict.fromkeys(["copy", *(p.name for p in SERVED)], "done")
     asked = [[piece.name for piece in order.pieces] for order in measure.orders]
     assert asked == [["copy"], ["serve60", "bursts", "serve30", "serve90"], ["serve30", "serve90"]]
-
-
-def test_pieces_that_need_known_weights_share_engines_with_others_in_a_rehearsal_only(
-    tmp_path: Path,
-) -> None:
-    pieces = pieces_of(("serve60", "update-serving", "serve90"))
-    for rehearsal, shared in ((False, [2, 1]), (True, [3])):
-        measure = Measuring()
-        asked = request(tmp_path / str(rehearsal), pieces=pieces)
-        run(replace(asked, rehearsal=rehearsal), measure)
-        assert [len(order.pieces) for order in measure.orders] == shared
 
 
 def test_a_piece_that_fails_ends_its_process_and_the_rest_of_the_group_gets_a_new_one(
@@ -78,17 +66,6 @@ def test_what_a_shared_process_measured_is_kept_before_it_ends(tmp_path: Path) -
     assert len(run(request(tmp_path, pieces=SERVED), Watched())) == 4
 
 
-def test_sizes_of_engines_and_of_tensors_make_only_their_own_pieces_run_again(
-    tmp_path: Path,
-) -> None:
-    run(request(tmp_path, pieces=(COPY, *SERVED)), Measuring())
-    arms, tensors = Measuring(), Measuring()
-    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=LONGER_ARMS), arms)
-    assert arms.asked == [piece.name for piece in SERVED]
-    run(request(tmp_path, pieces=(COPY, *SERVED), sizes=replace(LONGER_ARMS, gib=1)), tensors)
-    assert tensors.asked == ["copy"]
-
-
 def test_a_trace_is_told_by_its_digest_and_never_by_its_path(tmp_path: Path) -> None:
     trace = tmp_path / "somewhere.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
@@ -96,11 +73,6 @@ def test_a_trace_is_told_by_its_digest_and_never_by_its_path(tmp_path: Path) -> 
     assert str(tmp_path) not in json.dumps(told)
     assert len(told["azure"]) == 16
     assert Sizes().told(serving=True)["azure"] == "generated"
-
-
-def test_of_many_limits_a_line_tells_how_many_hold_and_which_fail(tmp_path: Path) -> None:
-    done = run(request(tmp_path, pieces=SERVED[:1]), Measuring())["serve60"]
-    assert running.line_of(done).endswith("serve60.json; 4 HOLDS")
 
 
 def test_a_rehearsal_is_marked_and_no_limit_of_it_fails(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""The demo's experiment: its blocks, drills, processes and comparisons."""
