@@ -1,6 +1,6 @@
 """Cores that lease capacity, route turns and keep every token: no clock, socket or file in here.
 
-The loop of a turn, of which the gateway's is the real one; its stories are in tests/traces/journal:
+The loop of a turn, of which the gateway's is the real one; golden traces: tests/traces/journal:
 
     journal = TurnJournal(prompt, max_tokens, max_attempts=8)
     while True:

@@ -64,31 +64,31 @@ class HedgedGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every member was delivered."""
+        """True if every member was delivered."""
         return all(member.done for member in self._members.values())
 
     @property
     def may_hedge(self) -> bool:
-        """Whether a copy may be started at all: some are left, and the rest is the tail."""
+        """True if a copy may be started at all: some are left, and the rest is the tail."""
         done = sum(member.done for member in self._members.values())
         return self._hedges_left > 0 and done >= DONE_SHARE * len(self._members)
 
     def restart(self, member: str) -> None:
-        """The member ended without an answer and is asked for again; its copies stay spent."""
+        """Start the member anew, which ended without an answer; its copies stay spent."""
         entry = self._members[member]
         if not entry.done:
             entry.live, entry.begun = {0}, 1
 
     def is_done(self, member: str) -> bool:
-        """Whether the member was delivered."""
+        """Return True if the member was delivered."""
         return self._members[member].done
 
     def consider(self, running: tuple[MemberView, ...], free_places: int) -> Hedge | None:
-        """The copy to start now, if any; call it again after a change.
+        """Return the copy to start now, or None; call it again after a change.
 
-        Only the slowest member decides when the group is done: a copy of another saves nothing.
-        Where several are about as slow, all of them have to be copied: the first one is, if there
-        are copies and places for the others too, which are asked for next.
+        Only the slowest member decides when the group is done: a copy of another saves nothing. If
+        several are about as slow, all of them have to be copied: the first one is, if there are
+        copies and places for the others too, which are requested next.
         """
         if free_places < 1 or not self.may_hedge:
             return None
@@ -104,7 +104,7 @@ class HedgedGroup:
         return Hedge(views[0].member, copy, saves_s)
 
     def _saves_s(self, views: list[MemberView], copies: int) -> float:
-        """What the group gains by copies of as many of its slowest members as is best."""
+        """Return the group's gain from copies of the best number of its slowest members."""
         best_s = copied_s = 0.0
         for number, view in enumerate(views[:copies]):
             if self._members[view.member].begun >= COPIES:
@@ -115,7 +115,7 @@ class HedgedGroup:
         return best_s
 
     def finished(self, member: str, copy: int) -> Won | None:
-        """A copy has its whole answer; None when the member was delivered before."""
+        """Take a copy's whole answer; return None if the member was delivered before."""
         entry = self._members[member]
         if entry.done or copy not in entry.live:
             return None
@@ -125,7 +125,7 @@ class HedgedGroup:
         return Won(member, copy, others)
 
     def failed(self, member: str, copy: int) -> bool:
-        """A copy is over without an answer; True when it was the last one: the turn goes on anew.
+        """End a copy without an answer; return True if it was the last one: the turn starts anew.
 
         The member then counts as running as copy `copy` again.
         """

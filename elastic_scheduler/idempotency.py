@@ -1,4 +1,4 @@
-"""Request ids seen lately: a repeated request gets the first one's answer, never a second one."""
+"""Recent request ids: a repeated request gets the first one's answer, never a second one."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -39,20 +39,20 @@ class IdempotencyCache(Generic[T]):
         self._done: OrderedDict[str, int] = OrderedDict()
 
     def find(self, request_id: str, fingerprint: int) -> T | Conflict | None:
-        """The value of an earlier request with the same id and body; None for a new one."""
+        """Return the value of an earlier request with the same id and body; None for a new one."""
         entry = self._entries.get(request_id)
         if entry is None:
             return None
         return entry.value if entry.fingerprint == fingerprint else Conflict.OTHER_BODY
 
     def open(self, request_id: str, fingerprint: int, value: T) -> None:
-        """Note a request that has begun. Raises ValueError for an id that is known."""
+        """Record a request that has begun. Raises ValueError for an id that is known."""
         if request_id in self._entries:
             raise ValueError(f"request {request_id} is known already; look with find() first")
         self._entries[request_id] = _Entry(fingerprint, value)
 
     def close(self, request_id: str, value: T, size_bytes: int = 0) -> None:
-        """The request is answered: keep its value until newer answers push it out.
+        """Keep the value of an answered request until newer answers push it out.
 
         Nothing happens if the id was forgotten meanwhile, or opened anew with another value.
         """
@@ -68,7 +68,7 @@ class IdempotencyCache(Generic[T]):
             del self._entries[oldest]
 
     def forget(self, request_id: str, value: T) -> None:
-        """The request failed or was given up: the id may be used anew. Else as `close`."""
+        """Forget a failed or cancelled request: the id may be used anew. Else as `close`."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.value is value:
             del self._entries[request_id]

@@ -6,13 +6,13 @@
                |                            -> GiveUp     attempts are used up; the turn is over
                +- of an attempt that is over: dropped
 
-`fork` makes a second journal of the turn as it is now; the two go on without each other.
+`fork` makes a second journal of the turn as it is now; the two continue independently.
 
-Only the current attempt can add tokens, so whatever an old stream still sends is neither lost nor
+Only the current attempt can add tokens, so late tokens of an old stream are neither lost nor
 doubled: its tokens up to the end were journaled, those after it are generated again elsewhere.
 
-The journal is the one record of a turn's output: whoever delivers it reads it here. It may be kept
-for long after the turn is over, so it holds arrays, and lets go of the prompt.
+The journal is the one record of a turn's output: its readers read it here. It may be kept for long
+after the turn is over, so it holds arrays, and drops the prompt.
 """
 
 from array import array
@@ -25,7 +25,7 @@ from elastic_scheduler.errors import JournalError
 
 
 class End(StrEnum):
-    """How an attempt ended."""
+    """End of an attempt."""
 
     FINISHED = "finished"
     REVOKED = "revoked"
@@ -36,7 +36,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What to ask of a replica: continue `token_ids` by up to `max_tokens`; numbers start at 1."""
+    """Request to a replica: continue `token_ids` by up to `max_tokens`; numbers start at 1."""
 
     number: int
     token_ids: list[int]
@@ -56,7 +56,7 @@ class Segment:
 class VersionSpan(NamedTuple):
     """Output tokens [start, end) were sampled by policy `version`.
 
-    `oldest_version` of the KV that they were sampled on, where it may be older: None elsewhere.
+    `oldest_version` of the KV that they were sampled on, if it may be older, else None.
     """
 
     version: int
@@ -68,7 +68,7 @@ class VersionSpan(NamedTuple):
 def _stamp(
     spans: list[VersionSpan], version: int, start: int, end: int, oldest_version: int | None
 ) -> None:
-    """Add a span at the end; one that says the same of the tokens just before grows instead."""
+    """Add a span at the end, or extend the last one if it is equal."""
     if spans:
         last_version, last_start, last_end, last_oldest = spans[-1]
         if last_end == start and last_version == version and last_oldest == oldest_version:
@@ -79,19 +79,19 @@ def _stamp(
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Go on elsewhere: begin another attempt."""
+    """Action: begin another attempt elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No attempts are left; `reason` is how the last one ended."""
+    """Action: no attempts are left; `reason` is the end of the last one."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The journal holds the whole turn; `finish_reason` as there."""
+    """Action: the journal holds the whole turn; `finish_reason` as there."""
 
     finish_reason: str
 
@@ -166,7 +166,7 @@ class TurnJournal:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Which replica each token came from."""
+        """Replica of each token."""
         ends = [*(start for _, _, start in self._segments[1:]), len(self.tokens)]
         return tuple(
             Segment(replica, kind, start, end)
@@ -175,21 +175,22 @@ class TurnJournal:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and journal together: what the next attempt has to prefill."""
+        """Tokens of prompt and journal together, which the next attempt has to prefill."""
         return self.prompt_tokens + len(self.tokens)
 
     @property
     def whole(self) -> bool:
-        """Whether no token is missing, be it only the word that none is."""
+        """True if no token is missing, even if the final event is."""
         return self._over or self._stopped or self.remaining == 0
 
     @property
     def can_begin(self) -> bool:
-        """Whether another attempt is left and would have something to do."""
+        """True if another attempt is left and would have tokens to generate."""
         return not self.whole and self._number < self._max_attempts
 
     def fork(self) -> "TurnJournal":
-        """The turn as far as it came, to be begun elsewhere. Raises JournalError when it is over.
+        """Return a journal with the turn so far, to begin elsewhere. Raises JournalError at its
+        end.
 
         Attempts so far count for both.
         """
@@ -209,9 +210,9 @@ class TurnJournal:
         return copy
 
     def restarted(self) -> "TurnJournal":
-        """The turn as if it had made nothing yet; attempts so far count.
+        """Return the turn without its output; attempts so far count.
 
-        For one whose next token depends on what its engine knew of the tokens before.
+        For a turn whose next token depends on its engine's state of the tokens before.
         """
         again = TurnJournal(
             self._prompt,
@@ -225,7 +226,7 @@ class TurnJournal:
     def begin(self, replica: str, kind: str) -> Attempt:
         """Start the next attempt on `replica`; an attempt that was not ended is over from now on.
 
-        Raises JournalError when the turn is over or has no attempts left.
+        Raises JournalError if the turn is over or has no attempts left.
         """
         if self._over or self._number >= self._max_attempts:
             raise JournalError("the turn is over: send it again under a new request id")
@@ -241,7 +242,7 @@ class TurnJournal:
         version: int,
         oldest_version: int | None = None,
     ) -> bool:
-        """Journal one chunk, all of one policy version. False: the attempt is over, chunk dropped.
+        """Journal one chunk, all of one policy version. Returns False if the attempt is over.
 
         `oldest_version` as in `VersionSpan`.
 
@@ -267,7 +268,7 @@ class TurnJournal:
         return True
 
     def end(self, attempt: int, end: End, finish_reason: str = "") -> Outcome | None:
-        """End an attempt and say what follows; None when it was over already.
+        """End an attempt and return the next action; None if it was over already.
 
         `finish_reason` is the replica's own ("stop", "length"), wanted for FINISHED only.
         """

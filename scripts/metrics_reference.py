@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
-from elastic_scheduler.capacity import Advice, EffectivePolicy, Limit, LimitKind, Verdict
+from elastic_scheduler.capacity import Advice, EffectivePolicy, Limit, LimitKind, NodeVerdict
 from elastic_scheduler.capacity.advice import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
@@ -163,9 +163,9 @@ def _life(guest: str) -> Iterator[tuple[str, Mapping[str, object]]]:
 ADVICE: Final = Advice(Lendable(memory_bytes=1, compute=0.5))
 
 
-def _verdict(node: str, mode: HarvestMode) -> Verdict:
+def _verdict(node: str, mode: HarvestMode) -> NodeVerdict:
     limits = tuple(Limit(kind, "") for kind in LimitKind)
-    return Verdict(node, mode, mode, EffectivePolicy(), limits)
+    return NodeVerdict(node, mode, mode, EffectivePolicy(), limits)
 
 
 def _offer(kind: ReplicaKind) -> Offer:

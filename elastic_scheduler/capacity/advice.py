@@ -1,11 +1,12 @@
-"""Advice in figures: how much a node would lend by its policies, now and since it attached.
+"""Advice in figures: the capacity that a node would lend by its policies, now and since it
+attached.
 
     verdict, KV memory of guests, busy share of the host ──> bytes, share of compute ──> sums
 
 Memory is the KV memory of its guests, at most `maxHarvest.memory`; compute the share of time in
-which its host is idle, at most `maxHarvest.compute`. Both are 0 while the verdict does not lend. Of
-a busy host's slack (`slackShare`) nobody knows how much there is: it would come on top. A figure
-that its node does not say is None, and adds nothing.
+which its host is idle, at most `maxHarvest.compute`. Both are 0 while the verdict does not lend. A
+busy host's slack (`slackShare`) is unknown: it would come on top. A figure that a node does not
+report is None, and adds nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from elastic_scheduler.leases.harvest_mode import HarvestMode
 
 @dataclass(frozen=True, slots=True)
 class Lendable:
-    """What a node lends, or would: bytes of KV memory, and share of each second."""
+    """Capacity that a node lends, or would: bytes of KV memory, and share of each second."""
 
     memory_bytes: int | None = None
     compute: float | None = None
@@ -50,12 +51,12 @@ class Advice:
     compute_s: float = 0.0
 
 
-# Between judgements of a scheduler that was stopped nobody knows what would have been.
+# Longer gaps between a scheduler's judgements were a pause, and count for nothing.
 MOST_STEP_S = 10.0
 
 
 class AdviceBook:
-    """Advice of all nodes. No clock: `now_s` is handed in with each judgement."""
+    """Advice of all nodes. No clock: `now_s` is passed with each judgement."""
 
     def __init__(self) -> None:
         self._guest_bytes: dict[str, int] = {}
@@ -63,11 +64,11 @@ class AdviceBook:
         self._judged_s: float | None = None
 
     def heard(self, node: str, guest_bytes: int) -> None:
-        """A node said how much KV memory its guests have when all of it is lent."""
+        """Record the KV memory of a node's guests when all of it is lent."""
         self._guest_bytes[node] = guest_bytes
 
     def forget(self, node: str) -> None:
-        """A node is lost."""
+        """Forget a lost node."""
         self._guest_bytes.pop(node, None)
         self._of.pop(node, None)
 
@@ -77,7 +78,7 @@ class AdviceBook:
         busy: Callable[[str], float | None],
         now_s: float,
     ) -> None:
-        """What held since the judgement before is added; from now on the new verdicts hold."""
+        """Add the state since the last judgement; from now on the new verdicts hold."""
         since_s = now_s - self._judged_s if self._judged_s is not None else 0.0
         step_s = min(max(0.0, since_s), MOST_STEP_S)
         self._judged_s = now_s
@@ -92,5 +93,5 @@ class AdviceBook:
             advice.now = lendable(would, policy, self._guest_bytes.get(node), busy(node))
 
     def of(self, node: str) -> Advice:
-        """A node's figures; nothing is known of one that was not judged yet."""
+        """Return a node's figures; empty ones before its first judgement."""
         return self._of.get(node) or Advice()

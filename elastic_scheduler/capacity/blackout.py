@@ -34,7 +34,7 @@ DAYS: Final = tuple(Day)
 
 
 def minutes_of(clock: str) -> int:
-    """Minutes since midnight of `HH:MM`, up to 24:00. Raises ValueError for another text."""
+    """Return minutes since midnight of `HH:MM`, up to 24:00. Raises ValueError for another text."""
     if not _CLOCK.fullmatch(clock):
         raise ValueError(f"{clock!r} is no time of day; write one as 07:30, up to 24:00")
     hours, minutes = clock.split(":")
@@ -70,7 +70,7 @@ Clock = Annotated[
 
 
 class BlackoutWindow(BaseModel):
-    """Hours in which nothing is lent: what is lent is given back when they begin."""
+    """Hours in which nothing is lent: lent capacity is returned when they begin."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
@@ -103,7 +103,7 @@ class BlackoutWindow(BaseModel):
         return self
 
     def holds_at(self, wall_s: float) -> bool:
-        """Whether a moment, in Unix seconds, lies in it."""
+        """Return True if a moment, in Unix seconds, lies in it."""
         local = datetime.fromtimestamp(wall_s, UTC).astimezone(_zone(self.time_zone))
         minute = local.hour * 60 + local.minute
         begin, end = minutes_of(self.begin), minutes_of(self.end)

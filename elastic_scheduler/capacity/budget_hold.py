@@ -24,14 +24,14 @@ from slo.error_budget import burnt
 
 PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
 LONGEST_S: Final = max(rule.long_s for rule in PAGING)
-# Until a policy says another one.
+# Default until a policy sets another one.
 OBJECTIVE: Final = 0.99
-# Of one node, those of the last six hours among them: names are as many as its hosts' pods.
+# Hosts of one node, including those of the last six hours: names are as many as its hosts' pods.
 MOST_HOSTS: Final = 64
 # Below it the budget lasts for the whole period.
 CALM_BURN: Final = 1.0
 CALM_WINDOW_S: Final = 300.0
-# A host that stopped lending so long ago burns its budget by itself.
+# A host that stopped lending this long ago burns its budget by itself.
 LENT_LATELY_S: Final = 300.0
 LEAST_OF_DEPLOYMENT: Final = 2
 SHARE_OF_DEPLOYMENT: Final = 0.25
@@ -39,9 +39,9 @@ SHARE_OF_DEPLOYMENT: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Requests of a node's host since it was heard last; `lends`: a lease of its guest lives.
+    """Requests of a node's host since its last report; `lends`: a lease of its guest lives.
 
-    Of several hosts good and bad are sums, and `hosts` has both of each: a host that burns its
+    With several hosts good and bad are sums, and `hosts` has both of each: a host that burns its
     budget among seven that do not would not show in a sum.
     """
 
@@ -54,7 +54,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBudgets:
-    """Time to decide. limits: what holds for each node. deployments: of each node."""
+    """Event: time to decide. limits: in force for each node. deployments: of each node."""
 
     limits: Mapping[str, SloBudget | None]
     deployments: Mapping[str, str] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class JudgeBudgets:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A node is there no more; its budget is forgotten when it is not back within the period."""
+    """Event: a node is gone; its budget is dropped if it is not back within the period."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class HoldBegun:
-    """A hold begins; `why` says its numbers. `deployment`: of all its nodes, None of `node`."""
+    """Action: a hold begins; `why` has its figures. deployment: None for a hold of `node`."""
 
     node: str
     why: str
@@ -78,7 +78,7 @@ class HoldBegun:
 
 @dataclass(frozen=True, slots=True)
 class HoldEnded:
-    """A hold ends."""
+    """Action: a hold ends."""
 
     node: str
     why: str
@@ -87,7 +87,7 @@ class HoldEnded:
 
 @dataclass(slots=True)
 class _OneHost:
-    """One of several hosts of a node; its budget is kept as long as a hold may come of it."""
+    """One of several hosts of a node; its budget is kept as long as it may cause a hold."""
 
     budget: ErrorBudget
     seen_s: float
@@ -96,7 +96,7 @@ class _OneHost:
 
 @dataclass(slots=True)
 class _Host:
-    """All hosts of a node together, and each where there are several."""
+    """All hosts of a node together, and each of several."""
 
     budget: ErrorBudget
     hosts: dict[str, _OneHost] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class BudgetHold:
     def step(
         self, event: Served | JudgeBudgets | Gone, now_s: float
     ) -> list[HoldBegun | HoldEnded]:
-        """What follows; only `JudgeBudgets` decides."""
+        """Return the actions that follow; only `JudgeBudgets` decides."""
         match event:
             case Served():
                 self._serve(event, now_s)
@@ -130,7 +130,7 @@ class BudgetHold:
                 return self._judge(event, now_s)
 
     def status(self) -> dict[str, str]:
-        """Why each held node is held: by its own burn, or by its deployment's."""
+        """Return the reason of each held node: its own burn, or its deployment's."""
         own = {node: host.held for node, host in self._hosts.items() if host.held is not None}
         by_deployment = {
             node: self._deployments[name]
@@ -140,9 +140,9 @@ class BudgetHold:
         return by_deployment | own
 
     def left(self, now_s: float) -> dict[str, float]:
-        """Share of the period's budget that is left of all hosts of a deployment together.
+        """Return the remaining share of the period's budget of all hosts of a deployment together.
 
-        1 without traffic, below 0 when overspent; the hosts of no deployment are one ("").
+        1 without traffic, below 0 when overspent; hosts without a deployment have "".
         """
         counts: dict[str, tuple[int, int]] = {}
         objectives: dict[str, float] = {}
@@ -199,7 +199,7 @@ class BudgetHold:
             return None
         why = _burnt(host.budget, limit, now_s, "")
         for name, each in host.hosts.items():
-            # Without a miss in the longest window there is nothing to look for.
+            # Without a miss in the longest window no rule can fire.
             if why is None and now_s <= each.missed_s + LONGEST_S:
                 why = _burnt(each.budget, limit, now_s, f" of host {name}")
         return why
@@ -237,7 +237,7 @@ class BudgetHold:
 
 
 def _serve_each(node: _Host, event: Served, now_s: float) -> None:
-    """Requests of each host; one that was not heard for the longest window is forgotten."""
+    """Add the requests of each host; one without a report for the longest window is dropped."""
     for name, (good, bad) in event.hosts.items():
         one = node.hosts.get(name)
         if one is None:
@@ -255,7 +255,7 @@ def _serve_each(node: _Host, event: Served, now_s: float) -> None:
 
 
 def _burnt(budget: ErrorBudget, limit: SloBudget, now_s: float, whose: str) -> str | None:
-    """Why a budget holds its node, with the numbers of the rule that fired."""
+    """Return the reason why a budget holds its node, with the figures of the rule that fired."""
     for alert in budget.alerts(now_s, PAGING):
         good, bad = budget.counts(now_s, alert.rule.long_s)
         if bad >= limit.min_bad:
@@ -279,7 +279,7 @@ class BusySeen:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBusy:
-    """Time to decide; limits: what holds for each node."""
+    """Event: time to decide; limits: in force for each node."""
 
     limits: Mapping[str, MaxHostBusy | None]
 
@@ -302,7 +302,7 @@ class BusyHold:
         self._loads: dict[str, _Load] = {}
 
     def step(self, event: BusySeen | JudgeBusy | Gone, now_s: float) -> list[HoldBegun | HoldEnded]:
-        """What follows; only `JudgeBusy` decides."""
+        """Return the actions that follow; only `JudgeBusy` decides."""
         match event:
             case BusySeen():
                 load = self._loads.get(event.node)
@@ -318,11 +318,11 @@ class BusyHold:
                 return self._judge(event, now_s)
 
     def status(self) -> dict[str, str]:
-        """Why each held node is held."""
+        """Return the reason of each held node."""
         return {node: load.held for node, load in self._loads.items() if load.held is not None}
 
     def share(self, node: str) -> float | None:
-        """Newest busy share of a node's host; None while it was not said."""
+        """Return the newest busy share of a node's host; None before its first report."""
         load = self._loads.get(node)
         return load.samples[-1][1] if load is not None and load.samples else None
 
@@ -356,13 +356,14 @@ class BusyHold:
         return acts
 
     def _mean(self, load: _Load, over_s: float, now_s: float) -> float | None:
-        """Average by time; None until a whole window was seen, or while nothing is said."""
+        """Return the average by time; None before a whole window, or without reports."""
         if now_s < load.since_s + over_s:
             return None
         since_s = now_s - over_s
         weighted = weight = 0.0
-        # Minutes of them are kept, for the longest window; only the newest lie in this one, with
-        # one before it. A sample speaks for the time since the one before it.
+        # Minutes of samples are kept, for the longest window; only the newest are in this one, with
+        # one before
+        # it. A sample covers the time since the one before it.
         recent: list[tuple[float, float]] = []
         for sample in reversed(load.samples):
             recent.append(sample)

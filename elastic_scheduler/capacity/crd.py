@@ -1,12 +1,12 @@
 """CustomResourceDefinition of RoseCapacityPolicy, made from the model that checks policies.
 
 A CRD takes structural schemas only: no `$ref`, no type inside `anyOf`, no `null` type. A field may
-be null only where that says something else than leaving it out. Defaults are those of the enums
-alone: the API server writes defaults into each object, which would keep those of the release that
-stored it. The others are said in the description, and in the table of the docs.
+be null only if that differs from leaving it out. Defaults are those of the enums alone: the API
+server writes defaults into each object, which would keep those of the release that stored it. The
+others are in the description, and in the table of the docs.
 
-What a schema of fields cannot say is said by CEL rules, so that the API server refuses an object
-that a scheduler would refuse. The scheduler's own check stays the last word: it knows time zones.
+CEL rules express what a schema of fields cannot, so that the API server refuses an object that a
+scheduler would refuse. The scheduler's own check stays the last word: it knows time zones.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ KIND: Final = "RoseCapacityPolicy"
 PLURAL: Final = "rosecapacitypolicies"
 _MAX_CONDITIONS: Final = 16
 _MAX_LIMITS: Final = 32
-# Where in the schema of the spec, the rule, and what to do when it does not hold.
+# Place in the schema of the spec, the rule, and what to do if it does not hold.
 _RULES: Final = (
     (
         "",
@@ -117,7 +117,7 @@ _RULES: Final = (
         "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
     ),
 )
-# What the API server keeps apart by key or by value; all other lists are replaced whole.
+# Lists that the API server merges by key or by value; all other lists are replaced whole.
 _LISTS: Final[dict[str, dict[str, Any]]] = {
     "tenants": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["job"]},
     "blackoutWindows": {"x-kubernetes-list-type": "atomic"},
@@ -180,10 +180,10 @@ def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSO
         said["x-kubernetes-list-type"] = "set" if said.pop("uniqueItems") else "atomic"
     for bound in ("Minimum", "Maximum"):
         value = said.get(f"exclusive{bound}")
-        # In OpenAPI v3.0 it is a word about `minimum`; what a reference named has it already.
+        # In OpenAPI v3.0 it is a word about `minimum`; a reference's target has it already.
         if value is not None and value is not True:
             said |= {bound.lower(): value, f"exclusive{bound}": True}
-    # A map of labels is the one object whose keys are anybody's.
+    # A map of labels is the one object with arbitrary keys.
     if said.get("type") == "object" and "properties" not in said:
         said["additionalProperties"] = {"type": "string"}
     return {
@@ -247,7 +247,7 @@ class ConditionType(StrEnum):
     """Conditions of a policy, as its status has them."""
 
     READY = "Ready"
-    """A scheduler has taken it as it is."""
+    """A scheduler has accepted it."""
     TELEMETRY_FRESH = "TelemetryFresh"
     """All of its nodes have been heard within `staleAfter`."""
     CONFLICTED = "Conflicted"
@@ -309,7 +309,7 @@ class Condition(_Status):
 
 
 class PolicyStatus(_Status):
-    """What a controller says of a policy."""
+    """Status of a policy, by its controller."""
 
     observed_generation: int = Field(default=0, ge=0, description="of the spec it speaks of")
     summary: PolicySummary | None = Field(default=None, description="figures of its nodes")
@@ -331,7 +331,7 @@ def crd() -> dict[str, Any]:
         "metadata": {"name": f"{PLURAL}.{GROUP}"},
         "spec": {
             "group": GROUP,
-            # Nodes are the cluster's, and so is what may be lent of them.
+            # Nodes belong to the cluster, and so does their lendable capacity.
             "scope": "Cluster",
             "names": {
                 "kind": KIND,

@@ -1,6 +1,6 @@
 """Effective policy of a node: of all policies that match it the strictest, field by field.
 
-    policies ── match the node's name and labels ──> each field's strictest value, and whose it is
+    policies ── match the node's name and labels ──> each field's strictest value, and its policy
 
 A node that no policy matches lends nothing, and `decided_by` says so.
 """
@@ -29,11 +29,11 @@ _STOPS: Final = tuple(StopPolicy)
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """What holds for one node. None: no policy bounds the field.
+    """Policy in force for one node. None: no policy bounds the field.
 
-    policies: names of those that match. decided_by: the policy behind each field that one decided,
-    by the field's path in files. `blackouts`, `node_caps`, `tenants`: each with its policy, for all
-    of them hold.
+    policies: names of those that match. decided_by: the policy behind each bounded field, by the
+    field's path in files. `blackouts`, `node_caps`, `tenants`: each with its policy, for all of
+    them hold.
     """
 
     policies: tuple[str, ...] = ()
@@ -58,12 +58,12 @@ class EffectivePolicy:
 
     @property
     def has_caps(self) -> bool:
-        """Whether the node itself has to keep within something."""
+        """True if the node itself has to keep within caps."""
         caps = (self.compute, self.memory_bytes, self.slack_share, self.watermarks)
         return self.kv_headroom > 0 or any(cap is not None for cap in caps)
 
     def fields(self) -> list[tuple[str, str, str]]:
-        """Each field's path, value and policy, for a person; what nothing bounds is left out."""
+        """Return each bounded field's path, value and policy, for a person."""
         return [
             (path, _shown(getattr(self, name)), self.decided_by.get(path, ""))
             for path, name in PATHS.items()
@@ -117,7 +117,7 @@ def _most(value: Any) -> Any:  # noqa: ANN401 - of any number
 
 @dataclass(slots=True)
 class _Fold:
-    """Picks the strictest of the policies' values, and remembers whose it was."""
+    """Picks the strictest of the policies' values, and remembers its policy."""
 
     policies: Sequence[CapacityPolicy]
     decided_by: dict[str, str]
@@ -129,7 +129,7 @@ class _Fold:
         strictness: Callable[[Any], Any],
         default: Any = None,  # noqa: ANN401 - of the field
     ) -> Any:  # noqa: ANN401 - of the field
-        """Smallest by `strictness`; the default where no policy says anything."""
+        """Return the smallest by `strictness`; the default if no policy sets one."""
         said = [(of(policy), policy.name) for policy in self.policies]
         bound = [(value, name) for value, name in said if value is not None]
         if not bound:
@@ -208,7 +208,7 @@ _BUCKETS: Final = 1 << 32
 
 
 def in_canary(node: str, percent: float) -> bool:
-    """Whether a node acts while a policy is tried on a share of its nodes.
+    """Return True if a node acts while a policy is tried on a share of its nodes.
 
     By a hash of the name: no order of arrival or restart changes the choice, and each larger
     percentage contains the smaller one.
@@ -217,5 +217,5 @@ def in_canary(node: str, percent: float) -> bool:
 
 
 def rank_of(node: str) -> int:
-    """Place of a node among all, evenly spread and the same everywhere."""
+    """Return a node's place among all, evenly spread and the same everywhere."""
     return int.from_bytes(blake2b(node.encode(), digest_size=4).digest(), "big")

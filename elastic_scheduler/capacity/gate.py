@@ -1,4 +1,4 @@
-"""Capacity gate: which nodes may lend now, why not, and what one that only advises would do.
+"""Capacity gate: which nodes may lend now, why not, and what one in mode Advisory would do.
 
     policies, stop state, labels, budgets, busy shares, wall time ──> a verdict for each node
     verdicts, offers, leases ──> which leases to grant, renew and give back
@@ -7,14 +7,14 @@ The ladder of a node's verdict, the first that applies:
 
     no policy, mode Off                            nothing is lent, its guests end
     outside the canary, canary halted              as a policy in mode Advisory
-    Advisory                                       nothing is lent; what Active would do is said
+    Advisory                                       nothing is lent; Active's verdict is reported
     beyond maxHarvest.nodes or deploymentShare     nothing is lent, its guests end
-    blackout, SLO budget, busy host, HoldAndDrain  nothing new is lent, what is lent is given back
+    blackout, SLO budget, busy host, HoldAndDrain  nothing new is lent, lent capacity is returned
     Hold, a policy that is withheld                nothing new is lent
     otherwise                                      lent within the caps
 
 The operator's stop state (`HarvestModes`) stands above all of it: the stricter of both holds.
-Dedicated replicas belong to the jobs and are leased whatever is said here.
+Dedicated replicas belong to the jobs and are leased in any case.
 """
 
 import math
@@ -55,9 +55,9 @@ from elastic_scheduler.leases.harvest_mode import (
 from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
 
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
-# Among the counters of a node's hosts: all of them together. No host is called so.
+# Key of all hosts together among the counters of a node's hosts. No host has this name.
 ALL_HOSTS: Final = ""
-# The policy of a scheduler that was started with a mode, and of `rose harvest active`.
+# Policy of a scheduler that was started with a mode, and of `rose harvest active`.
 CLI: Final = "cli"
 # All of them fit one reply.
 SCRAPED: Final = (
@@ -65,14 +65,14 @@ SCRAPED: Final = (
 )
 MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
-# After a start nodes attach within this time; before that a share of all of them means little.
+# Nodes attach within this time after a start; before that a share of all of them means little.
 SETTLE_S: Final = 10.0
-# Burn rates are of minutes and hours, and cost a walk over slices for each host.
+# Burn rates cover minutes and hours, and cost a walk over slices for each host.
 JUDGE_BUDGETS_S: Final = 5.0
 
 
 def cli_policy() -> CapacityPolicy:
-    """All may be lent: the operator's mode alone decides."""
+    """Return a policy that allows all lending: the operator's mode alone decides."""
     return CapacityPolicy.model_validate(
         {
             "name": CLI,
@@ -127,12 +127,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeVerdict:
-    """What holds for one node now, before the operator's stop state.
+    """Verdict on one node now, before the operator's stop state.
 
-    mode: as its node is told. would: what an Active policy would say; the same where one is.
-    limits: why not more, each with the policy or hold behind it. settled: False while the node may
-    only seem beyond a cap on the number of nodes, since others have not attached yet: until then it
-    keeps what it lends, and is told nothing.
+    mode: sent to its node. would: an Active policy's verdict; the same for one. limits: reasons why
+    not more, each with its policy or hold. settled: False while the node may only seem beyond a cap
+    on the number of nodes, since others have not attached yet: until then it keeps its loan, and is
+    sent nothing.
     """
 
     node: str
@@ -144,7 +144,7 @@ class NodeVerdict:
 
     @property
     def advises(self) -> bool:
-        """Whether it says what it would do, and does not do it."""
+        """True if it only reports what it would do."""
         return self.policy.mode is PolicyMode.ADVISORY or self.mode is not self.would
 
 
@@ -170,7 +170,7 @@ NOTHING: Final = NodeVerdict(
 
 
 class CapacityGate:
-    """Policies in force and the verdict of each node. No clock: both clocks are handed in."""
+    """Policies in force and the verdict of each node. No clock: both clocks are passed in."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class CapacityGate:
         policies: Iterable[CapacityPolicy] = (),
         halted: Mapping[str, str] | None = None,
     ) -> None:
-        """`halted`: why, by the name of the policy whose canary was halted."""
+        """halted: the reason, by the name of the policy whose canary was halted."""
         self.stop = stop
         self._policies = {policy.name: policy for policy in policies}
         self._halted = dict(halted or {})
@@ -202,7 +202,7 @@ class CapacityGate:
 
     @property
     def wall_s(self) -> float | None:
-        """Unix seconds, as last told; None while nobody knows."""
+        """Unix seconds, as last passed; None if unknown."""
         return self._wall_s
 
     @property
@@ -215,7 +215,7 @@ class CapacityGate:
         return self._policies[name]
 
     def halted(self, policy: str) -> str | None:
-        """Why a policy's canary is halted, None while it is not."""
+        """Return the reason why a policy's canary is halted, None while it is not."""
         return self._halted.get(policy)
 
     def check_room(self, name: str) -> None:
@@ -224,7 +224,7 @@ class CapacityGate:
             raise PolicyError(f"{MAX_POLICIES} policies are in force; delete one first")
 
     def apply(self, policy: CapacityPolicy) -> bool:
-        """Put a policy in force now; whether that changes anything. It ends its canary's halt."""
+        """Put a policy in force now; return True if that changes it. It ends its canary's halt."""
         self.check_room(policy.name)
         same = self._policies.get(policy.name) == policy and policy.name not in self._halted
         self._policies[policy.name] = policy
@@ -233,13 +233,13 @@ class CapacityGate:
         return not same
 
     def delete(self, name: str) -> bool:
-        """Take a policy out of force; whether it was there."""
+        """Take a policy out of force; return True if it was there."""
         self._halted.pop(name, None)
         self._forget()
         return self._policies.pop(name, None) is not None
 
     def withhold(self, policies: Mapping[str, Limit]) -> None:
-        """Nodes of these policies are held, for the reason that is said; no others of this kind."""
+        """Hold the nodes of these policies, for this reason; end other holds of this kind."""
         if policies != self._withheld:
             self._withheld = dict(policies)
             self._changed = True
@@ -257,9 +257,9 @@ class CapacityGate:
         lends: bool,
         hosts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """A node's telemetry: its host's busy share, and its counters, which only grow.
+        """Take a node's telemetry: its host's busy share, and its counters, which only grow.
 
-        `hosts`: counters of each, by name, where there are several; good and bad are their sums.
+        hosts: counters of each of several, by name; good and bad are their sums.
         """
         if busy is not None:
             self._busy.step(BusySeen(node, busy), now_s)
@@ -270,13 +270,13 @@ class CapacityGate:
         self._budgets.step(Served(node, good, bad, lends, since), now_s)
 
     def watched(self, node: str, *, scraped: bool) -> None:
-        """How a node knows its host: scraped, it is too late to yield to it, and lends nothing."""
+        """Record the source of a node's host: a scraped one is too late to yield to."""
         if scraped != (node in self._scraped):
             (self._scraped.add if scraped else self._scraped.discard)(node)
             self._changed = True
 
     def forget(self, node: str) -> None:
-        """A node is lost; its budget is kept while it is held, so that it cannot shake it off."""
+        """Forget a lost node; its budget is kept while it is held, so that leaving ends no hold."""
         for hold in (self._budgets, self._busy):
             hold.step(Gone(node), 0.0)
         self._scraped.discard(node)
@@ -294,7 +294,7 @@ class CapacityGate:
     ) -> list[CapacityNote | Halt]:
         """Judge all nodes when it is time, or at once after a change.
 
-        `wall_s`: Unix seconds, for blackout windows; None while nobody knows: every window counts.
+        wall_s: Unix seconds, for blackout windows; None if unknown: every window counts.
         """
         if wall_s is not None:
             self._changed |= self._wall_s is None
@@ -314,9 +314,9 @@ class CapacityGate:
         return acts + self._judge_nodes(facts, now_s)
 
     def greet(self, node: NodeFacts, now_s: float) -> list[CapacityNote | Halt]:
-        """Judge a node that attached, by itself: thousands may come at once.
+        """Judge an attached node by itself, since thousands may come at once.
 
-        Where a cap counts nodes it waits for the next judgement, which sees them all.
+        If a cap counts nodes it waits for the next judgement, which sees them all.
         """
         self._begin(now_s)
         if not self._dark:
@@ -331,27 +331,27 @@ class CapacityGate:
         return self._said(verdict) if verdict.settled else []
 
     def changed(self) -> None:
-        """Something that verdicts hang on is new: judge at the next occasion."""
+        """Record a change that verdicts depend on: judge at the next occasion."""
         self._changed = True
 
     def verdict(self, node: str) -> NodeVerdict:
-        """The node's newest verdict; nothing is lent by one that was not judged yet."""
+        """Return the node's newest verdict; a node without one lends nothing."""
         return self._verdicts.get(node, NOTHING)
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
-        """Verdicts of all nodes, by name."""
+        """Return the verdicts of all nodes, by name."""
         return tuple(self._verdicts[name] for name in sorted(self._verdicts))
 
     def mode_of(self, replica: str, node: str) -> HarvestMode:
-        """What holds for a guest: the stricter of the stop state and its node's verdict."""
+        """Return a guest's mode: the stricter of the stop state and its node's verdict."""
         return stricter(self.stop.mode_of(replica), self.verdict(node).mode)
 
     def budget_left(self, now_s: float) -> dict[str, float]:
-        """Share of the SLO budget that is left, by deployment; "" for hosts of none."""
+        """Return the remaining share of the SLO budget, by deployment; "" for hosts without one."""
         return self._budgets.left(now_s)
 
     def busy_share(self, node: str) -> float | None:
-        """How much of the time the node's host worked, as last heard."""
+        """Return the node's host's busy share, as last reported."""
         return self._busy.share(node)
 
     # ---- leases ----
@@ -380,20 +380,20 @@ class CapacityGate:
         )
 
     def may_lease(self, offer: Offer) -> bool:
-        """Whether a replica without a lease may get one."""
+        """Return True if a replica without a lease may get one."""
         return offer.healthy and self._allows(offer, HarvestMode.ACTIVE)
 
     def cooldown_s(self, node: str) -> float:
-        """Least pause after a revocation on a node."""
+        """Return the least pause after a revocation on a node."""
         return self.verdict(node).policy.cooldown_s
 
     def weight_of(self, job: str) -> float:
-        """Priority of a job: the least that any policy gives it, 1 where none does."""
+        """Return a job's priority: the least that any policy gives it, 1 by default."""
         said = [t.priority for p in self._policies.values() for t in p.tenants if t.job == job]
         return min(said, default=1.0)
 
     def admits(self, job: str, offer: Offer, held: Iterable[tuple[str, str]]) -> bool:
-        """Whether a job's quotas leave room for one more guest; held: (job, node) of each lease."""
+        """Return True if quotas admit one more guest; held: (job, node) of each lease."""
         if offer.kind is ReplicaKind.DEDICATED:
             return True
         quotas = [
@@ -462,7 +462,7 @@ class CapacityGate:
             self._began_s = now_s
 
     def _look_at_the_clock(self) -> None:
-        """Windows of each policy that hold now, once for all nodes."""
+        """Return the windows of each policy that hold now, once for all nodes."""
         self._dark = {
             policy.name: [
                 f"blackout {window} ({policy.name})"
@@ -506,7 +506,7 @@ class CapacityGate:
         return acts
 
     def _said(self, verdict: NodeVerdict) -> list[CapacityNote | Halt]:
-        # Where no operator applied a policy there is nothing to explain.
+        # Without an operator's policy there is nothing to explain.
         if set(self._policies) <= {CLI}:
             return []
         why = "; ".join(map(str, verdict.limits))
@@ -549,7 +549,7 @@ class CapacityGate:
     def _would(
         self, policy: EffectivePolicy, beyond: tuple[Limit, ...], held: Limit | None
     ) -> tuple[HarvestMode, tuple[Limit, ...]]:
-        """The mode of an acting policy, and everything that stands against more."""
+        """Return the mode of an acting policy, and all limits."""
         found = [(HarvestMode.OFF, limit) for limit in beyond]
         for name in policy.policies:
             found += [
@@ -617,11 +617,11 @@ class CapacityGate:
         return {node: tuple(whys) for node, whys in beyond.items()}
 
     def _lendable(self, node: str) -> bool:
-        """Whether a node counts against a cap on nodes: not one that lends nothing anyway."""
+        """Return True if a node counts against a cap on nodes, as one does that may lend."""
         policy = self._effective[node]
         if policy.mode is PolicyMode.OFF:
             return False
-        # One that only advises is counted with those that act where all advise.
+        # An advising node is counted with the acting ones if all only advise.
         return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
 
 
@@ -636,9 +636,9 @@ def _noted(change: HoldBegun | HoldEnded) -> CapacityNote:
 
 
 def _since(before: tuple[int, int] | None, now: tuple[int, int]) -> tuple[int, int]:
-    """What was counted since; counters that fell are those of a new daemon, or of a new host.
+    """Return the counts since then; counters that fell are those of a new daemon or host.
 
-    The first ones are of times that are unknown here, and count for nothing.
+    The first ones are of unknown times, and count for nothing.
     """
     if before is None:
         return 0, 0

@@ -1,9 +1,9 @@
-"""CapacityPolicy: what an operator allows to be lent, on which nodes, under which conditions.
+"""CapacityPolicy: the operator's limits on lending: which nodes, under which conditions.
 
-It is the one place where a policy is described: files, the CRD's schema, the table in the docs and
-the checks come from it. Fields are camelCase in files and snake_case here, with units in the names.
+It is the one description of a policy: files, the CRD's schema, the table in the docs and the checks
+come from it. Fields are camelCase in files and snake_case here, with units in the names.
 
-Nothing in a policy lends by itself: the default mode computes and says what it would do.
+Nothing in a policy lends by itself: the default mode only computes and reports what it would do.
 """
 
 import difflib
@@ -32,7 +32,7 @@ from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS
 MAX_POLICY_BYTES: Final = 16 << 10
 MAX_WINDOWS: Final = 64
 MAX_TENANTS: Final = 256
-# What a lease lives unrenewed: beyond it a cut-off node harvests nothing in any case.
+# Life of an unrenewed lease: beyond it a cut-off node harvests nothing in any case.
 LEASE_TTL_S: Final = 5.0
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -70,7 +70,7 @@ def _policy_name(name: str) -> str:
 
 
 class NodeSelector(_Part):
-    """Nodes that a policy is for: those with all of the labels, and of the names if there are."""
+    """Nodes of a policy: those with all of the labels, and of the names if there are."""
 
     match_labels: dict[str, str] = Field(
         default={}, description="labels that a node must have, all of them"
@@ -80,7 +80,7 @@ class NodeSelector(_Part):
     )
 
     def matches(self, node: str, labels: Mapping[str, str]) -> bool:
-        """Whether a node with these labels is meant."""
+        """Return True for a node with these labels."""
         named = not self.names or node in self.names
         return named and all(labels.get(key) == value for key, value in self.match_labels.items())
 
@@ -298,7 +298,7 @@ class CapacityPolicy(_Part):
         return None
 
     def to_json(self) -> str:
-        """Write it as a file has it: its mode, and what is not as by default."""
+        """Return its JSON in files: its mode, and fields that are not at their defaults."""
         said = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         first = {"name": self.name, "mode": self.mode.value}
         return json.dumps(first | said, separators=(",", ":"))
@@ -343,7 +343,7 @@ def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError where a key is given twice."""
+    """Return a JSON object. Raises ValueError for a duplicate key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -53,7 +53,7 @@ def bytes_text(count: int) -> str:
 
 
 def count_or_share(value: object) -> int | str:
-    """Check `3` (so many) or `25%` (that share of all, rounded down)."""
+    """Check `3` (a count) or `25%` (that share of all, rounded down)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None

@@ -35,7 +35,7 @@ _STRICTEST_FIRST = tuple(HarvestMode)
 
 def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
     """Return the mode of the two that lends less."""
-    # Asked of every replica at every turn, and mostly nothing stands against lending.
+    # Called for every replica at every turn, and mostly nothing is against lending.
     if one is other or other is HarvestMode.ACTIVE:
         return one
     if one is HarvestMode.ACTIVE:
@@ -84,6 +84,6 @@ class HarvestModes:
             self._overrides[replica] = mode
 
     def mode_of(self, replica: str) -> HarvestMode:
-        """The mode that holds for a guest."""
+        """Return the mode that holds for a guest."""
         own = self._overrides.get(replica)
         return self.mode if own is None else stricter(self.mode, own)

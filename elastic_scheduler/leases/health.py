@@ -2,11 +2,11 @@
 
     STARTING --alive--> SYNCING <--within the bound, missed a version--> HEALTHY
     any -- its node says so --> DEAD -- its node calls it alive --> SYNCING, HEALTHY
-    any -- silent for longer than its offers live --> DEAD, and what it says is void
+    any -- silent for longer than its offers live --> DEAD, and its reports are void
     DEAD -- leased anew, under a greater epoch --> STARTING
 
-Only HEALTHY gets turns. A replica that fell silent may be a stopped process: what it says when it
-wakes up is void until its lease was granted anew, under a greater epoch.
+Only HEALTHY gets turns. A replica that fell silent may be a stopped process: its reports after it
+wakes up are void until it is leased anew, under a greater epoch.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from elastic_scheduler.rollouts.admission import StalenessBound
 
 
 class Health(StrEnum):
-    """HEALTHY gets turns; the others say what is missing."""
+    """HEALTHY gets turns; the others name the missing part."""
 
     STARTING = "starting"
     SYNCING = "syncing"
@@ -39,31 +39,31 @@ class HealthReport:
 
 
 class ReplicaHealth:
-    """One replica's state. It knows no time: how long a silence may be its node's offers say."""
+    """One replica's state. It knows no time: its node's offers set the bound on silence."""
 
     def __init__(self, bound: StalenessBound) -> None:
         self._bound = bound
         self._epoch = 0
         self._leased_epoch = 0
-        # What comes under this epoch or an older one is void.
+        # Reports under this epoch or an older one are void.
         self._void_epoch = -1
         self.state = Health.STARTING
 
     @property
     def takes_turns(self) -> bool:
-        """Whether turns may be sent to it."""
+        """True if turns may be sent to it."""
         return self.state is Health.HEALTHY
 
     def set_bound(self, bound: StalenessBound) -> None:
-        """The job allows another staleness; it counts from the next report."""
+        """Set another bound on staleness; it counts from the next report."""
         self._bound = bound
 
     def leased(self, epoch: int) -> None:
-        """A lease was granted, which the replica may have seen when it falls silent."""
+        """Record a lease, which the replica may have seen when it falls silent."""
         self._leased_epoch = max(self._leased_epoch, epoch)
 
     def restarted(self, epoch: int) -> bool:
-        """A new engine, or a new lease of it: begins anew. False for an epoch that is void."""
+        """Begin anew for a new engine or lease; return False for a void epoch."""
         if epoch <= self._void_epoch or epoch < self._epoch:
             return False
         self._epoch = epoch
@@ -72,7 +72,7 @@ class ReplicaHealth:
         return True
 
     def heard(self, report: HealthReport) -> Health:
-        """The replica's node spoke. What a process of an older epoch says changes nothing."""
+        """Take a report of the replica's node; one of an older epoch changes nothing."""
         if report.epoch < self._epoch or report.epoch <= self._void_epoch:
             return self.state
         self._epoch = report.epoch
@@ -84,12 +84,12 @@ class ReplicaHealth:
         return self.state
 
     def silenced(self) -> None:
-        """It was silent for too long: what it was leased under, seen or not, is void."""
+        """Void all its leases, seen or not, after too long a silence."""
         self.state = Health.DEAD
         self._void_epoch = max(self._void_epoch, self._epoch, self._leased_epoch)
 
     def _caught_up(self, report: HealthReport) -> bool:
-        """One ahead of every announced version runs weights that are not this job's."""
+        """A replica ahead of every announced version runs weights that are not this job's."""
         if report.foreign or report.policy_version > report.latest_version:
             return False
         return self._bound.admits_token(report.policy_version, report.latest_version)

@@ -21,8 +21,8 @@ from enum import StrEnum
 
 from elastic_scheduler.errors import LeaseError, LeaseHeld, StaleEpoch
 
-# An offer is what somebody else says. Beyond any real figure, and far enough below what doubles,
-# sums and messages hold: no figure in these bounds can break or poison what is reckoned from it.
+# An offer comes from another process. These bounds are beyond any real figure, and far enough below
+# those of doubles, sums and messages: no figure within them can break a computation.
 MAX_EPOCH = 2**53
 MAX_VERSION = 2**53
 MAX_KV_TOKENS = 2**40
@@ -41,7 +41,7 @@ class ReplicaKind(StrEnum):
 
 
 class SwitchKind(StrEnum):
-    """What a replica has to do for its next job, the cheapest first.
+    """Work of a replica for its next job, the cheapest first.
 
     NONE    it holds the job's weights, or the model that the job began with
     JOB     the running engine is updated to the job's weights
@@ -83,7 +83,7 @@ class Offer:
     near: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no replica can mean."""
+        """Raises ValueError for impossible values."""
         for name, text in (("id", self.replica), ("node", self.node)):
             if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
                 raise ValueError(
@@ -111,11 +111,11 @@ class Offer:
                 )
 
     def serves(self, model: str) -> bool:
-        """Whether it can be leased to a job of that model; unnamed models are the only one."""
+        """Return True if it can be leased to a job of that model; "" is the only model."""
         return not model or not self.model or model == self.model or model in self.models
 
     def switch_to(self, job: str, model: str) -> "SwitchKind":
-        """What it takes until it runs the job's weights."""
+        """Return the switch after which it runs the job's weights."""
         other_model = model and self.model and model != self.model
         if other_model and model not in self.near:
             return SwitchKind.MODEL
@@ -124,14 +124,15 @@ class Offer:
         return SwitchKind.JOB
 
     def is_stale(self, received_s: float, now_s: float) -> bool:
-        """Whether the offer that arrived at `received_s` has run out at `now_s`."""
+        """Return True if the offer that arrived at `received_s` has run out at `now_s`."""
         return now_s >= received_s + self.ttl_s
 
 
-# How far a node's epoch may be ahead of the book's, as after the store was lost: in a step a node
-# can neither use all epochs up nor reach one that no message holds.
+# Most epochs that a node may be ahead of the table, as after the store was lost: a node can neither
+# use
+# all epochs up in a step nor reach one that no message holds.
 MAX_EPOCH_LEAD = 2**20
-# Epochs are kept for ever, so names that are never seen again must have an end.
+# Epochs are kept for ever, so the number of names must be bounded.
 MAX_REPLICAS = 2**18
 
 
@@ -159,12 +160,12 @@ class Lease:
 
 
 class LeaseTable:
-    """Table of all live leases; times are seconds of one monotonic clock, handed in."""
+    """Table of all live leases; times are seconds of one monotonic clock."""
 
     def __init__(
         self, ttl_s: float, epochs: Mapping[str, int] | None = None, floor: int = 0
     ) -> None:
-        """floor: epochs up to it count as used, whatever the replica: nobody knows which were."""
+        """floor: epochs up to it count as used, for any replica: it is unknown which were."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}; a lease needs a time to live above 0")
         self.ttl_s = ttl_s
@@ -176,31 +177,30 @@ class LeaseTable:
         self._none_over_until_s = math.inf
 
     def epochs(self) -> dict[str, int]:
-        """The newest epoch of every replica, used or reserved: what a store has across restarts."""
+        """Return the newest epoch of every replica, used or reserved, for a store."""
         return self._epochs | self._reserved
 
     def leases(self) -> tuple[Lease, ...]:
-        """All leases that were not yet ended or collected by `expire`."""
+        """Return all leases that were not yet ended or collected by `expire`."""
         return tuple(self._leases.values())
 
     def held(self, replica: str) -> Lease | None:
-        """The replica's lease, run out or not, until it was ended or collected."""
+        """Return the replica's lease, run out or not, until it was ended or collected."""
         return self._leases.get(replica)
 
     def live(self, replica: str, now_s: float) -> Lease | None:
-        """The replica's lease unless it has run out."""
+        """Return the replica's lease unless it has run out."""
         lease = self._leases.get(replica)
         return lease if lease is not None and now_s < lease.expires_s else None
 
     def believes(self, replica: str, seen_epoch: int) -> bool:
-        """Whether a node can have seen that epoch of the replica."""
+        """Return True if a node can have seen that epoch of the replica."""
         return 0 <= seen_epoch <= min(MAX_EPOCH - 1, self._newest(replica) + MAX_EPOCH_LEAD)
 
     def proposed(self, replica: str, seen_epoch: int = 0) -> int:
-        """The epoch of the replica's next lease, greater than `seen_epoch` of its node too.
+        """Return the epoch of the replica's next lease, greater than `seen_epoch` of its node too.
 
-        Raises StaleEpoch for an epoch that is not to be believed, LeaseError for one replica more
-        than a book holds.
+        Raises StaleEpoch for an implausible epoch, LeaseError for too many replicas.
         """
         if replica not in self._epochs and len(self._epochs) >= MAX_REPLICAS:
             raise LeaseError(
@@ -214,12 +214,12 @@ class LeaseTable:
         return max(self._newest(replica), seen_epoch) + 1
 
     def reserve(self, replica: str, epoch: int) -> None:
-        """The epoch is persisted: the replica's next lease may be granted under it."""
+        """Record that the epoch is persisted: the next lease may be granted under it."""
         if epoch > self._newest(replica):
             self._reserved[replica] = epoch
 
     def reserved(self, replica: str, seen_epoch: int = 0) -> bool:
-        """Whether a lease can be granted now, under an epoch that the node has not seen."""
+        """Return True if a lease can be granted now, under an epoch that the node has not seen."""
         return self._reserved.get(replica, 0) > seen_epoch
 
     def grant(self, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:

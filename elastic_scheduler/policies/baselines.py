@@ -14,7 +14,7 @@ from elastic_scheduler.policies.types import Holding, LeaseDecision, Move, Situa
 
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
-    """Each offer to the job that has the fewest replicas for its weight and may have it."""
+    """Give each offer to the job that has the fewest replicas for its weight and may have it."""
     count = Counter(holding.job for holding in situation.held)
     guests = Counter(h.job for h in situation.held if h.offer.kind is ReplicaKind.GUEST)
     moves = []
@@ -54,13 +54,13 @@ class FixedPolicy(_WithoutLearning):
     name = "fixed"
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take what is dedicated."""
+        """Take all dedicated replicas."""
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         return LeaseDecision(spread(own, situation, "dedicated replicas are always leased"))
 
 
 class SpotPolicy(_WithoutLearning):
-    """Leases whatever is offered the moment it is, and keeps it until it is taken.
+    """Leases every offer the moment it comes, and keeps it until it is taken.
 
     Source: RLBoost (arXiv 2510.19225), which adds preemptible instances as they appear, pulls
     weights to them and moves their tokens elsewhere when they are preempted. Its balance between

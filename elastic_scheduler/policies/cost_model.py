@@ -28,7 +28,7 @@ from elastic_scheduler.policies.types import JobDemand
 from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
 
 # By published step times of 8B to 70B models on H100 and H200 a sequence alone is 1.9 to 4 times as
-# fast as one of 128 with contexts of 3,000 tokens; the least of these is believed.
+# fast as one of 128 with contexts of 3,000 tokens; this is the least of these.
 SATURATION = 1.0
 GROW_S = 5.0
 # Revocations this close together are one event.
@@ -46,7 +46,7 @@ class AimdLimit:
         self._halved_s = -math.inf
 
     def limit(self, now_s: float) -> float:
-        """Guests that may be held at `now_s`, at least 1."""
+        """Return the guests that may be held at `now_s`, at least 1."""
         if math.isinf(self._limit):
             return self._limit
         steps = math.floor((now_s - self._changed_s) / self._grow_s)
@@ -56,15 +56,15 @@ class AimdLimit:
         return self._limit
 
     def revoked(self, held: int, now_s: float) -> None:
-        """A host took a guest back; `held` is what the job held before."""
+        """Record that a host took a guest back; `held` is the job's number before."""
         if now_s < self._halved_s + self._event_s:
             return
         self._limit = max(1.0, min(self.limit(now_s), float(held)) / 2)
         self._changed_s = self._halved_s = now_s
 
 
-# Until one was measured: a few seconds, so that a first lease is tried. Another job's weights are
-# fetched and proven, another model's engine is started.
+# Default before the first measurement: a few seconds, so that a first lease is tried. Another job's
+# weights are fetched and proven, another model's engine is started.
 FIRST_SWITCH_S = 5.0
 FIRST_SWITCHES_S = {SwitchKind.NONE: FIRST_SWITCH_S, SwitchKind.JOB: 15.0, SwitchKind.MODEL: 60.0}
 NEWEST_SHARE = 0.3
@@ -84,7 +84,7 @@ class SwitchCosts:
         self._kinds_s: dict[tuple[ReplicaKind, SwitchKind], float] = {}
 
     def observe(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """A switch took so long. What is no duration is left out."""
+        """Record a measured switch. An invalid duration is left out."""
         if not 0 <= took_s < math.inf:
             return
         key, kind = (offer.replica, switch), (offer.kind, switch)
@@ -96,7 +96,7 @@ class SwitchCosts:
             del self._measured_s[next(iter(self._measured_s))]
 
     def expected_s(self, offer: Offer, switch: SwitchKind = SwitchKind.NONE) -> float:
-        """Seconds that such a switch of the replica will take."""
+        """Return the seconds that such a switch of the replica will take."""
         measured_s = self._measured_s.get(
             (offer.replica, switch), self._kinds_s.get((offer.kind, switch))
         )
@@ -104,20 +104,20 @@ class SwitchCosts:
             return measured_s
         if switch is SwitchKind.NONE:
             return self._first_s[switch]
-        # Whatever it takes, it is no less than a lease that changes nothing.
+        # A switch takes no less than a lease that changes nothing.
         return max(self._first_s[switch], self.expected_s(offer))
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Replicas together: what a job has, so that one more or less is weighed without all others."""
+    """Sum of replicas: a job's own, so that one more or less is weighed without all others."""
 
     count: int = 0
     decode_tok_s: float = 0.0
     places: float = 0.0
 
     def plus(self, offer: Offer) -> "Supply":
-        """With one more replica."""
+        """Return the sum with one more replica."""
         return Supply(
             self.count + 1,
             self.decode_tok_s + (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
@@ -125,7 +125,7 @@ class Supply:
         )
 
     def minus(self, offer: Offer) -> "Supply":
-        """Without one of its replicas; without the last one exactly nothing."""
+        """Return the sum without one of its replicas; exactly nothing without the last one."""
         if self.count <= 1:
             return Supply()
         return Supply(
@@ -135,7 +135,7 @@ class Supply:
         )
 
     def rate_tok_s(self, turns: float) -> float:
-        """Tokens per second that `turns` turns get out of them."""
+        """Return the tokens per second that `turns` turns get out of them."""
         if self.places <= 0:
             return 0.0
         share = min(1.0, turns / self.places)
@@ -143,7 +143,7 @@ class Supply:
 
 
 def supply_of(offers: Iterable[Offer]) -> Supply:
-    """Sum replicas up."""
+    """Return the sum of replicas."""
     supply = Supply()
     for offer in offers:
         supply = supply.plus(offer)
@@ -151,10 +151,10 @@ def supply_of(offers: Iterable[Offer]) -> Supply:
 
 
 def saved_s(demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf) -> float:
-    """Seconds that the job would be done sooner with `offer` beside those that it has.
+    """Return how much sooner the job would be done with `offer` beside its own, in seconds.
 
-    Infinite for a job that has none, or whose demand nobody knows; 0 for one without work, or with
-    no more turns than replicas.
+    Infinite for a job without replicas, or with unknown demand; 0 for one without work, or with no
+    more turns than replicas.
     """
     if demand.turns <= have.count or demand.owed_tokens <= 0:
         return 0.0

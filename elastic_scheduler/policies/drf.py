@@ -2,8 +2,8 @@
 
 A replica brings decode rate and KV memory; the larger of a job's two shares of the whole is its
 dominant share (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011). Replicas are indivisible:
-the next one goes to the job with the least dominant share for its weight that has use for it, and
-where there are fewer replicas than jobs they take turns, by the service that each had so far.
+the next one goes to the job with the least dominant share for its weight that has use for it. If
+there are fewer replicas than jobs they take turns, by the service that each had so far.
 """
 
 import math
@@ -14,40 +14,40 @@ from elastic_scheduler.policies.types import Holding, JobDemand
 
 # A replica stays with a job at least this long: moving it costs a switch.
 HOLD_S = 120.0
-# And for as many times what the move takes: no more than a tenth of its time is spent on moves.
+# A move takes at most a tenth of a replica's time with a job.
 SWITCHES_HELD = 10.0
-# A replica that was asked back for a job is kept for it for so long: draining takes a while.
+# A replica that was revoked for a job is kept for it this long, since draining takes a while.
 MEANT_S = 30.0
-# Trainers pause between rounds of rollouts: one that pauses so long still waits for its turn.
+# Trainers pause between rounds of rollouts: one that pauses this long still waits for its turn.
 PAUSE_S = 25.0
 
 
 class FairShares:
-    """Service of each job so far, per unit of weight, and who is next. Times are handed in."""
+    """Service of each job so far, per unit of weight, and the next job."""
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
         self._served: dict[str, float] = {}
         self._wanted_s: dict[str, float] = {}
         self._seen_s: float | None = None
-        # Replicas that were asked back, for whom, and when: nobody else gets them meanwhile.
+        # Revoked replicas with their next job and time: no other job gets them meanwhile.
         self._meant: dict[str, tuple[str, float]] = {}
 
     def meant_for(self, replica: str, now_s: float) -> str | None:
-        """The job that a free replica was asked back for, None where it is anybody's."""
+        """Return the job that a free replica was revoked for, None if it is any job's."""
         job, since_s = self._meant.get(replica, ("", now_s))
         return job if job and now_s < since_s + MEANT_S else None
 
     def give_up(self, replicas: Iterable[str]) -> None:
-        """They are free and their jobs did not take them: they are anybody's."""
+        """Release replicas that their next jobs did not take."""
         for replica in replicas:
             self._meant.pop(replica, None)
 
     def account(self, jobs: Sequence[JobDemand], held: Iterable[Holding], now_s: float) -> None:
-        """Count the service since the last call.
+        """Add the service since the last call.
 
-        A job that wants nothing for longer than a pause gains no credit; what it had beyond its
-        turn it still owes, or a trainer that pauses while it holds a replica would keep it.
+        A job that wants nothing for longer than a pause gains no credit; service beyond its turn it
+        still owes, or a trainer that pauses while it holds a replica would keep it.
         """
         elapsed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
@@ -63,7 +63,7 @@ class FairShares:
             for job in jobs
             if job.job in self._served
         }
-        # A newcomer starts level with the least served, so that it owes and is owed nothing.
+        # A newcomer starts level with the least served, without debt or credit.
         least = min((served[name] for name in active if name in served), default=0.0)
         so_far = {job.job: served.get(job.job, least) for job in jobs}
         self._served = {
@@ -72,7 +72,7 @@ class FairShares:
         }
 
     def order(self, jobs: Sequence[JobDemand], use: Mapping[str, float]) -> list[JobDemand]:
-        """Jobs, the one that should get the next replica first."""
+        """Return the jobs, the one that should get the next replica first."""
         return sorted(jobs, key=lambda job: (use[job.job], self._served.get(job.job, 0.0), job.job))
 
     def move(
@@ -82,9 +82,9 @@ class FairShares:
         now_s: float,
         cost_s: Callable[[Offer, JobDemand], float] | None = None,
     ) -> str | None:
-        """The replica that its job should give back for one that is worse off, if any.
+        """Return the replica that its job should give back for one that is worse off, if any.
 
-        cost_s: what the switch would take. It is a small part of the time that a job keeps a
+        cost_s: returns the time of the switch. It is a small part of the time that a job keeps a
         replica, and of equal replicas the cheapest goes.
         """
         use = dominant_shares(jobs, held, (each.offer for each in held))
@@ -116,7 +116,7 @@ class FairShares:
                 ahead = self._served.get(each.job, 0.0) - self._served.get(name, 0.0)
                 if max(after_poor, after_rich) < use[each.job] - 1e-9:
                     return self._ask_back(each, name, now_s)
-                # No move makes them more even: they take turns, each as long as its weight says.
+                # No move makes them more even: they take turns, each for a time by its weight.
                 turn = size * self._hold_s / weight[each.job]
                 if use[name] < use[each.job] and ahead >= turn - 1e-9:
                     return self._ask_back(each, name, now_s)
@@ -133,29 +133,29 @@ def _first(pair: tuple[tuple[float, float], Holding]) -> tuple[float, float]:
 
 
 def is_poor(job: JobDemand, held: Sequence[Holding]) -> bool:
-    """Whether a job could use another replica."""
+    """Return True if a job could use another replica."""
     return job.turns > count_of(job.job, held)
 
 
 def is_guest(holding: Holding) -> bool:
-    """Whether what is held is a guest."""
+    """Return True for a guest."""
     return holding.offer.kind is ReplicaKind.GUEST
 
 
 def guests_of(job: str, held: Iterable[Holding]) -> int:
-    """Guests that a job holds."""
+    """Return the guests that a job holds."""
     return sum(each.job == job and is_guest(each) for each in held)
 
 
 def count_of(job: str, held: Iterable[Holding]) -> int:
-    """Replicas that a job holds."""
+    """Return the number of replicas that a job holds."""
     return sum(each.job == job for each in held)
 
 
 def dominant_shares(
     jobs: Iterable[JobDemand], held: Iterable[Holding], all_offers: Iterable[Offer]
 ) -> dict[str, float]:
-    """Each job's dominant share of all offers, divided by its weight."""
+    """Return each job's dominant share of all offers, divided by its weight."""
     supplies = Supplies(all_offers)
     for each in held:
         supplies.add(each.job, each.offer)
@@ -170,7 +170,7 @@ class Supplies:
         self._held: dict[str, tuple[float, float]] = {}
 
     def add(self, job: str, offer: Offer) -> None:
-        """A job holds one more replica."""
+        """Add one more replica of a job."""
         decode_tok_s, kv_tokens = self._held.get(job, (0.0, 0.0))
         self._held[job] = (
             decode_tok_s + (offer.decode_tok_s or 1.0),
@@ -178,7 +178,7 @@ class Supplies:
         )
 
     def shares(self, jobs: Iterable[JobDemand]) -> dict[str, float]:
-        """Each job's dominant share, divided by its weight."""
+        """Return each job's dominant share, divided by its weight."""
         return {
             job.job: _dominant(self._held.get(job.job, (0.0, 0.0)), self._total) / job.weight
             for job in jobs
@@ -190,7 +190,7 @@ def _dominant(mine: tuple[float, float], total: tuple[float, float]) -> float:
 
 
 def _total(offers: Iterable[Offer]) -> tuple[float, float]:
-    """Decode rate and KV tokens; a replica that knows neither counts as one of each."""
+    """Return decode rate and KV tokens; a replica that knows neither counts as one of each."""
     decode_tok_s = kv_tokens = 0.0
     for offer in offers:
         decode_tok_s += offer.decode_tok_s or 1.0

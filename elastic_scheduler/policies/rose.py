@@ -14,21 +14,22 @@ from elastic_scheduler.policies.cost_model import (
 from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
 from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
 
-# Taken when it saves more than a switch costs, given back when it saves less than a quarter.
+# A guest is taken if it saves more than a switch costs, and returned if it saves less than a
+# quarter.
 TAKE_ABOVE = 1.0
 KEEP_ABOVE = 0.25
 # No shorter than trainers usually pause between rounds of rollouts.
 LINGER_S = 25.0
 MAX_LINGER_S = 600.0
 COOLDOWN_S = 10.0
-# Before it was ever revoked, a replica is expected to stay for this long.
+# Expected stay of a replica that was never revoked.
 FIRST_TENURE_S = 600.0
 REPLICAS_KEPT = 65_536
 
 
 @dataclass(slots=True)
 class _Past:
-    """What is remembered of a replica between its leases."""
+    """History of a replica between its leases."""
 
     held_s: float = 0.0
     revokes: int = 0
@@ -54,10 +55,10 @@ class RosePolicy:
     name = "rose"
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
-        """`hold_s`: a replica stays with a job at least so long, before another has its turn.
+        """hold_s: time that a replica stays with a job, before another has its turn.
 
-        A shorter one says that switches are cheap here: what was not measured yet is expected to
-        cost less in proportion, or the first guess alone would hold a replica for minutes.
+        A shorter one means that switches are cheap here: the default costs shrink in proportion, or
+        the first guess alone would hold a replica for minutes.
         """
         cheaper = min(1.0, hold_s / HOLD_S)
         self._costs = SwitchCosts({k: cheaper * cost_s for k, cost_s in FIRST_SWITCHES_S.items()})
@@ -77,7 +78,7 @@ class RosePolicy:
         return LeaseDecision(tuple(take), back)
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Halve what the job may grow to, and remember how long the replica stayed."""
+        """Halve the job's limit of guests, and remember how long the replica stayed."""
         past = self._past(holding.offer.replica)
         past.revokes += 1
         past.held_s += max(0.0, now_s - holding.since_s)
@@ -90,7 +91,7 @@ class RosePolicy:
         self._costs.observe(offer, took_s, switch)
 
     def _take_all(self, jobs: list[JobDemand], situation: Situation) -> list[Move]:
-        """Replica after replica, each to the job whose turn it is and that can use it."""
+        """Give out replica after replica, each to the job whose turn it is and that can use it."""
         free = {offer.replica: offer for offer in situation.free}
         if not free:
             return []
@@ -101,12 +102,13 @@ class RosePolicy:
             if each.job in owned:
                 owned[each.job].add(each.offer)
         take: list[Move] = []
-        # What was not worth its switch is not worth it beside more replicas either, so a job
-        # looks at each replica once.
+        # A replica that was not worth its switch is not worth it beside more replicas either, so a
+        # job looks at
+        # each replica once.
         ranked = {job.job: iter(_ranked(situation.free, job)) for job in jobs}
         while free:
             order = self._fair.order(jobs, supplies.shares(jobs))
-            # A dedicated replica of a job without work serves nobody, where another has some.
+            # A dedicated replica of a job without work is idle while another job has some.
             order.sort(key=lambda job: job.turns <= 0)
             moves = (
                 self._take(job, ranked[job.job], free, owned[job.job], situation.now_s)
@@ -130,7 +132,7 @@ class RosePolicy:
         mine: "_Owned",
         now_s: float,
     ) -> Move | None:
-        """The best for the job of these replicas, best first."""
+        """Return the best of these replicas for the job, given best first."""
         most = min(job.max_guests, self._allowance(job.job).limit(now_s))
         for offer in ranked:
             if offer.replica not in free or not offer.serves(job.model):
@@ -143,7 +145,7 @@ class RosePolicy:
             figures = {"saved_s": gain_s, "cost_s": cost_s}
             if offer.kind is ReplicaKind.DEDICATED:
                 return Move(job.job, offer.replica, "dedicated replicas are always leased", figures)
-            # A job that has nothing waits for no rest.
+            # A job without a replica does not wait.
             resting = mine.supply.count and now_s < past.not_before_s
             if mine.guests < most and not resting and gain_s > TAKE_ABOVE * cost_s:
                 self._wanted_again(past, now_s)
@@ -190,7 +192,7 @@ class RosePolicy:
         return Move(each.job, each.offer.replica, "saves too little by now", figures)
 
     def _wanted_again(self, past: _Past, now_s: float) -> None:
-        """Wanted soon after it was given back: that was too early, so linger longer next time."""
+        """Linger longer next time, if it was wanted again soon after it was given back."""
         soon = now_s - past.returned_s < MAX_LINGER_S
         past.linger_s = min(MAX_LINGER_S, 2 * past.linger_s) if soon else LINGER_S
         past.useless_since_s = None
@@ -234,7 +236,7 @@ class _Owned:
 
 
 def _idles(dedicated: Holding, demand: Mapping[str, JobDemand], poor: list[JobDemand]) -> bool:
-    """Whether a dedicated replica's job has no work, and another one has that it could do."""
+    """Return True if a dedicated replica's job has no work, and another one has some for it."""
     job = demand.get(dedicated.job)
     if job is not None and job.turns > 0:
         return False
@@ -245,7 +247,7 @@ SWITCHES = tuple(SwitchKind)
 
 
 def _ranked(offers: Iterable[Offer], job: JobDemand) -> list[Offer]:
-    """For the job the best first: cheapest switch, then the fastest."""
+    """Return the replicas for the job, the best first: cheapest switch, then the fastest."""
     return sorted(offers, key=lambda offer: _best_first(offer, job))
 
 

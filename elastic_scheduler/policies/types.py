@@ -16,11 +16,11 @@ from elastic_scheduler.leases.lease_table import Offer, SwitchKind
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """Demand of a job now; infinite where it is unknown, which asks for everything.
+    """Demand of a job now; infinite if unknown, which asks for everything.
 
     `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
-    that its trajectories work with, `weight` the operator's priority, `model` what its replicas
-    have to run ("": what they were started with), `max_guests` its quota.
+    that its trajectories work with, `weight` the operator's priority, `model` the model of its
+    replicas ("": their first one), `max_guests` its quota.
     """
 
     job: str
@@ -36,7 +36,7 @@ class JobDemand:
             raise ValueError(f"the weight of {self.job} is {self.weight}; give one above 0")
 
     def cleaned(self) -> "JobDemand":
-        """NaN and negative figures, as an idle meter may give them, are no work."""
+        """Return it without NaN and negative figures, which an idle meter may give."""
         turns = self.turns if self.turns > 0 else 0.0
         owed = self.owed_tokens if self.owed_tokens > 0 else 0.0
         return replace(self, turns=turns, owed_tokens=owed)
@@ -63,7 +63,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Lease a replica to a job, or give it back, and why."""
+    """A lease of a replica to a job, or its return, with the reason."""
 
     job: str
     replica: str
@@ -85,13 +85,13 @@ class Policy(Protocol):
     name: str
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """What to take and give back now; asked again after every change and each second."""
+        """Return the leases to make and end now; called after every change and each second."""
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """A node took a replica back; its job held `held` guests before."""
+        """Take the news that a node took a replica back; its job held `held` guests before."""
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """A leased replica gave its first token `took_s` after its lease and that switch."""
+        """Take the time `took_s` of a leased replica from that switch to its first token."""
 
 
 _CLASSES = {
@@ -104,12 +104,12 @@ _CLASSES = {
 
 
 def policy_names() -> tuple[str, ...]:
-    """All policies that `make_policy` knows."""
+    """Return the names of all policies of `make_policy`."""
     return tuple(_CLASSES)
 
 
 def make_policy(name: str, **options: float) -> Policy:
-    """A policy by its name; options are those of its class. ValueError for an unknown name."""
+    """Return a policy by its name; options are those of its class. Raises ValueError."""
     if name not in _CLASSES:
         raise ValueError(f"there is no policy {name!r}; choose from {', '.join(_CLASSES)}")
     module, policy_class = _CLASSES[name]

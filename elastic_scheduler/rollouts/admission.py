@@ -38,11 +38,11 @@ class StalenessBound:
             raise ValueError(f"max_versions is {self.max_versions}; give 0 or more")
 
     def oldest(self, current: int) -> int:
-        """The oldest version whose tokens may still be trained on at `current`."""
+        """Return the oldest version whose tokens may still be trained on at `current`."""
         return max(0, current - self.max_versions)
 
     def admits_token(self, token_version: int, current: int) -> bool:
-        """Whether a token of `token_version` may be trained on at `current`."""
+        """Return True if a token of `token_version` may be trained on at `current`."""
         return token_version >= self.oldest(current)
 
 
@@ -68,25 +68,25 @@ class GroupAge:
         return min([*running, *self._came.values()], default=None)
 
     def begin_turn(self, sample: int, presumed: int) -> int:
-        """A turn of a sample is sent; returns its number."""
+        """Begin a turn of a sample; return its number."""
         self._begun += 1
         self._turns[self._begun] = _Turn(sample, presumed)
         return self._begun
 
     def stamp(self, turn: int, version: int) -> None:
-        """Tokens of `version` came in a running turn."""
+        """Record tokens of `version` in a running turn."""
         row = self._turns[turn]
         row.oldest = min(row.oldest, version) if row.stamped else version
         row.stamped = True
 
     def end_turn(self, turn: int) -> None:
-        """A turn is over, with or without tokens; of one that was forgotten nothing is left."""
+        """End a turn, with or without tokens; nothing is left of one that was dropped."""
         row = self._turns.pop(turn, None)
         if row is not None and row.stamped:
             self._came[row.sample] = min(row.oldest, self._came.get(row.sample, row.oldest))
 
     def forget(self, sample: int) -> None:
-        """What came for a sample is void: it is tried anew."""
+        """Drop the tokens of a sample, which is tried anew."""
         self._came.pop(sample, None)
         for number in [number for number, row in self._turns.items() if row.sample == sample]:
             del self._turns[number]
@@ -127,7 +127,7 @@ class StalenessAdmission:
         self._groups_per_step = groups_per_step
         self.published = published
         self._groups: dict[int, _Group] = {}
-        # Those that are neither kept nor spare, by when they began: the line behind the kept ones.
+        # Groups that are neither kept nor spare, by when they began: the line behind the kept ones.
         self._line: list[int] = []
         self._began = self._kept = self._ready = self._training = 0
 
@@ -149,7 +149,7 @@ class StalenessAdmission:
     def start(self, group: int, *, kept: bool = False, spare: bool = False) -> None:
         """Begin a group. A `spare` one takes no room: it finishes in place of another, if at all.
 
-        Raises ValueError when it runs already or there is no room: it would be too old.
+        Raises ValueError if it runs already or there is no room: it would be too old.
         """
         if group in self._groups:
             raise ValueError(f"group {group} is running already")

@@ -18,8 +18,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Start `samples` of each prompt. `spares` stand by: as many prompts finish as are in
-    `prompts`, whichever they are."""
+    """Action: start `samples` of each prompt.
+
+    `spares` stand by: as many prompts finish as are in `prompts`, in any order.
+    """
 
     prompts: tuple[int, ...]
     samples: int
@@ -29,7 +31,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """Train on `delivered`; cancel `deferred`, whose prompts wait for a later round."""
+    """Action: train on `delivered`; cancel `deferred`, whose prompts wait for a later round."""
 
     delivered: tuple[int, ...]
     deferred: tuple[int, ...] = ()
@@ -44,32 +46,32 @@ class BatchPolicy(Protocol):
         ...
 
     def add(self, prompt: int) -> None:
-        """A prompt to be trained on; numbers must not repeat."""
+        """Add a prompt to be trained on; numbers must not repeat."""
         ...
 
     def put_back(self, prompt: int) -> None:
-        """A prompt that started aged out: it starts anew before others."""
+        """Put a started prompt back that aged out: it starts anew before others."""
         ...
 
     def wanted(self, room: int) -> int:
-        """More prompts that could start now, if there were any."""
+        """Return the number of further prompts that could start now."""
         ...
 
     def begin(self, room: int, *, last: bool) -> Round | None:
-        """What starts now with room for so many groups. `last`: no more prompts will come."""
+        """Return the starts with room for this many groups. last: no more prompts will come."""
         ...
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """A prompt has its samples; what may be trained on by that."""
+        """Record a prompt with all its samples; return the groups to train on by that."""
         ...
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """A prompt that runs was given up; what may be trained on by that."""
+        """Drop a running prompt; return the groups to train on by that."""
         ...
 
 
 class PromptQueue:
-    """First come, first started; whatever finishes is delivered."""
+    """First come, first started; every finished prompt is delivered."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -89,18 +91,18 @@ class PromptQueue:
         return max(0, room - len(self._queue))
 
     def begin(self, room: int, *, last: bool) -> Round | None:
-        """As in PromptLine; one prompt at a time."""
+        """Start one prompt at a time."""
         del last
         if room < 1 or not self._queue:
             return None
         return Round((self._queue.popleft(),), self._samples)
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """As in PromptLine: nobody waits for another prompt."""
+        """Deliver it: no prompt waits for another one."""
         return RoundDone((prompt,))
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """As in PromptLine: no other prompt waits for this one."""
+        """Drop it: no other prompt waits for this one."""
         del prompt
         return None
 
@@ -130,7 +132,7 @@ class TailBatcher:
         self._deferred: deque[int] = deque()
         self._again: deque[int] = deque()
         self._round: Round | None = None
-        # Of the round: prompts that are still in it, and those that have their samples.
+        # Prompts of the round: still in it, or with all their samples.
         self._members: dict[int, bool] = {}
 
     @property
@@ -139,14 +141,14 @@ class TailBatcher:
 
     @property
     def deferred(self) -> int:
-        """Prompts that wait for a long round."""
+        """Number of prompts that wait for a long round."""
         return len(self._deferred)
 
     def add(self, prompt: int) -> None:
         self._fresh.append(prompt)
 
     def put_back(self, prompt: int) -> None:
-        """A prompt aged out: in its round if that still runs, else in the next one."""
+        """Put an aged-out prompt back: into its round if that still runs, else into the next."""
         if prompt in self._members:
             self._members[prompt] = False
             self._again.append(prompt)
@@ -154,17 +156,17 @@ class TailBatcher:
             self._fresh.appendleft(prompt)
 
     def wanted(self, room: int) -> int:
-        """More prompts that a round could start with."""
+        """Return the number of further prompts that a round could start with."""
         need = self._need(room)
         if self._round is not None or len(self._deferred) >= need:
             return 0
         return max(0, _more(need, self._plan.more_prompts) - len(self._fresh))
 
     def begin(self, room: int, *, last: bool = False) -> Round | None:
-        """What starts now: what aged out of the round that runs, or the next round.
+        """Return the prompts of the running round that aged out, or the next round.
 
-        None while a round runs or prompts are missing. `last`: no more prompts will come, so that
-        what is left runs to its end. A round fills up a step: of ready groups too few for one.
+        None while a round runs or prompts are missing. last: no more prompts will come, so that the
+        rest runs to its end. A round fills up a step if ready groups are too few for one.
         """
         need = self._need(room)
         if self._again:
@@ -190,12 +192,12 @@ class TailBatcher:
         return self._round
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """A prompt has its samples; the round's end if it was the last that it needed."""
+        """Record a prompt with its samples; return the round's end if it was the last needed."""
         self._members[prompt] = True
         return self._end()
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """A prompt of the round was given up; the round may end by that."""
+        """Drop a prompt of the round; the round may end by that."""
         del self._members[prompt]
         return self._end()
 
@@ -217,12 +219,12 @@ class TailBatcher:
         return Round((prompt,), self._round.samples, (), self._round.is_long)
 
     def _need(self, room: int) -> int:
-        """Prompts that the next round must finish: room is what ready groups leave of steps."""
+        """Return the prompts that the next round must finish: ready groups leave room in steps."""
         return 0 if room < 1 else room % self._prompts or self._prompts
 
 
 def _more(count: int, share: float) -> int:
-    """`count` and a share of it, rounded up; the share may be a little off as a binary number."""
+    """Return `count` and a share of it, rounded up; the share may be off in binary."""
     return count + math.ceil(count * share - 1e-9)
 
 

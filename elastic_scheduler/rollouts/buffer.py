@@ -3,15 +3,14 @@
     add ─► waiting ──begin──► running ──all samples──► ready ──take──► trained on, once
               ▲                  │ │                     │
               └──── aged out, deferred ◄─────────────────┘
-                                 └─ a sample failed too often ─► dropped, handed out with a step
+                                 └─ a sample failed too often ─► dropped, returned with a step
 
-A core: whoever drives it carries out `actions` and reports what became of each run, exactly once.
-Nothing starts beyond the admission's room, the plan's concurrency, or a step's worth of dropped
-groups that nobody has seen yet: an outage does not burn the prompts.
+A core: its driver carries out `actions` and reports the end of each run, exactly once. Nothing
+starts beyond the admission's room, the plan's concurrency, or a step's worth of dropped groups that
+were not returned yet: an outage does not burn the prompts.
 
 `SampleRun` is one try at one sample of one prompt, `GroupSamples` the samples of a prompt. A
-trainer sets the `StepPlan` and receives a `TrainingStep`: complete groups, and the prompts that
-were given up.
+trainer sets the `StepPlan` and receives a `TrainingStep`: complete groups, and dropped prompts.
 """
 
 from collections import OrderedDict
@@ -66,20 +65,20 @@ class GroupSamples(Generic[T]):
 
     @property
     def complete(self) -> bool:
-        """Whether it has what it needs."""
+        """True if it has the samples it needs."""
         return len(self.done) >= self.need
 
     @property
     def hopeless(self) -> bool:
-        """Whether too many samples were lost."""
+        """True if too many samples were lost."""
         return len(self.done) + len(self.runs) < self.need
 
     def is_live(self, run: SampleRun) -> bool:
-        """Whether anybody waits for the run."""
+        """Return True if the run is still wanted."""
         return self.runs.get(run.sample) == run
 
     def values(self) -> tuple[T, ...]:
-        """What the samples made, by index."""
+        """Return the samples' results, by index."""
         return tuple(self.done[sample] for sample in sorted(self.done))
 
 
@@ -106,7 +105,7 @@ class StepPlan:
             raise ValueError("StepPlan: retries and restarts of at least 0")
 
     def line(self) -> BatchPolicy:
-        """An empty line of prompts: rounds where the tail is batched, else one after the other."""
+        """Return an empty line of prompts: rounds if the tail is batched, else a queue."""
         if self.tail is None:
             return PromptQueue(self.samples)
         return TailBatcher(self.tail, self.groups, self.samples)
@@ -114,8 +113,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup(Generic[P, T]):
-    """One prompt's trajectories, by sample index. `oldest_version` is that of its oldest token,
-    None when it has no token; `restarts` counts how often the prompt aged out before."""
+    """One prompt's trajectories, by sample index.
+
+    `oldest_version` is that of its oldest token, None without tokens; `restarts` counts how often
+    the prompt aged out before.
+    """
 
     prompt: P
     samples: tuple[T, ...]
@@ -146,8 +148,11 @@ class TrainingStep(Generic[P, T]):
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """Groups trained (handed out), dropped, aged out (begun anew because the policy moved on) and
-    deferred (moved to a long round); samples retried. They only grow."""
+    """Counts of groups; they only grow.
+
+    trained: returned in a step. dropped. aged out: begun anew because the policy moved on.
+    deferred: moved to a long round. retried: samples.
+    """
 
     trained: int = 0
     dropped: int = 0
@@ -175,14 +180,14 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True)
 class StartRun:
-    """Play this episode."""
+    """Action: play this episode."""
 
     run: SampleRun
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """End this episode: whatever it makes is void. Its end is still to be reported."""
+    """Action: end this episode, whose result is void. Its end is still to be reported."""
 
     run: SampleRun
 
@@ -195,10 +200,10 @@ class _Prompt(Generic[P]):
 
 
 class RolloutBuffer(Generic[P, T]):
-    """One trainer's rollout buffer. `P` is a prompt, `T` what an episode makes of it."""
+    """One trainer's rollout buffer. `P` is a prompt, `T` an episode's result."""
 
     def __init__(self, plan: StepPlan, version: int = 0) -> None:
-        """`version`: the newest one at the start."""
+        """version: the newest one at the start."""
         self._plan = plan
         self._admission = StalenessAdmission(plan.bound, plan.groups, version)
         self._line = plan.line()
@@ -225,43 +230,43 @@ class RolloutBuffer(Generic[P, T]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt was handed out, and no more will come."""
+        """True if every prompt was returned, and no more will come."""
         return self._ended and not self._prompts and not self._dropped
 
     def actions(self) -> tuple[StartRun | CancelRun, ...]:
-        """What is to be done since the last call, in order."""
+        """Return the actions since the last call, in order."""
         actions, self._actions = tuple(self._actions), []
         return actions
 
     def add(self, prompt: P) -> None:
-        """A prompt to be trained on once."""
+        """Add a prompt to be trained on once."""
         self._prompts[self._added] = _Prompt(prompt)
         self._line.add(self._added)
         self._added += 1
         self._fill()
 
     def end(self) -> None:
-        """No more prompts will come."""
+        """Record that no more prompts will come."""
         self._ended = True
         self._fill()
 
     def prompt_of(self, run: SampleRun) -> P:
-        """The prompt of a run that is to be started."""
+        """Return the prompt of a run that is to be started."""
         return self._prompts[run.prompt].value
 
     def is_live(self, run: SampleRun) -> bool:
-        """Whether anybody waits for the run; else it is void."""
+        """Return True if the run is still wanted; else it is void."""
         group = self._groups.get(run.prompt)
         return group is not None and group.is_live(run)
 
     def begin_turn(self, run: SampleRun) -> TurnTicket | None:
-        """A turn of the run is sent now; None: the run is void, send nothing."""
+        """Begin a turn of the run; None: the run is void, send nothing."""
         if not self.is_live(run):
             return None
         return self._admission.begin_turn(run.prompt, run.sample)
 
     def stamp(self, run: SampleRun, turn: int, version: int) -> bool:
-        """Tokens of `version` came in a turn; False: they and the run are void."""
+        """Record tokens of `version` in a turn; False: they and the run are void."""
         if not self.is_live(run):
             return False
         if self._admission.stamp(run.prompt, turn, version):
@@ -271,12 +276,12 @@ class RolloutBuffer(Generic[P, T]):
         return False
 
     def end_turn(self, run: SampleRun, turn: int) -> None:
-        """A turn is over, with or without an answer."""
+        """Record the end of a turn, with or without an answer."""
         if self.is_live(run):
             self._admission.end_turn(run.prompt, turn)
 
     def finished(self, run: SampleRun, value: T) -> None:
-        """The episode returned `value`."""
+        """Record that the episode returned `value`."""
         self._running.discard(run)
         if self.is_live(run):
             group = self._groups[run.prompt]
@@ -290,7 +295,7 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
 
     def failed(self, run: SampleRun, error: BaseException) -> None:
-        """The episode raised `error`, or ended because it was to be cancelled."""
+        """Record that the episode raised `error`, or ended because it was to be cancelled."""
         self._running.discard(run)
         if self.is_live(run):
             self._admission.forget(run.prompt, run.sample)
@@ -307,17 +312,17 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
 
     def publish(self, version: int) -> None:
-        """A newer version is out. Raises ValueError when it is older than the last."""
+        """Record a newer version. Raises ValueError if it is older than the last."""
         for prompt in self._admission.publish(version):
             self._age_out(prompt)
         self._fill()
 
     def take(self) -> TrainingStep[P, T] | None:
-        """The groups of a step; None while it must wait, and when the buffer is exhausted."""
+        """Return the groups of a step; None while it must wait, or when all are returned."""
         rest = self._ended and not self._line.waiting and len(self._groups) == self._admission.ready
         taken = self._admission.take(rest=rest)
         if not taken and not (rest and self._dropped):
-            # Whoever asks for a step has no other one under way: that is room.
+            # A caller that asks for a step has no other one under way: that is room.
             self._fill()
             return None
         groups = tuple(self._trained(group) for group in taken)
@@ -327,9 +332,9 @@ class RolloutBuffer(Generic[P, T]):
         return step
 
     def trouble(self) -> DroppedGroup[P] | None:
-        """The last of a step's worth of groups that were dropped while no step was complete.
+        """Return the last of a step's worth of groups dropped while no step was complete.
 
-        Until it is asked for nothing new starts. The groups are handed out with the next step.
+        Nothing new starts until this is called. The next step has the groups.
         """
         if self._unseen < self._plan.groups:
             return None
@@ -338,7 +343,7 @@ class RolloutBuffer(Generic[P, T]):
         return self._dropped[-1]
 
     def progress(self) -> RolloutProgress:
-        """Where everything is."""
+        """Return the state of all groups."""
         ready = self._admission.ready
         return RolloutProgress(
             version=self.version,
@@ -351,7 +356,7 @@ class RolloutBuffer(Generic[P, T]):
         )
 
     def _fill(self) -> None:
-        """Start what may start."""
+        """Start the groups that may start."""
         while self._unseen < self._plan.groups:
             begun = self._line.begin(self._admission.room, last=self._ended)
             if begun is None:
@@ -367,7 +372,7 @@ class RolloutBuffer(Generic[P, T]):
 
     def _open(self, prompt: int, samples: int, *, spare: bool) -> None:
         row = self._prompts[prompt]
-        # Rounds are taken in their order, so that nothing in them needs to be kept.
+        # Rounds are taken in their order, so that no group in them needs to be kept.
         kept = self._plan.tail is None and row.aged_out >= self._plan.restarts
         self._admission.start(prompt, kept=kept, spare=spare)
         runs = {sample: SampleRun(prompt, row.lives, sample, 0) for sample in range(samples)}

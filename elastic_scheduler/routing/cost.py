@@ -24,7 +24,7 @@ from operator import itemgetter
 from elastic_scheduler.leases.lease_table import ReplicaKind
 from elastic_scheduler.routing.predictors import RateMeter
 
-# Used where a node does not know its rates: any figure serves if all such replicas get the same.
+# For nodes without known rates: any figure will do if all such replicas get the same.
 UNKNOWN_DECODE_TOK_S = 1_000.0
 UNKNOWN_PREFILL_TOK_S = 10_000.0
 # A stalled replica's rate goes to zero; its cost must stay finite to be compared.
@@ -50,7 +50,7 @@ class ReplicaView:
 
 
 class ReplicaLoad:
-    """Live turns, tokens owed to them, and what was measured. Times are monotonic seconds."""
+    """Live turns, tokens owed to them, and measurements. Times are monotonic seconds."""
 
     __slots__ = (
         "bucket",
@@ -84,24 +84,24 @@ class ReplicaLoad:
         self.busy_s = 0.0
         self.busy_since_s = 0.0
         self.revokes = 0
-        # Where the index keeps this replica; None: nowhere.
+        # Bucket of this replica in the index, or None.
         self.bucket: list[ReplicaLoad] | None = None
         self.slot = 0
         self.placed_owed = 0
 
     def set_view(self, view: ReplicaView) -> None:
-        """Take a newer row of the table; what was measured stays."""
+        """Take a newer row of the table; measurements stay."""
         self.view = view
         self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
         self.meter.set_offered(view.decode_tok_s or UNKNOWN_DECODE_TOK_S)
 
     @property
     def is_open(self) -> bool:
-        """Whether the replica is below its cap."""
+        """True if the replica is below its cap."""
         return self.live < self.view.max_sequences
 
     def add_turn(self, tokens: int, now_s: float) -> None:
-        """Count a turn in that is expected to make `tokens`."""
+        """Add a turn that is expected to make `tokens`."""
         if self.live == 0:
             self.meter.set_busy(True, now_s)
             self.heard_s = now_s
@@ -110,7 +110,7 @@ class ReplicaLoad:
         self.owed += tokens
 
     def drop_turn(self, owed_tokens: int, now_s: float, revoked: bool) -> None:
-        """Count a turn out that still had `owed_tokens` to make."""
+        """Remove a turn that still had `owed_tokens` to make."""
         self.live -= 1
         self.owed -= owed_tokens
         self.revokes += revoked
@@ -119,7 +119,7 @@ class ReplicaLoad:
             self.busy_s += now_s - self.busy_since_s
 
     def wait_s(self, tokens: float, now_s: float) -> float:
-        """Seconds until `tokens` more are decoded: behind the owed ones, and after the silence.
+        """Return the seconds until `tokens` more are decoded, behind the owed ones and the silence.
 
         A pause that has lasted t is expected to last as long again, so silence counts in full.
         """
@@ -133,9 +133,9 @@ class ReplicaLoad:
         return cost_s + now_s - self.heard_s if self.live else cost_s
 
     def revoke_chance(self, duration_s: float, now_s: float) -> float:
-        """P(the lease ends within `duration_s`), from this replica's own time with turns.
+        """Return P(the lease ends within `duration_s`), from this replica's own time with turns.
 
-        A dedicated replica is its job's own: nobody takes it back.
+        A dedicated replica is its job's own: no host takes it back.
         """
         if self.view.kind is ReplicaKind.DEDICATED:
             return 0.0
@@ -165,7 +165,7 @@ class TurnNeed:
     prefix_keys: tuple[int, ...] = ()
 
     def accepts(self, version: int) -> bool:
-        """Whether tokens of policy `version` may be part of this turn."""
+        """Return True if tokens of policy `version` may be part of this turn."""
         if self.exact_version is not None:
             return version == self.exact_version
         return self.min_version is None or version >= self.min_version
@@ -189,7 +189,7 @@ class ReplicaCandidate:
 
 @dataclass(slots=True)
 class CostQuery:
-    """A turn, with what is known about it: likely length, and who holds its prefix."""
+    """A turn with its likely length, and the holder of its prefix."""
 
     need: TurnNeed
     expected_tokens: int
@@ -199,7 +199,7 @@ class CostQuery:
 
 
 def cost_s(load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
-    """Seconds until the turn is done, if it goes to this replica now."""
+    """Return the seconds until the turn is done, if it goes to this replica now."""
     uncached = ask.need.prompt_tokens
     if load is ask.holder:
         uncached = max(0, uncached - ask.cached_tokens)
@@ -211,13 +211,13 @@ def cost_s(load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
 
 
 def revoke_s(load: ReplicaLoad, ask: CostQuery, duration_s: float, now_s: float) -> float:
-    """Seconds that a revocation is expected to cost a turn of `duration_s`."""
+    """Return the seconds that a revocation is expected to cost a turn of `duration_s`."""
     again_s = (ask.need.prompt_tokens + ask.expected_tokens / 2) / load.prefill_tok_s
     return load.revoke_chance(duration_s, now_s) * again_s
 
 
 def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
-    """Why the replica may not take the turn now; empty when it may."""
+    """Return the reason why the replica may not take the turn now; empty if it may."""
     view = load.view
     if not view.usable:
         return "not leased or not healthy"
@@ -233,7 +233,7 @@ def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
 
 
 def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> ReplicaCandidate:
-    """One replica with its cost for a turn, or why it is out."""
+    """Return one replica with its cost for a turn, or the reason why it is out."""
     uncached = ask.need.prompt_tokens
     if load is ask.holder:
         uncached = max(0, uncached - ask.cached_tokens)
@@ -269,7 +269,7 @@ class TurnPlacement:
 
     @property
     def pace_tok_s(self) -> float:
-        """The turn's own rate since its first tokens; 0 while there are too few to tell."""
+        """The turn's own rate since its first tokens; 0 while there are too few."""
         tokens, elapsed_s = self.generated_tokens - self.first_tokens, self.last_s - self.first_s
         return tokens / elapsed_s if tokens >= ENOUGH_FOR_PACE and elapsed_s > 0 else 0.0
 
@@ -296,25 +296,25 @@ FLEET_SHARE = 1 / 256
 
 
 class TurnSpeeds:
-    """Tokens per second of single turns; 0 where nothing was seen."""
+    """Tokens per second of single turns; 0 without a measurement."""
 
     def __init__(self) -> None:
         self._fleet_tok_s = 0.0
 
     def note(self, placement: TurnPlacement) -> None:
-        """A turn's attempt ended."""
+        """Record the end of a turn's attempt."""
         seen, load = placement.pace_tok_s, placement.load
         if seen:
             load.pace_tok_s = _moved(load.pace_tok_s, seen, REPLICA_SHARE)
             self._fleet_tok_s = _moved(self._fleet_tok_s, seen, FLEET_SHARE)
 
     def left_s(self, placement: TurnPlacement, tokens: int, silent_s: float) -> float:
-        """Seconds that a live turn takes for `tokens` more; 0 while nobody knows."""
+        """Return the seconds that a live turn takes for `tokens` more; 0 if unknown."""
         pace_tok_s = placement.pace_tok_s or self._of(placement.load)
         return tokens / pace_tok_s + silent_s if pace_tok_s else 0.0
 
     def quote(self, loads: Iterable[ReplicaLoad], ask: CostQuery, now_s: float) -> Quote | None:
-        """The replica on which the turn would be done first, if it began there now."""
+        """Return the replica on which the turn would be done first, if it began there now."""
         weighed = [(self._begun_s(load, ask, now_s), load) for load in loads]
         weighed = [(each_s, load) for each_s, load in weighed if each_s]
         if not weighed:
@@ -323,7 +323,7 @@ class TurnSpeeds:
         return Quote(best.view.id, best_s, ask, best, weighed)
 
     def _begun_s(self, load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
-        """Seconds that the turn would take if it began there now; 0 while nobody knows."""
+        """Return the seconds that the turn would take if it began there now; 0 if unknown."""
         pace_tok_s = self._of(load)
         if not pace_tok_s:
             return 0.0

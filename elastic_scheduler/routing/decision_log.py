@@ -22,7 +22,7 @@ DECISIONS_KEPT = 16
 class Reason:
     """One decision: `what` was decided about a subject at `at_s`, and `why` in one line.
 
-    `figures` are the numbers that it was decided by, with units in their names.
+    `figures` are the numbers of the decision, with units in their names.
     """
 
     at_s: float
@@ -32,9 +32,9 @@ class Reason:
 
 
 class ReasonLog(Generic[D]):
-    """A ring of decisions for each subject; subjects not decided about for longest go first.
+    """A ring of decisions for each subject; subjects without decisions for longest go first.
 
-    With `weigh`, which says a decision's bytes, all of them have at most `capacity_bytes` together.
+    With `weigh`, which returns a decision's bytes, all of them have at most `capacity_bytes`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReasonLog(Generic[D]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all decisions, as `weigh` says."""
+        """Bytes of all decisions, by `weigh`."""
         return self._bytes
 
     def _forget_oldest(self) -> None:
@@ -84,7 +84,7 @@ class ReasonLog(Generic[D]):
             self._bytes -= self._weigh(decision)
 
     def of(self, subject: str) -> tuple[D, ...]:
-        """Decisions about a subject, oldest first; empty when none is remembered."""
+        """Return the remembered decisions about a subject, oldest first."""
         return tuple(self._rings.get(subject, ()))
 
     def __len__(self) -> int:
@@ -93,13 +93,13 @@ class ReasonLog(Generic[D]):
 
 REQUESTS_KEPT = 65_536
 LOG_BYTES = 64 << 20
-# Of CPython's objects, measured: a decision, and each replica that was weighed for it.
+# Size of CPython's objects, measured: a decision, and each replica that was weighed for it.
 DECISION_BYTES = 320
 WEIGHED_BYTES = 104
 
 
 class RoutingDecision(NamedTuple):
-    """One choice: `replica` is None where the turn was told to wait; `weighed` is (id, cost_s)."""
+    """One choice: `replica` is None if the turn had to wait; `weighed` is (id, cost_s)."""
 
     at_s: float
     request_id: str
@@ -120,7 +120,7 @@ class RoutingLog:
         self._trajectories: OrderedDict[str, str] = OrderedDict()
 
     def note(self, need: TurnNeed, decision: RoutingDecision) -> None:
-        """Keep a choice; a turn that has neither session nor request id cannot be asked about."""
+        """Keep a choice; a turn that has neither session nor request id cannot be looked up."""
         trajectory = kept_name(need.session or need.request_id)
         if not trajectory:
             return
@@ -131,14 +131,14 @@ class RoutingLog:
                 self._trajectories.popitem(last=False)
 
     def of(self, subject: str) -> tuple[RoutingDecision, ...]:
-        """Choices for a trajectory or a request id, oldest first; empty: none remembered."""
+        """Return the remembered choices for a trajectory or a request id, oldest first."""
         trajectory = self._trajectories.get(kept_name(subject))
         if trajectory is None:
             return self._log.of(kept_name(subject))
         return tuple(each for each in self._log.of(trajectory) if each.request_id == subject)
 
     def waits(self, need: TurnNeed, why: str) -> bool:
-        """Whether the last choice was this wait: turns that wait are looked at over and over."""
+        """Return True if the last choice was this wait: waiting turns are tried repeatedly."""
         noted = self._log.of(kept_name(need.session or need.request_id))
         mine = [each for each in noted if each.request_id == need.request_id][-1:]
         return any(last.replica is None and last.why == why for last in mine)

@@ -36,7 +36,7 @@ BUSY_TAU_S = 1.0
 IDLE_TAU_S = 0.3
 BLOCK_TOKENS = 64
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
-# What is shorter is computed as fast as it is looked for.
+# A shorter prompt is computed as fast as it is looked for.
 LEAST_BLOCKS = 2
 # A longer prompt is known by its beginning.
 MOST_BLOCKS = 1_024
@@ -46,7 +46,7 @@ HOLDERS_KEPT = 4
 
 
 def kept_name(name: str) -> str:
-    """The name, or of a long one 32 characters that stand for it."""
+    """Return the name, or for a long one 32 characters of its hash."""
     if len(name) <= MAX_KEPT_CHARS:
         return name
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -71,7 +71,7 @@ class PrefixAffinity:
         self._held: OrderedDict[str, Prefix] = OrderedDict()
 
     def note(self, session: str, prefix: Prefix) -> None:
-        """The trajectory's latest turn ended on a replica."""
+        """Record that the trajectory's latest turn ended on a replica."""
         name = kept_name(session)
         self._held[name] = prefix
         self._held.move_to_end(name)
@@ -79,11 +79,11 @@ class PrefixAffinity:
             self._held.popitem(last=False)
 
     def find(self, session: str) -> Prefix | None:
-        """What is known of a trajectory; its holder may have changed versions since."""
+        """Return a trajectory's prefix; its holder may have changed versions since."""
         return self._held.get(kept_name(session))
 
     def forget(self, session: str) -> None:
-        """The trajectory is over."""
+        """Forget a trajectory that is over."""
         self._held.pop(kept_name(session), None)
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class QuantileWindow:
         insort(self._sorted, value)
 
     def quantile(self, q: float) -> int:
-        """The smallest value that a share `q` of the window does not exceed; 0 of nothing."""
+        """Return the smallest value that a share `q` does not exceed; 0 of an empty window."""
         if not self._sorted:
             return 0
         return self._sorted[min(len(self._sorted) - 1, int(q * len(self._sorted)))]
@@ -118,16 +118,16 @@ class QuantileWindow:
 
 
 class LengthPredictor:
-    """Output lengths seen, in tokens; memory is bounded, what is oldest is forgotten."""
+    """Observed output lengths, in tokens; memory is bounded, the oldest are dropped."""
 
     def __init__(self, names_kept: int = NAMES_KEPT) -> None:
         self._names_kept = names_kept
         self._jobs: OrderedDict[str, QuantileWindow] = OrderedDict()
-        # By ("s", session) or ("g", group, job): (samples, weighted mean).
+        # (samples, weighted mean) by ("s", session) or ("g", group, job).
         self._means: OrderedDict[tuple[str, ...], tuple[int, float]] = OrderedDict()
 
     def observe(self, job: str, session: str, group: str, tokens: int) -> None:
-        """A turn was finished with `tokens` of output."""
+        """Record a finished turn with `tokens` of output."""
         window = self._jobs.get(job)
         if window is None:
             window = self._jobs[job] = QuantileWindow(JOB_SAMPLES)
@@ -144,7 +144,7 @@ class LengthPredictor:
             self._means.popitem(last=False)
 
     def forget(self, session: str) -> None:
-        """The trajectory is over."""
+        """Forget a trajectory that is over."""
         self._means.pop(_of_session(session), None)
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class LengthPredictor:
         return len(self._means)
 
     def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
-        """Tokens that a turn will likely make: from 1 to its budget."""
+        """Return the likely tokens of a turn: from 1 to its budget."""
         count, mean = self._means.get(_of_session(session), (0, 0.0)) if session else (0, 0.0)
         if not count and group:
             count, mean = self._means.get(_of_group(group, job), (0, 0.0))
@@ -166,7 +166,7 @@ class LengthPredictor:
         return max(1, min(budget_tokens, round(mean)))
 
     def is_long(self, job: str, expected_tokens: int) -> bool:
-        """Whether a turn of that length is among the longest tenth of its job's."""
+        """Return True if a turn of that length is among the longest tenth of its job's."""
         window = self._jobs.get(job)
         if window is None or len(window) < ENOUGH_OF_JOB:
             return False
@@ -199,7 +199,7 @@ class RateMeter:
         self._busy = False
 
     def set_offered(self, offered_tok_s: float) -> None:
-        """Take the node's newer figure as what an idle replica is expected to do."""
+        """Take the node's newer figure as the expected rate of an idle replica."""
         self._offered_tok_s = offered_tok_s
 
     def add(self, tokens: int) -> None:
@@ -207,12 +207,12 @@ class RateMeter:
         self._pending += tokens
 
     def set_busy(self, busy: bool, now_s: float) -> None:
-        """Whether the replica has turns from now on."""
+        """Set whether the replica has turns from now on."""
         self.tok_s(now_s)
         self._busy = busy
 
     def tok_s(self, now_s: float) -> float:
-        """The rate at `now_s`; silence since the last token counts against it."""
+        """Return the rate at `now_s`; silence since the last token counts against it."""
         elapsed_s = now_s - self._since_s
         if elapsed_s <= 0:
             return self._rate_tok_s
@@ -227,9 +227,9 @@ class RateMeter:
 
 
 def prefix_keys(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
-    """Keys of a prompt's whole blocks of `BLOCK_TOKENS`; none of a short one.
+    """Return the keys of a prompt's whole blocks of `BLOCK_TOKENS`; none of a short one.
 
-    Those of equal tokens under another salt are others, as their cached blocks are.
+    Equal tokens under another salt have other keys, like their cached blocks.
     """
     blocks = min(len(token_ids) // BLOCK_TOKENS, MOST_BLOCKS)
     if blocks < LEAST_BLOCKS:
@@ -243,7 +243,7 @@ def prefix_keys(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
 
 
 class SharedPrefix(NamedTuple):
-    """Length of a prefix that replicas were given lately, and which ones, the last one first."""
+    """Length of a prefix that replicas got lately, and those replicas, the last one first."""
 
     tokens: int
     holders: tuple[Prefix, ...]
@@ -274,7 +274,7 @@ class SharedPrefixes:
         return len(self._holders)
 
     def find(self, keys: Sequence[int]) -> SharedPrefix:
-        """The longest known prefix, at least half of the prompt that the keys are of."""
+        """Return the longest known prefix of at least half of the prompt with these keys."""
         for blocks in range(len(keys), max(LEAST_BLOCKS, len(keys) // 2) - 1, -1):
             holders = self._holders.get(keys[blocks - 1])
             if holders is not None:
@@ -282,7 +282,7 @@ class SharedPrefixes:
         return NOWHERE
 
     def note(self, keys: Sequence[int], replica: str, version: int) -> None:
-        """A turn with this prompt ran on a replica, under a policy version."""
+        """Record a turn with this prompt on a replica, under a policy version."""
         blocks = len(keys)
         noted = {*range(max(LEAST_BLOCKS, blocks - LAST_BLOCKS + 1), blocks + 1)}
         length = LEAST_BLOCKS

@@ -1,10 +1,10 @@
 """Replicas by class and cost, so that a choice looks at a few of many thousand.
 
-A class is what a turn must not mix up, or what makes replicas dear to one turn and cheap to the
-next: free or full, kind, policy version, and the sizes of prefill rate and KV memory. In a class
-replicas lie in buckets by their standing wait, the time in which a turn of typical length would be
-decoded, a quarter of an octave each, with one bit a bucket: the cheapest one that holds anything is
-found in one operation, and a replica changes buckets in constant time.
+A class has the properties that a turn must not mix up, or that make replicas dear to one turn and
+cheap to the next: free or full, kind, policy version, and the sizes of prefill rate and KV memory.
+In a class replicas are in buckets by their standing wait, the time in which a turn of typical
+length would be decoded, a quarter of an octave each, with one bit a bucket: the cheapest non-empty
+one is found in one operation, and a replica changes buckets in constant time.
 """
 
 import math
@@ -45,14 +45,14 @@ class ReplicaClass:
         self.floor_s = 0.0
 
     def flip(self, number: int) -> None:
-        """Bucket `number` got its first replica, or lost its last one."""
+        """Record that bucket `number` got its first replica, or lost its last one."""
         self.mask ^= 1 << number
         self.floor_s = _FLOOR_S[(self.mask & -self.mask).bit_length() - 1]
 
     def draw(self, count: int, tokens: int, start: float, found: list[ReplicaLoad]) -> None:
         """Append up to `count` replicas that hold `tokens`: of the cheapest buckets, from `start`.
 
-        `start` in [0, 1) says where in a bucket to begin, so that equals share the turns.
+        `start` in [0, 1) is where in a bucket to begin, so that equals share the turns.
         """
         mask, searched = self.mask, 0
         while mask and searched < SEARCHED:
@@ -83,7 +83,7 @@ class ReplicaIndex:
         self.free = 0
 
     def place(self, load: ReplicaLoad, wait_s: float) -> None:
-        """Put a usable replica where its cap, its version and its standing wait belong."""
+        """Put a usable replica into its bucket by its cap, its version and its standing wait."""
         view = load.view
         is_free = load.live < view.max_sequences
         kv_class = -(-view.kv_tokens.bit_length() // KV_OCTAVES)
@@ -107,7 +107,7 @@ class ReplicaIndex:
         self.free += is_free
 
     def remove(self, load: ReplicaLoad) -> None:
-        """Forget a replica; nothing happens if it is not here."""
+        """Remove a replica; nothing happens if it is not here."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -122,13 +122,13 @@ class ReplicaIndex:
             cell.flip(number)
 
     def drop_empty_classes(self) -> None:
-        """Old policy versions leave empty classes behind."""
+        """Drop the empty classes that old policy versions leave behind."""
         for group in self._groups.values():
             for key in [key for key, cell in group.items() if not cell.mask]:
                 del group[key]
 
     def candidates(self, need: TurnNeed, *, free: bool) -> list[ReplicaLoad]:
-        """A few replicas of each kind that may take the turn, or are full but else might."""
+        """Return a few replicas of each kind that may take the turn, if not full."""
         tokens = need.prompt_tokens + need.budget_tokens
         start = self._random.random()
         found: list[ReplicaLoad] = []
@@ -141,7 +141,7 @@ class ReplicaIndex:
         return found
 
     def floor_s(self, need: TurnNeed, *, free: bool) -> float:
-        """About the least that the turn could cost on any replica; infinite if there is none."""
+        """Return about the least cost of the turn on any replica; infinite if there is none."""
         guests = self._cells(need, free, ReplicaKind.GUEST)
         cells = guests + self._cells(need, free, ReplicaKind.DEDICATED)
         return min(cells, key=_by_estimate)[0] if cells else math.inf

@@ -38,7 +38,7 @@ STICKY_MARGIN = 0.25
 PATIENCE = 8.0
 # Fleets up to this size are weighed whole.
 EXACT_UP_TO = 16
-# Of the replicas that were weighed, the log of choices has so many.
+# Weighed replicas that the log of choices keeps.
 CHEAPEST_KEPT = 5
 # Replicas whose standing wait is brought up to date with every choice.
 FRESHENED = 1
@@ -46,7 +46,7 @@ FRESHENED = 1
 MISPLACED = 2.0
 # A replica whose owed tokens fell to this share since it was placed belongs among cheaper ones.
 WORKED_OFF = 0.75
-# What turns are expected to make is followed over about this many of them.
+# The expected tokens of turns are averaged over about this many of them.
 TYPICAL_TURNS = 256
 FIRST_TYPICAL_TOKENS = 256.0
 
@@ -55,7 +55,7 @@ _by_owed = attrgetter("owed")
 
 
 class Router:
-    """Loads of all replicas and the choice among them. Times are monotonic seconds, handed in."""
+    """Loads of all replicas and the choice among them. Times are monotonic seconds."""
 
     def __init__(self, seed: int = 0, sessions_kept: int = TRAJECTORIES_KEPT) -> None:
         self._loads: dict[str, ReplicaLoad] = {}
@@ -80,7 +80,7 @@ class Router:
     ) -> None:
         """Replace the table; a replica that stays keeps its load and measured rate.
 
-        Those of `renewed` begin anew, with a clean load: turns placed on them before are over.
+        Replicas in `renewed` begin anew, with a clean load: turns placed on them before are over.
         """
         loads: dict[str, ReplicaLoad] = {}
         for view in views:
@@ -113,41 +113,41 @@ class Router:
             heapq.heappush(self._resting, (until_s, replica))
 
     def live_turns(self) -> dict[str, int]:
-        """Turns on each replica of the table."""
+        """Return the turns on each replica of the table."""
         return {name: load.live for name, load in self._loads.items()}
 
     def reachable(self, need: TurnNeed) -> bool:
-        """Whether waiting can help: versions only grow, so a passed one never comes back."""
+        """Return True if waiting can help: versions only grow, so a passed one never comes back."""
         if need.exact_version is None or self._oldest_version is None:
             return True
         return self._oldest_version <= need.exact_version
 
     def has_version(self, need: TurnNeed) -> bool:
-        """Whether any usable replica runs an acceptable version, free or not."""
+        """Return True if any usable replica runs an acceptable version, free or not."""
         return any(need.accepts(version) for version in self._usable_versions)
 
     def fits(self, need: TurnNeed) -> bool:
-        """Whether any replica, free or not, can hold the turn; unknown sizes count as enough."""
+        """Return True if any replica, free or not, can hold the turn; unknown sizes are enough."""
         most = self._most_kv_tokens
         return most is None or need.prompt_tokens + need.budget_tokens <= most
 
     def expected_tokens(self, need: TurnNeed) -> int:
-        """Tokens that a turn is expected to make still, at most its budget."""
+        """Return the tokens that a turn is still expected to make, at most its budget."""
         return self._expected(need)
 
     @property
     def heard_s(self) -> float:
-        """When a replica of the table sent tokens last, or began to work; 0: none did yet."""
+        """Time at which a replica of the table last sent tokens, or began to work; 0: none did."""
         return max((load.heard_s for load in self._order), default=0.0)
 
     def has_room(self) -> bool:
-        """Whether any usable replica is below its cap, though it may be at rest."""
+        """Return True if any usable replica is below its cap, though it may be at rest."""
         return self._index.free > 0 or bool(self._resting)
 
     # ---- the choice ----
 
     def choose(self, need: TurnNeed, now_s: float, avoid: str = "") -> str | None:
-        """The replica that should take the turn now; None: wait.
+        """Return the replica that should take the turn now; None: wait.
 
         `avoid` is the replica that just failed this turn: any other is better.
         """
@@ -176,7 +176,7 @@ class Router:
         now_s: float,
         claimed: Mapping[str, int],
     ) -> str | None:
-        """Where a turn should go that has heard nothing from `replica` for `waited_s`; None: stay.
+        """Return the replica for a turn without tokens from `replica` for `waited_s`; None: stay.
 
         It stays as long as moving would cost: whenever the pause ends, that is at most twice what
         the best choice would have cost. `claimed` counts places that others were just promised.
@@ -196,32 +196,32 @@ class Router:
         return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
     def left_s(self, placement: TurnPlacement, need: TurnNeed, silent_s: float) -> float:
-        """Seconds that a live turn will still take; `need` is what is left of it; 0: unknown."""
+        """Return the seconds that a live turn will still take; `need` is its rest; 0: unknown."""
         return self._paces.left_s(placement, self._expected(need), silent_s)
 
     def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
-        """The best place for a copy of a turn that runs on `replica`; None: there is none now."""
+        """Return the best place for a copy of a turn that runs on `replica`, or None."""
         self._wake(now_s)
         ask = self._ask(need)
         loads = [load for _, load in self._weighed(ask, now_s) if load.view.id != replica]
         return self._paces.quote(loads, ask, now_s)
 
     def take(self, quote: Quote, why: str, now_s: float) -> TurnPlacement:
-        """Count the copy in, and remember why it was wanted."""
+        """Add the copy to the load, and log its reason."""
         self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
         return self.begin(quote.replica, quote.ask.need, now_s)
 
     def explain(self, need: TurnNeed, now_s: float) -> list[ReplicaCandidate]:
-        """Every replica of the table with its cost for this turn, or why it is out."""
+        """Return every replica of the table with its cost for this turn, or why it is out."""
         ask = self._ask(need)
         return [weigh(load, ask, now_s) for load in self._order]
 
     def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
-        """Past choices for a request id or a trajectory, oldest first; empty: none remembered."""
+        """Return remembered choices for a request id or a trajectory, oldest first."""
         return self._log.of(subject)
 
     def forget(self, session: str) -> None:
-        """A trajectory is over: nothing of it will be asked for again, but why it went where."""
+        """Forget a trajectory that is over, except its choices."""
         self._prefixes.forget(session)
         self._lengths.forget(session)
 
@@ -233,7 +233,7 @@ class Router:
     # ---- the turn ----
 
     def begin(self, replica: str, need: TurnNeed, now_s: float) -> TurnPlacement:
-        """Count the turn in. Raises ValueError beyond the replica's cap."""
+        """Add the turn to the load. Raises ValueError beyond the replica's cap."""
         load = self._loads[replica]
         if not load.is_open:
             raise ValueError(f"{replica} has {load.live} turns already; choose() first")
@@ -244,7 +244,7 @@ class Router:
         return TurnPlacement(replica, need, expected, load)
 
     def progress(self, placement: TurnPlacement, tokens: int, now_s: float) -> None:
-        """Tokens of a live turn arrived."""
+        """Record new tokens of a live turn."""
         load = placement.load
         load.heard_s = now_s
         load.meter.add(tokens)
@@ -254,7 +254,7 @@ class Router:
         placement.generated_tokens += tokens
         made = min(tokens, placement.owed_tokens)
         if made == placement.owed_tokens:
-            # It outlived its forecast: such a turn is expected to last half as long again.
+            # A turn that outlived its forecast is expected to last half as long again.
             left = placement.need.budget_tokens - placement.generated_tokens
             made -= max(0, min(left, 1 + placement.generated_tokens // 2))
         placement.owed_tokens -= made
@@ -271,11 +271,11 @@ class Router:
         finished: bool = False,
         wanted: bool = True,
     ) -> None:
-        """Count the turn out; its replica now holds the trajectory's prefix.
+        """Remove the turn from the load; its replica now holds the trajectory's prefix.
 
-        `revoked`: the replica's lease ended under the turn. `finished`: the turn is complete, so
-        its length is one to forecast by. Without `wanted` nobody goes on from it: its trajectory
-        may be forgotten already, and is not remembered for it.
+        revoked: the replica's lease ended under the turn. finished: the turn is complete, so its
+        length counts in forecasts. Without `wanted` nothing continues from it: its trajectory may
+        be forgotten already, and is not remembered for it.
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
@@ -305,7 +305,7 @@ class Router:
         return CostQuery(need, expected, is_long, holder, prefix.tokens)
 
     def _ask_by_prefix(self, need: TurnNeed, expected: int, is_long: bool) -> CostQuery:
-        """The turn, and of the replicas that hold its beginning the one that owes least."""
+        """Return the turn, and the holder of its beginning that owes least."""
         shared = self._shared.find(need.prefix_keys)
         loads = [
             load
@@ -319,9 +319,9 @@ class Router:
         return CostQuery(need, expected, is_long, holder, shared.tokens)
 
     def _expected(self, need: TurnNeed) -> int:
-        """Tokens still to come: what the turn is likely to have in all, less what it has.
+        """Return the tokens still to come: the turn's likely total, less its present ones.
 
-        One that outlived its forecast is expected to last half as long again.
+        A turn that outlived its forecast is expected to last half as long again.
         """
         made, budget = need.made_tokens, need.budget_tokens
         whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
@@ -329,7 +329,7 @@ class Router:
         return max(1, min(budget, left))
 
     def _weighed(self, ask: CostQuery, now_s: float) -> list[Weighed]:
-        """Replicas that may take the turn now, with their costs; the prefix's holder is in it."""
+        """Return replicas that may take the turn now, with costs, and the prefix's holder."""
         need = ask.need
         if len(self._order) <= EXACT_UP_TO:
             loads = [load for load in self._order if not refusal(load, need, now_s)]
@@ -342,7 +342,7 @@ class Router:
         return weighed
 
     def _should_wait(self, ask: CostQuery, best_s: float, now_s: float) -> bool:
-        """Whether a replica that is full would be so much better that its next place is."""
+        """Return True if a full replica would be so much better that its next place is, too."""
         need, loads = ask.need, self._order
         if len(loads) > EXACT_UP_TO:
             if best_s <= PATIENCE * self._index.floor_s(need, free=False):
@@ -381,7 +381,7 @@ class Router:
                 self._arrange(load, now_s)
 
     def _freshen(self, weighed: list[Weighed], best_s: float, now_s: float) -> None:
-        """Move those that turned out dear, and look at a few that nobody asked about."""
+        """Move replicas that turned out dear, and check a few others."""
         for each_s, load in weighed:
             if each_s > MISPLACED * best_s:
                 self._arrange(load, now_s)
@@ -390,7 +390,7 @@ class Router:
             self._arrange(self._order[self._cursor], now_s)
 
     def _arrange(self, load: ReplicaLoad, now_s: float) -> None:
-        """Put a replica where its load belongs, or nowhere."""
+        """Put a replica into the index by its load, or nowhere."""
         if load.view.usable and now_s >= load.resting_until_s:
             self._index.place(load, load.wait_s(self._typical_tokens, now_s))
         else:

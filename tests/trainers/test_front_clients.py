@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.trainers.stack import Member
+from bench.trainers.stack import rose_process
 from rose.addresses import free_port
 from tests.awaited import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy
@@ -46,7 +46,7 @@ class Front:
         self.url = f"http://127.0.0.1:{self._port}"
         settings = stack.settings()
         self.log = stack.folder / "front.log"
-        self.member = Member(
+        self.member = rose_process(
             "front",
             (
                 "front",

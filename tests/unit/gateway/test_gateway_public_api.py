@@ -7,13 +7,13 @@ import rose.client
 import rose.gateway
 
 SCHEDULER = """
-    Attempt CancelRun Candidate Conflict Continue Decision Deliver DroppedGroup End
-    FairShares GiveUp HarvestMode HarvestModes HarvestPlan Health HealthReport Hedge
-    HedgedGroup Holding IdempotencyCache JobDemand JournalError Lease LeaseError LeaseHeld
-    LeaseState LeaseTable MemberView Move Offer Outcome Policy PromptQueue Quote RateMeter
-    Reason ReasonLog ReplicaHealth ReplicaKind ReplicaView RolloutBuffer RolloutProgress
-    Round RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation
-    StaleEpoch StalenessAdmission StalenessBound StartRun StepPlan SwitchKind TailBatcher TailPlan
+    Attempt CancelRun Conflict Continue Deliver DroppedGroup End FairShares GiveUp HarvestMode
+    HarvestModes HarvestPlan Health HealthReport Hedge HedgedGroup Holding IdempotencyCache
+    JobDemand JournalError Lease LeaseDecision LeaseError LeaseHeld LeaseState LeaseTable
+    MemberView Move Offer Outcome Policy PromptQueue Quote RateMeter Reason ReasonLog
+    ReplicaCandidate ReplicaHealth ReplicaKind ReplicaView RolloutBuffer RolloutProgress Round
+    RoundDone Router RoutingDecision SampleRun SchedulerError Segment Situation StaleEpoch
+    StalenessAdmission StalenessBound StartRun StepPlan SwitchKind TailBatcher TailPlan
     TakenGroup TrainingGroup TrainingStep TurnJournal TurnNeed TurnPlacement TurnTicket
     VersionSpan Won make_policy policy_names prefix_keys
 """
