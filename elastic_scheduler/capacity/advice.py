@@ -30,7 +30,7 @@ NOTHING = Lendable(0, 0.0)
 def lendable(
     would: HarvestMode, policy: EffectivePolicy, guest_bytes: int | None, busy: float | None
 ) -> Lendable:
-    """Figures of one verdict; `guest_bytes`: KV memory of the node's guests, `busy`: its host's."""
+    """Return a verdict's figures; `guest_bytes`: the guests' KV memory, `busy`: of its host."""
     if would is not HarvestMode.ACTIVE:
         return NOTHING
     memory, compute = guest_bytes, None if busy is None else max(0.0, 1.0 - busy)

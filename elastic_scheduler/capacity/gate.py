@@ -573,7 +573,7 @@ class CapacityGate:
         return mode, tuple(limit for _, limit in found)
 
     def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[Limit, ...]]:
-        """Nodes beyond a cap on their number, with whose; those admitted before come first."""
+        """Return the nodes beyond a cap on their number, with its policy; admitted ones first."""
         beyond: dict[str, list[Limit]] = {}
 
         def cap(key: str, members: list[str], most: int, why: str) -> None:

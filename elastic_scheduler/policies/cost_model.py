@@ -1,4 +1,4 @@
-"""How many guests a job may lease, and whether one more replica is worth its switch.
+"""Cost model of leases: a job's limit of guests, and the gain of one more replica.
 
 `AimdLimit` bounds a job's guests: plus one while nothing happens, half when hosts revoke some.
 Hosts share their load: where one revokes its guest, others are about to. As in TCP (Chiu and Jain

@@ -164,15 +164,15 @@ class StalenessAdmission:
         self._line_up(entry)
 
     def begin_turn(self, group: int, sample: int) -> TurnTicket:
-        """A turn of a running group is sent now."""
+        """Record that a turn of a running group is sent now."""
         entry = self._groups[group]
         min_version = self._min_version(entry)
-        # What a step waits for must not turn out older than it was thought to be.
+        # A group that a step waits for must not turn out older than assumed.
         presumed = min_version if entry.kept else self.published
         return TurnTicket(entry.age.begin_turn(sample, presumed), min_version)
 
     def stamp(self, group: int, turn: int, version: int) -> bool:
-        """Tokens of `version` came in a turn; False when the group aged out by that."""
+        """Record tokens of `version` in a turn; return False if the group aged out by that."""
         entry = self._groups[group]
         entry.age.stamp(turn, version)
         if self._in_time(entry):
@@ -184,11 +184,11 @@ class StalenessAdmission:
         self._groups[group].age.end_turn(turn)
 
     def forget(self, group: int, sample: int) -> None:
-        """A sample of the group is tried anew: what came for it is not trained on."""
+        """Drop the tokens of a sample that is tried anew."""
         self._groups[group].age.forget(sample)
 
     def finish(self, group: int) -> None:
-        """All members are complete."""
+        """Record that all members are complete."""
         entry = self._groups[group]
         assert not entry.ready, f"group {group} is complete already"
         self._ready += 1
@@ -199,11 +199,11 @@ class StalenessAdmission:
         assert self.room >= 0, "more groups are ready than may be trained on in time"
 
     def drop(self, group: int) -> None:
-        """The job gave the group up."""
+        """Drop a group that the job gave up."""
         self._remove(group)
 
     def publish(self, version: int) -> tuple[int, ...]:
-        """A newer version is out; returns the groups that aged out: cancel all their turns."""
+        """Record a newer version; return the groups that aged out: cancel all their turns."""
         if version < self.published:
             raise ValueError(f"version {version} is older than {self.published}; versions grow")
         if version > self.published:
@@ -214,9 +214,9 @@ class StalenessAdmission:
         return old
 
     def take(self, *, rest: bool = False) -> tuple[TakenGroup, ...]:
-        """A step's groups: kept ones, then those with the oldest tokens; empty while it must wait.
+        """Return a step's groups: kept ones, then the oldest; empty while it must wait.
 
-        `rest`: nothing runs and nothing will start, so that a smaller step is one too.
+        rest: nothing runs and nothing will start, so that a smaller step is one too.
         """
         self._training = 0
         if not rest and self._ready < self._groups_per_step:
@@ -245,14 +245,14 @@ class StalenessAdmission:
             del self._line[bisect_left(self._line, entry.began)]
 
     def _line_up(self, entry: _Group) -> None:
-        """A group takes room from now on."""
+        """Give a group its room from now on."""
         if entry.kept:
             self._kept += 1
         elif not entry.spare:
             insort(self._line, entry.began)
 
     def _min_version(self, entry: _Group) -> int:
-        """The oldest version that can still be in time at the group's place in the line."""
+        """Return the oldest version that can still be in time at the group's place in the line."""
         if entry.kept:
             return self._oldest(entry)
         ahead = self._training + self._kept + bisect_left(self._line, entry.began)
@@ -260,7 +260,7 @@ class StalenessAdmission:
         return min(self.published, self._bound.oldest(trained_at))
 
     def _must_wait(self, taken: list[int]) -> bool:
-        """Whether a kept group that still runs would be late if the step left without it."""
+        """Return True if a running kept group would be late for a step without it."""
         left = sorted(
             (self._oldest(entry) + self._bound.max_versions, entry.ready)
             for name, entry in self._groups.items()
@@ -274,7 +274,7 @@ class StalenessAdmission:
         return False
 
     def _oldest(self, entry: _Group) -> int:
-        """Of a group that has no token yet: the version that its first one will have."""
+        """Return the version of the first token of a group without tokens."""
         oldest = entry.age.oldest
         return self.published if oldest is None else oldest
 

@@ -24,7 +24,7 @@ from operator import itemgetter
 from elastic_scheduler.leases.lease_table import ReplicaKind
 from elastic_scheduler.routing.predictors import RateMeter
 
-# For nodes without known rates: any figure will do if all such replicas get the same.
+# Rate of nodes without known rates: any figure will do if all such replicas get the same.
 UNKNOWN_DECODE_TOK_S = 1_000.0
 UNKNOWN_PREFILL_TOK_S = 10_000.0
 # A stalled replica's rate goes to zero; its cost must stay finite to be compared.

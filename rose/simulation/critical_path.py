@@ -28,7 +28,7 @@ def alone_s(episode: Trajectory, steps: StepTimes) -> float:
 
 
 def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
-    """Of step `number`'s batch, the longest episode's seconds alone.
+    """Return the seconds that the longest episode of step `number`'s batch takes alone.
 
     0 for a trainer that need not wait for all of a batch: asynchronous, over-sampling, or with
     rounds for the tail.
@@ -49,7 +49,7 @@ def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
 
 
 def most_gain(steps: Sequence[StepResult], alone: Sequence[float]) -> float:
-    """How many times as fast these steps could be, by shorter rollouts alone; 0: unknown.
+    """Return the largest speed-up of these steps by shorter rollouts alone; 0: unknown.
 
     alone: of each step, the seconds of `longest_alone_s`.
     """

@@ -54,7 +54,7 @@ class SloSlice:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of any figure; all 0 when `count` is 0."""
+    """Percentiles of a figure; all 0 if `count` is 0."""
 
     count: int
     mean: float
@@ -66,7 +66,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What users saw."""
+    """Latencies of users."""
 
     requests: int
     attained: int

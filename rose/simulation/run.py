@@ -51,7 +51,7 @@ from rose.simulation.step_times import StepWork
 
 # One node daemon has the cards of one machine.
 NODE_CARDS = 8
-# Of dedicated replicas and borrowed cards.
+# KV unit of dedicated replicas and borrowed cards.
 UNIT_TOKENS = 256
 GC_THRESHOLD = 50_000
 LEAST_RESERVE = 0.001
@@ -361,7 +361,7 @@ class Simulation:
         )
 
     def result(self) -> RunResult:
-        """What came of it."""
+        """Return the run's result."""
         scenario, trainer, cluster = self._scenario, self.trainer, self._scenario.cluster
         if self._setup.borrows is not Borrows.NOTHING and cluster.serving is None:
             raise ConfigError(f"policy {self._setup.name} borrows, and there is no serving pool")

@@ -74,7 +74,7 @@ class Section:
         self._known: list[str] = []
 
     def wrong(self, key: str, what: str, node: yaml.Node | None = None) -> ConfigError:
-        """What is wrong with a key, with its file and line."""
+        """Return the error about a key, with its file and line."""
         line = node.start_mark.line + 1 if node is not None else self.line_of(key)
         path = ".".join(part for part in (self.key, key) if part)
         return ConfigError(f"{self.file}:{line}: {path or 'the file'}: {what}")
@@ -154,7 +154,7 @@ class Section:
         return self.made(lambda: kind(**values) if base is None else replace(base, **values))  # type: ignore[type-var]
 
     def made(self, make: Callable[[], T]) -> T:
-        """What `make` makes; its complaint gets the line of the key that it is about."""
+        """Return the result of `make`; its error gets the line of the key that it names."""
         try:
             return make()
         except ClusterError as error:

@@ -30,7 +30,7 @@ from rose.simulation.workloads import (
 from slo import preset
 
 CARD = "h200"
-# Of the host's KV memory: what a guest has of its own, so that it can hold a few turns at any time.
+# A guest's own share of the host's KV memory, so that it can hold a few turns at any time.
 GUEST_BASE_SHARE = 0.05
 GRANULE_BYTES = 128 << 20
 REQUESTS_PER_HOST_S = 1.0

@@ -53,7 +53,7 @@ class ProfiledSteps:
     profile: StepProfile
 
     def seconds(self, work: StepWork) -> float:
-        """As the profile says."""
+        """Return the profile's seconds."""
         return self.profile.seconds(work.tokens, work.sequences, work.context_tokens)
 
 

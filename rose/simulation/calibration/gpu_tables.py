@@ -30,7 +30,7 @@ MODELS: tuple[tuple[str, str, float, int, tuple[int, ...]], ...] = (
     ("llama-3.1-70b", "meta-llama/Meta-Llama-3.1-70B", 70.6e9, 8 * 128 * 80, (4, 8)),
 )
 MEMORY_BYTES = {"h200": 151_397_597_184, "h100": 85_899_345_920}
-# What engines take of a card, and what they need beside weights and KV cache.
+# Share of a card that engines take, and their need beside weights and KV cache.
 MEMORY_SHARE, ACTIVATION_BYTES = 0.9, 4 << 30
 _SEQUENCES = (1, 4, 16, 64, 128, 256)
 _CONTEXTS = (256, 1_024, 4_096, 16_384)

@@ -32,7 +32,7 @@ class PublishedEngine:
     weight_bytes: int
 
     def spec(self) -> EngineSpec:
-        """As the simulator takes it."""
+        """Return the engine's specification for the simulator."""
         return EngineSpec(
             model=self.model,
             cards=self.cards,
@@ -58,7 +58,7 @@ def _facts() -> _Facts:
 
 
 def source() -> str:
-    """Where the facts come from."""
+    """Return the source of the facts."""
     return _facts().source
 
 

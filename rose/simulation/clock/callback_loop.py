@@ -1,4 +1,4 @@
-"""What asyncio asks of a loop whose callbacks run when a simulation says so."""
+"""Event loop for asyncio whose callbacks run when a simulation says so."""
 
 import asyncio
 from abc import abstractmethod
@@ -67,4 +67,4 @@ class CallbackLoop(asyncio.AbstractEventLoop):
         return True
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when it is due."""
+        """Do nothing: a cancelled timer is skipped when it is due."""

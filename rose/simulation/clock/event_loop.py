@@ -31,7 +31,7 @@ class VirtualLoop(CallbackLoop):
         self._scheduled = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        # What ends from here on is not begun anew.
+        # A task that ends from here on is not restarted.
         self.closing = False
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":

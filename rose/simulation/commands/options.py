@@ -17,7 +17,7 @@ from rose.simulation.setups import SETUPS, setup_scenario
 
 
 def add_scenario_options(parser: argparse.ArgumentParser) -> None:
-    """Which scenario, with what changed."""
+    """Add the options of a scenario and its changes."""
     parser.add_argument(
         "scenario", metavar="SCENARIO", help=f"a file, or a set-up: {', '.join(SETUPS)}"
     )

@@ -97,7 +97,7 @@ def _grid(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def _effects(results: Sequence[RunResult], grid: Sequence[dict[str, float]], seeds: int) -> Table:
-    """What each constant changes: throughput and users' attainment, as medians over seeds."""
+    """Return each constant's effect: throughput and users' attainment, as medians over seeds."""
     by_options = [results[at * seeds : (at + 1) * seeds] for at in range(len(grid))]
     usual = by_options[0]
     rows = []

@@ -85,11 +85,12 @@ PARTS = (
 
 
 def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
-    """Where a step goes: shares of its time, tokens of guests, and what its longest episode allows.
+    """Return the parts of a step: shares of its time, tokens of guests, its longest episode's
+    bound.
 
     EPISODES: at once, on the mean of rollout phases. LONGEST S: the longest episode of a batch,
     alone on a card, at the median; X AT MOST: by how much shorter rollouts could make the run
-    faster, down to that. Both only where a step waits for its whole batch.
+    faster, down to that. Both only if a step waits for its whole batch.
     """
     # All policies play the same episodes.
     longest_s = cache(partial(longest_alone_s, scenario))

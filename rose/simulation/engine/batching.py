@@ -34,7 +34,7 @@ _OVER, _WAITING, _PREFILLING, _DECODING = range(4)
 
 
 class SequenceOwner(Protocol):
-    """Who asked for a sequence, and hears of it."""
+    """Owner of a sequence, which gets its events."""
 
     def first_token(self, now_ns: int) -> None:
         """Its first token came."""
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def over(self) -> bool:
-        """Whether the engine knows it no more."""
+        """True if the engine has dropped it."""
         return self.state == _OVER
 
 
@@ -127,7 +127,7 @@ class _Step:
         self.count = count
         self.left_out = left_out
         self.work = work
-        # Of `count`, those that ended while it ran.
+        # Sequences of `count` that ended while it ran.
         self.lost = 0
         self.ends_ns: list[int] = []
         self.passed = 0
@@ -161,7 +161,7 @@ class ModelledEngine:
         self.decoding: dict[Sequence, None] = {}
         self.steps = self.tokens_made = self.preemptions = self.prefilled_tokens = 0
         self.hit_tokens = 0
-        # Of decode steps; and KV tokens of decoding sequences.
+        # Decode steps, and KV tokens of decoding sequences.
         self.count = 0
         self.decode_context = 0
         self.last_step_ns = 0
@@ -214,12 +214,12 @@ class ModelledEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step runs."""
+        """True while a step runs."""
         return self._step is not None
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """True if it has nothing to do."""
         return not (self.waiting or self.prefilling or self.decoding or self._step)
 
     @property
@@ -462,7 +462,7 @@ class ModelledEngine:
             _, number, sequence = heapq.heappop(marks)
             due.append((sequence.order, number, sequence))
         if len(due) > 1:
-            # As vLLM goes through them: who was admitted first takes memory first.
+            # In vLLM's order: the sequence that was admitted first takes memory first.
             due.sort(key=itemgetter(0))
         for _, number, sequence in due:
             if sequence.mark != number or sequence.state != _DECODING:
@@ -499,7 +499,7 @@ class ModelledEngine:
         self.preemptions += counts
 
     def preempt(self, sequence: Sequence) -> None:
-        """As `_preempt`, for a balloon that needs its memory."""
+        """Preempt sequences for a balloon that needs their memory."""
         self._preempt(sequence)
 
     def _finish(self, sequence: Sequence, now_ns: int) -> None:

@@ -22,11 +22,11 @@ class ModelledCard:
         self._entries: list[Entry | None] = [None, None]
         self._began_ns = [0, 0]
         self.busy_ns = [0, 0]
-        # Of either tenant: two steps at once are one busy card.
+        # Busy time of either tenant: two steps at once are one busy card.
         self._any_ns = self._any_since_ns = 0
 
     def busy(self, tenant: int) -> bool:
-        """Whether a step of the tenant is in it."""
+        """Return True if a step of the tenant runs on it."""
         return self._done[tenant] is not None
 
     def begin(self, tenant: int, seconds: float, done: Call) -> None:

@@ -112,7 +112,7 @@ class ModelledGuest(ModelledEngine):
             self.wake()
 
     def allowed(self) -> tuple[int, int] | None:
-        """What the gate says."""
+        """Return the gate's answer."""
         grant, now_ns = self.page.grant, self.queue.now_ns
         if grant is None:
             return None
@@ -176,7 +176,7 @@ class ModelledGuest(ModelledEngine):
                 self.preempt(next(reversed(self.prefilling or self.decoding)))
 
     def _packed(self) -> tuple[list[Rollout], list[GranuleUse]]:
-        """Where blocks would lie if all were packed from the first granule on."""
+        """Return the place of blocks if all were packed from the first granule on."""
         rollouts: list[Rollout] = []
         at = 0
         for sequence in [*self.decoding, *self.prefilling]:

@@ -23,13 +23,13 @@ from rose.simulation.workload import Request
 from slo import SloSpec
 
 UNIT_TOKENS = 128
-# So many granules divide the host's KV memory, about as on a large card.
+# Granules of the host's KV memory, about as many as on a large card.
 GRANULES = 512
 _LOOK_S = 0.05
 
 
 class Users(Protocol):
-    """Who counts what users saw."""
+    """Counter of users' latencies."""
 
     def served(
         self, host: int, ended_s: float, ttft_s: float, tpot_s: float, output_tokens: int

@@ -28,7 +28,7 @@ class ModelledKv:
         self.unit_tokens = unit_tokens
         self.used = 0
         self.cached = 0
-        # Of each session: its tokens and units, least recently used first.
+        # Tokens and units of each session, least recently used first.
         self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._shared: OrderedDict[str, _Shared] = OrderedDict()
 

@@ -330,5 +330,5 @@ class _Ordered(dict[ModelledAttempt, None]):
 
 
 def oldest_version(spans: list[VersionSpan]) -> int:
-    """Of a turn's tokens; 0 for none."""
+    """Return the oldest version of a turn's tokens; 0 for none."""
     return min((span.version for span in spans), default=0)

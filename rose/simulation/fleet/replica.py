@@ -92,7 +92,7 @@ class ModelledReplica:
         return status.epoch if status.active(self._queue.now_s) else None
 
     def offer(self) -> Offer:
-        """What its node says of it now."""
+        """Return its node's present offer."""
         spec = self.engine.spec
         said = Offer(
             replica=self.name,

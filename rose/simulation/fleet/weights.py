@@ -23,7 +23,7 @@ class ModelledTransfer:
         self._links = links
         self._base_bytes = base_bytes
         self._catalog = Catalog({0: base_bytes})
-        # When each object has crossed the slow link: ("base" or "delta", version).
+        # Time at which each object has crossed the slow link: ("base" or "delta", version).
         self._crossed_s: dict[tuple[str, int], float] = {}
         self._slow_free_s = 0.0
         self.slow_bytes = 0

@@ -32,7 +32,7 @@ KV_HEADROOM = 0.2
 # Batches of a job that differ; later steps play them again.
 BATCHES = 8
 _SHARE_STEP = 0.05
-# Of what a host serves at half of its speed: with more its queue grows, and slack is gone.
+# Share of a host's throughput at half of its speed: beyond it its queue grows, and slack is gone.
 _KEEPS_UP = 0.9
 GUEST_STEP_S = 0.03
 _LEAST_SHARE = 0.1
@@ -64,7 +64,7 @@ class Deployment:
 
     @property
     def cards(self) -> int:
-        """Of all hosts."""
+        """Cards of all hosts."""
         return self.hosts * self.engine.cards
 
     def lendable(self, time_s: float) -> tuple[float, float]:
@@ -128,7 +128,7 @@ class FleetJob:
 
     @property
     def cards(self) -> int:
-        """Of its own."""
+        """Cards of its own."""
         return self.replicas * self.replica_cards + self.training_cards
 
 
@@ -154,7 +154,7 @@ class FleetSpec:
 
     @property
     def cards(self) -> int:
-        """Of all."""
+        """All cards."""
         serving = sum(each.cards for each in self.deployments)
         return serving + sum(each.cards for each in self.jobs)
 
@@ -171,7 +171,7 @@ class FleetHour:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job did: training steps, tokens trained on and borrowed, and its hours in rollouts."""
+    """Result of a job: training steps, trained and borrowed tokens, and its hours in rollouts."""
 
     name: str
     steps: int
@@ -189,7 +189,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """What a fleet did. gpu_use: share of all cards' time in a step."""
+    """Result of a fleet. gpu_use: share of all cards' time in a step."""
 
     cards: int
     hours: float
@@ -201,7 +201,7 @@ class FleetResult:
     assumptions: tuple[str, ...]
 
     def plain(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it in JSON's types."""
         found = asdict(self)
         for job, plain in zip(self.jobs, found["jobs"], strict=True):
             plain["tokens_per_s"] = job.tokens_per_s

@@ -38,7 +38,7 @@ class StepLine:
     def of(
         cls, profile: StepProfile, context_tokens: float, prefill_per_output: float
     ) -> "StepLine":
-        """Of sequences with a mean context, each of whose tokens brings so many prompt tokens."""
+        """Return the line for a mean context; each output token brings `prefill_per_output`."""
         per_token_s = profile.per_token_s
         return cls(
             profile.base_s,
@@ -49,7 +49,7 @@ class StepLine:
         )
 
     def seconds(self, sequences: float) -> float:
-        """Of a step with so many; fractions are means."""
+        """Return the seconds of a step with this many; fractions are means."""
         return self.base_s + self.per_sequence_s * sequences
 
 
@@ -90,7 +90,7 @@ class HostPoolFluid:
         self._profile = profile
         self.in_host = 0.0
         self.queued = 0.0
-        # Of a host's time, in the last stretch, that went to prompts.
+        # Share of a host's time, in the last stretch, that went to prompts.
         self.prefill_share = 0.0
         self.serve(mix)
 
@@ -113,21 +113,21 @@ class HostPoolFluid:
 
     @property
     def prefill_s(self) -> float:
-        """Of a mean prompt, alone."""
+        """Seconds of a mean prompt, alone."""
         return self._mix.prompt_tokens * self._line.prefill_s_per_token
 
     def step_s(self, speed: float = 1.0) -> float:
-        """Of a decode step of a busy host."""
+        """Return the seconds of a decode step of a busy host."""
         return self._line.seconds(self._in_busy_host()) / speed
 
     def token_s(self, speed: float = 1.0) -> float:
-        """Of a decoding request's token, with prompts of others in its steps: full ones at most."""
+        """Return the seconds of a request's token, with full steps of others' prompts at most."""
         step_s = self.step_s(speed)
         most_s = self._engine.max_step_tokens * self._line.prefill_s_per_token / speed
         return min(step_s / (1 - self.prefill_share), step_s + most_s)
 
     def stay_s(self, rate_per_s: float, in_host: float, speed: float = 1.0) -> float:
-        """How long a request stays, while hosts have `in_host` of them on the average."""
+        """Return how long a request stays, while hosts have `in_host` of them on the average."""
         beside = in_host / max(1e-12, busy_share(in_host, self._hosts)) if in_host else 1.0
         step_s = self._line.seconds(max(1.0, beside)) / speed
         prefill_s = self.prefill_s / speed
@@ -187,7 +187,7 @@ class HostPoolFluid:
         return self.in_host / busy if busy > 1e-9 else 1.0
 
 
-# Of more hosts the Poisson distribution is close to a normal one.
+# For more hosts the Poisson distribution is close to a normal one.
 _MANY_HOSTS = 40
 
 

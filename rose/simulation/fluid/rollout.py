@@ -57,7 +57,7 @@ class Engines:
         return self.most / self.line.seconds(self.most)
 
     def token_s(self, sequences: float) -> float:
-        """Of each of so many sequences in one engine, those that wait for a place among them."""
+        """Return the seconds of a token of this many sequences in an engine, with the queue."""
         if sequences > self.most:
             return self.line.seconds(self.most) * sequences / self.most
         return self.line.seconds(max(1.0, sequences))
@@ -95,7 +95,7 @@ class EpisodeBatch:
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory], turn_s: float = 0.0) -> "EpisodeBatch":
-        """Of at least one episode; turn_s: what messages of each turn take."""
+        """Return a batch of at least one episode; turn_s: time of each turn's messages."""
         output = np.array([e.output_tokens for e in episodes], dtype=np.float64)
         waits = np.array([_waits_s(e, turn_s) for e in episodes], dtype=np.float64)
         first = np.array([e.turns[0].observed_tokens for e in episodes], dtype=np.float64)
@@ -113,7 +113,7 @@ def _waits_s(episode: Trajectory, turn_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPhase:
-    """How a phase went: its length, when each episode ended, tokens that guests made, use."""
+    """Result of a phase: its length, the end of each episode, tokens of guests, use."""
 
     seconds: float
     ends_s: Floats
@@ -180,7 +180,7 @@ def roll_out(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where sequences are: in all dedicated engines, in all guests, and a mean token's time."""
+    """Sequences in all dedicated engines, in all guests, and a mean token's time."""
 
     on_dedicated: float
     on_guests: float
@@ -229,7 +229,7 @@ def place(waits: Floats, dedicated: Engines, guests: Engines | None, share: floa
 
 
 def _place_on_guests(waits: Floats, guests: Engines | None, share: float) -> Placement:
-    """Where there is no dedicated engine."""
+    """Place all sequences on guests, without a dedicated engine."""
     if guests is None or not guests.count or share <= 0:
         return Placement(0.0, 0.0, math.inf)
     wanted = float(len(waits))
@@ -245,7 +245,7 @@ def _fits(placed: Placement, waits: Floats) -> bool:
 
 
 def _scaled(placed: Placement, waits: Floats) -> Placement:
-    """Where engines have less than one sequence each, there was room for more than there are."""
+    """Scale numbers down: engines with less than one sequence each had room for more."""
     wanted = float((placed.token_s / (placed.token_s + waits)).sum())
     scale = wanted / max(1e-12, placed.on_dedicated + placed.on_guests)
     return Placement(placed.on_dedicated * scale, placed.on_guests * scale, placed.token_s)

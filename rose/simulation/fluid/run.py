@@ -27,7 +27,7 @@ HOUR_S = 3_600.0
 
 @dataclass(slots=True)
 class _Totals:
-    """What a run adds up."""
+    """Sums of a run."""
 
     dedicated_s: float = 0.0
     guest_s: float = 0.0

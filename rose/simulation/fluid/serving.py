@@ -17,7 +17,7 @@ from rose.simulation.step_times import profile_of
 from rose.simulation.workload import Request
 
 WINDOW_S = 1.0
-# Of the gate: what it leaves of every slack.
+# The gate's margin, which it leaves of every slack.
 MARGIN_S = 0.002
 # Two tenants of a card in a step at once have half of it each.
 SHARED_SPEED = 0.5
@@ -56,7 +56,7 @@ class ServingFluid:
         self.now_s = 0.0
         self.busy_s = 0.0
         self._taken_s = 0.0
-        # Of a guest: card time that it had, and time in which it was held.
+        # Card time of a guest, and the time in which it was held.
         self.lent_s = self.held_s = 0.0
         self.in_host_s = 0.0
 
@@ -81,7 +81,7 @@ class ServingFluid:
         return self._fluid.mix
 
     def latencies(self) -> Latencies:
-        """What users saw so far."""
+        """Return the users' latencies so far."""
         return self._users.latencies()
 
     def _window(self, guests: GuestLoad) -> None:
@@ -119,7 +119,7 @@ class ServingFluid:
         self.over = self._next is None
 
     def _held(self) -> bool:
-        """Whether production's hold of busy hosts holds this one now."""
+        """Return True if production's hold of busy hosts holds this one now."""
         if self._hold is None:
             return False
         self._busy_hold.step(JudgeBusy({_POOL: self._hold}), self.now_s)

@@ -112,7 +112,7 @@ class UserLatencies:
         return ttft_s
 
     def backlog_s(self, now_s: float) -> float:
-        """How long a host still computes prompts that came by now, on the average of hosts."""
+        """Return the seconds that a host still computes present prompts, averaged over hosts."""
         return sum(max(0.0, free_s - now_s) for free_s in self._free_s) / len(self._free_s)
 
     def _count(self, request: Request, ttft_s: float, tpot_s: float) -> None:
@@ -129,7 +129,7 @@ class UserLatencies:
         self._slices[-1] = SloSlice(last.start_s, last.requests + 1, last.attained + good)
 
     def latencies(self) -> Latencies:
-        """Of all requests so far."""
+        """Return the latencies of all requests so far."""
         return Latencies(
             self._requests,
             self._attained,

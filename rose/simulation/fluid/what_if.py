@@ -1,7 +1,7 @@
-"""What an operator would gain from lending, and what it would cost their users, by their trace.
+"""Gain of lending for an operator, and its cost for their users, by their trace.
 
-The trace is played twice by the fluid model: hosts alone, and with guests that always have turns to
-do. The difference in latencies is the cost, the guests' tokens are the gain.
+The trace is played twice by the fluid model: hosts alone, and with guests that always have turns.
+The difference in latencies is the cost, the guests' tokens are the gain.
 """
 
 import math
@@ -19,11 +19,11 @@ from rose.simulation.workload import Request
 from rose.simulation.workloads.serving import DAY_S, HOUR_S
 from slo import SloSpec
 
-# Of a rollout's turns, where the operator does not know better.
+# Defaults of a rollout's turns, if the operator gives none.
 ROLLOUT_CONTEXT, PREFILL_PER_OUTPUT = 4_096, 0.15
 KV_HEADROOM = 0.2
 MOST_SEQUENCES = 128
-# Of a shorter trace a day would be a guess.
+# A day extrapolated from a shorter trace would be a guess.
 LEAST_S = 60.0
 # Above it a cluster does not serve its trace.
 OVERLOADED = 0.999
@@ -31,7 +31,7 @@ OVERLOADED = 0.999
 
 @dataclass(frozen=True, slots=True)
 class WhatIfQuestion:
-    """What is asked. gpus: that serve `model`; guest: model of the rollouts, on the same cards.
+    """Question of an operator. gpus: that serve `model`; guest: model of the rollouts.
 
     cards: of an engine, None for the fewest that a table has. slack_share, hold: of the capacity
     policy. slo: the promise to users.
@@ -58,10 +58,10 @@ class WhatIfQuestion:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """What would happen. Days are of 24 h of such traffic.
+    """Answer to the question. Days are of 24 h of such traffic.
 
     busy: share of its time that a host works for users, alone. lent: share of a card that a guest
-    has. gpu_hours_saved_a_day: that the same tokens would take on GPUs of their own.
+    has. gpu_hours_saved_a_day: time of the same tokens on GPUs of their own.
     """
 
     hosts: int
@@ -84,7 +84,7 @@ class WhatIfAnswer:
         return 100 * (self.alone.attainment - self.lending.attainment)
 
     def plain(self) -> dict[str, object]:
-        """As JSON has it, without the series."""
+        """Return it in JSON's types, without the series."""
         found = asdict(self) | {"lost_points": self.lost_points}
         del found["use"]
         for name in ("alone", "lending"):

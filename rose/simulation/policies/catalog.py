@@ -27,7 +27,7 @@ from rose.simulation.policies.rlboost import RlboostPolicy
 
 
 class Borrows(StrEnum):
-    """What of the serving cluster a policy uses."""
+    """Resources of the serving cluster that a policy uses."""
 
     NOTHING = "nothing"
     GUESTS = "guests"
@@ -35,7 +35,7 @@ class Borrows(StrEnum):
 
 
 class Hybrid(StrEnum):
-    """When training cards roll out."""
+    """Times at which training cards roll out."""
 
     NEVER = "never"
     ROLLOUT = "rollout"
@@ -126,7 +126,7 @@ SETTINGS = (
 
 
 def usual_value(name: str) -> float:
-    """What a constant of `CONSTANTS` is in production."""
+    """Return the production value of a constant of `CONSTANTS`."""
     module, attribute = CONSTANTS[name]
     return float(getattr(importlib.import_module(module), attribute))
 

@@ -28,7 +28,7 @@ from elastic_scheduler.policies.baselines import spread
 from elastic_scheduler.policies.cost_model import Supply, supply_of
 
 HYBRID = "hybrid"
-# To load the rollout engine's weights from the trainer's own cards, and its graphs.
+# Time to load the rollout engine's weights from the trainer's own cards, and its graphs.
 SWITCH_S = 3.0
 # The planner gives a card to rollouts that are so much faster with it, and takes it back below.
 # Cards of a synchronous trainer have nothing else to do meanwhile.
@@ -46,7 +46,7 @@ def level_of(failed: int) -> int:
 
 
 def is_hybrid(offer: Offer) -> bool:
-    """Whether a replica lies on training cards."""
+    """Return True for a replica on training cards."""
     return offer.replica.startswith(HYBRID)
 
 
@@ -88,7 +88,7 @@ class LibraPolicy:
 
 
 def _worth(without: Supply, with_it: Supply, turns: float, gain: float) -> bool:
-    """Whether one more replica makes rollouts faster by that share."""
+    """Return True if one more replica makes rollouts faster by that share."""
     if turns <= without.count:
         return False
     return with_it.rate_tok_s(turns) > (1 + gain) * without.rate_tok_s(turns)

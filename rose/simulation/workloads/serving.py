@@ -156,7 +156,7 @@ class BurstyTraffic:
             end_s = begin_s + rng.expovariate(1 / (bursts.length_s if bursting else calm_s))
             factor = bursts.calm_factor * (bursts.ratio if bursting else 1.0)
             if bursting and bursts.spread:
-                # Of mean 1.
+                # The mean is 1.
                 factor *= rng.lognormvariate(-(bursts.spread**2) / 2, bursts.spread)
             yield begin_s, end_s, self.rate_per_s * factor
             begin_s, bursting = end_s, not bursting

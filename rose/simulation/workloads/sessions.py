@@ -21,7 +21,7 @@ from rose.simulation.workloads.lengths import Amount, LogNormal, whole
 
 # A pause of a person, not of a tool, lasts longer: it is cut to this.
 MAX_TOOL_S = 300.0
-# Where a context shrinks by more, the agent summarised it: an episode begins anew.
+# A context that shrinks by more was summarised by its agent: an episode begins anew.
 _SUMMARISED_TOKENS = 1_024
 _MAX_LINE_BYTES = 64 << 20
 
@@ -97,8 +97,9 @@ class AgenticSessions:
         return Trajectory(tuple(turns), shared_tokens=min(self.shared_tokens, first))
 
 
-# As 355 recorded sessions of coding agents (kv-cache-tester); pauses are cut as those of a file,
-# since a rollout has tools and no people.
+# Modelled on 355 recorded sessions of coding agents (kv-cache-tester); pauses are cut like those of
+# a
+# file, since a rollout has tools and no people.
 CODING_SESSIONS = AgenticSessions(
     turns=LogNormal(44, 1.12, least=3, most=400),
     prompt=LogNormal(24_900, 1.15, least=2_000, most=200_000),

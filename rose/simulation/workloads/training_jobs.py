@@ -43,7 +43,7 @@ class TrainingJob:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was not measured, a sentence each."""
+        """The assumptions that were not measured, a sentence each."""
         return (
             *self.environment.assumptions,
             f"training: {OPERATIONS} operations per parameter and token at {TRAINING_MFU:.0%} of"
