@@ -197,8 +197,7 @@ def guest_tokens_while_host_is_busy(pair: Pair, slack_share: float) -> int:
 def test_a_busy_host_lends_its_slack_only_when_told_to(pair: Pair) -> None:
     assert guest_tokens_while_host_is_busy(pair, slack_share=0.0) == 0
     lent = guest_tokens_while_host_is_busy(pair, slack_share=1.0)
-    # How many fit depends on the machine (`make bench-coserve`); that some do depends on the
-    # switch.
+    # The machine decides how many fit (`make bench-coserve`), the switch that some do.
     log.info("%d of 100 guest tokens came while the host was busy", lent)
     assert lent > 0
 

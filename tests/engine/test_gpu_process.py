@@ -57,7 +57,7 @@ def test_the_piece_in_which_a_process_ended_has_failed_and_later_ones_were_not_b
     (first, good), (second, crashed) = told(tmp_path, "good", "crashes", "better")
     assert (first, good, second) == ("good", "", "crashes")
     assert crashed.startswith("its process was ended by SIGSEGV without an answer; see ")
-    # It had no time for another: one that was not begun has not failed.
+    # A piece that was not begun for lack of time has not failed.
     assert told(tmp_path, "good", "no time left", "better") == [("good", "")]
 
 

@@ -63,7 +63,7 @@ class StandInRun:
     forced_revocations: int = 12
     mid_turn: bool = True
     kill_signal: int | None = 9
-    # For a run of two jobs: the guest's leases, one after the other, with their durations.
+    # The guest's leases in a run of two jobs, one after the other, with their durations.
     leases: tuple[tuple[str, float], ...] = ()
     new_engines: int = 0
 

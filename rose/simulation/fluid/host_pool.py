@@ -187,7 +187,7 @@ class HostPoolFluid:
         return self.in_host / busy if busy > 1e-9 else 1.0
 
 
-# For more hosts the Poisson distribution is close to a normal one.
+# The Poisson distribution of more hosts is close to a normal one.
 _MANY_HOSTS = 40
 
 

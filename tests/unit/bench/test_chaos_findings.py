@@ -1,4 +1,4 @@
-"""What the chaos run counts as a fault; the run itself is tests/engine/test_chaos.py."""
+"""Faults that the chaos run counts; the run itself is tests/engine/test_chaos.py."""
 
 from typing import Any
 

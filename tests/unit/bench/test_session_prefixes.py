@@ -119,7 +119,7 @@ def _oracle(sessions: list[AgentSession], blocks: int) -> float:
 def _hit_rate(
     sessions: list[AgentSession], blocks: int, ask: Callable[[Fleet], Ask] = lambda fleet: fleet.ask
 ) -> float:
-    """Of sessions that are replayed side by side, by a clock that no busy machine holds up."""
+    """Return the hit rate of sessions replayed side by side, by a clock of their own."""
 
     async def replayed() -> float:
         fleet = Fleet(blocks)

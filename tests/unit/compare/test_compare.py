@@ -144,7 +144,7 @@ def test_another_page_is_refused(text: str) -> None:
 
 
 def reading(requests: float, mean_s: float = 0.1, met: float = 1.0, tokens: float = 0.0) -> Reading:
-    """So many requests, of which all take as long."""
+    """Return a reading of this many requests, each of this duration."""
     bounds = (0.05, 0.2, 0.4, math.inf)
     buckets = {bound: requests if mean_s <= bound else 0.0 for bound in bounds}
     latencies = Latencies(buckets, requests * mean_s, requests)

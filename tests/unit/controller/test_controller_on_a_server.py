@@ -339,7 +339,7 @@ async def _write_on(objects: Objects, draw: random.Random, times: int) -> None:
 
 
 async def _agrees(run: Serving, objects: Objects) -> None:
-    """What is in force is what is there."""
+    """Return True if the policies in force are those of the objects."""
 
     async def differs() -> bool:
         there = await asyncio.to_thread(objects.modes)

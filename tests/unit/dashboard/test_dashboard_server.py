@@ -217,5 +217,5 @@ def test_no_asset_comes_from_elsewhere() -> None:
 
 
 def test_pages_load_less_than_they_may() -> None:
-    # What a page of HTML may have of the 150 kB is tested beside its rows.
+    # The HTML's part of the 150 kB is tested beside its rows.
     assert sum(len(body) for body, _ in assets().values()) < 70_000

@@ -31,7 +31,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy made of a trace; guest seconds are what the operator lent."""
+    """Result of a policy on a trace; guest seconds are the lent ones."""
 
     done_s: float = math.inf
     guest_s: float = 0.0

@@ -216,7 +216,7 @@ def test_a_node_is_held_for_one_of_its_hosts() -> None:
     core = gate({})
     judge(core, "n")
     for minute in range(61):
-        # Of the other host nothing was counted when this one was heard first.
+        # Nothing was counted of the other host when this one was first heard.
         hosts = {"a": (80 * minute, 20 * minute), "b": (9_000 * minute, 0)}
         good = sum(counts[0] for counts in hosts.values())
         core.heard("n", 0.1, good, 20 * minute, 60.0 * minute, lends=True, hosts=hosts)

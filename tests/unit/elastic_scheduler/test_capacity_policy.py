@@ -1,4 +1,4 @@
-"""What a capacity policy may say, and the one line for one that says what cannot be."""
+"""Valid capacity policies, and the one line for an invalid one."""
 
 import json
 import math
@@ -268,7 +268,7 @@ MODES, STOPS = ["Off", "Advisory", "Active"], ["HoldAndDrain", "Hold", "None"]
 
 
 def room(held: EffectivePolicy) -> list[float]:
-    """How much each field leaves: more is laxer."""
+    """Return how much each field allows: more is laxer."""
     bounds = (held.compute, held.memory_bytes, held.deployment_share, held.slack_share)
     return [
         MODES.index(held.mode),

@@ -9,7 +9,7 @@ OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "rest
 
 
 def grant(book: LeaseTable, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
-    """As a scheduler does: the next epoch is persisted, then used."""
+    """Grant like a scheduler: persist the next epoch, then use it."""
     book.reserve(replica, book.proposed(replica, seen_epoch))
     return book.grant(job, replica, now_s, seen_epoch=seen_epoch)
 

@@ -1,4 +1,4 @@
-"""Who may get turns: alive, caught up, heard of, and under a lease that still counts."""
+"""Replicas that may get turns: alive, caught up, heard of, and under a valid lease."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def test_what_was_leased_before_a_silence_is_void_even_if_it_was_never_confirmed
 
 
 class Told:
-    """What was last said about a replica, beside the machine under test."""
+    """The last reports about a replica, beside the machine under test."""
 
     def __init__(self, allowed: int) -> None:
         self.replica = ReplicaHealth(StalenessBound(allowed))

@@ -86,7 +86,7 @@ def test_a_large_fleets_choice_costs_little_more_than_the_best_of_all() -> None:
 
 
 def test_a_decision_among_thousands_weighs_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long that takes, `bench/routing.py` says."""
+    """Its time is measured by `bench/micro/routing.py`."""
     fleet = routing.RoutedFleet(replicas=3_000, trajectories=9_000)
     weighed = Mock(side_effect=router.cost_s)
     monkeypatch.setattr(router, "cost_s", weighed)

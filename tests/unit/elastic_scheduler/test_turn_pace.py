@@ -1,4 +1,4 @@
-"""What a turn still takes, and what a copy would take, go by the pace of turns, not by rates."""
+"""The rest of a turn, and a copy of it, are estimated by the pace of turns, not by rates."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What tests of the executor leave running in their process is ended after each."""
+"""Fixtures that end whatever tests of the executor leave running in their process."""
 
 import threading
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ class DeviceRunner(StandInRunner):
         return [at + position % BLOCK_TOKENS * _CELL.size for at in self.block(block)]
 
     def block(self, number: int) -> list[int]:
-        """Where a block begins in the first and the last layer."""
+        """Return the place of a block in the first and the last layer."""
         return [base + number * stride for base, stride in self._ends]
 
 
@@ -88,7 +88,7 @@ class GpuHostRig(HostRig):
     reservation: Reservation
     now_ns = 10**12
     leaks = False
-    """Whether pages may stay behind that nobody is sure of."""
+    """True if pages of unknown state may stay behind."""
 
     def turn(self) -> None:
         self.now_ns += STEP_NS
@@ -114,7 +114,7 @@ class GpuHostRig(HostRig):
         return state
 
     def lend_all(self) -> None:
-        """What an idle core does."""
+        """Lend everything, like an idle core."""
         self.run_until_idle()
 
     def settle(self, turns: int = 200) -> None:
@@ -122,14 +122,14 @@ class GpuHostRig(HostRig):
             self.turn()
 
     def own_memory(self) -> list[Physical]:
-        """What is mapped under the KV cache, the alias page left out."""
+        """Return the memory mapped under the KV cache, without the alias page."""
         mapping = self.reservation.mapping
         alias = self.driver.handles[mapping.alias]
         found = [self.driver.mapped[mapping.address(page)].memory for page in range(mapping.pages)]
         return [memory for memory in found if memory is not alias]
 
     def check(self) -> None:
-        """What holds between any two calls."""
+        """Check the invariants between any two calls."""
         lender, mapping = self.lender, self.reservation.mapping
         held = lender.pool.held if lender is not None else set()
         bare = {page for page in range(mapping.pages) if mapping.behind(page) == mapping.alias}
@@ -149,7 +149,7 @@ class GpuHostRig(HostRig):
         assert len(set(map(id, self.own_memory()))) == len(self.own_memory())
 
     def places(self, block: int) -> list[int]:
-        """Where a block begins in each layer."""
+        """Return the place of a block in each layer."""
         return self.runner.block(block)
 
 
@@ -226,7 +226,7 @@ class DriverGuest:
                 return
 
     def obey(self) -> None:
-        """What the node and the balloon make of the host's section."""
+        """Obey the host's section like node and balloon."""
         over = max(0, len(self.pages) - self._allowed())
         self._pool.give([self.pages.pop() for _ in range(over)])
 
@@ -268,6 +268,6 @@ class HandleGuest(DriverGuest):
         self.pages.clear()
 
     def die(self) -> None:
-        """To be told to the lender by `has_ended`."""
+        """Die; the lender learns it by `has_ended`."""
         self.borrower.close()
         super().die()

@@ -265,7 +265,7 @@ class GuestRig:
         self.outputs[request_id] = []
 
     def turn(self) -> None:
-        """What the engine core does in one turn of its loop."""
+        """Run one turn of the engine core's loop."""
         if self.scheduler.has_requests():
             self.in_flight.append(self.scheduler.schedule())
         if self.in_flight and (

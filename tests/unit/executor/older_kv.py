@@ -1,4 +1,4 @@
-"""How the two model runners of vLLM 0.25 make a model's KV tensors of a plan, on FlashAttention."""
+"""KV tensors of the two model runners of vLLM 0.25 from a plan, on FlashAttention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -234,7 +234,7 @@ def test_vllms_own_allocation_is_replaced_and_no_other(rows: None) -> None:
 
 
 def vllms_allocations() -> list[Callable[[KVCacheConfig, torch.device], dict[str, torch.Tensor]]]:
-    """How this vLLM's model runners make the layers' tensors of a plan: one has two of them."""
+    """Return the layers' tensors that each of this vLLM's model runners makes of a plan."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache

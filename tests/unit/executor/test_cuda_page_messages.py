@@ -1,4 +1,4 @@
-"""What is said about lent pages: its form, and what becomes of those who say something else."""
+"""Messages about lent pages: their form, and the treatment of senders of invalid ones."""
 
 import os
 import socket

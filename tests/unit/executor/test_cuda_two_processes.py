@@ -25,7 +25,7 @@ def wait_for(lender: PageServer, done: Callable[[], bool], within_s: float = 60.
 
 
 def first_bytes(gpu: Gpu, lender: PageServer) -> bytes:
-    """What is in a page of the stock, which is put back."""
+    """Return the content of a page of the stock, which is put back."""
     mapping = VirtualMapping(gpu.driver, gpu.page_bytes, 1)
     mapping.back([0], lender.take(1))
     found = gpu.read(mapping.address(0), len(ZEROS))

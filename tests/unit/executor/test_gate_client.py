@@ -1,4 +1,4 @@
-"""What a guest publishes while it runs, yields and idles."""
+"""State that a guest publishes while it runs, yields and idles."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a guest computes before its first turn waits for its host, as its steps do."""
+"""The passes of a guest's start wait for its host, as its steps do."""
 
 import logging
 import time
@@ -134,7 +134,7 @@ class Runner:
 
 
 class StandInWorker:
-    """What the mixin stands before; `passes` of the model in its warm-up."""
+    """Base class under the mixin; `passes` of the model in its warm-up."""
 
     def __init__(self, passes: int = 3) -> None:
         self.model_runner = Runner()

@@ -72,7 +72,7 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
 @WAYS
 def test_an_idle_host_keeps_its_reserve_on_pages_and_guests_get_the_rest(pair: Pair) -> None:
     state, stock = pair.rig.published, pair.rig.stock
-    # Of 32 granules 7 are the reserve, and that of the null block is not whole.
+    # The reserve is 7 of 32 granules, and that of the null block is not whole.
     assert state.granules_lent == GRANULES - RESERVE - 1
     assert state.bytes_lent == len(pair.guest.pages) * PAGE == state.granules_lent * PAGE
     assert (state.kv_used, state.kv_total) == (0, BLOCKS - 1), "lent is not used"

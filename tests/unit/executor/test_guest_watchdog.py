@@ -1,4 +1,4 @@
-"""When a guest ends itself."""
+"""Conditions under which a guest ends itself."""
 
 import time
 from pathlib import Path

@@ -35,7 +35,7 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 
 
 def verdict(page: ControlPage) -> Run | Yield:
-    """What guard and gate make of the page."""
+    """Return the verdicts of guard and gate on the page."""
     view, now_ns = page.host_view(), time.monotonic_ns()
     seen = Observation(view, lease_epoch=1)
     granted, *_ = GrantController(GuardConfig(512, 64)).step(seen, now_ns)

@@ -1,4 +1,4 @@
-"""Who is a page's host: one living process, as the kernel says, and nobody beside it unseen."""
+"""A page's host: one living process, by the kernel's word, and no other one unseen."""
 
 import os
 import signal

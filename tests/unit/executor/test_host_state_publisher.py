@@ -1,4 +1,4 @@
-"""What a scheduler's turns publish, told with stand-ins for vLLM's objects."""
+"""State that a scheduler's turns publish, with stand-ins for vLLM's objects."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

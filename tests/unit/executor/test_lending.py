@@ -1,4 +1,4 @@
-"""What a host lends, and what a guest may have of it, under any use of the host's KV memory."""
+"""Memory that a host lends, and a guest's share of it, under any use of the host's KV memory."""
 
 from dataclasses import replace
 

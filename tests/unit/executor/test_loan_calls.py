@@ -1,4 +1,4 @@
-"""How many calls to the driver a gibibyte takes, by handle and through the driver."""
+"""Calls to the driver for a gibibyte, by handle and through the driver."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 PAGES = (1 << 30) // PAGE
 GRANULE_PAGES = 1
-"""Of an 8B model, 16 tokens of whose KV in all layers fill a page."""
+"""Pages of a granule of an 8B model, 16 tokens of whose KV in all layers fill a page."""
 GRANULES = PAGES // GRANULE_PAGES
 
 

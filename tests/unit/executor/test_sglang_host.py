@@ -1,4 +1,4 @@
-"""What an SGLang host publishes and lends, told with stand-ins for SGLang's objects."""
+"""State and loans of an SGLang host, with stand-ins for SGLang's objects."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ class Rig:
 
     @property
     def state(self) -> HostState:
-        """As the next step would tell of it."""
+        """State that the next step would publish."""
         self.observer.publish()
         return self.told
 

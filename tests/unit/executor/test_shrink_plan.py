@@ -1,4 +1,4 @@
-"""Which granules go, which requests go with them, and which cap counts."""
+"""Granules that go, requests that go with them, and the cap that counts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who skips a step while the block that it needs is lent, and for how long."""
+"""Requests that skip a step while their block is lent, and for how long."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What an engine's step log holds, and that nothing is written without it."""
+"""Content of an engine's step log, which is written only on request."""
 
 import errno
 import os

@@ -19,6 +19,6 @@ class FolderHost:
         self.said.write(self.path)
 
     def close(self) -> None:
-        """It ends: the kernel gives its seat up."""
+        """End it: the kernel frees its seat."""
         self.host.close()
         self.page.close()

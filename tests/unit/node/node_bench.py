@@ -118,11 +118,11 @@ class Bench:
         return [record for line in lines if (record := json.loads(line))["call"] == name]
 
     def noted(self, event: str) -> list[dict[str, Any]]:
-        """What the node wrote down."""
+        """Return the node's events."""
         return self._events_in(self.folder / "logs" / "events-n0.jsonl", event)
 
     def scheduled(self, event: str) -> list[dict[str, Any]]:
-        """What the scheduler wrote down."""
+        """Return the scheduler's events."""
         return self._events_in(self.folder / "events-scheduler.jsonl", event)
 
     def _events_in(self, path: Path, event: str) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ class Bench:
             raise AssertionError(f"never {event} {times} times: {self._story()}") from None
 
     def _story(self) -> str:
-        """What the daemons did, for who reads why a test failed."""
+        """Return the daemons' logs, for the reader of a failed test."""
         told = [f"{daemon.pid} exited {daemon.poll()}" for daemon in self.daemons]
         for path in (self.folder / "daemon.log", self.folder / "logs" / "events-n0.jsonl"):
             told += [f"--- {path.name}", *(path.read_text().splitlines() if path.exists() else [])]

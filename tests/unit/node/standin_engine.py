@@ -23,9 +23,9 @@ COLD, TOO_COLD = JOURNAL.with_name("cold"), JOURNAL.with_name("too_cold")
 MUTE = JOURNAL.with_name("mute")
 # While OTHER exists it holds other weights than its version says: only a base helps.
 OTHER = JOURNAL.with_name("other")
-# Where CORE exists at its start it has a process that calls itself as vLLM's engine cores do.
+# With this file at its start it has a process with the name of vLLM's engine cores.
 CORE = JOURNAL.with_name("core")
-# Where OPEN exists at its start other machines reach it.
+# With this file at its start other machines reach it.
 OPEN = JOURNAL.with_name("open")
 # While DEAF exists a drain is not answered.
 DEAF = JOURNAL.with_name("deaf")
@@ -33,7 +33,7 @@ UNPROVEN, CLOSED = JOURNAL.with_name("unproven"), JOURNAL.with_name("closed")
 
 
 def _first_line(manifest: Path) -> dict[str, Any]:
-    """Of the version itself, behind the envelope's 72 bytes; a stand-in checks no signature."""
+    """Return the version, behind the envelope's 72 bytes; a stand-in checks no signature."""
     head: dict[str, Any] = json.loads(manifest.read_bytes()[72:].split(b"\n", 1)[0])
     return head
 

@@ -1,4 +1,4 @@
-"""What becomes of a guest when its daemon dies: adopted in time, or gone in time."""
+"""A guest whose daemon died: adopted in time, or gone in time."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from rose.process.child import group_alive
 from tests.forked import Forked
 
 ORPHAN_S = 1.0
-# What a busy machine may keep a process waiting.
+# Delay that a busy machine may cause.
 LATE_S = 10.0
 
 

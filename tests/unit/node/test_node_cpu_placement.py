@@ -19,7 +19,7 @@ from rose.node.guest.cpu_placement import (
 from rose.process import launcher
 
 UNTOUCHED = NICE if os.getpriority(os.PRIO_PROCESS, 0) > 0 else PLAIN
-# What a container without the right to change scheduling answers.
+# Errors in a container without the right to change scheduling.
 FORBIDDEN = """
 import os, runpy, sys
 def refuse(*_): raise PermissionError(1, "not permitted")
@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def placed(*argv: str) -> CpuPlacement:
-    """Where the kernel says that a program started so is."""
+    """Return the kernel's placement of a program that was started so."""
     program = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(
         [sys.executable, *argv, "--", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE

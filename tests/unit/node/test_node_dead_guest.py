@@ -21,7 +21,7 @@ LOOKS = 20
 
 
 class Beats(threading.Thread):
-    """What a guest's watchdog writes; it stops with the guest."""
+    """Heartbeats of a guest's watchdog, which stop with the guest."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(daemon=True)

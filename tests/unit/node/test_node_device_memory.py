@@ -1,4 +1,4 @@
-"""What a guest holds of a GPU: the driver tells, else no more is freed than was measured."""
+"""A guest's memory of a GPU: by the driver, else no more is freed than was measured."""
 
 import os
 import subprocess

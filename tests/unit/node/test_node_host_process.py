@@ -1,4 +1,4 @@
-"""Which process writes as the host: one that runs, and the one that the operator meant."""
+"""The process that writes as the host: one that runs, and the one that the operator meant."""
 
 import os
 import subprocess

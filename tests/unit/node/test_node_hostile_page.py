@@ -49,7 +49,7 @@ class Rig:
             file.write(raw)
 
     def ticks(self) -> GrantMode:
-        """So many that everything on the page was looked at."""
+        """Tick until everything on the page was read."""
         for _ in range(SAMPLE_EVERY_TICKS):
             self.now_ns += 20_000_000
             grant = self.guard.tick()

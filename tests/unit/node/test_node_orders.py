@@ -155,7 +155,7 @@ async def test_a_stored_version_that_cannot_be_fetched_ends_no_daemon_at_any_sta
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
     await bench.start()
-    # As an older scheduler stored it: today's would not take it.
+    # An older scheduler stored these; today's would refuse them.
     stored = JobRegistered("job", 1), VersionAnnounced("job", 1, 0, "http://" + "a" * 64 + "/")
     for event in stored:
         bench.service._step(event)

@@ -179,7 +179,7 @@ async def test_an_engine_that_really_slept_has_no_weights_and_is_ended(rig: Rig)
 
 
 class Unknown(HostMemory):
-    """Of a kernel that does not say."""
+    """Gauge of a kernel that gives no answer."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
@@ -233,7 +233,7 @@ async def test_a_level_the_engine_does_not_have_is_skipped_and_said(
 
 
 class Hangs(HostMemory):
-    """Of a driver that answers when it is too late."""
+    """Gauge of a driver that answers too late."""
 
     def __init__(self, group: Callable[[], int | None]) -> None:
         super().__init__(group)
@@ -257,7 +257,7 @@ async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
 
 
 class KvAlone(HostMemory):
-    """Of a guest of which KV alone is seen."""
+    """Gauge of a guest whose KV alone can be measured."""
 
     sees_all = False
 

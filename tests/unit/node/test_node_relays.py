@@ -83,7 +83,7 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
         route = source.fetcher.route("chunk", "http://origin")
         return {*route.before, *route.holders}
 
-    # It is told in the same step, over a stream of its own.
+    # The order comes in the same step, over a stream of its own.
     await until_async(neighbours, PATIENCE_S, "it knows of a neighbour")
     assert neighbours() == {NEIGHBOUR}, "and it knows of its neighbour"
     await neighbour.leave()

@@ -35,7 +35,7 @@ async def test_a_grant_that_waited_for_a_node_that_stood_still_is_not_obeyed(
     tmp_path: Path,
 ) -> None:
     clock = Clock()
-    # What each stream of the node carries. The grant under epoch 8 was sent before the stall ended.
+    # Content of the node's streams. The grant under epoch 8 was sent before the stall ended.
     streams = iter([[grant(7), grant(8)], [grant(9)]])
 
     class Scheduler(SchedulerServicer):

@@ -527,7 +527,7 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
 
 
 async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Case) -> None:
-    """Of the same number and made for just these weights, from an address that serves both."""
+    """The version has the same number and parent, at an address that serves both."""
     case.publish(2)
     case.announce(2)
     await case.active(2)

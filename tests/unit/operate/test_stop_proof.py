@@ -45,7 +45,7 @@ def test_all_held_and_all_gone_is_proved() -> None:
 def test_a_node_that_confirms_nothing_is_named_and_waited_for_until_it_surely_lends_nothing(
     silent_s: float, settled: bool
 ) -> None:
-    # What it said before it fell silent is of a guest that worked.
+    # Its last report before the silence is of a guest that worked.
     found = proof([node("a"), node("b", None, silent_s=silent_s)], {"a": GONE, "b": THERE})
     assert not found.proved
     assert found.settled(9.0) is settled

@@ -39,7 +39,7 @@ def filled(kind: type[Message]) -> st.SearchStrategy[Message]:
 
 
 def _made(kind: type[Message], values: dict[str, object]) -> Message:
-    # Of a oneof only the last one set is there.
+    # Only the last field of a oneof is set.
     return kind(**values)
 
 

@@ -28,7 +28,7 @@ from tests.fakes.memory_store import InMemoryStore
 POLICY = {"name": "chat", "mode": "Active"}
 # Other ends than 0: what a diff finds, the end of a watch, what is unproved of a guest.
 ENDS = {"rose policy diff policy.json": 1, "rose status --watch 5": 130}
-# Those of `doctor` and `completion` look at the machine, or make every parser there is; those of
+# Examples of `doctor` and `completion` look at the machine, or make every parser there is; those of
 # `sim` take minutes.
 ELSEWHERE = {"doctor", "completion", "sim"}
 

@@ -1,4 +1,4 @@
-"""What a peer sends wrong ends its own stream, call or offer: never a tick, nor anybody's lease."""
+"""A peer's invalid messages end its own stream, call or offer: no tick and no other lease."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What gateways report decides what is leased; without a report everything counts as needed."""
+"""Leases follow the gateways' reports; without a report everything counts as needed."""
 
 import math
 from collections import Counter

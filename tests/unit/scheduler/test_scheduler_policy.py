@@ -1,4 +1,4 @@
-"""What is leased follows a policy, what gets turns follows health, and both say why."""
+"""Leases follow a policy, turns follow health, and both give reasons."""
 
 import pytest
 from core_cases import JOB, CoreBench, offer

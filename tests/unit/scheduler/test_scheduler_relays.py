@@ -8,7 +8,7 @@ from rose.scheduler.persistence import load
 
 
 class Told:
-    """What each stream was told last."""
+    """The last order of each stream."""
 
     def __init__(self) -> None:
         self.core = SchedulerCore(load(()))

@@ -189,7 +189,7 @@ async def test_an_oversized_message_is_refused(bench: Bench) -> None:
 
 
 class LockedStore(InMemoryStore):
-    """As a file that another program has locked: a write takes its time and then fails."""
+    """Store whose file another program has locked: a write takes its time and then fails."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What gateways measured of a lease reaches the policy, once."""
+"""A gateway's measurement of a lease reaches the policy, once."""
 
 import math
 

@@ -70,7 +70,7 @@ class Case:
         return next((each for each in rows if each.id == replica), None)
 
     def refusals(self) -> list[dict[str, str]]:
-        """What was recorded of members that may not do what they tried."""
+        """Return the audit records of members' refused calls."""
         lines = self.bench.log.read_text().splitlines()
         return [e for e in map(json.loads, lines) if e["event"] == "call_refused"]
 

@@ -1,4 +1,4 @@
-"""What was lent is summed by owner and job, from what was seen; `rose usage` reads it back."""
+"""Lent capacity is summed by owner and job; `rose usage` reads the sums back."""
 
 import json
 import time

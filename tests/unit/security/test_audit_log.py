@@ -47,7 +47,7 @@ def test_the_chain_goes_on_over_restarts_and_rotation(path: Path) -> None:
     assert verdict.wrong == ""
     assert verdict.head.n == 80
     assert len(log_parts(path)) == 3
-    # Of the oldest records only the number is left, which proves that they were there.
+    # The number of the oldest records is left, which proves that they were there.
     assert verdict.head.first > 1
     assert verdict.records == 80 - verdict.head.first + 1
 

@@ -65,7 +65,7 @@ def _need(tokens: int) -> int:
 def plain_history(  # noqa: C901 -- as plain as it can be
     asked: list[tuple[float, int, int]], units: int
 ) -> list[Plain]:
-    """What an engine does that keeps lists and looks at each sequence in each step."""
+    """Simulate an engine that keeps lists and checks each sequence in each step."""
     all_ = [Plain(number, prompt, output) for number, (_, prompt, output) in enumerate(asked)]
     arrivals = deque(sorted(range(len(asked)), key=lambda at: (asked[at][0], at)))
     waiting: deque[Plain] = deque()

@@ -173,7 +173,7 @@ def test_users_wait_longer_for_more_slack() -> None:
 
 
 def test_memory_of_a_card_is_never_used_twice() -> None:
-    """What the host can use and what its guest has pages on are no more than there is."""
+    """Memory that the host can use and pages of its guest are no more than there is."""
     lent: list[int] = []
     simulated = run_module.Simulation._sample
 
@@ -278,7 +278,7 @@ def test_each_object_crosses_the_slow_link_once() -> None:
     assert transfer.fetch_s(0, 1, far=False) == pytest.approx(0.1)
     for version in range(2, 40):
         transfer.publish(version, version - 1, 10**9)
-    # Who is far behind takes a base instead of every delta.
+    # A replica that is far behind takes a base instead of every delta.
     assert transfer.fetch_s(0, 39, far=False) < 3.0
 
 

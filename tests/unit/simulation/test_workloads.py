@@ -62,7 +62,7 @@ def test_traffic_is_the_same_for_the_same_seed_in_order_and_at_its_rate() -> Non
 
 
 def test_bursts_are_as_uneven_as_the_trace_they_follow() -> None:
-    # Of the Azure code trace: 13 in windows of 1 s, 72 in windows of 10 s.
+    # The Azure code trace has 13 in windows of 1 s, 72 in windows of 10 s.
     requests = until(AZURE_CODE_2023.requests(0), 7_200)
     assert 6 < dispersion(requests, 1.0) < 20
     assert 40 < dispersion(requests, 10.0) < 110

@@ -105,7 +105,7 @@ def test_a_leader_steps_down_by_its_own_clock_while_a_call_hangs() -> None:
 
 
 def test_a_leader_that_finds_its_key_of_a_term_that_is_over_gives_that_lease_up_again() -> None:
-    """As after an outage of the store, in which it could not be given up."""
+    """An outage of the store may keep it from being given up."""
     election = elected(100.0)
     election.step(ElectionTick(), 101.8)
     assert election.step(CallFailed(), 102.0) == []

@@ -1,4 +1,4 @@
-"""What a store in a file promises beyond the contract: restarts, neighbours, locks, old files."""
+"""Promises of a store in a file beyond the contract: restarts, neighbours, locks, old files."""
 
 import asyncio
 import os
