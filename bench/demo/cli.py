@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from rose.command_line.parser import Parser
 from rose.errors import RoseError
 
 TrainerControl = Literal["shuffled-advantage", "lr0", "corrupt-chunk", "drop-token"]
@@ -121,10 +123,6 @@ class DemoSettings:
         return given | {"quickstart": self.quickstart}
 
 
-if TYPE_CHECKING:
-    # argparse offers this type to annotations only.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 DEFAULT_OUT = Path("out/demo")
 EPILOG = """\
 The demo runs the whole loop on this machine: a host engine under bursty load, a guest beside it on
@@ -137,15 +135,30 @@ Exit code: 0 when no claim fails, 1 when one does (of --control: when none does)
 """
 
 
-def add_parser(subparsers: "Subparsers") -> None:
-    """Add `demo` to the command line; `args.run` is what carries it out."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="run the whole loop on this machine and report what it proves",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out `rose demo …` and return the exit code. Raises RoseError for bad input."""
+    args = make_parser().parse_args(argv)
+    if args.demo_command == "verify":
+        return _verify(args.folder)
+    settings = settings_of(args)
+    # Imported here: a bad option must not wait for an engine's libraries to load.
+    from bench.demo.run import run_demo
+
+    if settings.compare:
+        from bench.demo.plan import run_compare
+
+        return run_compare(settings, run_demo)
+    return run_demo(settings)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `rose demo`."""
+    parser = Parser(
+        prog="rose demo",
+        description="Run the whole loop on this machine, and report what it proves.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     _add_experiment(parser)
     _add_machine(parser)
     commands = parser.add_subparsers(dest="demo_command", metavar="verify DIR")
@@ -153,7 +166,7 @@ def add_parser(subparsers: "Subparsers") -> None:
         "verify", help="recompute the report of a run from its raw records and compare"
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of a run")
-    verify.set_defaults(run=run)
+    return parser
 
 
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
@@ -231,18 +244,3 @@ def _verify(folder: Path) -> int:
         else f"{folder}: every field of the report follows from the raw records\n"
     )
     return int(bool(differences))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Carry out `rose demo …` and return the exit code. Raises RoseError for bad input."""
-    if args.demo_command == "verify":
-        return _verify(args.folder)
-    settings = settings_of(args)
-    # Imported here: a bad option must not wait for an engine's libraries to load.
-    from bench.demo.run import run_demo
-
-    if settings.compare:
-        from bench.demo.plan import run_compare
-
-        return run_compare(settings, run_demo)
-    return run_demo(settings)

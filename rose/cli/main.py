@@ -59,6 +59,8 @@ PROCESSES = {
         "rose.cli.machine.support_bundle",
         "collect what help needs, no secrets",
     ),
+    # Part of the repository alone, with the benchmarks.
+    "demo": ("bench.demo.cli", "run the whole loop on this machine, report what it proves"),
     "sim": ("rose.simulation.commands.main", "simulate a cluster with ROSE's own decisions"),
     "doctor": (
         "rose.cli.machine.doctor",
@@ -107,12 +109,12 @@ def _run(words: Sequence[str]) -> int:
     if words and words[0] in PROCESSES:
         module = importlib.import_module(PROCESSES[words[0]][0])
         return int(module.main(words[1:]))
-    args = make_parser(words).parse_args(words)
+    args = make_parser().parse_args(words)
     return int(args.run(args))
 
 
-def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a command line: of processes it has the names alone."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `rose`, without the options of processes."""
     codes = "; ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     parser: argparse.ArgumentParser = Parser(
         prog="rose",
@@ -121,15 +123,6 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rose {release()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    if "demo" in words[:1]:
-        # Imported only on demand: it loads the libraries of the trainer and the pictures.
-        from bench.demo.cli import add_parser
-
-        add_parser(commands)
-    else:
-        commands.add_parser(
-            "demo", help="run the whole loop on this machine, report what it proves"
-        )
     for name, (_, what) in PROCESSES.items():
         commands.add_parser(name, help=what)
     add_reading_commands(commands)

@@ -22,15 +22,12 @@ class _Built(BaseException):
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return the parser of `rose`, with the options of its processes that are installed."""
-    try:
-        parser = make_parser(["demo"])
-    except ModuleNotFoundError:  # the demo is no part of the package
-        parser = make_parser([])
+    parser = make_parser()
     commands = commands_of(parser)
     for name, (module, _) in PROCESSES.items():
         try:
             commands[name] = parser_of(importlib.import_module(module).main)
-        except ModuleNotFoundError:  # of an extra that this environment lacks
+        except ModuleNotFoundError:  # of an extra that this environment lacks, or the demo
             continue
     return parser
 

@@ -152,7 +152,7 @@ def launched_by_torch(piece: Any, packed: Any, counts: Any, *, back: bool) -> No
     """Stand in for a device's kernels, which the interpreter's tests compare with numpy."""
     places, old, new = piece.views(packed)
     old, new = (new, old) if back else (old, new)
-    live = piece.change.target.flat
+    live = piece.target.flat
     counts[piece.row, 0] += (live[places.long()] != old).sum()
     live[places.long()] = new
     counts[piece.row, 1] += (live[places.long()] != new).sum()

@@ -14,7 +14,7 @@ from rose.cli.parsers import commands_of, every_command, parser_of
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them take seconds to import; `scripts/cli-reference` makes the whole tree."""
-    monkeypatch.setattr(parsers, "whole_parser", lambda: make_parser([]))
+    monkeypatch.setattr(parsers, "whole_parser", make_parser)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -11,9 +11,7 @@ from rose.errors import RoseError
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rose")
-    cli.add_parser(parser.add_subparsers())
-    return parser.parse_args(["demo", *argv])
+    return cli.make_parser().parse_args(argv)
 
 
 def test_without_options_it_is_the_quickstart_and_a_control_is_an_acceptance_run() -> None:
@@ -45,8 +43,7 @@ def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text("{}")
     options = f"--seed 3 --steps 20 --out {tmp_path} --trace {trace} --long-turns"
     options += f" --accept --control lr0 --port-base 20000 --host-model {tmp_path}"
-    args = parse(*options.split())
-    assert args.run(args) == 7
+    assert cli.main(options.split()) == 7
     assert seen == [
         DemoSettings(
             tmp_path, 3, 20, True, trace, True, "lr0", port_base=20000, host_model=tmp_path
@@ -74,9 +71,8 @@ def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -> None:
-    args = parse(*options.split())
     with pytest.raises(RoseError) as caught:
-        cli.run(args)
+        cli.main(options.split())
     assert options.split()[0] in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -84,11 +80,10 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(options: str) -
 def test_verify_answers_with_its_exit_code(
     reported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = parse("verify", str(reported))
-    assert args.run(args) == 0
+    assert cli.main(["verify", str(reported)]) == 0
     page = reported / "report.json"
     page.write_text(page.read_text().replace('"versions": ', '"versions": 9'))
-    assert args.run(args) == 1
+    assert cli.main(["verify", str(reported)]) == 1
     assert "weights.versions: reported 9" in capsys.readouterr().out
 
 

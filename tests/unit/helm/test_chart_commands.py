@@ -245,7 +245,7 @@ def test_a_node_is_handed_its_own_certificate(tmp_path: Path, ca: str) -> None:
 @pytest.mark.parametrize("key", ["Job/r-policy", "CronJob/r-stop-all", "CronJob/r-resume"])
 def test_an_operators_command_is_one(key: str, values: Object) -> None:
     args = words(key, values)
-    parsed = cli.make_parser(args).parse_args(args)
+    parsed = cli.make_parser().parse_args(args)
     assert parsed.scheduler == "r-scheduler:7400"
     assert bool(parsed.certificate) == bool(values)
     assert callable(parsed.run)

@@ -34,7 +34,7 @@ ELSEWHERE = {"doctor", "completion", "sim"}
 
 
 def test_every_command_has_an_example_of_itself() -> None:
-    paths = [path for path, _ in every_command(make_parser([]))]
+    paths = [path for path, _ in every_command(make_parser())]
     assert {*paths} <= EXAMPLES.keys()
     assert {*PROCESSES} <= EXAMPLES.keys()
     for path, examples in EXAMPLES.items():
