@@ -14,7 +14,7 @@ CONTENTS = {
     "Use it": "demo node gateway scheduler control-plane capacity-policy client weights models"
     " trainers gpu-memory engines security",
     "Operate it": "operators/*",
-    "Understand it": "architecture lifecycle glossary contracts/README adr/README",
+    "Understand it": "architecture lifecycle code-map glossary contracts/README adr/README",
     "Measurements": "simulator evaluation bench bench-gateway gpu",
     "The project": "contributing changelog",
 }
