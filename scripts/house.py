@@ -98,7 +98,7 @@ def source(path: str, modules: Mapping[str, str]) -> Source:
         known = beside if path.startswith("tests/") and beside in modules else name
         while known and known not in modules:
             known = known.rpartition(".")[0]
-        if known and modules[known] != path:
+        if known and modules[known] != path and not GENERATED.match(modules[known]):
             imports[modules[known]] = loads or imports.get(modules[known], False)
     loaded = frozenset(file for file, loads in imports.items() if loads)
     return Source(path, text, tuple(node for node, _ in every), loaded, tuple(imports))
@@ -198,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in FAULTS.items())
     parser.add_argument("--list", choices=FAULTS, metavar="COLUMN", help=kinds)
     args = parser.parse_args(argv)
-    paths = [name for name in tracked_files() if name.endswith(".py") and not GENERATED.match(name)]
+    paths = [name for name in tracked_files() if name.endswith(".py")]
     modules = {name[:-3].replace("/", ".").removesuffix(".__init__"): name for name in paths}
-    files = {path: source(path, modules) for path in paths}
+    files = {path: source(path, modules) for path in paths if not GENERATED.match(path)}
     faults = [fault for file in files.values() for fault in faults_within(file)]
     faults += faults_between(files)
     listed = [f"{path}: {text}" for kind, path, text in faults if kind == args.list]
