@@ -70,7 +70,7 @@ def test_the_demo_and_the_benchmarks_stay_at_home(wheel: Path) -> None:
         "rose/py.typed",
         "rose/cli/main.py",
         "rose/dashboard/static/uPlot.LICENSE",
-        "rose/dashboard/templates/page.html",
+        "rose/dashboard/templates/base.html",
         "executor/vllm/host/scheduler.py",
     ):
         assert needed in names
