@@ -2,8 +2,9 @@
 
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,11 @@ def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[
             made.die()
 
 
-def never(_seconds: float) -> None:
-    raise AssertionError("a host waits")
+def never(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Refuse to wait in the host's thread; threads that an earlier test left sleep on."""
+    if threading.current_thread() is threading.main_thread():
+        raise AssertionError("a host waits")
+    sleep(seconds)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["one step in flight", "two steps in flight"])
