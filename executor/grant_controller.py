@@ -300,7 +300,7 @@ class GrantController:
             mode=mode,
             token_budget=budget,
             max_sequences=config.max_sequences if budget else 0,
-            # In every mode: without a cap a frozen guest would grow back.
+            # The cap holds in every mode: without one a frozen guest would grow back.
             kv_granule_cap=cap,
             slack_share=caps.slack(config.slack_share) if leased else 0.0,
             epoch=self._epoch,

@@ -180,7 +180,7 @@ def _structural(part: Any, defs: dict[str, Any]) -> Any:  # noqa: ANN401 - a JSO
         said["x-kubernetes-list-type"] = "set" if said.pop("uniqueItems") else "atomic"
     for bound in ("Minimum", "Maximum"):
         value = said.get(f"exclusive{bound}")
-        # In OpenAPI v3.0 it is a word about `minimum`; a reference's target has it already.
+        # OpenAPI v3.0 has a boolean beside `minimum`; a reference's target has it already.
         if value is not None and value is not True:
             said |= {bound.lower(): value, f"exclusive{bound}": True}
     # A map of labels is the one object with arbitrary keys.

@@ -37,7 +37,7 @@ class StatePublisher(ABC):
     ) -> None:
         """lent: returns the present loan of KV memory."""
         self._write = seat.write_packed
-        # In the order of `_publish`, which packs directly: a HostState would cost as much again.
+        # Order of what `_publish` packs directly: a HostState would cost as much again.
         self._pack = HostState.packer(
             "step_seq",
             "in_step",

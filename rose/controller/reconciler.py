@@ -50,7 +50,7 @@ def plan(
     """Return the changes. in_force: all policies by name. of_objects: names of the objects' own."""
     found = {name: each for name, each in read.items() if isinstance(each, CapacityPolicy)}
     return Plan(
-        # In this order, so that a node is never without the policy that bounds it.
+        # Apply precedes delete, so that a node is never without the policy that bounds it.
         apply=tuple(
             policy
             for name, policy in sorted(found.items())

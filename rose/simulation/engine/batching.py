@@ -462,7 +462,7 @@ class ModelledEngine:
             _, number, sequence = heapq.heappop(marks)
             due.append((sequence.order, number, sequence))
         if len(due) > 1:
-            # In vLLM's order: the sequence that was admitted first takes memory first.
+            # Sequences take memory in vLLM's order: the one that was admitted first comes first.
             due.sort(key=itemgetter(0))
         for _, number, sequence in due:
             if sequence.mark != number or sequence.state != _DECODING:
