@@ -134,7 +134,7 @@ class StandInBench:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._fleet.close()
 
     def rounds(self, streams: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:

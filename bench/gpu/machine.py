@@ -13,7 +13,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 
 from bench.gpu.piece_process import MARK
 from rose.nvml import Card, CardError, CardReader, Client, Usage
@@ -166,12 +165,7 @@ class MachineWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -94,12 +93,7 @@ class VerlRun:
         self.process.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         shutil.rmtree(self._ray, ignore_errors=True)
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from rose.client.client import RolloutClient
@@ -113,12 +112,7 @@ class BlockingRolloutClient:
         self._loop()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, Unpack
 
 import aiohttp
@@ -77,12 +76,7 @@ class RolloutClient:
         self._tries = Tries(settings, self._http, self._ring, self._monitor)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for row in [*self._ledger.running.values()]:
             row.cancel()
         if self._http is not None:

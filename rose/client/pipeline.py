@@ -26,7 +26,6 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, Unpack
 
 from elastic_scheduler import (
@@ -195,12 +194,7 @@ class RolloutPipeline(Generic[P, T]):
         self._drawing = asyncio.create_task(self._draw())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         leaving = asyncio.ensure_future(self._leave())
         try:
             await asyncio.shield(leaving)
@@ -359,12 +353,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
         self._loop.call(self._pipeline.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         loop, self._loop = self._loop, None
         if loop is not None and loop.alive:
             loop.call(self._pipeline.__aexit__(None, None, None))

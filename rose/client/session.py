@@ -7,7 +7,6 @@ share a prefix; its end tells the gateways that no more of them come.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
 from rose.client.errors import ClientClosed, RolloutError
@@ -48,12 +47,7 @@ class Group:
             task.add_done_callback(self._done.put_nowait)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._index:
             task.cancel()
         await asyncio.gather(*self._index, return_exceptions=True)
@@ -121,12 +115,7 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.finish()
 
     async def finish(self) -> None:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -103,12 +102,7 @@ class Gateway:
         self.background.start("table", lambda: source.run(self.set_table))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._server.close()
         await self.background.close()
         await self._close_io()

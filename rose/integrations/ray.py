@@ -17,7 +17,6 @@ import urllib.error
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import ray
@@ -156,12 +155,7 @@ class DedicatedPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.drain()
 
     def __len__(self) -> int:
