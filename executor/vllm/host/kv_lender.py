@@ -19,7 +19,13 @@ from typing import Any, Final
 
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
-from executor.host.kv_lender import HostLender, HostMemoryPool, LendablePool, check_lendable
+from executor.host.kv_lender import (
+    MOST_BYTES_A_CALL,
+    HostLender,
+    HostMemoryPool,
+    LendablePool,
+    check_lendable,
+)
 from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
@@ -27,8 +33,6 @@ from executor.vllm.compat import BlockPoolSurface, BlockSurface, RequestSurface,
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
 
-# Bounds the wait of one step for the driver.
-MOST_BYTES_A_CALL: Final = 32 << 20
 HOLD_NS: Final = 250_000_000
 IN_REACH: Final = (
     "use UniProcExecutor, and on a GPU --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
