@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.common.sglang import SGLANG_PYTHON, check_sglang_python
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.engines import EngineKind
 from rose.errors import ConfigError
@@ -79,7 +80,7 @@ class BenchSettings:
     max_host_busy: float = MaxHostBusy().share
     host: EngineKind = EngineKind.VLLM
     guest: EngineKind = EngineKind.VLLM
-    sglang_python: Path = Path(".venv-sglang/bin/python")
+    sglang_python: Path = SGLANG_PYTHON
 
     def __post_init__(self) -> None:
         if not self.busy_targets or not all(0 < busy < 1 for busy in self.busy_targets):
@@ -93,11 +94,8 @@ class BenchSettings:
                 f"--max-host-busy {self.max_host_busy}: give a share from {LEAST_HOST_BUSY}, 1 for"
                 " no limit"
             )
-        if EngineKind.SGLANG in (self.host, self.guest) and not self.sglang_python.is_file():
-            raise ConfigError(
-                f"--sglang-python {self.sglang_python}: no such file; run `make install-sglang`, or"
-                " name an interpreter that has SGLang"
-            )
+        if EngineKind.SGLANG in (self.host, self.guest):
+            check_sglang_python(self.sglang_python)
         if self.trace is not None and not self.trace.is_file():
             raise ConfigError(f"{self.trace} is no file; name a trace in the Azure format")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from bench.common.sglang import SGLANG_PYTHON, check_sglang_python
 from rose.command_line.parser import Parser
 from rose.errors import RoseError
 
@@ -16,8 +17,6 @@ CONTROLS: tuple[Control, ...] = get_args(Control)
 
 Engine = Literal["vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-# Made by `make install-sglang`.
-SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 # These replace a worker of vLLM's.
 OF_VLLM: tuple[Control, ...] = ("stale-guest", "wrong-chunk")
 
@@ -88,11 +87,8 @@ class DemoSettings:
             )
 
     def _check_engines(self) -> None:
-        if "sglang" in (self.host, self.guest) and not self.sglang_python.is_file():
-            raise RoseError(
-                f"--sglang-python {self.sglang_python}: no such file; run `make install-sglang`, or"
-                " name an interpreter that has SGLang"
-            )
+        if "sglang" in (self.host, self.guest):
+            check_sglang_python(self.sglang_python)
         if self.guest != "vllm" and self.control in OF_VLLM:
             raise RoseError(f"--control {self.control} breaks a vLLM guest; leave out --guest")
 

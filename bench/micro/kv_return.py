@@ -29,6 +29,7 @@ import aiohttp
 import psutil
 
 from bench.common.report import machine, put
+from bench.common.sglang import SGLANG_PYTHON
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
@@ -307,7 +308,7 @@ def main() -> int:
     """Measure, and print or write one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", type=EngineKind, choices=list(EngineKind), default="vllm")
-    parser.add_argument("--sglang-python", type=Path, default=Path(".venv-sglang/bin/python"))
+    parser.add_argument("--sglang-python", type=Path, default=SGLANG_PYTHON)
     parser.add_argument("--freezes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write there instead of to the screen")
