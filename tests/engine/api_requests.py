@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.conversations import message
+from tests.harness.conversations import message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXTS = ("hello world", " a b", "hé hello.", "日本 a", "world", "  two  ", "a\nb\tb", "x\u0301")

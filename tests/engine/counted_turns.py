@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rose.client import Retry, RolloutClient, Sampling, Turn
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 IN_FLIGHT = 16
 OUTPUT_TOKENS = 80

@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chromium import Tab, chromium
 from tests.engine.test_dashboard import NODES, PAGES, ROOT, standin
+from tests.harness.chromium import Tab, chromium
 
 LIVE = "document.getElementById('live').textContent === 'live'"
 DRAWN = "document.querySelectorAll('figure .plot[hidden]').length === 0"

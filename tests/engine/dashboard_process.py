@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 from elastic_scheduler import HarvestMode
 from rose.dashboard import DashboardServer, DashboardSettings
-from tests.dashboard_fleet import DashboardFleet
+from tests.harness.dashboard_fleet import DashboardFleet
 
 # Before the first look, so that charts have lines.
 BEFORE_S = 60

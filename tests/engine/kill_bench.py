@@ -24,7 +24,7 @@ from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from tests.awaited import until
+from tests.harness.waiting import until
 
 START_S = 240.0
 HERE = Path(__file__).parent

@@ -28,8 +28,8 @@ from rose.errors import UnavailableError
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
-from tests.patience import PATIENCE_S
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
+from tests.harness.waiting import PATIENCE_S
 from weight_transfer import SigningKey, TensorBits
 
 DAEMON = Path(__file__).with_name("counting_daemon.py")

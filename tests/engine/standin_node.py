@@ -4,7 +4,7 @@ import threading
 import time
 
 from executor import ControlPage, Grant, GrantMode
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 BEAT_S = 0.02
 

@@ -11,7 +11,7 @@ from bench.coserve.plan import ARMS, quick_settings
 from bench.coserve.rows import arm_of
 from bench.coserve.run import run_bench
 from rose.engines import EngineKind
-from tests.ports import first_of
+from tests.harness.processes import first_of
 
 # The rehearsal of the GPU benchmark drives the same player and the same analysis in every run.
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(420)]

@@ -19,9 +19,8 @@ from little_cluster import JOB, LittleCluster, little_cluster, tensors
 from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import WeightPublisher
-from tests.awaited import until_async
-from tests.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
-from tests.patience import PATIENCE_S
+from tests.harness.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
+from tests.harness.waiting import PATIENCE_S, until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 STALENESS = 99

@@ -15,7 +15,7 @@ from standin_node import StandInNode
 from vllm_versions import VERSIONS
 
 from executor import ControlPage, GateLimits, GrantMode, GuestState, LatencyRecord
-from tests.awaited import until
+from tests.harness.waiting import until
 
 pytestmark = [
     pytest.mark.engine,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.standin_library import build
+from tests.harness.standin_library import build
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 CASES = Path(__file__).parents[1] / "unit" / "executor"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rose.addresses import free_port
-from tests.chromium import Tab, chromium, needs_chromium
-from tests.patience import PATIENCE_S
+from tests.harness.chromium import Tab, chromium, needs_chromium
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.engine,

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.left_behind import left_behind
-from tests.ports import first_of
+from tests.harness.processes import first_of, left_behind
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 

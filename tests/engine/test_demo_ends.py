@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.awaited import until
-from tests.left_behind import left_behind
-from tests.ports import first_of
+from tests.harness.processes import first_of, left_behind
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 ROOT = Path(__file__).parents[2]

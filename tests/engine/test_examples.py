@@ -15,7 +15,7 @@ import pytest
 from tiny_model import VOCABULARY, save_tiny_model
 
 from rose.addresses import free_ports
-from tests.awaited import until
+from tests.harness.waiting import until
 from weight_transfer import SigningKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1_200)]

@@ -18,7 +18,7 @@ from vllm_versions import VERSIONS
 from rose.addresses import free_port
 from rose.node import NodeConfig, NodeDaemon
 from rose.node.hosts.discovery import look
-from tests.awaited import until, until_async
+from tests.harness.waiting import until, until_async
 
 pytestmark = [
     pytest.mark.engine,

@@ -15,7 +15,7 @@ from pool import BYTES, Started
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.gateway.replicas import static
-from tests.awaited import until_async
+from tests.harness.waiting import until_async
 
 pytestmark = [
     pytest.mark.engine,

@@ -16,7 +16,7 @@ from tiny_model import VOCABULARY
 
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
-from tests.awaited import until_async
+from tests.harness.waiting import until_async
 
 pytestmark = [
     pytest.mark.engine,

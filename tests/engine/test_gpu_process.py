@@ -15,7 +15,7 @@ from bench.gpu.piece_process import MARK, Answered, PieceOrder, measure_apart
 from bench.gpu.pieces import PieceError, pieces_of
 from bench.gpu.sizes import REHEARSAL, Sizes
 from tests.fakes.gpu import CARD, StandInReader
-from tests.left_behind import left_behind
+from tests.harness.processes import left_behind
 
 pytestmark = pytest.mark.engine
 

@@ -20,8 +20,8 @@ import pytest
 from bench.coserve.plan import ARMS
 from bench.coserve.rows import arm_of
 from bench.gpu.piece_process import MARK
-from tests.awaited import until
-from tests.left_behind import left_behind
+from tests.harness.processes import left_behind
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -38,7 +38,7 @@ from rose.node.replica_client import ReplicaClient
 from rose.node.telemetry.memory_gauges import HostMemory
 from rose.process.procfs import group_bytes
 from slo import StepProfile
-from tests.awaited import until_async
+from tests.harness.waiting import until_async
 
 pytestmark = [
     pytest.mark.engine,

@@ -17,7 +17,7 @@ from kill_bench import KillBench
 from rose.cli.main import main as rose
 from rose.node.config import ReplicaConfig
 from rose.node.guest.guest_record import running_guests
-from tests.awaited import until
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 

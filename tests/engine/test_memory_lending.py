@@ -23,7 +23,7 @@ from tiny_model import VOCABULARY
 from executor import HostState
 from executor.grant_controller import OVERDUE_NS
 from rose.node.guest.guest_record import running_guests
-from tests.awaited import until
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

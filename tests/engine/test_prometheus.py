@@ -18,8 +18,14 @@ from executor import GuestState, LatencyRecord
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
 from rose.weight_distribution import WeightPublisher
-from tests.patience import PATIENCE_S
-from tests.prometheus import Prometheus, needs_prometheus, needs_promtool, prometheus, promtool
+from tests.harness.prometheus import (
+    Prometheus,
+    needs_prometheus,
+    needs_promtool,
+    prometheus,
+    promtool,
+)
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

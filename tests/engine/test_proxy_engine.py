@@ -18,7 +18,7 @@ from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.proxy.callers import Door
 from rose.proxy.main import serve
 from rose.security import Role
-from tests.certificates import Certificates
+from tests.harness.certificates import Certificates
 
 pytestmark = [
     pytest.mark.engine,

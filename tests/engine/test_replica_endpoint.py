@@ -25,7 +25,7 @@ from vllm_versions import VERSIONS
 
 from executor import GrantMode
 from executor.freeze_reason import FreezeReason
-from tests.awaited import until_async
+from tests.harness.waiting import until_async
 
 pytestmark = [
     pytest.mark.engine,

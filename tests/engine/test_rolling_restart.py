@@ -11,7 +11,7 @@ from little_cluster import JOB, LittleCluster, little_cluster, tensors
 
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import WeightPublisher
-from tests.etcd_cluster import needs_etcd, running_etcd
+from tests.harness.etcd_cluster import needs_etcd, running_etcd
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 STALENESS = 9

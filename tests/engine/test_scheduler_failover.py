@@ -28,8 +28,8 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.leader_channel import LeaderChannel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from tests.etcd_cluster import needs_etcd, running_etcd
-from tests.patience import PATIENCE_S
+from tests.harness.etcd_cluster import needs_etcd, running_etcd
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 

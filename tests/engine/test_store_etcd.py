@@ -15,8 +15,8 @@ from rose.scheduler.restore import restore, take_backup
 from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put, SqliteStore
 from rose.store.etcd import end_of
 from rose.store.etcd_link import EtcdLink, UnansweredError
-from tests.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
-from tests.patience import PATIENCE_S
+from tests.harness.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, needs_etcd, pytest.mark.timeout(180)]
 

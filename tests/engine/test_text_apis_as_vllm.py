@@ -11,9 +11,9 @@ from pool import PoolSpec, Started
 from rose.engines import EngineRole
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
-from tests.awaited import until_async
-from tests.conversations import TEMPLATES
-from tests.tokenizer_kinds import KINDS
+from tests.harness.conversations import TEMPLATES
+from tests.harness.tokenizer_kinds import KINDS
+from tests.harness.waiting import until_async
 
 REQUESTS = 1_250
 AT_ONCE = 8

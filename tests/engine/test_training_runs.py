@@ -16,7 +16,7 @@ from little_cluster import JOB, LittleCluster, little_cluster, start_python
 
 from rose.addresses import free_port
 from rose.client import RolloutClient
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 

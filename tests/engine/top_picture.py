@@ -14,7 +14,7 @@ from rich.terminal_theme import MONOKAI
 
 from rose.cli.cluster.top import Rates, fitted_view, frame_view
 from rose.operate.fleet import fleet_of
-from tests.dashboard_fleet import DashboardFleet
+from tests.harness.dashboard_fleet import DashboardFleet
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "_static" / "top.svg"

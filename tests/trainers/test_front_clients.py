@@ -12,7 +12,7 @@ import pytest
 
 from bench.trainers.stack import rose_process
 from rose.addresses import free_port
-from tests.awaited import until
+from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.trainers.stack import START_S, TrainerStack
-from tests.awaited import until
+from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, save_policy
 
 pytestmark = [

@@ -16,8 +16,8 @@ import pytest
 from bench.trainers.verl_run import RAY_ON_LOOPBACK
 from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import Role
-from tests.awaited import until
-from tests.left_behind import left_behind
+from tests.harness.processes import left_behind
+from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
 from weight_transfer import SigningKey
 

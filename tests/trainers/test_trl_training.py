@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rose.client import BlockingRolloutClient, Sampling
-from tests.awaited import until
+from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, spawn_trainer, venv
 
 pytestmark = [pytest.mark.engine, pytest.mark.trainers, pytest.mark.timeout(600)]

@@ -9,8 +9,8 @@ import pytest
 
 from bench.trainers.verl_run import VerlRun
 from rose.client.blocking import LoopThread
-from tests.awaited import until
 from tests.fakes.gateway import StandInGateway
+from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
 from weight_transfer import ChunkStore, read_model_dir, restore
 

@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 
 from rose.addresses import free_port
 from rose.engines import EngineRole, EngineSpec, process_spec
-from tests.awaited import until
+from tests.harness.waiting import until
 
 START_S = 300.0
 

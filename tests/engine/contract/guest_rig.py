@@ -18,7 +18,7 @@ from tiny_model import save_tiny_model
 from executor import ControlPage, GrantMode, GuestState
 from rose.addresses import free_port
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec
-from tests.awaited import until, until_async
+from tests.harness.waiting import until, until_async
 
 START_S = 240.0
 KV_BYTES = 96 << 20

@@ -15,7 +15,7 @@ from live_replica import PROMPT, Lines, Replica, sampled, tokens_of, versions_of
 
 from executor import GrantMode
 from rose.process.procfs import group_bytes
-from tests.awaited import until_async
+from tests.harness.waiting import until_async
 
 pytestmark = [
     pytest.mark.engine,

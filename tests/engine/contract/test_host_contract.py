@@ -26,7 +26,7 @@ from executor import (
 from executor.grant_controller import Observation, Write
 from rose.addresses import free_port
 from rose.engines import EngineRole
-from tests.awaited import until
+from tests.harness.waiting import until
 from weight_transfer import SigningKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

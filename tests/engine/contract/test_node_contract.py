@@ -25,8 +25,8 @@ from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerStub
-from tests.awaited import until
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
+from tests.harness.waiting import until
 from weight_transfer import SigningKey
 
 pytestmark = [

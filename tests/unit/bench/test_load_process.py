@@ -10,8 +10,7 @@ from aiohttp import web
 
 from bench.load.arrivals import generate_segment
 from bench.load.protocol import LoadConfig
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
 

@@ -17,7 +17,7 @@ from rose.client import (
     TurnCancelled,
 )
 from tests.fakes.gateway import StandInGateway
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 TEN = Sampling(max_tokens=10)
 PROMPT = [1, 100]

@@ -24,7 +24,7 @@ from rose.client import (
     TailPlan,
     TrainingStep,
 )
-from tests.examples import times
+from tests.harness.examples import times
 
 PLANS = st.builds(
     StepPlan,

@@ -17,7 +17,7 @@ from rose.controller.kube_api import ApiError
 from rose.errors import RefusedError
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
 from rose.scheduler.core.policy_views import PolicyView
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 Object = dict[str, Any]
 

@@ -5,7 +5,7 @@ from rose.dashboard.history import FLEET_LINES, NODE_LINES, SAMPLES, History, Re
 from rose.dashboard.journal import KEPT, Journal
 from rose.dashboard.model import Model, Moment
 from rose.dashboard.pages import series_at
-from tests.dashboard_fleet import WALL_S, DashboardFleet
+from tests.harness.dashboard_fleet import WALL_S, DashboardFleet
 
 
 def played(seconds: int, nodes: int = 10) -> tuple[DashboardFleet, History]:

@@ -13,7 +13,7 @@ from rose.dashboard.model import STATES
 from rose.dashboard.page import Cell, Page, message_of, spans
 from rose.dashboard.pages import PATHS, ROWS
 from rose.dashboard.text import clock, count, latency, share, size, span
-from tests.dashboard_fleet import DashboardFleet
+from tests.harness.dashboard_fleet import DashboardFleet
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -21,9 +21,9 @@ from rose.dashboard.watch import MOST_VIEWERS, BusyError
 from rose.errors import ConfigError
 from rose.main.scheduler import settings_of
 from rose.security import CertificateFiles, Role
-from tests.certificates import Certificates
-from tests.dashboard_fleet import DashboardFleet
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.dashboard_fleet import DashboardFleet
+from tests.harness.waiting import PATIENCE_S
 
 STATIC = Path(__file__).parents[3] / "rose" / "dashboard" / "static"
 TOKEN = "0123456789abcdef"

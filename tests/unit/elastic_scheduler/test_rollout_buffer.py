@@ -17,7 +17,7 @@ from elastic_scheduler import (
     TailPlan,
     TrainingStep,
 )
-from tests.examples import times
+from tests.harness.examples import times
 
 PLANS = st.builds(
     StepPlan,

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_scheduler import StalenessAdmission, StalenessBound, TurnTicket
-from tests.examples import times
+from tests.harness.examples import times
 
 NAMES = "start keep spare turn turn stamp stamp end forget finish finish drop train publish"
 EVENTS = st.tuples(

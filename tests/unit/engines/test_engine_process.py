@@ -15,7 +15,7 @@ from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_
 from rose.engines.launch import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
 from rose.process.child import ManagedProcess, ProcessSpec, group_alive
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 PARENT = """
 import subprocess, time

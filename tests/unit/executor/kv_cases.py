@@ -39,7 +39,7 @@ from executor.kv.backing import Range, resident_bytes
 from executor.vllm.guest.scheduler import GatedScheduler
 from executor.vllm.host.scheduler import ObservedScheduler
 from executor.vllm.kv_backing import packed
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 VOCABULARY = 96
 Views = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from executor.guest.gate_client import (
 )
 from executor.step_decision import GateLimits
 from slo import StepModel, StepProfile
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 MS = 1_000_000
 LOAD = EngineLoad(running=2, waiting=1, kv_used=5)

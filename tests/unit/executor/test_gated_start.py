@@ -14,7 +14,7 @@ from executor import ControlPage, Grant, GrantMode
 from executor.errors import ExecutorError
 from executor.guest.start_gate import StartGate
 from executor.vllm.guest.start_gate import GatedStart
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 TICK_NS = 1_000_000
 

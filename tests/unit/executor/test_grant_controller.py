@@ -21,7 +21,7 @@ from executor import (
 from executor.control_page.seqlock_records import REASON_BYTES
 from executor.grant_controller import Observation, Write
 from executor.kv.lending import LEAST_CAP
-from tests.seated_host import believed
+from tests.harness.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, kv_granule_cap=4, slack_share=0.5)
 HOST = HostState(kv_used=10, kv_total=100)

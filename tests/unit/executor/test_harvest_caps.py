@@ -11,7 +11,7 @@ from executor.grant_controller import Observation, Write
 from executor.harvest_caps import HarvestCaps
 from executor.kv.lending import LEAST_CAP
 from executor.kv.shrink_plan import NO_CAP
-from tests.seated_host import believed
+from tests.harness.seated_host import believed
 
 CONFIG = GuardConfig(token_budget=256, max_sequences=8, slack_share=0.5)
 HOST = Host(kv_used=10, kv_total=100)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, PageError, Veto
-from tests.patience import PATIENCE_S
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
+from tests.harness.waiting import PATIENCE_S
 
 SECOND = 10**9
 

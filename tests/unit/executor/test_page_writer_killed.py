@@ -21,7 +21,7 @@ import pytest
 from executor import ControlPage, Grant, GuestState, HostState, PageUnreadable
 from executor.control_page.latency_ring import CAPACITY, RING_BYTES, SLOT_BYTES, START
 from executor.control_page.page import PAGE_BYTES
-from tests.examples import times
+from tests.harness.examples import times
 
 log = logging.getLogger(__name__)
 KILLS = times(1)

@@ -19,7 +19,7 @@ from executor.sglang.guest.plugin import GuestHooks
 from executor.sglang.guest.scheduler import GuestScheduler
 from executor.sglang.version_stamps import STAMP, stamp
 from tests.fakes.sglang_scheduler import StandInBatch, StandInPool, StandInScheduler
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 MS = 1_000_000
 SLOTS = 4095

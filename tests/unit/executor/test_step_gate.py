@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from executor import GateLimits, Grant, GrantMode, HostState, Run, SeatState, Yield, decide
 from executor.control_page.page import HostView
 from slo import StepModel, StepProfile
-from tests.seated_host import believed
+from tests.harness.seated_host import believed
 
 NOW = 10**12
 MS = 1_000_000

@@ -10,8 +10,7 @@ from front_cases import StandInGateway, StandInPublisher, front_with, save_check
 from yarl import URL
 
 from rose.errors import RefusedError, UnavailableError
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 
 async def call(url: str, method: str, path: str, body: object = None) -> tuple[int, Any]:

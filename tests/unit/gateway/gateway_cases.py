@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
-from tests.awaited import until_async
 from tests.fakes.replica import StandInReplica
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 
 class TestSource:

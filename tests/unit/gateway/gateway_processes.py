@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tests.fakes.replica import StandInReplica
-from tests.forked import Forked
+from tests.harness.processes import Forked
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
 from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 GUEST, JOB = "guest-0", "grpo"
 

@@ -11,7 +11,7 @@ from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.gateway import Gateway
 from tests.fakes.replica import StandInReplica
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:

@@ -20,7 +20,7 @@ from rose.process.background_tasks import TaskDiedError
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 def settings_for(scheduler: RunningScheduler) -> GatewaySettings:

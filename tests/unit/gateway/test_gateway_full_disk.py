@@ -17,8 +17,8 @@ from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.turns.hedging import Hedging
 from rose.process import background_tasks
 from tests.fakes.replica import StandInReplica
-from tests.forked import Forked
-from tests.patience import PATIENCE_S
+from tests.harness.processes import Forked
+from tests.harness.waiting import PATIENCE_S
 
 FULL = Path("/dev/full")
 

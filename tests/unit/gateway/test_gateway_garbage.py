@@ -9,7 +9,7 @@ import pytest
 
 from rose.gateway import event_loop
 from rose.gateway.event_loop import collect_in_small_steps, look_through_old
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class _Cycle:

@@ -19,7 +19,7 @@ from rose.gateway import GatewaySettings
 from rose.gateway.settings import parse_settings
 from rose.main.gateway import main
 from tests.fakes.replica import StandInReplica
-from tests.forked import Forked
+from tests.harness.processes import Forked
 
 BODY = {"request_id": "r", "token_ids": [1, 100], "sampling_params": {"max_tokens": 3}}
 

@@ -20,8 +20,8 @@ from rose.gateway import Gateway, GatewaySettings
 from rose.security import CertificateFiles, Role
 from rose.security.audit_log import verify
 from rose.security.tokens import issue
-from tests.certificates import Certificates
 from tests.fakes.replica import StandInReplica
+from tests.harness.certificates import Certificates
 from weight_transfer import SigningKey
 
 JOB = "grpo"

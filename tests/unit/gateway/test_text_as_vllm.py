@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from rose.gateway.text_codec import TextCodec, TextPlan
-from tests.tokenizer_kinds import KINDS, byte_fallback, word_piece
+from tests.harness.tokenizer_kinds import KINDS, byte_fallback, word_piece
 
 
 def _vllm_texts(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[str]:

@@ -27,7 +27,7 @@ from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher
 from rose.gateway.turns import hedging
 from rose.gateway.turns.request import Sampling, TurnRequest
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"
 TURNS = 8

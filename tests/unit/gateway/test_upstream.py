@@ -8,7 +8,7 @@ import pytest
 
 from rose.gateway.backends import http_pool
 from rose.gateway.backends.http_pool import Upstream, UpstreamError
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -19,8 +19,8 @@ from wire_cases import VLLM, ask, vllm_body
 
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from tests.fakes.replica import StandInReplica
-from tests.forked import Forked
-from tests.patience import PATIENCE_S
+from tests.harness.processes import Forked
+from tests.harness.waiting import PATIENCE_S
 
 TTL_S = 0.4
 REPLICA = """

@@ -1,8 +1,8 @@
 """Install, test, upgrade, rollback and uninstall, on a real API server.
 
-tests/api_server.py says which; it serves batch/v1 too. It needs no controllers: what would run jobs
-and pods is stood in for here. A server without CronJobs of batch/v1 or policy/v1 gets the chart
-without those objects.
+tests/harness/api_server.py says which; it serves batch/v1 too. It needs no controllers: what would
+run jobs and pods is stood in for here. A server without CronJobs of batch/v1 or policy/v1 gets the
+chart without those objects.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from helm_python import Config, HelmError
 
-from tests.api_server import APPLY, KUBECONFIG, MARKS, MERGE, POLL_S, STRATEGIC, ApiServer
-from tests.awaited import until
+from tests.harness.api_server import APPLY, KUBECONFIG, MARKS, MERGE, POLL_S, STRATEGIC, ApiServer
+from tests.harness.waiting import until
 from tests.unit.helm.rendering import (
     ACTIVE,
     CHART,

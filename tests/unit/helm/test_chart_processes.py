@@ -23,7 +23,7 @@ import pytest
 
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
-from tests.awaited import until
+from tests.harness.waiting import until
 from tests.unit.helm.rendering import Object, containers, joined, objects, pods
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]

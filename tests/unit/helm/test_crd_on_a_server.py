@@ -11,7 +11,7 @@ import pytest
 from elastic_scheduler.capacity import crd
 from elastic_scheduler.capacity.crd import GROUP, KIND, VERSION
 from rose.controller.kube_api import PATH
-from tests.api_server import (
+from tests.harness.api_server import (
     APPLY,
     DEFINITIONS,
     KUBECONFIG,
@@ -22,7 +22,7 @@ from tests.api_server import (
     definitions_server,
     refusal,
 )
-from tests.awaited import until
+from tests.harness.waiting import until
 
 pytestmark = MARKS
 NAME = "rose-test-crd"

@@ -12,7 +12,7 @@ from rose.integrations.named_weights import (
     checkpoint_name,
     ties_embeddings,
 )
-from tests.policies import EMBED, NORM, checkpoint, weights
+from tests.harness.policies import EMBED, NORM, checkpoint, weights
 from weight_transfer import TensorBits, tensor_bits
 
 torch = pytest.importorskip("torch")

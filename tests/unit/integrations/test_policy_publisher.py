@@ -13,7 +13,7 @@ from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations import policy_publisher as publisher
 from rose.weight_distribution import Receipt
-from tests.policies import NORM, checkpoint, weights
+from tests.harness.policies import NORM, checkpoint, weights
 from weight_transfer import SigningKey, TensorBits, WeightError
 
 pytest.importorskip("torch")

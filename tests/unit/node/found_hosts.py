@@ -4,7 +4,7 @@ from pathlib import Path
 
 from executor import ControlPage
 from executor.control_page.host_description import HostDescription
-from tests.seated_host import SeatedHost
+from tests.harness.seated_host import SeatedHost
 
 
 class FolderHost:

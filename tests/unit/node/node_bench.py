@@ -25,8 +25,8 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_serve
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
 from tests.fakes.memory_store import InMemoryStore
-from tests.forked import Forked
-from tests.seated_host import SeatedHost
+from tests.harness.processes import Forked
+from tests.harness.seated_host import SeatedHost
 from weight_transfer import SigningKey, TensorBits
 
 HERE = Path(__file__).parent

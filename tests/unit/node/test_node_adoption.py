@@ -14,7 +14,7 @@ from node_bench import Bench
 from rose.cli.main import main as rose
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
-from tests.forked import Forked
+from tests.harness.processes import Forked
 
 ORPHAN_S = 1.0
 # Delay that a busy machine may cause.

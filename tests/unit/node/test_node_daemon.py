@@ -16,7 +16,7 @@ from rose.node import NodeDaemon
 from rose.node.guest import supervisor
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class NodeBench(Bench):

@@ -14,8 +14,7 @@ from node_bench import Bench
 from executor import GuestState
 from rose.node.guest.supervisor import POLL_S
 from rose.process.child import group_alive
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 LOOKS = 20
 

@@ -34,8 +34,7 @@ from rose.node.hosts.discovery import (
     sweep,
 )
 from rose.process.procfs import pid_namespace
-from tests.awaited import until
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from rose.engines.spec import EngineRole, EngineSpec
 from rose.logs.eventlog import EventLog
 from rose.node.guest import supervisor
 from rose.node.guest.supervisor import MAX_SHORT_LIVES, EngineState, Supervisor
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class StandInEngine:

@@ -12,7 +12,7 @@ from node_bench import Bench
 from executor import GuestState
 from executor.freeze_reason import FreezeReason
 from rose.node.replica import HOST_BUSY
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from rose.node.grants.host_scrape import STALE_S, HostScrape, watch
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 def page(ttft: tuple[int, int, int], tpot: tuple[int, int, int], running: int = 0) -> str:

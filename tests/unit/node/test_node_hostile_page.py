@@ -18,9 +18,9 @@ from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardedHost, GuardThread
 from rose.node.grants.host_watch import HostWatch
 from rose.node.guest.kill_switch import KillSwitch
-from tests.examples import times
 from tests.fakes.guarded_guest import LeasedGuest
-from tests.seated_host import SeatedHost
+from tests.harness.examples import times
+from tests.harness.seated_host import SeatedHost
 
 RING_AT = PAGE_BYTES - RING_BYTES
 EDGES = (0, 1, -1, 2**31, 2**62 - 1, 2**62, 2**63 - 1, -(2**63))

@@ -28,8 +28,7 @@ from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
 from rose.process.procfs import ProcessIdentity, group_bytes, group_members
 from rose.rpc import rose_pb2 as pb
-from tests.awaited import until
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 # A guest of two processes with some memory, which ignores what can be ignored.
 GUEST = """

@@ -26,7 +26,7 @@ from rose.node.lease_fsm import (
     Revoked,
     SwitchBegun,
 )
-from tests.examples import times
+from tests.harness.examples import times
 
 HAPPENINGS = st.lists(
     st.one_of(

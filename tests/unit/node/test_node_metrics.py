@@ -20,7 +20,7 @@ from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
 from rose.node.telemetry.memory_gauges import HeldMemory
 from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.security import Role
-from tests.certificates import Certificates
+from tests.harness.certificates import Certificates
 
 GRANT = Grant(GrantMode.FREEZE, epoch=3, reason="host_dead")
 GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_000)

@@ -22,7 +22,7 @@ from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.security.audit_log import audit_file, opened, read, verify
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 GOOD = [
     pb.NodeCommand(lease=pb.Lease(replica="g0", epoch=7, ttl_s=5.0)),

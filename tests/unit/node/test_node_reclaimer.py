@@ -22,8 +22,7 @@ from rose.node.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaAnswer, ReplicaClient
 from rose.node.telemetry.memory_gauges import KERNEL, HostMemory
 from rose.process.procfs import group_bytes
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 MIB = 1 << 20
 SIZE, KV = 160, 64

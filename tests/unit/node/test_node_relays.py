@@ -14,8 +14,7 @@ from rose.errors import ConfigError
 from rose.node import NodeConfig, NodeDaemon
 from rose.node.guest import supervisor
 from rose.rpc import rose_pb2 as pb
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import ChunkStore
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
 

@@ -23,7 +23,7 @@ from rose.node.telemetry.memory_gauges import Gpus
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.nvml import CARD, StandInReader
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 GPU = "GPU-0a"
 

@@ -14,7 +14,7 @@ from rose.node.scheduler_session import STALL_S, NodeIdentity, SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class Clock:

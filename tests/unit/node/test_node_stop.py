@@ -14,8 +14,7 @@ from executor.kv.shrink_plan import NO_CAP
 from rose.process.child import group_alive
 from rose.process.procfs import group_bytes
 from rose.rpc import rose_pb2 as pb
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 # With those of test_node_kill_switch.py these are a hundred.
 TRIALS = [5, pytest.param(25, marks=pytest.mark.nightly)]

@@ -10,7 +10,7 @@ from node_bench import Bench
 from executor import GrantMode
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rose.node.weight_updates import (
     WeightSource,
 )
 from rose.weight_distribution import VersionServer
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 from weight_transfer import (
     ChunkStore,
     Manifest,

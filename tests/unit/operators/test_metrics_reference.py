@@ -3,7 +3,7 @@
 import pytest
 from operator_files import ROOT, script
 
-from tests.promql import asked_by
+from tests.harness.prometheus import asked_by
 
 reference = script("metrics_reference")
 

@@ -28,9 +28,9 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security import CertificateFiles, Role
-from tests.certificates import Certificates
-from tests.forked import Forked
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.processes import Forked
+from tests.harness.waiting import PATIENCE_S
 from tests.unit.node.node_bench import Bench
 
 DESCRIPTORS: Final = 512

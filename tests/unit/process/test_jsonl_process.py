@@ -7,7 +7,7 @@ import pytest
 
 from rose.errors import RoseError
 from rose.process.child import JsonlProcess, ProcessSpec
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("said", ["no event", "[" * 100_000, "x" * (5 << 20)])

@@ -14,8 +14,7 @@ from rose.process import child
 from rose.process.child import ManagedProcess, ProcessSpec
 from rose.process.launcher import kill_group
 from rose.process.procfs import group_states
-from tests.awaited import until
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 HANG = "import time; time.sleep(60)"
 HELD_BYTES = 256 << 20

@@ -14,8 +14,8 @@ from rose.proxy import callers, engines
 from rose.proxy.main import main, serve
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security import CertificateFiles, Role
-from tests.certificates import Certificates
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S
 
 GENERATE = "/rose/v1/generate"
 PORTS = {b"g0": 7001, b"a/b %": 7002}

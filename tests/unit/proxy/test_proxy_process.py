@@ -11,8 +11,8 @@ from rose.errors import UnavailableError
 from rose.node import NodeConfig
 from rose.node.proxy_process import ProxyProcess, proxied_ports, proxy_spec
 from rose.security import Role
-from tests.certificates import Certificates
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S
 
 
 def node(folder: Path, port: int, **more: object) -> NodeConfig:

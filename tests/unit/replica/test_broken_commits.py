@@ -14,8 +14,8 @@ import rose.replica.engine_update as weights_module
 from executor import ControlPage
 from tests.fakes.asgi_client import SECRET, AsgiExchange, settle
 from tests.fakes.weight_ranks import NEXT, FakeWeightRanks, Served
-from tests.patience import PATIENCE_S
-from tests.seated_host import SeatedHost, granted
+from tests.harness.seated_host import SeatedHost, granted
+from tests.harness.waiting import PATIENCE_S
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 80}}
 APPLY = {"manifests": ["/w/manifests/3.json"], "chunks": "/w/chunks"}

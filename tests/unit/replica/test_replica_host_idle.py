@@ -9,7 +9,7 @@ import pytest
 from executor import ControlPage, GrantMode
 from executor.freeze_reason import FreezeReason
 from rose.replica.control import GuestControl, HostBusyError, HostPatience
-from tests.seated_host import SeatedHost, granted
+from tests.harness.seated_host import SeatedHost, granted
 
 PATIENCE_S = 0.02
 

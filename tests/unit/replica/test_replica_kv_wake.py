@@ -7,7 +7,7 @@ import pytest
 
 from executor import ControlPage, Grant, GuestState, HostState
 from rose.replica.control import GuestControl, HostBusyError, owes_memory
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 # The wake of a core catches errors of this module: its import must not come with the first wake.
 pytest.importorskip("vllm.v1.engine.exceptions")

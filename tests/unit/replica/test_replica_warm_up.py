@@ -17,7 +17,7 @@ from rose.replica.engine import WarmUpSizes
 from rose.replica.vllm.engine import VllmEngine
 from rose.replica.warm_up import WarmUp
 from tests.fakes.async_llm import FakeAsyncLLM
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class Rig:

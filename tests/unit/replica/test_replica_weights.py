@@ -12,7 +12,7 @@ from rose.replica.control import GuestControl
 from rose.replica.engine_update import ActivationError, EngineCallError, WeightUpdater
 from rose.replica.turns import Turns
 from rose.replica.vllm.engine import VllmEngine
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 from weight_transfer.shared_segment import ranks_folder
 

@@ -20,7 +20,7 @@ from rose.security.certificates import CertificateFiles
 from rose.security.rpc_access import AccessInterceptor
 from rose.store import Store
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 class FakeNode:

@@ -33,7 +33,7 @@ from rose.scheduler.core.messages import (
 )
 from rose.scheduler.persistence import load
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
 

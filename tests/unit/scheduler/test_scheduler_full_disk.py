@@ -17,7 +17,7 @@ from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import SchedulerService
 from rose.store import StoreName
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 from tests.unit.scheduler.test_scheduler_service import FakeNode
 
 

@@ -21,8 +21,8 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.metrics import JOB_KEPT_S, MOST_JOBS, OTHERS, SchedulerMetrics
 from rose.security import Role
 from rose.store import MeteredStore
-from tests.certificates import Certificates
 from tests.fakes.memory_store import InMemoryStore
+from tests.harness.certificates import Certificates
 
 AUDIT = SimpleNamespace(records=7, lost=0)
 LEADS = SimpleNamespace(leads=lambda: True, term=3)

@@ -24,7 +24,7 @@ from rose.scheduler.standby import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler.core.job_registry import MAX_VERSION_LEAD
 from rose.security import RPCS, CertificateFiles, Role
-from tests.certificates import Certificates
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S
 
 JOB, OWNED, OWN_URL, FOREIGN_URL = "grpo", "d0", "http://127.0.0.1:9001", "http://127.0.0.1:9666"
 TURNED_AWAY = {

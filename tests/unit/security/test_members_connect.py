@@ -22,9 +22,8 @@ from rose.security import CertificateFiles, Role
 from rose.security.audit_log import audit_file, verify
 from rose.security.certificates import add_certificate_options, taken_certificates
 from rose.weight_distribution.weight_publisher import trainers_channel
-from tests.awaited import until_async
-from tests.certificates import Certificates
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S, until_async
 
 
 @pytest.fixture

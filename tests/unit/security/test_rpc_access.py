@@ -11,7 +11,7 @@ import pytest
 from rose.security import Role
 from rose.security.roles import ANYTHING
 from rose.security.rpc_access import AccessInterceptor
-from tests.certificates import Certificates
+from tests.harness.certificates import Certificates
 
 
 class Context:

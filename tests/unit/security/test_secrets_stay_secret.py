@@ -14,9 +14,8 @@ from rose.cli.main import main
 from rose.errors import RoseError
 from rose.security import CertificateFiles, Role
 from rose.security.tokens import TokenFile, TokenVerifier, issue
-from tests.awaited import until_async
-from tests.certificates import Certificates
-from tests.patience import PATIENCE_S
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import SigningKey
 
 

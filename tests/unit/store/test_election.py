@@ -38,7 +38,7 @@ from rose.store.election import (
     address_of,
 )
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 ME = Candidate("h:1", "x")
 

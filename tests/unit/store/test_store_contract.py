@@ -20,9 +20,9 @@ from rose.store import (
     SqliteStore,
     Store,
 )
-from tests.etcd_cluster import needs_etcd, running_etcd
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.etcd_cluster import needs_etcd, running_etcd
+from tests.harness.waiting import PATIENCE_S
 
 PREFIXES = (f"t{number}/" for number in itertools.count())
 # etcd counts whole seconds.

@@ -17,7 +17,7 @@ from executor import (
     HostView,
 )
 from executor.grant_controller import Boost, Observation, Write
-from tests.seated_host import believed
+from tests.harness.seated_host import believed
 
 
 class Guard:

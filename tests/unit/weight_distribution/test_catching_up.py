@@ -21,7 +21,7 @@ from rose.node.weight_updates import (
 )
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.retention import Latest, RetentionTask
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 from weight_transfer import (
     CatalogError,
     ChunkStore,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from crash_cluster import CHUNKS, KEY, tensors
 
-from tests.forked import Forked
+from tests.harness.processes import Forked
 from weight_transfer import ChunkStore, Receiver
 from weight_transfer.fetch.relay_order import order
 

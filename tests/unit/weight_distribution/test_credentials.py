@@ -17,7 +17,7 @@ from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import Credentials, Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob
-from tests.certificates import Certificates
+from tests.harness.certificates import Certificates
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version

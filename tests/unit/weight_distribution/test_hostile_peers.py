@@ -12,7 +12,7 @@ import pytest
 
 from rose.addresses import free_port
 from rose.weight_distribution import Credentials, VersionServer
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 from weight_transfer import (
     ChunkRef,
     ChunkStore,

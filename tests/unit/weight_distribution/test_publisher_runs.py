@@ -26,9 +26,8 @@ from rose.scheduler.core.messages import JobDropped
 from rose.weight_distribution import WeightPublisher, run_keeper
 from rose.weight_distribution import weight_publisher as publisher
 from rose.weight_distribution.run_root import RunRoot
-from tests.awaited import until_async
 from tests.fakes.memory_store import InMemoryStore
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, WeightError
 
 

@@ -15,8 +15,7 @@ from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from rose.weight_distribution import WeightPublisher
 from rose.weight_distribution import weight_publisher as publisher
-from tests.awaited import until_async
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 
 

@@ -12,7 +12,7 @@ import pytest
 from weight_cases import model, next_model
 
 from bench.weights.ranks import write_safetensors
-from tests.forked import Forked
+from tests.harness.processes import Forked
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
 
 PROGRAM = str(Path(__file__).with_name("node_rank_main.py"))

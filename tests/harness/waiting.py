@@ -1,12 +1,15 @@
-"""Waiting for what another process does, with a bound that says what was missing."""
+"""Waits of tests for other processes and tasks, with a bound that says what was missing."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
+# Far above what anything takes, on a machine that is busy with others too; below a test's timeout.
+PATIENCE_S = 30.0
+
 
 def until(check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002) -> float:
-    """Seconds until `check` held."""
+    """Return the seconds until `check` held."""
     began_s = time.monotonic()
     while not check():
         assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"
@@ -17,7 +20,7 @@ def until(check: Callable[[], object], within_s: float, what: str, every_s: floa
 async def until_async(
     check: Callable[[], object], within_s: float, what: str, every_s: float = 0.002
 ) -> float:
-    """The same beside other tasks of the loop."""
+    """Wait as `until` does, beside other tasks of the loop."""
     began_s = time.monotonic()
     while not check():
         assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"

@@ -20,7 +20,7 @@ import yaml
 
 from elastic_scheduler.capacity import crd
 from elastic_scheduler.capacity.crd import GROUP, VERSION
-from tests.awaited import until
+from tests.harness.waiting import until
 
 Object = dict[str, Any]
 KUBECONFIG: Final = os.environ.get("ROSE_KUBECONFIG", "")

@@ -1,8 +1,4 @@
-"""Processes of tests that are forked from one which has imported ROSE.
-
-What a process of a test spends first, seconds of processor time, is importing what all of them
-import. The fork server of `multiprocessing` does that once for each process that runs tests.
-"""
+"""Processes of tests: forked ones, those that a run left behind, and free consecutive ports."""
 
 import asyncio
 import contextlib
@@ -10,6 +6,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,10 +14,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Self
 
-from tests.patience import PATIENCE_S
+import psutil
+
+from tests.harness.waiting import PATIENCE_S
 
 # No module that is run as a program itself: it would be there twice.
-PRELOADED = ["rose.main.node", "rose.gateway.app", "rose.weight_distribution", "tests.seated_host"]
+PRELOADED = [
+    "rose.main.node",
+    "rose.gateway.app",
+    "rose.weight_distribution",
+    "tests.harness.seated_host",
+]
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)
 
@@ -111,3 +115,34 @@ def _run(
         sys.argv[:] = argv
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def left_behind(name: str, value: str) -> list[str]:
+    """Their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+BASES = range(18_500, 30_000, 100)
+
+
+def first_of(count: int) -> int:
+    """The first of so many consecutive ports that nobody listens on."""
+    for base in BASES:
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for number, probe in enumerate(sockets):
+                probe.bind(("127.0.0.1", base + number))
+        except OSError:
+            continue
+        finally:
+            for probe in sockets:
+                probe.close()
+        return base
+    raise AssertionError("no free ports")

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
