@@ -9,42 +9,77 @@
 Everything that the controller does not know counts against the guest. A daemon that stops calling
 revokes by silence: the last grant expires.
 
-`GrantLiveness` is the guest's side: it decides when a guest must end itself, either because its
-grant says so or because the grant is so old that the node daemon must be gone.
+`HarvestCaps` are the caps of capacity policies, beneath the limits of the node's own file. They
+arrive over the network and may change at any time; a missing one bounds nothing. The stricter of
+cap and file holds.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
 from executor.control_page.page import HostView
 from executor.control_page.seqlock_records import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
-from executor.harvest_caps import UNCAPPED, HarvestCaps
 from executor.kv.lending import LEAST_CAP, guest_granules, lent_bytes, owed_bytes
 from executor.kv.pressure import PressureCore, PressureLimits
 from executor.kv.reclaim_ladder import OverdueTimer
 from executor.kv.shrink_plan import NO_CAP
 
+# In each such window a guest may begin steps for its share of it.
+COMPUTE_WINDOW_NS: Final = 1_000_000_000
 
-class GrantLiveness:
-    """Judge of the grant's age; the clock is passed in."""
 
-    def __init__(self, started_ns: int, orphan_ns: int) -> None:
-        """A guest that never sees a grant counts from `started_ns`."""
-        if orphan_ns <= 0:
-            raise ValueError(f"orphan_ns is {orphan_ns}; give a positive time")
-        self._last_sign_ns = started_ns
-        self._orphan_ns = orphan_ns
+@dataclass(frozen=True, slots=True)
+class HarvestCaps:
+    """Caps of a guest; None bounds nothing.
 
-    def step(self, now_ns: int, grant: Grant | None) -> FreezeReason | None:
-        """Return the reason to end now, None to live on; `grant` is None if it cannot be read."""
-        if grant is not None:
-            if grant.mode is GrantMode.KILL:
-                return FreezeReason.KILLED
-            # A heartbeat from the future is not a sign of life.
-            if grant.heartbeat_ns <= now_ns:
-                self._last_sign_ns = max(self._last_sign_ns, grant.heartbeat_ns)
-        return FreezeReason.ORPHANED if now_ns - self._last_sign_ns > self._orphan_ns else None
+    compute: share of each second in which it may begin steps; one that has begun ends, so a guest's
+    steps may take longer by one step a second. kv_bytes: KV memory that it may keep. kv_headroom:
+    share of the host's KV memory that is neither used nor lent, for a guest that borrows. Raises
+    ValueError for invalid shares.
+    """
+
+    compute: float | None = None
+    kv_bytes: int | None = None
+    kv_headroom: float = 0.0
+    slack_share: float | None = None
+    high_watermark: float | None = None
+    low_watermark: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "kv_headroom", "slack_share", "high_watermark", "low_watermark"):
+            share = getattr(self, name)
+            if share is not None and not (math.isfinite(share) and 0.0 <= share <= 1.0):
+                raise ValueError(f"{name} is {share}; give a share in 0..1")
+        if self.kv_bytes is not None and self.kv_bytes < 0:
+            raise ValueError(f"kv_bytes is {self.kv_bytes}; give 0 or more")
+
+    def computes(self, now_ns: int) -> bool:
+        """Return True if a guest may begin steps at this moment."""
+        if self.compute is None:
+            return True
+        return now_ns % COMPUTE_WINDOW_NS < self.compute * COMPUTE_WINDOW_NS
+
+    def slack(self, own: float) -> float:
+        """Return the share of the host's slack; `own` is that of the node's file."""
+        return own if self.slack_share is None else min(own, self.slack_share)
+
+    def granules(self, granule_bytes: int) -> int:
+        """Return the KV granules that it may keep; NO_CAP for any number."""
+        if self.kv_bytes is None:
+            return NO_CAP
+        # A guest that does not report the size of its granules gets none beyond the last.
+        return max(LEAST_CAP, self.kv_bytes // granule_bytes) if granule_bytes > 0 else LEAST_CAP
+
+    def pressure(self, own: PressureLimits) -> tuple[float, float]:
+        """Return the high and low watermark; `own` are those of the node's file."""
+        high = own.high if self.high_watermark is None else min(own.high, self.high_watermark)
+        low = own.low if self.low_watermark is None else min(own.low, self.low_watermark)
+        return high, min(low, high)
+
+
+UNCAPPED: Final = HarvestCaps()
 
 
 # Time that a guest with a core needs to return the memory that its host wants.

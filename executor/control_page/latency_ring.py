@@ -13,7 +13,7 @@ next one continues where a dead one stopped.
 import zlib
 from typing import Final, NamedTuple
 
-from executor.control_page.byte_locks import HeldLock
+from executor.control_page.host_seat import HeldLock
 from executor.control_page.seqlock_records import HEADER_BYTES, WORD, LatencyRecord, section_bytes
 
 LANES: Final = 8

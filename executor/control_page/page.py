@@ -10,7 +10,7 @@
 The file belongs to one user and has mode 0600, or 0660 if the operator names a group. No process
 ever waits on it: it lies in memory (tmpfs or ramfs), since a write to a mapped page of a disk waits
 for that disk; writers never block, readers retry a bounded number of times. Locks show which
-processes live (`executor.control_page.byte_locks`), `host_view` what counts of the host's state.
+processes live (`executor.control_page.host_seat`), `host_view` what counts of the host's state.
 """
 
 import ctypes
@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from executor.control_page.byte_locks import GUARD, SEAT, VETO, HeldLock, inode_of, is_held
-from executor.control_page.byte_locks import LANES as LANE_LOCKS
-from executor.control_page.host_seat import HostSeat
+from executor.control_page.host_seat import GUARD, SEAT, VETO, HeldLock, HostSeat, inode_of, is_held
+from executor.control_page.host_seat import LANES as LANE_LOCKS
 from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
 from executor.control_page.seqlock_records import (
     Grant,

@@ -5,8 +5,9 @@ reads one of them by mistake gets the alias page's content instead of a fault, w
 process of an MPS server. Only between `unmap` and `map` of one page nothing is mapped there, so no
 step that could touch it may be in flight.
 
-`CudaPages` is the page backend over such a mapping. Released pages go back to their source, and
-pages that return are zeroed first.
+`CudaPages` is the page backend over such a mapping. `PageRefcounts` maps the granules of a KV cache
+to the pages they lie on, and knows which pages no mapped granule needs. Released pages go back to
+their source, and pages that return are zeroed first.
 
 A `Reservation` is an engine's whole KV cache: its allocator makes one, and the KV balloon finds it
 by the tensor's address. Both are in one process: pages are mapped in no other one. The memory
@@ -20,10 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
 from executor.cuda.driver import Driver, Handle
-from executor.cuda.page_pool import PagePool, PageRefcounts, PageSource
+from executor.cuda.page_pool import PagePool, PageSource
 from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
-from executor.kv.backing import Extent, runs
+from executor.kv.backing import Extent, coalesce, runs
 from executor.kv.shrink_plan import Granules
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 # Granules that an initially empty cache maps in one piece.
 AT_ONCE: Final = 256
+Numbers = npt.NDArray[np.int64]
 _NOTHING: Final = Handle(-1)
 _BYTES: Final = "|i1"
 _VERSION: Final = 3
@@ -165,6 +170,86 @@ class VirtualMapping:
                 f"{error}; putting the KV cache back failed as well ({second}): start the engine"
                 " anew"
             ) from error
+
+
+class PageRefcounts:
+    """Counts, for each page, of the mapped granules with a byte on it; all are mapped at first.
+
+    A page without a byte of any block counts as needed.
+    """
+
+    def __init__(
+        self,
+        extents: Sequence[Extent],
+        granules: Granules,
+        base: int,
+        page_bytes: int,
+        pages: int,
+    ) -> None:
+        self._extents = extents
+        self._granules = granules
+        self._base = base
+        self._page_bytes = page_bytes
+        self._needed: Numbers = np.zeros(pages, np.int64)
+        self._pages = [self._find_pages(granule) for granule in range(granules.count)]
+        for found in self._pages:
+            self._needed[found] += 1
+        self._needed[self._needed == 0] = 1
+
+    def take(self, granules: Collection[int]) -> list[int]:
+        """Count these granules out; return the pages that no other one needs, ascending."""
+        touched = self._add(granules, -1)
+        freed: list[int] = touched[self._needed[touched] == 0].tolist()
+        return freed
+
+    def give(self, granules: Collection[int]) -> list[int]:
+        """Count these granules in again; return the pages that none needed before, ascending."""
+        touched = self._touched(granules)
+        lacking = touched[self._needed[touched] == 0]
+        self._add(granules, 1)
+        found: list[int] = lacking.tolist()
+        return found
+
+    def pages_of(self, granule: int) -> list[int]:
+        """The pages on which a granule has a byte, ascending."""
+        found: list[int] = self._pages[granule].tolist()
+        return found
+
+    def lacking(self, granule: int) -> int:
+        """Return how many of its pages no mapped granule needs: the cost of mapping this one."""
+        return int((self._needed[self._pages[granule]] == 0).sum())
+
+    @property
+    def granules(self) -> int:
+        """Number of granules."""
+        return len(self._pages)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the granule that has the most."""
+        return max(len(found) for found in self._pages)
+
+    def _add(self, granules: Collection[int], change: int) -> Numbers:
+        for granule in granules:
+            self._needed[self._pages[granule]] += change
+        return self._touched(granules)
+
+    def _touched(self, granules: Collection[int]) -> Numbers:
+        parts = [self._pages[granule] for granule in granules]
+        return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    def _find_pages(self, granule: int) -> Numbers:
+        blocks = self._granules.blocks_of(granule)
+        pieces = coalesce(piece for extent in self._extents for piece in extent.ranges(blocks))
+        size = self._page_bytes
+        return np.unique(
+            np.concatenate(
+                [
+                    np.arange((p.start - self._base) // size, -((self._base - p.end) // size))
+                    for p in pieces
+                ]
+            )
+        )
 
 
 class CudaPages:

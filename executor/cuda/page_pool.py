@@ -1,21 +1,32 @@
-"""Pool of a GPU's physical pages, and the use counts that say which of them can be released.
+"""Sources of a GPU's physical pages: the driver, and another process that lends its own.
 
-`PagePool` creates pages through the driver and keeps some spare. `PageRefcounts` maps the granules
-of a KV cache to the pages they lie on, and knows which pages no mapped granule needs.
+`PagePool` creates pages through the driver and keeps some spare. `PageClient` borrows pages of
+another process of the same GPU, until it wants them back.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final, Protocol
 
 from executor.cuda.driver import Driver, Handle
-from executor.errors import DeviceMemoryShort
-from executor.kv.backing import Extent, coalesce
-from executor.kv.shrink_plan import Granules
+from executor.cuda.page_messages import (
+    EVERYTHING,
+    MOST_PAGES,
+    Hello,
+    HungUp,
+    Lend,
+    RequestPages,
+    Return,
+    Revoke,
+    close_all,
+    receive,
+    send,
+)
+from executor.errors import DeviceError, DeviceMemoryShort, LoanError
 
-Numbers = npt.NDArray[np.int64]
+MOST_FRAMES: Final = 8
 
 
 class PageSource(Protocol):
@@ -149,81 +160,167 @@ class PagePool:
         return created
 
 
-class PageRefcounts:
-    """Counts, for each page, of the mapped granules with a byte on it; all are mapped at first.
+class PageClient:
+    """PageSource that takes borrowed pages first, then its own. One thread calls it.
 
-    A page without a byte of any block counts as needed.
+    A borrowed page that is given goes back to its lender. When the lender ends, pages that are
+    mapped stay as they are, and no others come.
     """
 
-    def __init__(
-        self,
-        extents: Sequence[Extent],
-        granules: Granules,
-        base: int,
-        page_bytes: int,
-        pages: int,
-    ) -> None:
-        self._extents = extents
-        self._granules = granules
-        self._base = base
-        self._page_bytes = page_bytes
-        self._needed: Numbers = np.zeros(pages, np.int64)
-        self._pages = [self._find_pages(granule) for granule in range(granules.count)]
-        for found in self._pages:
-            self._needed[found] += 1
-        self._needed[self._needed == 0] = 1
-
-    def take(self, granules: Collection[int]) -> list[int]:
-        """Count these granules out; return the pages that no other one needs, ascending."""
-        touched = self._add(granules, -1)
-        freed: list[int] = touched[self._needed[touched] == 0].tolist()
-        return freed
-
-    def give(self, granules: Collection[int]) -> list[int]:
-        """Count these granules in again; return the pages that none needed before, ascending."""
-        touched = self._touched(granules)
-        lacking = touched[self._needed[touched] == 0]
-        self._add(granules, 1)
-        found: list[int] = lacking.tolist()
-        return found
-
-    def pages_of(self, granule: int) -> list[int]:
-        """The pages on which a granule has a byte, ascending."""
-        found: list[int] = self._pages[granule].tolist()
-        return found
-
-    def lacking(self, granule: int) -> int:
-        """Return how many of its pages no mapped granule needs: the cost of mapping this one."""
-        return int((self._needed[self._pages[granule]] == 0).sum())
-
-    @property
-    def granules(self) -> int:
-        """Number of granules."""
-        return len(self._pages)
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of the granule that has the most."""
-        return max(len(found) for found in self._pages)
-
-    def _add(self, granules: Collection[int], change: int) -> Numbers:
-        for granule in granules:
-            self._needed[self._pages[granule]] += change
-        return self._touched(granules)
-
-    def _touched(self, granules: Collection[int]) -> Numbers:
-        parts = [self._pages[granule] for granule in granules]
-        return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-
-    def _find_pages(self, granule: int) -> Numbers:
-        blocks = self._granules.blocks_of(granule)
-        pieces = coalesce(piece for extent in self._extents for piece in extent.ranges(blocks))
-        size = self._page_bytes
-        return np.unique(
-            np.concatenate(
-                [
-                    np.arange((p.start - self._base) // size, -((self._base - p.end) // size))
-                    for p in pieces
-                ]
-            )
+    def __init__(self, driver: Driver, page_bytes: int, path: Path, own: PagePool) -> None:
+        """Raises LoanError if no lender is at `path`."""
+        self._driver = driver
+        self._own = own
+        self._numbers: dict[Handle, int] = {}
+        self._stock: list[Handle] = []
+        self._unsaid: list[int] = []
+        self._unasked = MOST_PAGES
+        self._connection: socket.socket | None = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
+        self._keep = EVERYTHING
+        try:
+            self._connection.connect(os.fspath(path))
+            send(self._connection, Hello(driver.device, page_bytes))
+        except (OSError, HungUp) as error:
+            self._connection.close()
+            raise LoanError(f"nobody lends pages at {path}: start the host first") from error
+        self._ask()
+
+    @property
+    def idle(self) -> int:
+        """Pages of both kinds without a mapping."""
+        return self.unmapped + self._own.idle
+
+    @property
+    def unmapped(self) -> int:
+        """Borrowed pages without a mapping."""
+        return len(self._stock)
+
+    @property
+    def borrowed(self) -> int:
+        """Pages of the lender's that this process has."""
+        return len(self._numbers)
+
+    @property
+    def wanted(self) -> int:
+        """Number of borrowed pages that have to be given back now."""
+        return max(0, self.borrowed - self._keep)
+
+    @property
+    def available(self) -> int:
+        """Borrowed pages without a mapping, and the pages that it can make itself."""
+        return self.unmapped + self._own.available
+
+    @property
+    def foreign(self) -> Collection[Handle]:
+        """Pages of the lender's."""
+        return self._numbers.keys()
+
+    def recall(self, count: int) -> None:
+        """Do nothing: it has lent nothing."""
+
+    def take(self, count: int) -> list[Handle]:
+        """Return borrowed pages, then own ones; on DeviceMemoryShort nothing changed."""
+        borrowed = min(count, len(self._stock))
+        own = self._own.take(count - borrowed)
+        taken = self._stock[len(self._stock) - borrowed :]
+        del self._stock[len(self._stock) - borrowed :]
+        return taken + own
+
+    def give(self, handles: Collection[Handle]) -> None:
+        """Return borrowed pages to their lender, and keep or release the others."""
+        self._own.give([handle for handle in handles if handle not in self._numbers])
+        self._give_back([handle for handle in handles if handle in self._numbers])
+
+    def step(self) -> bool:
+        """Read the lender's messages; never waits. Raises LoanError if it breaks the rules."""
+        self._tell()
+        self._hear()
+        self._ask()
+        return False
+
+    def close(self) -> None:
+        """Hang up, and release pages without a mapping."""
+        self._hang_up()
+        self._own.close()
+
+    def _hear(self) -> None:
+        for _ in range(MOST_FRAMES):
+            try:
+                heard = receive(self._connection) if self._connection is not None else None
+            except HungUp:
+                self._hang_up()
+                return
+            if heard is None:
+                return
+            frame, descriptors = heard
+            try:
+                self._obey(frame, descriptors)
+            finally:
+                close_all(descriptors)
+
+    def _hang_up(self) -> None:
+        for handle in self._stock:
+            self._driver.release(handle)
+            del self._numbers[handle]
+        self._stock.clear()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _obey(self, frame: object, descriptors: list[int]) -> None:
+        match frame:
+            case Lend(numbers) if len(numbers) == len(descriptors):
+                self._import(numbers, descriptors)
+            case Revoke(keep):
+                self._keep = keep
+            case _:
+                raise LoanError(
+                    f"a lender says {type(frame).__name__} with {len(descriptors)} descriptors"
+                )
+        if self.wanted:
+            self._give_back(self._stock[-self.wanted :])
+
+    def _import(self, numbers: tuple[int, ...], descriptors: list[int]) -> None:
+        imported = 0
+        self._unasked += len(numbers)
+        try:
+            for number, descriptor in zip(numbers, descriptors, strict=True):
+                handle = self._driver.import_handle(descriptor)
+                self._numbers[handle] = number
+                self._stock.append(handle)
+                imported += 1
+        except DeviceError:
+            self._unsaid += numbers[imported:]
+            self._tell()
+            raise
+
+    def _give_back(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self._driver.release(handle)
+            self._unsaid.append(self._numbers.pop(handle))
+            if handle in self._stock:
+                self._stock.remove(handle)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Report returned pages, as far as the lender reads now."""
+        while self._unsaid and self._connection is not None:
+            numbers = tuple(self._unsaid[:MOST_PAGES])
+            try:
+                if not send(self._connection, Return(numbers)):
+                    return
+            except HungUp:
+                self._hang_up()
+                return
+            del self._unsaid[: len(numbers)]
+
+    def _ask(self) -> None:
+        if not self._unasked or self._connection is None:
+            return
+        try:
+            if send(self._connection, RequestPages(self._unasked)):
+                self._unasked = 0
+        except HungUp:
+            self._hang_up()

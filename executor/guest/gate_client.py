@@ -1,24 +1,37 @@
-"""Guest's client of the control page: asks the gate before a step, publishes the guest's state.
+"""Guest's clients of the control page: the gate before a step, the gate of a start, the watchdog.
 
-The gate starts with profiles of the guest's and of the host's steps. A configured profile that
-cannot be used ends the engine's start: with a guess in its place the gate would lend other slack
-than the operator measured, and nobody would notice.
+`GateClient` asks the gate and publishes the guest's state. It starts with profiles of the guest's
+and of the host's steps. A configured profile that cannot be used ends the engine's start: with a
+guess in its place the gate would lend other slack than the operator measured, and nobody would
+notice.
+
+`StartGate` lets each forward pass of an engine's start wait for an idle host, as steps do later:
+
+    profile run, warm-up, graph capture ──► model(...) ──► gate: host idle, grant live? ──► runs
+
+The scheduler that asks the gate is made last, so nothing else holds back the passes of a start.
+
+`Watchdog` ends the process when it is orphaned or to be killed. It is a thread of its own, because
+an idle engine core runs no scheduler code at all and an orphaned guest must still end itself.
 """
 
+import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from executor.control_page.page import ControlPage
-from executor.control_page.seqlock_records import Grant, GuestState
+from executor.control_page.seqlock_records import Grant, GrantMode, GuestState
 from executor.engine_settings import GUEST, POLICY_VERSION, EngineSettings
 from executor.errors import ExecutorError
-from executor.step_decision import GateLimits, Run, Yield, decide
+from executor.freeze_reason import FreezeReason
+from executor.step_decision import GateLimits, Run, Yield, decide, may_use_idle_host
 from executor.step_log import StepLog
 from slo import ProfileError, StepModel, StepProfile
 
@@ -28,6 +41,14 @@ FIRST_MODEL: Final = StepModel(
 )
 YIELD_SLEEP_S = 0.0005
 BEAT_NS = 50_000_000
+TICK_S: Final = 0.02
+EXIT_ORPHANED: Final = 75
+EXIT_KILLED: Final = 76
+EXIT_BROKEN: Final = 77
+GATED_START: Final = "ROSE_GATED_START"
+PAUSE_S: Final = 0.002
+
+logger = logging.getLogger("vllm.rose.start")
 
 
 def step_model(settings: EngineSettings) -> StepModel:
@@ -211,3 +232,118 @@ class GateClient:
             state = replace(state, running=load.running, waiting=load.waiting, kv_used=load.kv_used)
         self._state = state
         self._page.guest.write(state)
+
+
+class GrantLiveness:
+    """Judge of the grant's age: a guest ends itself if its grant says so, or is too old.
+
+    A grant so old means that the node daemon is gone. The clock is passed in.
+    """
+
+    def __init__(self, started_ns: int, orphan_ns: int) -> None:
+        """A guest that never sees a grant counts from `started_ns`."""
+        if orphan_ns <= 0:
+            raise ValueError(f"orphan_ns is {orphan_ns}; give a positive time")
+        self._last_sign_ns = started_ns
+        self._orphan_ns = orphan_ns
+
+    def step(self, now_ns: int, grant: Grant | None) -> FreezeReason | None:
+        """Return the reason to end now, None to live on; `grant` is None if it cannot be read."""
+        if grant is not None:
+            if grant.mode is GrantMode.KILL:
+                return FreezeReason.KILLED
+            # A heartbeat from the future is not a sign of life.
+            if grant.heartbeat_ns <= now_ns:
+                self._last_sign_ns = max(self._last_sign_ns, grant.heartbeat_ns)
+        return FreezeReason.ORPHANED if now_ns - self._last_sign_ns > self._orphan_ns else None
+
+
+class Watchdog(threading.Thread):
+    """Thread that judges the grant every TICK_S, beats on the page, and may end the process."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        orphan: GrantLiveness,
+        beat: Callable[[int], None],
+        leave: Callable[[int], object] = os._exit,
+        tick_s: float = TICK_S,
+    ) -> None:
+        super().__init__(name="rose-watchdog", daemon=True)
+        self._page = page
+        self._orphan = orphan
+        self._beat = beat
+        self._leave = leave
+        self._tick_s = tick_s
+
+    def run(self) -> None:
+        """Watch until the process has to end. An error of the watchdog ends the process too."""
+        code = EXIT_BROKEN
+        try:
+            code = self._watch()
+        finally:
+            self._leave(code)
+
+    def _watch(self) -> int:
+        # Bounded by the life of the process: there is nothing else for this thread to return to.
+        while True:
+            now_ns = time.monotonic_ns()
+            why = self._orphan.step(now_ns, self._page.grant.peek())
+            if why is not None:
+                # os._exit flushes nothing, and a frozen engine may hold every lock of logging.
+                os.write(sys.stderr.fileno(), f"rose: guest ends itself: {why}\n".encode())
+                return EXIT_KILLED if why is FreezeReason.KILLED else EXIT_ORPHANED
+            self._beat(now_ns)
+            time.sleep(self._tick_s)
+
+
+class StartGate:
+    """Gate that opens on an idle host and a live grant; the length of a pass is unknown."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        limits: GateLimits | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._page = page
+        self._limits = limits or GateLimits()
+        self._clock_ns = clock_ns
+        self._sleep = sleep
+        self.passes = 0
+        self.waited_ns = 0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Self | None:
+        """Return None for an engine that is no guest or whose node does not want it."""
+        settings = EngineSettings.from_environ(environ)
+        if settings.role != GUEST or environ.get(GATED_START) != "1":
+            return None
+        return cls(ControlPage.open(settings.page_path, settings.page_group))
+
+    def wait(self) -> None:
+        """Return when a pass may begin, without a bound: the watchdog ends an orphaned guest."""
+        began_ns = self._clock_ns()
+        logged = self.passes > 0
+        while not self._open:
+            if not logged:
+                logger.info("the start waits until its host is idle and a grant is live")
+                logged = True
+            self._sleep(PAUSE_S)
+        self.passes += 1
+        self.waited_ns += self._clock_ns() - began_ns
+
+    @property
+    def _open(self) -> bool:
+        grant = self._page.grant.peek()
+        view = self._page.host_view()
+        return may_use_idle_host(view, grant, self._clock_ns(), self._limits)
+
+    def tell(self) -> None:
+        """Log at the end of the start how long it waited, or that nothing asked."""
+        if self.passes:
+            waited_s = self.waited_ns / 1e9
+            logger.info("%d passes of the start waited %.1f s for the host", self.passes, waited_s)
+        else:
+            logger.warning("the start asked the gate for no pass: this model runs beside its host")

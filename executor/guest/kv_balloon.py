@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
 from executor.guest.gate_client import KvMapped
-from executor.kv.held_granules import HeldGranules
+from executor.kv.backing import HeldGranules
 from executor.kv.shrink_plan import (
     NO_CAP,
     Rollout,

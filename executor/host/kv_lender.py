@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost
-from executor.kv.backing import NoPages, PageBackend
-from executor.kv.held_granules import HeldGranules
+from executor.kv.backing import HeldGranules, NoPages, PageBackend
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
 

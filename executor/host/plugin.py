@@ -4,18 +4,22 @@
 
 The host never depends on ROSE: any error in here is logged once, and from then on the engine is the
 stock one. A host that does not publish vetoes the guests of its page for as long as it lives.
+
+`LatencyWriter` publishes latencies from each API process of a host, into a lane of its own.
 """
 
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from executor.control_page.host_description import HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
+from executor.control_page.latency_ring import LatencyLane
 from executor.control_page.page import ControlPage, check_folder
+from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
 from executor.errors import ExecutorError, PageError
 from executor.host.kv_lender import HostLender, KvLent
@@ -24,6 +28,7 @@ from executor.kv.lending import LendingLimits
 from executor.step_log import StepLog
 
 SERVES_ON = "the host is no longer published; it serves on without ROSE"
+UNPUBLISHED = "request latencies are not published; the host serves on"
 KEEPS = "KV memory is not lent; the host serves on with its whole pool"
 
 Publisher = TypeVar("Publisher", bound=StatePublisher)
@@ -201,3 +206,39 @@ def _page_path() -> str:
         return page_path_of(os.environ)
     except PageError:
         return ""  # Where it has no page no guest can run by it.
+
+
+class LatencyWriter:
+    """Writer of records while nothing is wrong; inert unless ROSE_ROLE=host.
+
+    Each API process of a host has one, and with it a lane of its own.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lane: LatencyLane | None = None
+        try:
+            settings = EngineSettings.from_environ(os.environ)
+            if settings.role == HOST:
+                page = ControlPage.ensure(settings.page_path, settings.page_group)
+                self._lane = page.take_lane()
+        except ExecutorError as error:
+            log.error("%s: %s", UNPUBLISHED, error)  # noqa: TRY400 -- one line says it all
+        except Exception:
+            log.exception(UNPUBLISHED)
+
+    @property
+    def open(self) -> bool:
+        """True while records are published."""
+        return self._lane is not None
+
+    def append(self, records: Callable[[], Iterable[LatencyRecord]]) -> None:
+        """Publish the records of `records`; an error in it is logged once and ends that."""
+        if self._lane is None:
+            return
+        try:
+            for record in records():
+                self._lane.append(record)
+        except Exception:  # noqa: BLE001 -- the host serves on
+            self._lane = None
+            self._log.exception(UNPUBLISHED)

@@ -1,4 +1,4 @@
-"""Physical memory behind KV blocks: one interface for every kind, and host memory behind it.
+"""Physical memory behind KV blocks: one interface for every kind, host memory, and its release.
 
 `PageBackend` is the interface. `NoPages` is for memory that this process cannot reach.
 
@@ -6,17 +6,25 @@
 they are touched. A page that two blocks share is released once both blocks are held. Bytes count as
 returned when they were measured not to be resident, never because a call asked for it. Held memory
 may not be part of a huge page, or a touch beside it would bring it back.
+
+`HeldGranules` are the granules that an engine's KV block pool gave up. Their pages go later:
+
+    mapped ── take ──> held, touchable ── unmap ──> held     once no step in flight can touch them
+    held ── give_back ──> mapped                             pages first, then blocks
+
+An engine's own pool knows the free blocks of a granule, and removes blocks from its lists.
 """
 
 import ctypes
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from executor.errors import PageReleaseError
-from executor.kv.shrink_plan import Granules
+from executor.kv.shrink_plan import Granules, GranuleUse
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Linux 5.14; the standard library has no name for it.
@@ -320,3 +328,81 @@ def granule_blocks(extents: Sequence[Extent]) -> int:
 def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
     """Return the runs of memory of two neighbouring blocks."""
     return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))
+
+
+class HeldGranules(ABC):
+    """Part of a ballooned pool that every engine has; `fence` counts engine steps."""
+
+    def __init__(self, granules: Granules, pages: PageBackend) -> None:
+        """Hold the granules without pages from the start: call it when `_take_out` works."""
+        self.granules = granules
+        self.pages = pages
+        self.held: set[int] = set()
+        self._touchable: dict[int, int] = {}
+        self._take_out(pages.released)
+        self.held.update(pages.released)
+
+    @property
+    def granule_bytes(self) -> int:
+        """KV bytes of a whole granule."""
+        return self.pages.bytes_total // self.granules.blocks * self.granules.granule_blocks
+
+    @property
+    def unmapped(self) -> bool:
+        """True if the pages of all held granules were returned."""
+        return not self._touchable
+
+    @property
+    def owed(self) -> int:
+        """Borrowed granules that the owner wants back, less those being returned."""
+        owed = self.pages.owed
+        return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
+
+    def take(self, granules: Collection[int], fence: int) -> int:
+        """Hold those of the granules that are wholly free; return their number.
+
+        Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
+        """
+        taken = self._wholly_free(granules)
+        self._take_out(taken)
+        for granule in taken:
+            self.held.add(granule)
+            self._touchable[granule] = fence
+        return len(taken)
+
+    def unmap(self, steps_done: int) -> None:
+        """Return the pages that no step after the first `steps_done` can touch any more."""
+        due = [granule for granule, fence in self._touchable.items() if fence <= steps_done]
+        if due:
+            self.pages.release(due)
+            for granule in due:
+                del self._touchable[granule]
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Map held granules again: first their pages, then their blocks."""
+        self.pages.restore(granules)
+        self._put_in(granules)
+        for granule in granules:
+            self.held.remove(granule)
+            self._touchable.pop(granule, None)
+
+    @property
+    @abstractmethod
+    def capacity_blocks(self) -> int:
+        """Blocks that requests can have at most now."""
+
+    @abstractmethod
+    def uses(self) -> Iterable[GranuleUse]:
+        """Return the use of each mapped granule."""
+
+    @abstractmethod
+    def _wholly_free(self, granules: Collection[int]) -> list[int]:
+        """Return those of the granules that are mapped and whose blocks are all free."""
+
+    @abstractmethod
+    def _take_out(self, granules: Collection[int]) -> None:
+        """Take the free blocks of granules out of the pool."""
+
+    @abstractmethod
+    def _put_in(self, granules: Collection[int]) -> None:
+        """Put the blocks of granules back into the pool."""

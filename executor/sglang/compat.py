@@ -3,18 +3,25 @@
 No surface here is public in SGLang but the registry of hooks; the engine tests pin the others.
 SGLang only logs a hook that cannot be set, or a plugin that fails, and then serves without it. So
 `install` checks each hook, and ends the process with one line if one is missing.
+
+`stamp` attaches its policy version to every token where it is sampled. SGLang reports the weights
+of a request's tokens at its end, and a killed request never ends. Values that a model returns
+beside its logits travel with each token: so does this one.
 """
 
 import logging
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Final, NoReturn
 
+from executor.engine_settings import POLICY_VERSION
 from executor.errors import ExecutorError
 
 TESTED: Final = ("0.5.23",)
+STAMP: Final = "rose_version"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
 Hook = Callable[..., Any]
@@ -155,3 +162,19 @@ def own_devices(ranks: int) -> tuple[str, ...]:
     except Exception:  # noqa: BLE001 -- of whatever driver there is; without UUIDs nobody comes
         return ()
     return tuple(f"GPU-{str(uuid).removeprefix('GPU-')}" for uuid in found)
+
+
+def stamp(batch: Any, result: Any, environ: Mapping[str, str] = os.environ) -> None:  # noqa: ANN401 -- SGLang's
+    """Stamp a step's tokens with the version that its process has active."""
+    output = getattr(result, "logits_output", None)
+    if output is None:
+        return
+    versions = [int(environ.get(POLICY_VERSION, "0"))] * len(batch.reqs)
+    output.customized_info = {**(output.customized_info or {}), STAMP: versions}
+
+
+def stamped_run(original: Any, scheduler: Any, batch: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401
+    """Hook around the scheduler's `run_batch`, for an engine without a gate."""
+    result = original(scheduler, batch, *more, **named)
+    stamp(batch, result)
+    return result

@@ -27,6 +27,7 @@ from executor.engine_settings import AUTO, MADVISE
 from executor.errors import ExecutorError
 from executor.kv.backing import (
     Extent,
+    HeldGranules,
     HostPages,
     NoPages,
     PageBackend,
@@ -34,7 +35,6 @@ from executor.kv.backing import (
     granule_blocks,
     use_huge_pages,
 )
-from executor.kv.held_granules import HeldGranules
 from executor.kv.shrink_plan import Granules, GranuleUse
 
 logger = logging.getLogger("rose.kv")

@@ -27,8 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from executor.cuda.backing import Reservation, reservation_at
 from executor.cuda.driver import Driver
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool, PageSource
+from executor.cuda.page_pool import PageClient, PagePool, PageSource
 from executor.cuda.page_server import PageServer
 from executor.engine_settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
 from executor.errors import ExecutorError, LoanError

@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Final, Generic, TypeVar
 
-from executor.kv.backing import PageBackend
-from executor.kv.held_granules import HeldGranules
+from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.shrink_plan import Granules, GranuleUse
 from executor.vllm.compat import BlockPoolSurface, BlockSurface
 

@@ -27,7 +27,7 @@ from tiny_model import VOCABULARY, save_tiny_model
 from vllm_versions import PYTHON_25, needs_25, run_by
 
 from executor import ControlPage, GuestState
-from executor.guest.start_gate import GATED_START
+from executor.guest.gate_client import GATED_START
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec

@@ -9,16 +9,42 @@ Scheduler.run_batch                   a step begins; its tokens are stamped
 Scheduler.process_batch_result        a step is done
 IdleSleeper.maybe_sleep               an idle guest notices that its memory is wanted
 allocator.clear                       held granules stay held
+
+Work before, within and after each step:
+
+    begin      aborted requests end; the gate grants tokens and sequences; KV comes to its cap
+    prefill    at most the granted tokens, chunks included; no more sequences than granted
+    decode     one token a sequence: sequences beyond the tokens are parked
+    parked     back in the queue; its KV stays in the prefix cache, and it resumes with one token
+
+A step is one pass: SGLang's overlapped scheduling is off in a guest, so that nothing is in flight
+when the gate is asked. Retracted requests keep their tokens and compute their KV again.
 """
 
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
-from executor.engine_settings import GUEST, EngineSettings
+import torch
+
+from executor.control_page.page import ControlPage
+from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.errors import ExecutorError
-from executor.guest.start_gate import StartGate
+from executor.guest.gate_client import (
+    EngineLoad,
+    GateClient,
+    GrantLiveness,
+    StartGate,
+    Watchdog,
+    gate_limits,
+    step_model,
+)
+from executor.guest.kv_balloon import GuestKv, too_large
+from executor.kv.shrink_plan import Rollout
 from executor.sglang.compat import (
     GUEST_NEEDED,
     NEEDED,
@@ -30,8 +56,10 @@ from executor.sglang.compat import (
     give_up,
     install,
     part_of_engine,
+    stamp,
 )
-from executor.sglang.guest.scheduler import GuestScheduler
+from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
+from executor.step_decision import Run
 
 _SLEEPER: Final = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _ALLOCATORS: Final = (
@@ -39,8 +67,264 @@ _ALLOCATORS: Final = (
     "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear",
 )
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+IDLE_POLL_MS: Final = 10
+IDLE_ROUNDS: Final = 100
+# Share of the prefix cache that is dropped at once, so that a large one is not asked often.
+FORGET_SHARE: Final = 1 / 8
 
 logger = logging.getLogger("rose.sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A waiting request's id and tokens so far."""
+
+    request_id: str
+    num_tokens: int
+
+
+class GuestScheduler:
+    """One guest's gate and balloon. Only the scheduler's thread may call it."""
+
+    def __init__(self, scheduler: Any, settings: EngineSettings) -> None:  # noqa: ANN401 -- SGLang's
+        """Attach to a scheduler that is complete and has not begun.
+
+        Raises ExecutorError if the page, a profile or this model's KV cache cannot be used.
+        """
+        _check_cache(scheduler)
+        self._scheduler = scheduler
+        self._batch = scheduler.running_batch
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._page_tokens = int(self._allocator.page_size)
+        self._capacity_tokens = int(scheduler.max_total_num_tokens)
+        model, limits = step_model(settings), gate_limits(settings)
+        page = ControlPage.open(settings.page_path, settings.page_group)
+        pages, granules = kv_pages(self._allocator, settings.kv_backend)
+        self._pool = BalloonedAllocator(self._allocator, granules, pages, self._owned, self._forget)
+        self._kv = GuestKv(self._pool, self._rollouts, self.retract)
+        self._gate = GateClient(page, self._kv.mapped, limits, model, self._page_tokens)
+        self.tokens = 0
+        """Tokens of the next step; 0 for no step."""
+        self.sequences = 0
+        """Most sequences of the next step."""
+        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
+        Watchdog(page, orphan, self._gate.beat).start()
+
+    def begin(self, running: Any) -> bool:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """Return True if a step may begin, over `running` and the waiting requests."""
+        self._batch = running
+        self._end_aborted()
+        load = self._load()
+        self.tokens = self.sequences = 0
+        if load.running or load.waiting:
+            verdict = self._gate.ask(load)
+            if isinstance(verdict, Run):
+                self.tokens, self.sequences = verdict.token_budget, verdict.max_sequences
+        else:
+            self._gate.idle(load)
+        if not self._fit_kv():
+            self.tokens = self.sequences = 0
+        # SGLang keeps this set until a request ends; a grant changes sooner.
+        running.batch_is_full = False
+        if self.tokens:
+            # Admitted requests decode in the next step.
+            self.sequences = min(self.sequences, self.tokens)
+            self._park(self.tokens)
+        return self.tokens > 0
+
+    @contextmanager
+    def capped(self) -> Iterator[bool]:
+        """Limit a prefill to the granted tokens; yields True if there is room."""
+        scheduler = self._scheduler
+        room = self.tokens // self._page_tokens * self._page_tokens
+        full = scheduler.chunked_prefill_size, scheduler.max_prefill_tokens
+        chunk = room if full[0] is None else min(full[0], room)
+        scheduler.chunked_prefill_size = chunk
+        scheduler.max_prefill_tokens = min(full[1], room)
+        try:
+            yield room > 0
+        finally:
+            scheduler.chunked_prefill_size, scheduler.max_prefill_tokens = full
+
+    def scheduled(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """Record that a step begins."""
+        self._kv.step_begun()
+        self._gate.scheduled(self._load(batch), tokens_of(batch))
+
+    def sampled(self, batch: Any, result: Any) -> None:  # noqa: ANN401 -- SGLang's
+        """Stamp the sampled tokens."""
+        stamp(batch, result)
+
+    def stepped(self, batch: Any, sampled: int) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """Record that it is done, its output on the way."""
+        self._kv.step_done()
+        self._gate.stepped(self._load(batch), tokens_of(batch), len(batch.reqs), sampled)
+
+    def output_tokens(self, batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """Return the tokens of a batch's rollouts so far; a warm-up's do not count."""
+        return sum(len(r.output_ids) for r in batch.reqs if not r.rid.startswith(WARM_UP))
+
+    def sleep(self, poller: Any) -> None:  # noqa: ANN401 -- a zmq.Poller
+        """Wait for a message; return sooner if KV memory is wanted."""
+        for _ in range(IDLE_ROUNDS):
+            if poller.poll(IDLE_POLL_MS) or self._kv.must_shrink(self._gate.grant()):
+                return
+
+    def cleared(self, allocator: Any) -> None:  # noqa: ANN401 -- SGLang's
+        """Adapt to this guest's allocator that began anew."""
+        if allocator is self._allocator:
+            self._pool.cleared()
+
+    def retract(self, request_ids: Collection[str]) -> None:
+        """Send running requests back to the queue, their KV freed."""
+        self._requeue(set(request_ids), keep_kv=False)
+
+    def _park(self, tokens: int) -> None:
+        """Leave no more running requests than there are tokens, the oldest ones."""
+        beyond = self._batch.reqs[tokens:]
+        self._requeue({request.rid for request in beyond}, keep_kv=True)
+
+    def _requeue(self, ids: set[str], *, keep_kv: bool) -> None:
+        scheduler, batch = self._scheduler, self._batch
+        gone = [request for request in batch.reqs if request.rid in ids]
+        chunked = scheduler.chunked_req
+        if not keep_kv and chunked is not None and chunked.rid in ids:
+            scheduler.chunked_req = None
+            gone.append(chunked)
+        if not gone:
+            return
+        for request in gone:
+            self._release(request, keep_kv=keep_kv)
+            request.reset_for_retract()
+            scheduler._add_request_to_queue(request, is_retracted=True)
+        left = [n for n, request in enumerate(batch.reqs) if request.rid not in ids]
+        batch.filter_batch(keep_indices=left)
+        # They have waited already: in front of requests that have not.
+        back = [request for request in scheduler.waiting_queue if request.rid in ids]
+        others = [request for request in scheduler.waiting_queue if request.rid not in ids]
+        scheduler.waiting_queue = back + others
+
+    def _release(self, request: Any, *, keep_kv: bool) -> None:  # noqa: ANN401 -- SGLang's Req
+        """Free a request's KV; `keep_kv` leaves it to the prefix cache."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(request, self._scheduler.tree_cache, checkpoint=keep_kv)
+
+    def _end_aborted(self) -> None:
+        """End aborted requests at once: SGLang lets each run one more step, and none may come."""
+        batch = self._batch
+        ended = [request for request in batch.reqs if request.to_finish is not None]
+        if ended:
+            for request in ended:
+                request.finished_reason, request.to_finish = request.to_finish, None
+                self._release(request, keep_kv=False)
+                self._hand_back(request)
+            batch.filter_batch()
+
+    def _fit_kv(self) -> bool:
+        """Bring KV memory to the grant's bound; return True when a step may begin."""
+        held = len(self._pool.held)
+        fits = self._kv.fit(self._gate.grant())
+        if len(self._pool.held) != held:
+            self._tell_capacity()
+        self._gate.mapped(self._kv.mapped, self._load())
+        if self._kv.ballooned:
+            self._hand_back_too_large()
+        return fits
+
+    def _tell_capacity(self) -> None:
+        """Adapt SGLang's idle check that no block was lost."""
+        away = self._pool.held_blocks * self._page_tokens
+        self._scheduler.invariant_checker.max_total_num_tokens = self._capacity_tokens - away
+
+    def _hand_back_too_large(self) -> None:
+        waiting = [
+            QueuedRequest(request.rid, len(request.origin_input_ids) + len(request.output_ids))
+            for request in self._scheduler.waiting_queue
+        ]
+        pages_of = lambda tokens: -(-tokens // self._page_tokens)  # noqa: E731
+        lost = set(too_large(waiting, self._pool.capacity_blocks, pages_of, 1))
+        if not lost:
+            return
+        logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
+        queue = self._scheduler.waiting_queue
+        self._scheduler.waiting_queue = [r for r in queue if r.rid not in lost]
+        for request in queue:
+            if request.rid in lost:
+                self._scheduler._release_aborted_request(request)
+                self._hand_back(request)
+
+    def _hand_back(self, request: Any) -> None:  # noqa: ANN401 -- SGLang's Req
+        """End a request at its client, so that it continues elsewhere."""
+        from sglang.srt.managers.scheduler import _make_abort_req
+
+        reason = request.finished_reason
+        said = None if reason is None else reason.to_json()
+        self._scheduler.send_abort_output(_make_abort_req(request, finished_reason=said), request)
+
+    def _running(self) -> list[Any]:
+        """Return the requests that have KV, each once."""
+        found = {request.rid: request for request in self._batch.reqs}
+        chunked = self._scheduler.chunked_req
+        if chunked is not None:
+            found.setdefault(chunked.rid, chunked)
+        return [request for request in found.values() if request.kv.holds_kv]
+
+    def _blocks(self, request: Any) -> torch.Tensor:  # noqa: ANN401 -- SGLang's Req
+        kv = request.kv
+        rows = self._scheduler.req_to_token_pool.req_to_token
+        slots = rows[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
+        blocks: torch.Tensor = torch.unique(slots // self._page_tokens)
+        return blocks
+
+    def _owned(self) -> torch.Tensor:
+        blocks = [self._blocks(request) for request in self._running()]
+        return torch.unique(torch.cat(blocks)) if blocks else torch.empty(0, dtype=torch.int64)
+
+    def _rollouts(self) -> Sequence[Rollout]:
+        return [
+            Rollout(r.rid, int(r.kv.kv_committed_len), self._blocks(r).tolist())
+            for r in self._running()
+        ]
+
+    def _forget(self, tokens: int) -> int:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        tree, before = self._scheduler.tree_cache, self._allocator.available_size()
+        share = int(tree.evictable_size() * FORGET_SHARE)
+        tree.evict(EvictParams(num_tokens=max(tokens, share)))
+        return int(self._allocator.available_size() - before) // self._page_tokens
+
+    def _load(self, batch: Any = None) -> EngineLoad:  # noqa: ANN401 -- SGLang's ScheduleBatch
+        """Return requests and blocks now; `batch`: one that is not among the running ones yet."""
+        scheduler, tree = self._scheduler, self._scheduler.tree_cache
+        ids = {request.rid for request in self._batch.reqs}
+        if batch is not None:
+            ids |= {request.rid for request in batch.reqs if not request.finished()}
+        if scheduler.chunked_req is not None:
+            ids.add(scheduler.chunked_req.rid)
+        waiting = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue)
+        free_tokens = int(self._allocator.available_size()) + int(tree.evictable_size())
+        used = self._pool.capacity_blocks - free_tokens // self._page_tokens
+        return EngineLoad(len(ids), waiting, max(0, used))
+
+
+def tokens_of(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
+    """Return the tokens of one step: a prefill's new ones, or one a sequence."""
+    if batch.forward_mode.is_extend():
+        return int(batch.extend_num_tokens)
+    return len(batch.reqs)
+
+
+def _check_cache(scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+    """Raise ExecutorError for models whose KV cache is not a plain list of blocks."""
+    tree = scheduler.tree_cache
+    if tree.supports_swa() or tree.supports_mamba():
+        raise ExecutorError(
+            "a guest on SGLang serves models with full attention; this one keeps windows or states"
+        )
+    if not (scheduler.chunked_prefill_size or 0) > 0:
+        raise ExecutorError("a guest needs chunked prefill; leave out --chunked-prefill-size=-1")
 
 
 class GuestHooks:

@@ -17,8 +17,7 @@ from typing import Any, Final
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
 from executor.host.kv_lender import HostLender, HostMemoryPool, check_lendable
-from executor.kv.backing import PageBackend
-from executor.kv.held_granules import HeldGranules
+from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.shrink_plan import Granules
 from executor.sglang.compat import LENDING_NEEDED, check_features

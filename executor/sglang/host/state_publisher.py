@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from executor.control_page.host_seat import HostSeat
-from executor.deadline_tracker import DeadlineTracker
 from executor.host.kv_lender import KvLent
-from executor.host.state_publisher import StatePublisher
+from executor.host.state_publisher import DeadlineTracker, StatePublisher
 from executor.step_log import StepLog
 
 RECONCILE_STEPS: Final = 64

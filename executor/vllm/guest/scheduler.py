@@ -18,15 +18,15 @@ from vllm.v1.request import RequestStatus
 
 from executor.control_page.page import ControlPage
 from executor.engine_settings import GUEST, WARM_UP, EngineSettings
-from executor.grant_controller import GrantLiveness
 from executor.guest.gate_client import (
     EngineLoad,
     GateClient,
+    GrantLiveness,
+    Watchdog,
     gate_limits,
     step_model,
 )
 from executor.guest.kv_balloon import GuestKv, too_large
-from executor.guest.orphan_watchdog import Watchdog
 from executor.kv.shrink_plan import Rollout
 from executor.step_decision import Run
 from executor.vllm.compat import (

@@ -9,7 +9,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST
-from executor.host.latency_writer import LatencyWriter
+from executor.host.plugin import LatencyWriter
 from executor.vllm.compat import FinishedSurface, IterationSurface, client_request_id
 
 logger = logging.getLogger("vllm.rose.latency")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from executor.harvest_caps import UNCAPPED, HarvestCaps
+from executor.grant_controller import UNCAPPED, HarvestCaps
 from rose.clock import boot_clock_s
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2

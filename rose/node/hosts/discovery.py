@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from executor import ControlPage, PageError
-from executor.control_page.byte_locks import SEAT, inode_of, is_held, is_in_use
 from executor.control_page.host_description import SUFFIX, HostDescription, host_name
+from executor.control_page.host_seat import SEAT, inode_of, is_held, is_in_use
 from executor.control_page.page import MAGIC, check_folder
 from rose.node.config import DiscoverConfig, HostConfig
 

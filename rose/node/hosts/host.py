@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from threading import Lock
 
 from executor import ControlPage, HostState, LatencyRecord
-from executor.control_page.byte_locks import HeldLock
+from executor.control_page.host_seat import HeldLock
 from rose.logs.eventlog import JsonlLog
 from rose.node.config import HostConfig
 from rose.node.grants.host_load import HostLoad, SloCounter

@@ -21,8 +21,8 @@ from executor.sglang.compat import (
     give_up,
     install,
     part_of_engine,
+    stamped_run,
 )
-from executor.sglang.version_stamps import stamped_run
 from rose.replica.asgi import ROLES, AccessFilter, GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
 from rose.replica.sglang.engine import SglangEngine

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from executor.engine_settings import WARM_UP
-from executor.sglang.version_stamps import STAMP
+from executor.sglang.compat import STAMP
 from rose.contract.replica import (
     PROMPT_PLACES,
     GenerateBody,

@@ -1,8 +1,8 @@
 """Stand-in for a production host: an engine that serves users, publishes its load and lends KV.
 
-Its deadlines are kept by `executor.deadline_tracker`, what it lends is decided by `LendingCore`;
-the model carries both out. It hands granules back to itself as soon as its guest has returned
-their memory, and waits for nobody: what is out is missing from its KV memory until then.
+Its deadlines are kept by `DeadlineTracker`, what it lends is decided by `LendingCore`; the model
+carries both out. It hands granules back to itself as soon as its guest has returned their memory,
+and waits for nobody: what is out is missing from its KV memory until then.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from executor.control_page.seqlock_records import HostState
-from executor.deadline_tracker import DeadlineTracker
+from executor.host.state_publisher import DeadlineTracker
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
 from rose.simulation.clock.event_queue import NS, EventQueue

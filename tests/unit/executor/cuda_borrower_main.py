@@ -6,8 +6,7 @@ from pathlib import Path
 from cuda_cases import ZEROS, device_gpu
 
 from executor.cuda.backing import VirtualMapping
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 
 
 def say(word: str) -> None:

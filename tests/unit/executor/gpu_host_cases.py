@@ -27,8 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from executor import ControlPage, HostState
 from executor.cuda.backing import Reservation
 from executor.cuda.driver import Handle
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 from executor.engine_settings import EngineSettings
 from executor.errors import DeviceMemoryShort
 from executor.kv.lending import lent_bytes

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 from executor.cuda.page_server import PageServer
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from executor.cuda.driver import Handle
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 from tests.fakes.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 

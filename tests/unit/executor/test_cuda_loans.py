@@ -13,7 +13,7 @@ from loan_cases import RESERVE, Rig, rig, settle
 
 from executor.cuda.backing import VirtualMapping
 from executor.cuda.driver import Handle
-from executor.cuda.page_client import PageClient
+from executor.cuda.page_pool import PageClient
 from executor.cuda.page_server import PageServer
 from executor.errors import DeviceMemoryShort
 from tests.fakes.driver import PAGE, scripted

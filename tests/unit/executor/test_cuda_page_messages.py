@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loan_cases import RESERVE, Rig, open_descriptors, rig, settle
 
-from executor.cuda.page_client import PageClient
 from executor.cuda.page_messages import (
     MOST_PAGES,
     Frame,
@@ -24,7 +23,7 @@ from executor.cuda.page_messages import (
     receive,
     send,
 )
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 from executor.cuda.page_server import MOST_BORROWERS, LoanLedger
 from executor.errors import LoanError
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.deadline_tracker import DeadlineTracker
+from executor.host.state_publisher import DeadlineTracker
 
 TTFT, TPOT = 1_000, 100
 

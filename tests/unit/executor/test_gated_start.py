@@ -12,8 +12,8 @@ from torch import nn
 
 from executor import ControlPage, Grant, GrantMode
 from executor.errors import ExecutorError
-from executor.guest.start_gate import StartGate
-from executor.vllm.guest.start_gate import GatedStart
+from executor.guest.gate_client import StartGate
+from executor.vllm.reserved_worker import GatedStart
 from tests.harness.seated_host import SeatedHost
 
 TICK_NS = 1_000_000

@@ -12,8 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from executor import Grant
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PageClient, PagePool
 from executor.cuda.page_server import PageServer
 from executor.engine_settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from executor import ControlPage, Grant, GrantMode
-from executor.grant_controller import GrantLiveness
-from executor.guest.orphan_watchdog import EXIT_BROKEN, EXIT_KILLED, EXIT_ORPHANED, Watchdog
+from executor.guest.gate_client import (
+    EXIT_BROKEN,
+    EXIT_KILLED,
+    EXIT_ORPHANED,
+    GrantLiveness,
+    Watchdog,
+)
 
 SECOND = 10**9
 

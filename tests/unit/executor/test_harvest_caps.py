@@ -7,8 +7,7 @@ import pytest
 
 from executor import FreezeReason, Grant, GrantController, GrantMode, GuardConfig, GuestState
 from executor import HostState as Host
-from executor.grant_controller import Observation, Write
-from executor.harvest_caps import HarvestCaps
+from executor.grant_controller import HarvestCaps, Observation, Write
 from executor.kv.lending import LEAST_CAP
 from executor.kv.shrink_plan import NO_CAP
 from tests.harness.seated_host import believed

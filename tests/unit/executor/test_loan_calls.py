@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from executor.cuda.backing import CudaPages, Reservation
-from executor.cuda.page_client import PageClient
-from executor.cuda.page_pool import PagePool, PageSource
+from executor.cuda.page_pool import PageClient, PagePool, PageSource
 from executor.cuda.page_server import PageServer
 from executor.kv.backing import Extent
 from executor.kv.shrink_plan import Granules

@@ -10,14 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-import executor.sglang.guest.scheduler as guest_module
+import executor.sglang.guest.plugin as guest_module
 from executor import ControlPage, Grant, GrantMode, GuestState
 from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
-from executor.sglang.compat import GUEST_NEEDED, NEEDED, check_features, check_version
-from executor.sglang.guest.plugin import GuestHooks
-from executor.sglang.guest.scheduler import GuestScheduler
-from executor.sglang.version_stamps import STAMP, stamp
+from executor.sglang.compat import GUEST_NEEDED, NEEDED, STAMP, check_features, check_version, stamp
+from executor.sglang.guest.plugin import GuestHooks, GuestScheduler
 from tests.fakes.sglang_scheduler import StandInBatch, StandInPool, StandInScheduler
 from tests.harness.seated_host import SeatedHost
 

@@ -15,8 +15,7 @@ import executor.sglang.host.plugin
 from executor import ControlPage, HostState
 from executor.errors import ExecutorError
 from executor.sglang.compat import HOST_NEEDED, check_features
-from executor.sglang.host.latency_hook import LatencyHook
-from executor.sglang.host.plugin import HostHooks, SglangHost
+from executor.sglang.host.plugin import HostHooks, LatencyHook, SglangHost
 from executor.sglang.host.state_publisher import BatchPublisher
 
 MS = 1_000_000

@@ -3,7 +3,7 @@
 import pytest
 
 from executor import LatencyRecord
-from executor.harvest_caps import UNCAPPED, HarvestCaps
+from executor.grant_controller import UNCAPPED, HarvestCaps
 from rose.errors import RefusedError
 from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
 from rose.node.grants.host_load import HostLoad, SloCounter

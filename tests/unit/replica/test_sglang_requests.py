@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.sglang.version_stamps import STAMP
+from executor.sglang.compat import STAMP
 from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
 from rose.replica.engine import RequestRefusedError
 from rose.replica.sglang.requests import EngineRequest, SglangError, parameters, request_id
