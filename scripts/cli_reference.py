@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from rose.cli.exit_codes import ExitCode
+from rose.cli.main import every_command, whole_parser
 from rose.cli.options import add_scheduler_options
-from rose.cli.parsers import every_command, whole_parser
 from rose.command_line.examples import EXAMPLES, SERVES
 from rose.command_line.output import add_output_options
 

@@ -133,7 +133,7 @@ Exit code: 0 when no claim fails, 1 when one does (of --control: when none does)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out `rose demo …` and return the exit code. Raises RoseError for bad input."""
-    args = make_parser().parse_args(argv)
+    args = parser().parse_args(argv)
     if args.demo_command == "verify":
         return _verify(args.folder)
     settings = settings_of(args)
@@ -147,10 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_demo(settings)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parser(prog: str = "rose demo") -> Parser:
     """Return the parser of `rose demo`."""
     parser = Parser(
-        prog="rose demo",
+        prog,
         description="Run the whole loop on this machine, and report what it proves.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,32 +9,35 @@ from pathlib import Path
 from typing import Final
 
 from rose.cli.exit_codes import ExitCode
-from rose.cli.options import Subparsers
+from rose.command_line.parser import Parser
 
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
-def add_completion_command(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("completion", help="print a script that completes `rose`")
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(run=_complete)
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose completion`."""
+    made = Parser(prog)
+    made.add_argument("shell", choices=SHELLS)
+    made.set_defaults(run=_complete)
+    return made
 
 
 def _complete(args: argparse.Namespace) -> int:
-    sys.stdout.write(script(args.shell))
+    from rose.cli.main import whole_parser
+
+    sys.stdout.write(script(whole_parser(), args.shell))
     return ExitCode.DONE
 
 
-def script(shell: str) -> str:
-    """Return the script for a shell, with all commands that are installed here."""
+def script(whole: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script by which a shell completes all commands of a parser."""
     # Imported here: only this command needs it.
     import shtab
 
-    from rose.cli.parsers import every_command, whole_parser
+    from rose.cli.main import every_command
 
-    parser = whole_parser()
-    for _, command in (("", parser), *every_command(parser)):
+    for command in (whole, *(child for _, child in every_command(whole))):
         for action in command._actions:
             if action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads it
-    return str(shtab.complete(parser, shell=shell))
+    return str(shtab.complete(whole, shell=shell))

@@ -1,13 +1,10 @@
 """Options that several commands share: the scheduler's address and the caller's certificate."""
 
 import argparse
-from typing import Final, TypeAlias
+from typing import Final
 
 from rose.operate.client import PolicyClient
 from rose.security.certificates import add_certificate_options, taken_certificates
-
-# argparse offers this type to annotations only.
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
 

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from rose.command_line.examples import examples_of
 from rose.errors import ConfigError
@@ -18,6 +18,10 @@ class Parser(argparse.ArgumentParser):
 
     Its help ends with examples of the command.
     """
+
+    def add_commands(self) -> "argparse._SubParsersAction[Parser]":
+        """Add commands of this one, of which a caller has to give one."""
+        return self.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def format_help(self) -> str:
         return super().format_help() + examples_of(self.prog)
@@ -74,6 +78,17 @@ def taken_log_limits(options: dict[str, Any]) -> LogLimits:
     """Remove the limits from parsed options; return them. Raises ConfigError for useless ones."""
     file_bytes, files = options.pop("log_file_bytes"), options.pop("log_files")
     return LogLimits(file_bytes or None, files)
+
+
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds in `90s`, `15m`, `1h` or `30d`; a type for argparse."""
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give 90s, 15m, 1h or 30d")
+    return float(int(match[1]) * _UNITS_S[match[2]])
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

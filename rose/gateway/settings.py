@@ -188,9 +188,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; --help lists all options")
 
 
-def parse_settings(argv: list[str]) -> GatewaySettings:
-    """Parse a command line. Raises ConfigError with what to correct."""
-    parser = _Parser("rose gateway", description="HTTP front of all rollout replicas.")
+def gateway_parser(prog: str = "rose gateway") -> argparse.ArgumentParser:
+    """Return the parser of `rose gateway`."""
+    parser = _Parser(prog, description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -245,7 +245,12 @@ def parse_settings(argv: list[str]) -> GatewaySettings:
         parser.add_argument(f"--{name}", type=float, default=_default(name))
     for name in COUNTS:
         parser.add_argument(f"--{name}", type=int, default=_default(name))
-    options = vars(parser.parse_args(argv))
+    return parser
+
+
+def parse_settings(argv: list[str]) -> GatewaySettings:
+    """Parse a command line. Raises ConfigError with what to correct."""
+    options = vars(gateway_parser().parse_args(argv))
     cap = options.pop("replica_max_sequences")
     options["log_limits"] = taken_log_limits(options)
     options["certificates"] = taken_certificates(options)

@@ -17,12 +17,14 @@ from rose.gateway.authentication import Authenticator
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.server import FrontServer, tell
-from rose.integrations.front.settings import FrontSettings, parse_front
+from rose.integrations.front.settings import FrontSettings, front_parser, parse_front
 from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.process.http_port import HttpPort, raise_descriptor_limit
 from rose.security.tokens import TokenVerifier
+
+parser = front_parser
 
 
 def main(argv: list[str]) -> int:

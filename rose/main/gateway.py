@@ -12,9 +12,11 @@ from rose.addresses import host_port
 from rose.errors import RoseError
 from rose.gateway.app import Gateway
 from rose.gateway.event_loop import collect_in_small_steps
-from rose.gateway.settings import GatewaySettings, parse_settings
+from rose.gateway.settings import GatewaySettings, gateway_parser, parse_settings
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.process.http_port import raise_descriptor_limit
+
+parser = gateway_parser
 
 
 def main(argv: list[str]) -> int:

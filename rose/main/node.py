@@ -33,10 +33,10 @@ EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 _logger = logging.getLogger("rose.node")
 
 
-def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
-    """Run a node whose file is read as `config`; return 2 with one line for bad input."""
+def parser(prog: str = "rose node") -> argparse.ArgumentParser:
+    """Return the parser of `rose node`."""
     parser = argparse.ArgumentParser(
-        prog="rose node",
+        prog=prog,
         description=__doc__,
         epilog="example:\n  rose node --config node.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,7 +53,12 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
         action="store_true",
         help="wait until the daemon that runs this node ends, then adopt its guests",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
+    """Run a node whose file is read as `config`; return 2 with one line for bad input."""
+    args = parser().parse_args(argv)
     log_to_stderr(logging.INFO)
     raise_descriptor_limit()
     try:

@@ -19,10 +19,9 @@ LOOK_S = 0.5
 MOST_PAUSE_S = 30.0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Publish until SIGTERM or SIGINT, or once; return 0. Raises RoseError with one line."""
-    log_to_stderr(logging.WARNING)
-    parser = Parser("rose publish", description="Publish the checkpoints that a trainer saves.")
+def parser(prog: str = "rose publish") -> Parser:
+    """Return the parser of `rose publish`."""
+    parser = Parser(prog, description="Publish the checkpoints that a trainer saves.")
     parser.add_argument(
         "--watch", type=Path, required=True, metavar="DIR", help="holds step_N, checkpoint-N, …"
     )
@@ -36,7 +35,13 @@ def main(argv: Sequence[str]) -> int:
         "--whole-s", type=float, default=30.0, help="how long --once waits (default 30)"
     )
     add_trainer_options(parser)
-    options = vars(parser.parse_args(argv))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Publish until SIGTERM or SIGINT, or once; return 0. Raises RoseError with one line."""
+    log_to_stderr(logging.WARNING)
+    options = vars(parser().parse_args(argv))
     settings = taken_trainer(options)
     checked_marker(options["marker"])
     state = settings.root.with_name(settings.root.name + ".watched.json")

@@ -135,9 +135,9 @@ class SchedulerSettings:
         return host_port(self.host, port)
 
 
-def settings_of(argv: Sequence[str]) -> SchedulerSettings:
-    """Parse options. Raises `ConfigError`."""
-    parser = Parser(prog="rose scheduler", description="Lease offered capacity to the job.")
+def parser(prog: str = "rose scheduler") -> Parser:
+    """Return the parser of `rose scheduler`."""
+    parser = Parser(prog, description="Lease offered capacity to the job.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     add("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
@@ -215,7 +215,12 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
     )
     add_dashboard_options(parser)
     add_certificate_options(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def settings_of(argv: Sequence[str]) -> SchedulerSettings:
+    """Parse options. Raises `ConfigError`."""
+    args = parser().parse_args(argv)
     return SchedulerSettings(
         args.host,
         args.port,

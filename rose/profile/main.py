@@ -50,7 +50,7 @@ class MeasuredSteps:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile an engine. Raises RoseError."""
-    args = _arguments(argv)
+    args = _checked(parser().parse_args(argv))
     out: Path = args.out
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder; give --out a file in one")
@@ -80,12 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="rose profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser(prog: str = "rose profile") -> Parser:
+    """Return the parser of `rose profile`."""
+    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, default=Path("step_profile.json"), metavar="FILE")
     for name, default, what in (
@@ -97,7 +94,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(name, type=positive, default=default, metavar="N", help=what)
     add_options(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
     if args.max_model_len < SMALLEST_PROMPT + DECODE_STEPS:
         raise ConfigError(
             f"--max-model-len is {args.max_model_len}; "

@@ -101,7 +101,7 @@ class Relay:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a relay; what cannot be done raises ConfigError, which `rose` says."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
     credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
@@ -178,10 +178,9 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rose relay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(prog: str = "rose relay") -> Parser:
+    """Return the parser of `rose relay`."""
+    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     more: dict[str, Any] = {"action": "append", "required": True}
     parser.add_argument("--origin", metavar="URL", help="the job's publisher", **more)

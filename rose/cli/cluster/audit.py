@@ -7,35 +7,32 @@ import argparse
 import datetime
 import json
 import re
-import sys
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
-from rose.command_line.output import Format, View, add_output_options, write
+from rose.command_line.output import Format, View, add_output_options, say, write
 from rose.command_line.parser import Parser
 from rose.security.audit_log import Record, opened, read, verify
 
 _KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Raises RoseError with one line."""
-    parser = Parser(prog="rose audit", description="Check and read the audit log of a process.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose audit` and its commands."""
+    made = Parser(prog, description="Check and read the audit log of a process.")
+    commands = made.add_commands()
     check = commands.add_parser("verify", help="follow the chain of hashes from end to end")
     check.add_argument(
         "--head", type=_known, metavar="N:HASH", help="a record that you noted elsewhere"
     )
-    check.set_defaults(work=_verify)
+    check.set_defaults(run=_verify)
     tail = commands.add_parser("tail", help="print the newest records")
     tail.add_argument("-n", type=int, default=20, metavar="COUNT", help="default 20")
     add_output_options(tail)
-    tail.set_defaults(work=_tail)
+    tail.set_defaults(run=_tail)
     for command in (check, tail):
         command.add_argument("file", type=Path, metavar="FILE", help="LOG_DIR/audit-NAME.jsonl")
-    args = parser.parse_args(argv)
-    return int(args.work(args))
+    return made
 
 
 def _known(text: str) -> tuple[int, str]:
@@ -48,12 +45,12 @@ def _known(text: str) -> tuple[int, str]:
 def _verify(args: argparse.Namespace) -> int:
     found = verify(args.file, args.head)
     if found.wrong:
-        sys.stdout.write(f"NOT WHOLE after {found.records} good records: {found.wrong}\n")
+        say(f"NOT WHOLE after {found.records} good records: {found.wrong}")
         return 1
     lost = f"; {found.lost} could not be written, and it says so" if found.lost else ""
-    sys.stdout.write(
+    say(
         f"{args.file}: records {found.head.first} to {found.head.n} are whole{lost}; head"
-        f" {found.head.n}:{found.head.hash}\n"
+        f" {found.head.n}:{found.head.hash}"
     )
     return 0
 

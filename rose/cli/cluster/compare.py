@@ -23,7 +23,7 @@ from rich.table import Table
 
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import add_scheduler_options, client_of
-from rose.command_line.output import console_of
+from rose.command_line.output import console_of, say
 from rose.command_line.parser import Parser
 from rose.compare.node_metrics import Reading, reading_of
 from rose.compare.plan import Plan
@@ -39,13 +39,12 @@ MOST_PAGE_BYTES = 16 << 20
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare. Raises RoseError with one line."""
-    args = _parser().parse_args(argv)
+def _run(args: argparse.Namespace) -> int:
     plan = Plan(args.pairs, args.block_s, args.settle_s, args.seed)
     limits = Limits(args.max_loss, args.max_ratio)
     if args.dry_run:
-        return _say(*shown_plan(plan))
+        say(*shown_plan(plan))
+        return ExitCode.DONE
     if args.metrics is None:
         raise ConfigError("--metrics URL is missing: the node's http://HOST:PORT/metrics")
     if args.out is not None and args.out.exists():
@@ -69,14 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rose compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose compare`."""
+    made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.set_defaults(run=_run)
     plan, limits = Plan(), Limits()
-    add = parser.add_argument
+    add = made.add_argument
     add("node", metavar="NODE", help="whose guests are switched, as `rose status` names it")
     add("--metrics", metavar="URL", help="of the node: http://HOST:PORT/metrics")
     add("--host", default="", metavar="NAME", help="whose requests count, where it has several")
@@ -108,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, metavar="FILE", help="write what was measured, as JSON")
     add("--dry-run", action="store_true", help="print the schedule, and switch nothing")
-    add_scheduler_options(parser)
-    return parser
+    add_scheduler_options(made)
+    return made
 
 
 class NodeLending:
@@ -192,14 +189,14 @@ def show(found: Comparison) -> None:
         )
     if found.findings:
         console.print(table)
-    _say(
+    say(
         f"{found.requests_on} requests with lending on, {found.requests_off} with it off;"
         f" guests sampled {found.guest_tokens} tokens"
     )
     if found.missing:
-        _say(f"no verdict: missing {found.missing}")
+        say(f"no verdict: missing {found.missing}")
     else:
-        _say(f"verdict: {found.verdict.value}")
+        say(f"verdict: {found.verdict.value}")
 
 
 def _value(finding: Finding, value: float | None) -> str:
@@ -235,8 +232,3 @@ def _write(file: Path, plan: Plan, pairs: Sequence[PairRead], found: Comparison)
 def _note(line: str) -> None:
     sys.stderr.write(f"rose compare: {line}\n")
     sys.stderr.flush()
-
-
-def _say(*lines: str) -> int:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0

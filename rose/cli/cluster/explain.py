@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rose.cli.options import Subparsers
 from rose.command_line.output import View, add_output_options, show
+from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, UnavailableError
 from rose.security.certificates import (
@@ -31,9 +31,9 @@ EXPLAIN_TIMEOUT_S = 5.0
 SHOWN = 5
 
 
-def add_explain_command(subparsers: Subparsers) -> None:
-    """Add it to the command line; `args.run` carries it out."""
-    why = subparsers.add_parser("explain", help="say where turns were placed lately, and why")
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose explain`."""
+    why = Parser(prog)
     why.add_argument("subject", metavar="TRAJECTORY", help="a session, or one turn's request id")
     why.add_argument(
         "--gateway", default=DEFAULT_GATEWAY, metavar="URL", help=f"default {DEFAULT_GATEWAY}"
@@ -43,6 +43,7 @@ def add_explain_command(subparsers: Subparsers) -> None:
     why.add_argument("--job", default="", metavar="J", help="whose it is, where there are several")
     add_output_options(why)
     why.set_defaults(run=_explain)
+    return why
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.cli.tables import version
-from rose.command_line.output import Cell, Said, Table, Tone, View, say, show
+from rose.command_line.output import Cell, Said, Table, Tone, View, add_output_options, say, show
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError
-from rose.operate.client import SchedulerClient
 from rose.operate.fleet import Fleet, Job, Replica, fleet_of
 
 COLUMNS: Final = (
@@ -23,18 +24,28 @@ COLUMNS: Final = (
 RIGHT: Final = frozenset({"VERSION", "WEIGHT", "REPLICAS", "TURNS"})
 
 
-def run_jobs(args: argparse.Namespace, scheduler: SchedulerClient) -> int:
-    """Carry out `rose jobs`. Raises `RoseError`."""
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose jobs`."""
+    made = Parser(prog)
+    verbs = ("list", "show", "end", "drop")
+    made.add_argument("do", nargs="?", choices=verbs, default="list", help="default list")
+    made.add_argument("job", nargs="?", default="", metavar="JOB", help="which one")
+    made.add_argument(
+        "--force", action="store_true", help="drop a job though its trainer lives, and fence that"
+    )
+    add_dry_run(made)
+    add_scheduler_options(made)
+    add_output_options(made, watch=True)
+    made.set_defaults(run=_run)
+    return made
+
+
+def _run(args: argparse.Namespace) -> int:
     _check(args)
+    scheduler = client_of(args)
     if args.do in ("list", "show"):
-        show(
-            args,
-            lambda: (
-                show_job(fleet_of(scheduler.snapshot()), args.job)
-                if args.do == "show"
-                else list_jobs(fleet_of(scheduler.snapshot()))
-            ),
-        )
+        view = show_job if args.do == "show" else list_jobs
+        show(args, lambda: view(fleet_of(scheduler.snapshot()), args.job))
         return 0
     before = fleet_of(scheduler.snapshot())
     if args.dry_run:
@@ -111,8 +122,8 @@ def _row(job: Job) -> tuple[Said, ...]:
     )
 
 
-def list_jobs(fleet: Fleet) -> View:
-    """Show a row for each job."""
+def list_jobs(fleet: Fleet, _: str) -> View:
+    """Return a row for each job."""
     lines = () if fleet.jobs else ("no job is registered",)
     return View(fleet.jobs, lines, (jobs_table(fleet.jobs),))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rose.cli.exit_codes import ExitCode
-from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
+from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.command_line.output import (
     Cell,
     Format,
@@ -25,6 +25,7 @@ from rose.command_line.output import (
     show,
     write,
 )
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import Capacity, Mode, Replica, capacity_of, fleet_of
@@ -50,9 +51,9 @@ COLUMNS: Final = (
 LEAST_ADVISED_S: Final = 60.0
 
 
-def add_policy_commands(subparsers: Subparsers) -> None:
-    """Add them to the command line; `args.run` carries one out."""
-    policy = subparsers.add_parser("policy", help="say what may be lent, where and when")
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose policy` and its verbs."""
+    policy = Parser(prog)
     verbs = policy.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, run, what in (
         ("get", _get, "print policies in force"),
@@ -66,6 +67,7 @@ def add_policy_commands(subparsers: Subparsers) -> None:
         verb.set_defaults(run=run)
         _add_arguments(verb, name)
         add_scheduler_options(verb)
+    return policy
 
 
 def _add_arguments(verb: argparse.ArgumentParser, name: str) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from rose.cli.exit_codes import ExitCode
-from rose.cli.options import Subparsers, add_dry_run, add_scheduler_options, client_of
+from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.command_line.output import Format, View, add_output_options, note, say, write
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import WIRE_MODES, Fleet, Mode, Replica, fleet_of
@@ -24,20 +25,8 @@ from rose.rpc import rose_pb2 as pb
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 
 KILL_FILE: Final = "KILL"
-MODES: Final = {
-    "off": Mode.OFF,
-    "hold": Mode.HOLD,
-    "drain": Mode.DRAIN,
-    "active": Mode.ACTIVE,
-}
-STOPS: Final = {
-    "hold": (Mode.HOLD, "grant no new leases; those that live are kept"),
-    "drain": (Mode.DRAIN, "grant no new leases and take back those that live"),
-    "resume": (
-        Mode.ACTIVE,
-        "end a hold, a drain or a stop: policies alone decide again",
-    ),
-}
+HARVEST: Final = {"off": Mode.OFF, "hold": Mode.HOLD, "drain": Mode.DRAIN, "active": Mode.ACTIVE}
+STOPS: Final = {"hold": Mode.HOLD, "drain": Mode.DRAIN, "resume": Mode.ACTIVE}
 POLL_S: Final = 0.1
 # `reclaimDeadline` if no policy sets another.
 DEADLINE_S: Final = 5.0
@@ -45,66 +34,55 @@ DEADLINE_S: Final = 5.0
 PROOF_S: Final = 2.0
 
 
-def add_stop_commands(subparsers: Subparsers) -> None:
-    """Add them to the command line; `args.run` carries one out."""
-    for name, (_, what) in STOPS.items():
-        stop = subparsers.add_parser(name, help=what)
-        stop.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
-        add_dry_run(stop)
-        add_scheduler_options(stop)
-        stop.set_defaults(run=_stop, stop=name)
-    _add_stop_all(subparsers)
-
-    harvest = subparsers.add_parser("harvest", help="say how much may be lent, beside policies")
-    harvest.add_argument("mode", choices=tuple(MODES), help="off and drain also end what is lent")
-    harvest.add_argument("--replica", default="", metavar="R", help="only this one (default: all)")
-    add_dry_run(harvest)
-    add_scheduler_options(harvest)
-    harvest.set_defaults(run=_harvest)
-
-    revoke = subparsers.add_parser("revoke", help="end a replica's lease now")
-    revoke.add_argument("replica", metavar="REPLICA")
-    revoke.add_argument("--reason", default="operator", metavar="TEXT", help="for the event log")
-    add_dry_run(revoke)
-    add_scheduler_options(revoke)
-    revoke.set_defaults(run=_revoke)
-    _add_kill(subparsers)
-
-
-def _add_stop_all(subparsers: Subparsers) -> None:
-    stop_all = subparsers.add_parser(
-        "stop-all", help="end all lending and all guests, and see them gone; `rose resume` ends it"
-    )
-    stop_all.add_argument(
-        "--within",
-        type=_seconds,
-        metavar="S",
-        help="wait no longer (default: the longest reclaimDeadline of all policies, 5 s without)",
-    )
-    add_dry_run(stop_all)
-    add_scheduler_options(stop_all)
-    add_store_options(stop_all, "of the scheduler, for when none answers: ")
-    add_output_options(stop_all)
-    stop_all.set_defaults(run=_stop_all)
-
-
-def _add_kill(subparsers: Subparsers) -> None:
-    for name, run, what in (
-        ("kill", _kill, "end all guests of a node now, whatever else is down"),
-        ("unkill", _unkill, "let them start again"),
-    ):
-        parser = subparsers.add_parser(name, help=what)
-        parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
-        if run is _kill:
-            parser.add_argument(
-                "--within",
-                type=_seconds,
-                default=DEADLINE_S,
-                metavar="S",
-                help=f"by when everything must be back (default {DEADLINE_S:g})",
+def parser(prog: str) -> Parser:
+    """Return the parser of one of the commands above."""
+    made = Parser(prog)
+    name = prog.split()[1]
+    if name in ("kill", "unkill"):
+        _add_folder(made, kills=name == "kill")
+        return made
+    match name:
+        case "stop-all":
+            made.set_defaults(run=_stop_all)
+            what = (
+                "wait no longer (default: the longest reclaimDeadline of all policies, 5 s without)"
             )
-        add_dry_run(parser)
-        parser.set_defaults(run=run)
+            made.add_argument("--within", type=_seconds, metavar="S", help=what)
+        case "revoke":
+            made.set_defaults(run=_revoke)
+            made.add_argument("replica", metavar="REPLICA")
+            made.add_argument(
+                "--reason", default="operator", metavar="TEXT", help="for the event log"
+            )
+        case "harvest":
+            made.set_defaults(run=_stop, stop=name)
+            what = "off and drain also end what is lent"
+            made.add_argument("mode", choices=tuple(HARVEST), help=what)
+        case _:
+            made.set_defaults(run=_stop, stop=name, mode=None)
+    if name not in ("stop-all", "revoke"):
+        what = "only this one (default: all)"
+        made.add_argument("--replica", default="", metavar="R", help=what)
+    add_dry_run(made)
+    add_scheduler_options(made)
+    if name == "stop-all":
+        add_store_options(made, "of the scheduler, for when none answers: ")
+        add_output_options(made)
+    return made
+
+
+def _add_folder(made: Parser, *, kills: bool) -> None:
+    made.set_defaults(run=_kill if kills else _unkill)
+    made.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
+    if kills:
+        made.add_argument(
+            "--within",
+            type=_seconds,
+            default=DEADLINE_S,
+            metavar="S",
+            help=f"by when everything must be back (default {DEADLINE_S:g})",
+        )
+    add_dry_run(made)
 
 
 def _seconds(text: str) -> float:
@@ -118,28 +96,15 @@ def _seconds(text: str) -> float:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    mode, _ = STOPS[args.stop]
     client = client_of(args)
-    whom = args.replica or "all replicas"
+    mode = HARVEST[args.mode] if args.mode else STOPS[args.stop]
+    what = f"{args.stop} of {args.replica or 'all replicas'}"
+    what += f": {args.mode}" if args.mode else ""
     if args.dry_run:
-        would = _would(fleet_of(client.snapshot()), mode, args.replica)
-        say(f"{args.stop} of {whom}: {would}")
+        say(f"{what}: {_would(fleet_of(client.snapshot()), mode, args.replica)}")
         return ExitCode.DONE
-    released = client.stop(WIRE_MODES[mode], args.replica)
-    say(f"{args.stop} of {whom}; {released} leases are being released")
-    _look_for(client, args.replica)
-    return ExitCode.DONE
-
-
-def _harvest(args: argparse.Namespace) -> int:
-    client, mode = client_of(args), MODES[args.mode]
-    whom = args.replica or "all replicas"
-    if args.dry_run:
-        would = _would(fleet_of(client.snapshot()), mode, args.replica)
-        say(f"harvest of {whom}: {args.mode}: {would}")
-        return ExitCode.DONE
-    released = client.set_harvest(WIRE_MODES[mode], args.replica)
-    say(f"harvest of {whom}: {args.mode}; {released} leases are being released")
+    change = client.set_harvest if args.mode else client.stop
+    say(f"{what}; {change(WIRE_MODES[mode], args.replica)} leases are being released")
     _look_for(client, args.replica)
     return ExitCode.DONE
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from rich.console import Group, RenderableType
 
-from rose.cli.options import Subparsers, add_scheduler_options, client_of
+from rose.cli.options import add_scheduler_options, client_of
 from rose.cli.tables import headlines, host_name, kv, toned, tpot, ttft, version
 from rose.command_line.output import (
     WATCH_S,
@@ -31,8 +31,8 @@ from rose.command_line.output import (
     write,
 )
 from rose.command_line.output import Format as OutputFormat
+from rose.command_line.parser import Parser
 from rose.errors import RefusedError
-from rose.operate.client import SchedulerClient
 from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of
 
 BAR: Final = 10
@@ -74,11 +74,9 @@ class Rates:
         return Frame(fleet, rates)
 
 
-def add_top_command(subparsers: Subparsers) -> None:
-    """Add it to the command line; `args.run` carries it out."""
-    top = subparsers.add_parser(
-        "top", help="live: hosts' latency against its target, what each guest does, and why"
-    )
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose top`."""
+    top = Parser(prog)
     top.add_argument("--node", default="", metavar="NODE", help="only this one (default: all)")
     top.add_argument("--once", action="store_true", help="one frame, as in a pipe")
     top.add_argument(
@@ -91,10 +89,11 @@ def add_top_command(subparsers: Subparsers) -> None:
     add_scheduler_options(top)
     add_output_options(top)
     top.set_defaults(run=_top)
+    return top
 
 
 def _top(args: argparse.Namespace) -> int:
-    client: SchedulerClient = client_of(args)
+    client = client_of(args)
     rates = Rates()
     form = OutputFormat(args.output)
 

@@ -3,15 +3,14 @@
 Exit code 0, also if nothing was lent; 2 for a file that cannot be read.
 """
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rose.cli.machine.certs import duration_s
-from rose.command_line.output import Format, Table, View, add_output_options, write
-from rose.command_line.parser import Parser
+from rose.command_line.output import Format, Table, View, add_output_options, note, write
+from rose.command_line.parser import Parser, duration_s
 from rose.errors import ConfigError
 from rose.scheduler.core.usage import Lent
 
@@ -21,20 +20,24 @@ FIGURES = ("LEASED H", "GPU H", "GIB H", "TOKENS")
 GIB_H = (1 << 30) * 3_600.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print one table. Raises RoseError with one line."""
-    parser = Parser(prog="rose usage", description="Say what hosts lent, by owner and job.")
-    parser.add_argument(
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose usage`."""
+    made = Parser(prog, description="Say what hosts lent, by owner and job.")
+    made.add_argument(
         "--since", type=duration_s, default=DAY_S, metavar="TIME", help="1h, 7d; default 1d"
     )
-    parser.add_argument(
+    made.add_argument(
         "--by", choices=(*COLUMNS, "both"), default="both", help="one sum a line (default both)"
     )
-    add_output_options(parser)
-    parser.add_argument(
+    add_output_options(made)
+    made.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="LOG_DIR/usage.jsonl of each scheduler"
     )
-    args = parser.parse_args(argv)
+    made.set_defaults(run=_run)
+    return made
+
+
+def _run(args: argparse.Namespace) -> int:
     columns = COLUMNS if args.by == "both" else (args.by,)
     sums = _summed(args.files, time.time() - args.since, columns)
     write(_view(columns, sums), Format(args.output))
@@ -65,7 +68,7 @@ def _records(
                 try:
                     said = json.loads(line)
                     if lost := said.get("records_dropped"):
-                        sys.stderr.write(f"rose: {part} lacks {lost} records: sums are too low\n")
+                        note(f"{part} lacks {lost} records: sums are too low")
                         continue
                     if said["t"] < since_s:
                         continue

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -580,13 +580,10 @@ def _pinned(replica: ReplicaConfig) -> Finding:
     return note(f"{replica.id} core", what, "leave `core` out on a GPU")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check a machine. Raises ConfigError for a file that cannot be used."""
-    parser = Parser(
-        prog="rose doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose doctor`."""
+    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=_run)
     parser.add_argument("--config", type=Path, help="a node's JSON file: check this machine")
     parser.add_argument(
         "--discover", type=Path, metavar="DIR", help="the folder in which the node finds its hosts"
@@ -597,7 +594,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"check the cluster (without --config: that of {DEFAULT_SCHEDULER})",
     )
     add_certificate_options(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
     subjects: list[tuple[str, Iterator[Finding]]] = []
     if args.config is not None:
         config = NodeConfig.load(args.config, args.discover)
@@ -664,7 +664,3 @@ def discovery_checks(
             what, _, do = str(error).partition("; ")
             yield wrong(f"{found.name} guest", what, do or "it is watched, and has no guest")
     return config.with_host(None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

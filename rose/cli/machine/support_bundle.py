@@ -18,7 +18,7 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from rose.command_line.output import say
 from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
 from rose.errors import ConfigError, RoseError
@@ -121,28 +122,25 @@ def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write one archive. Raises RoseError with one line, and writes nothing then."""
-    parser = Parser(
-        prog="rose support-bundle",
-        description="Collect what somebody who helps needs to see, without secrets.",
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose support-bundle`."""
+    made = Parser(
+        prog, description="Collect what somebody who helps needs to see, without secrets."
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new .tar.gz")
-    parser.add_argument(
-        "--config", type=Path, action="append", default=[], metavar="FILE", help="a node's file"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, action="append", default=[], metavar="DIR", help="of any process"
-    )
-    parser.add_argument(
-        "--metrics", action="append", default=[], metavar="URL", help="of any process"
-    )
-    parser.add_argument("--scheduler", default="", metavar="HOST:PORT", help="asked what it knows")
-    parser.add_argument(
-        "--last-bytes", type=int, default=LAST_BYTES, metavar="N", help="of each log (4 MiB)"
-    )
-    add_certificate_options(parser)
-    args = parser.parse_args(argv)
+    add = made.add_argument
+    several: dict[str, Any] = {"action": "append", "default": []}
+    add("--out", type=Path, required=True, metavar="FILE", help="a new .tar.gz")
+    add("--config", type=Path, metavar="FILE", help="a node's file", **several)
+    add("--log-dir", type=Path, metavar="DIR", help="of any process", **several)
+    add("--metrics", metavar="URL", help="of any process", **several)
+    add("--scheduler", default="", metavar="HOST:PORT", help="asked what it knows")
+    add("--last-bytes", type=int, default=LAST_BYTES, metavar="N", help="of each log (4 MiB)")
+    add_certificate_options(made)
+    made.set_defaults(run=_run)
+    return made
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"{args.out} is there already; give a new file")
     if args.last_bytes < 1:
@@ -150,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bundle = _collected(args)
     _write(args.out, bundle)
     for name, why in bundle.missing.items():
-        sys.stdout.write(f"without {name}: {redacted(why, bundle.known)}\n")
-    sys.stdout.write(f"{args.out}: {len(bundle.texts)} files; read them before you send them\n")
+        say(f"without {name}: {redacted(why, bundle.known)}")
+    say(f"{args.out}: {len(bundle.texts)} files; read them before you send them")
     return 0
 
 

@@ -5,12 +5,10 @@ passed as an argument, which every user of the machine could read.
 """
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from rose.cli.machine.certs import duration_s
-from rose.command_line.parser import Parser
+from rose.command_line.output import say
+from rose.command_line.parser import Parser, duration_s
 from rose.errors import ConfigError
 from rose.security.callers import TRAINER
 from rose.security.development_ca import write_private
@@ -21,13 +19,13 @@ from weight_transfer import SigningKey
 DEFAULT_KEY = Path("token.key")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Raises RoseError with one line."""
-    parser = Parser(prog="rose token", description="Make keys and tokens for callers of gateways.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose token` and its commands."""
+    whole = Parser(prog, description="Make keys and tokens for callers of gateways.")
+    commands = whole.add_commands()
     key = commands.add_parser("key", help="make a signing key, and FILE.pub for --token-keys")
     key.add_argument("--out", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
-    key.set_defaults(work=_key)
+    key.set_defaults(run=_key)
     made = commands.add_parser("issue", help="sign a token of one job")
     made.add_argument("--job", required=True, metavar="JOB")
     made.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="1h; 24h most")
@@ -37,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--audience", default=AUDIENCE, metavar="NAME", help=AUDIENCE)
     made.add_argument("--key", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
     made.add_argument("--out", type=Path, metavar="FILE", help="replaced whole; else printed")
-    made.set_defaults(work=_issue)
-    args = parser.parse_args(argv)
-    return int(args.work(args))
+    made.set_defaults(run=_issue)
+    return whole
 
 
 def _key(args: argparse.Namespace) -> int:
@@ -51,14 +48,14 @@ def _key(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{args.out} cannot be written ({error.strerror})") from error
     write_private(public, f"{key.verify_key.hex}\n".encode())
-    sys.stdout.write(f"{args.out}: keep it; gateways take --token-keys {public}\n")
+    say(f"{args.out}: keep it; gateways take --token-keys {public}")
     return 0
 
 
 def _issue(args: argparse.Namespace) -> int:
     token = issue(signing_key(args.key), args.job, args.subject, args.audience, args.ttl)
     if args.out is None:
-        sys.stdout.write(token + "\n")
+        say(token)
     else:
         write_private(args.out, f"{token}\n".encode())
     return 0

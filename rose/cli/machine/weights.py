@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from rose.command_line.output import bytes_of, say
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from weight_transfer.errors import WeightError
@@ -25,7 +27,11 @@ from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.manifest import Manifest, TensorUpdate
 
 Report = tuple[dict[str, object], list[str]]
+Work = Callable[[argparse.Namespace], tuple[int, Report]]
+EXIT_DIFFERS = 1
+AUTO = "auto"
 _MOST_TENSORS = 12
+_MOST_LINES = 20
 
 
 def delta_report(delta: Delta, model_bytes: int) -> Report:
@@ -33,7 +39,7 @@ def delta_report(delta: Delta, model_bytes: int) -> Report:
     plain = _summary(delta) | {"model_bytes": model_bytes}
     share = 100 * delta.nbytes / max(1, model_bytes)
     return plain, [
-        f"{delta.path}: {_size(delta.nbytes)}, {share:.2f}% of {_size(model_bytes)}",
+        f"{delta.path}: {bytes_of(delta.nbytes)}, {share:.2f}% of {bytes_of(model_bytes)}",
         _changes(delta),
     ]
 
@@ -54,12 +60,12 @@ def inspect_report(delta: Delta) -> Report:
     ]
     plain = _summary(delta) | {"tensor_list": tensors, "files": [f.path for f in index.files]}
     largest = sorted(index.tensors, key=lambda t: -sum(c.encoded_bytes for c in t.chunks))
-    lines = [f"{delta.path}: {_size(delta.nbytes)}, codec {index.level}", _changes(delta)]
+    lines = [f"{delta.path}: {bytes_of(delta.nbytes)}, codec {index.level}", _changes(delta)]
     for tensor in largest[:_MOST_TENSORS]:
         size = sum(chunk.encoded_bytes for chunk in tensor.chunks)
         if size:
             changed = sum(chunk.changed for chunk in tensor.chunks)
-            lines.append(f"  {_size(size):>10}  {changed:>12,} changed  {tensor.name}")
+            lines.append(f"  {bytes_of(size):>10}  {changed:>12,} changed  {tensor.name}")
     return plain, lines
 
 
@@ -71,7 +77,7 @@ def applied_report(applied: Applied, out: Path) -> Report:
         "changed": list(applied.changed),
     }
     changes = ", ".join(f"{changed:,}" for changed in applied.changed)
-    return plain, [f"{out}: {_size(applied.nbytes)}; weights changed by each delta: {changes}"]
+    return plain, [f"{out}: {bytes_of(applied.nbytes)}; weights changed by each delta: {changes}"]
 
 
 def _summary(delta: Delta) -> dict[str, object]:
@@ -103,32 +109,72 @@ def _changes(delta: Delta) -> str:
     )
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose weights` and its commands."""
+    made = Parser(prog, description=__doc__)
+    commands = made.add_commands()
+
+    def add(name: str, work: Work, what: str, *places: str) -> Parser:
+        command = commands.add_parser(name, help=what, description=what)
+        for place in places:
+            more: dict[str, Any] = {"nargs": "+"} if place == "deltas" else {}
+            shown = place.removesuffix("s").upper()
+            command.add_argument(place, type=Path, metavar=shown, **more)
+        command.set_defaults(run=_run, work=work)
+        return command
+
+    def add_out(command: Parser) -> None:
+        command.add_argument("-o", "--out", type=Path, required=True, metavar="PATH")
+
+    write = add("diff", _diff, "write what makes NEW of OLD", "old", "new")
+    add_out(write)
+    what = "fast; compact: a third fewer bytes, slower; auto: done first on the link"
+    codecs = [*(level.value for level in Level), AUTO]
+    write.add_argument("--codec", choices=codecs, default=Level.FAST.value, help=what)
+    what = "the link for --codec auto, in Mbit/s"
+    write.add_argument("--link-mbit", type=_positive, default=1000.0, help=what)
+    apply = add("apply", _apply, "write what BASE becomes", "base", "deltas")
+    add_out(apply)
+    for command in (write, apply):
+        command.add_argument("--threads", type=_count, default=DiffSettings().threads)
+    inspect = add("inspect", _inspect, "say what a delta holds", "delta")
+    verify = add("verify", _verify, "compare a model with what was published", "model")
+    what = "a version's manifest, or a delta to it"
+    verify.add_argument("manifest", type=Path, metavar="MANIFEST", help=what)
+    for command in (write, apply, inspect, verify):
+        command.add_argument("--json", action="store_true", help="machine-readable")
+    return made
 
 
-EXIT_DIFFERS = 1
-_MOST_LINES = 20
-AUTO = "auto"
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link")
+    return value
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command on weight files. Raises ConfigError."""
-    args = _arguments(argv)
+def _count(text: str) -> int:
+    count = int(text) if text.isdigit() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads")
+    return count
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code, (plain, lines) = args.work(args)
     except WeightError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        where = error.filename or args.place
+        options = vars(args)
+        where = error.filename or options.get("out") or options.get("delta") or args.command
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "no space is left there; nothing was written" if full else error.strerror
         raise ConfigError(f"{where}: {what}") from error
-    sys.stdout.write(json.dumps(plain) + "\n" if args.json else "\n".join(lines) + "\n")
+    say(*([json.dumps(plain)] if args.json else lines))
     return int(code)
 
 
@@ -191,90 +237,3 @@ def _progress(args: argparse.Namespace, what: str, total: int) -> Iterator[Progr
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="rose weights", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    made = _adder(commands)
-    made(
-        "diff",
-        _diff,
-        "write what makes NEW of OLD",
-        "old",
-        "new",
-        "out",
-        "codec",
-        "link",
-        "threads",
-    )
-    made("apply", _apply, "write what BASE becomes", "base", "deltas", "out", "threads")
-    made("inspect", _inspect, "say what a delta holds", "delta")
-    made("verify", _verify, "compare a model with what was published", "model", "manifest")
-    args = parser.parse_args(argv)
-    args.place = getattr(args, "out", None) or getattr(args, "delta", None) or args.command
-    return args
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link")
-    return value
-
-
-def _count(text: str) -> int:
-    count = int(text) if text.isdigit() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads")
-    return count
-
-
-_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-    "old": (("old",), {"type": Path, "metavar": "OLD"}),
-    "new": (("new",), {"type": Path, "metavar": "NEW"}),
-    "base": (("base",), {"type": Path, "metavar": "BASE"}),
-    "deltas": (("deltas",), {"type": Path, "metavar": "DELTA", "nargs": "+"}),
-    "delta": (("delta",), {"type": Path, "metavar": "DELTA"}),
-    "model": (("model",), {"type": Path, "metavar": "MODEL"}),
-    "manifest": (
-        ("manifest",),
-        {"type": Path, "metavar": "MANIFEST", "help": "a version's manifest, or a delta to it"},
-    ),
-    "out": (("-o", "--out"), {"type": Path, "required": True, "metavar": "PATH"}),
-    "codec": (
-        ("--codec",),
-        {
-            "choices": [*(level.value for level in Level), AUTO],
-            "default": Level.FAST.value,
-            "help": "fast; compact: a third fewer bytes, slower; auto: done first on the link",
-        },
-    ),
-    "link": (
-        ("--link-mbit",),
-        {"type": _positive, "default": 1000.0, "help": "the link for --codec auto, in Mbit/s"},
-    ),
-    "threads": (("--threads",), {"type": _count, "default": DiffSettings().threads}),
-}
-
-
-def _adder(
-    commands: "argparse._SubParsersAction[Parser]",
-) -> Callable[..., None]:
-    def add(
-        name: str,
-        work: Callable[[argparse.Namespace], tuple[int, Report]],
-        what: str,
-        *options: str,
-    ) -> None:
-        command = commands.add_parser(name, help=what, description=what)
-        for option in options:
-            names, settings = _OPTIONS[option]
-            command.add_argument(*names, **settings)  # type: ignore[arg-type] # a table of them
-        command.add_argument("--json", action="store_true", help="machine-readable")
-        command.set_defaults(work=work)
-
-    return add

@@ -65,11 +65,9 @@ def checked_marker(marker: str | None) -> str | None:
     return marker
 
 
-def parse_front(argv: Sequence[str]) -> FrontSettings:
-    """Parse a command line. Raises ConfigError with what to correct."""
-    parser = Parser(
-        "rose front", description="Answer the control calls of vLLM and SGLang for a trainer."
-    )
+def front_parser(prog: str = "rose front") -> Parser:
+    """Return the parser of `rose front`."""
+    parser = Parser(prog, description="Answer the control calls of vLLM and SGLang for a trainer.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
@@ -101,7 +99,12 @@ def parse_front(argv: Sequence[str]) -> FrontSettings:
     parser.add_argument("--pp-size", type=int, default=1)
     parser.add_argument("--max-connections", type=int)
     add_trainer_options(parser)
-    options = vars(parser.parse_args(argv))
+    return parser
+
+
+def parse_front(argv: Sequence[str]) -> FrontSettings:
+    """Parse a command line. Raises ConfigError with what to correct."""
+    options = vars(front_parser().parse_args(argv))
     trainer = taken_trainer(options)
     roots = tuple(options.pop("weights_roots"))
     return FrontSettings(trainer=trainer, weights_roots=roots, **options)

@@ -1,8 +1,7 @@
 """`rose sim COMMAND`: each command's module has `add_arguments(parser)` and `run(args)`."""
 
-import argparse
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from rose.command_line.parser import Parser
@@ -19,17 +18,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Raises RoseError with one line."""
-    parser = Parser(prog="rose sim", description="Simulate a cluster with ROSE's own decisions.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose sim` and its commands."""
+    made = Parser(prog, description="Simulate a cluster with ROSE's own decisions.")
+    commands = made.add_commands()
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        _module(module).add_arguments(command)
-        command.set_defaults(module=module)
-    args: argparse.Namespace = parser.parse_args(argv)
-    return int(_module(args.module).run(args))
-
-
-def _module(name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202 -- a module
-    return importlib.import_module(f"rose.simulation.commands.{name}")
+        found = importlib.import_module(f"rose.simulation.commands.{module}")
+        found.add_arguments(command)
+        command.set_defaults(run=found.run)
+    return made

@@ -11,7 +11,7 @@ from rose.errors import RoseError
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    return cli.make_parser().parse_args(argv)
+    return cli.parser().parse_args(argv)
 
 
 def test_without_options_it_is_the_quickstart_and_a_control_is_an_acceptance_run() -> None:

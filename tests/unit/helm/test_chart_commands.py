@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_scheduler.capacity import parse_policy
-from rose.cli import main as cli
+from rose.cli.main import parser_of
 from rose.gateway.settings import COUNTS, TIMES, parse_settings
 from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
@@ -129,7 +129,7 @@ def test_keys_of_tokens_reach_the_gateway() -> None:
 def test_the_relays_command_is_one() -> None:
     name, *args = words("Deployment/r-relay", RELAY, SECRETS, {"relay": {"bytesPerS": 1 << 30}})
     assert name == "relay"
-    parsed = relay._parser().parse_args(args)
+    parsed = relay.parser().parse_args(args)
     jobs = relay.followed_jobs(parsed.job, parsed.origin, parsed.verify_key)
     assert [each.job for each in jobs] == ["grpo", "ppo"]
     assert parsed.bytes_per_s == 1 << 30
@@ -245,7 +245,7 @@ def test_a_node_is_handed_its_own_certificate(tmp_path: Path, ca: str) -> None:
 @pytest.mark.parametrize("key", ["Job/r-policy", "CronJob/r-stop-all", "CronJob/r-resume"])
 def test_an_operators_command_is_one(key: str, values: Object) -> None:
     args = words(key, values)
-    parsed = cli.make_parser().parse_args(args)
+    parsed = parser_of(args[0]).parse_args(args[1:])
     assert parsed.scheduler == "r-scheduler:7400"
     assert bool(parsed.certificate) == bool(values)
     assert callable(parsed.run)

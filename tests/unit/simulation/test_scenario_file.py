@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rose.cli.main import main
-from rose.cli.parsers import parser_of
+from rose.cli.main import main, parser_of
 from rose.command_line.examples import EXAMPLES
 from rose.errors import ConfigError
 from rose.simulation import Algorithm, ProfiledSteps
 from rose.simulation.commands import sweep
 from rose.simulation.commands.main import COMMANDS
-from rose.simulation.commands.main import main as sim
 from rose.simulation.policies.catalog import CONSTANTS, usual_value
 from rose.simulation.scenario_file import read_scenario
 from rose.simulation.setups import SETUPS, setup_scenario
@@ -137,9 +135,9 @@ def test_several_runs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "scenario.yaml"
     file.write_text(WHOLE)
     common = [str(file), "--until-s", "0.5", "--workers", "1"]
-    assert sim(["compare", *common, "--policies", "fixed,rose", "--seeds", "2"]) == 0
+    assert main(["sim", "compare", *common, "--policies", "fixed,rose", "--seeds", "2"]) == 0
     assert "rose (seed 1)" in capsys.readouterr().out
-    assert sim(["sweep", *common, "--vary", "slack_share=0,1", "--vary", "hedges=0"]) == 0
+    assert main(["sim", "sweep", *common, "--vary", "slack_share=0,1", "--vary", "hedges=0"]) == 0
     assert "slack_share=1 hedges=0" in capsys.readouterr().out
 
 
@@ -151,9 +149,9 @@ def test_a_sweep_around_says_which_constants_matter(
     few = {name: CONSTANTS[name] for name in ("sticky_margin", "cooldown_s")}
     monkeypatch.setattr(sweep, "CONSTANTS", few)
     words = ["sweep", str(file), "--until-s", "0.5", "--workers", "1", "--around", "0.2"]
-    assert sim([*words, "-o", "json"]) == 0
+    assert main(["sim", *words, "-o", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 1 + 2 * len(few)
-    assert sim(words) == 0
+    assert main(["sim", *words]) == 0
     said = capsys.readouterr().out
     assert "as it is" in said
     assert "cooldown_s=8" in said
@@ -197,7 +195,7 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_has_an_example_that_its_parser_takes() -> None:
-    parser = parser_of(sim)
+    parser = parser_of("sim")
     for name in COMMANDS:
         for line in EXAMPLES[f"sim {name}"]:
             assert parser.parse_args(shlex.split(line)[2:]).command == name
