@@ -23,6 +23,7 @@ from elastic_scheduler import policy_names
 from elastic_scheduler.capacity import CapacityPolicy, PolicyMode, crd
 from rose.gateway.settings import COUNTS, TIMES
 from rose.node.config import NodeConfig, ReplicaConfig
+from scripts.generated import ROOT, main, with_parts
 
 
 class Strict(BaseModel):
@@ -624,42 +625,20 @@ def _parts(part: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
         yield from _parts(part["items"], f"{path}[]")
 
 
-CHART: Final = Path("helm/rose")
-INSTALL: Final = Path("docs/operators/install.md")
-OBJECTS: Final = Path("docs/operators/policy-objects.md")
-
-
-def with_table(page: str, name: str, table: str) -> str:
-    """Return a page of the docs with a table as it is now."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n{table}\n{end}{after}"
+CHART: Final = ROOT / "helm" / "rose"
+OPERATORS: Final = ROOT / "docs" / "operators"
 
 
 def files() -> dict[Path, str]:
     """Return the text that each generated file should have, by path."""
-    objects = with_table(OBJECTS.read_text(), "rules", rules_table())
+    rules = {"rules": rules_table(), "status": status_table()}
     return {
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": as_json(schema()),
-        INSTALL: with_table(INSTALL.read_text(), "values", docs_table()),
-        OBJECTS: with_table(objects, "status", status_table()),
+        **with_parts(OPERATORS / "install.md", {"values": docs_table()}),
+        **with_parts(OPERATORS / "policy-objects.md", rules),
     }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the files; with --check name those that are stale, and return 1."""
-    stale = [
-        path for path, text in files().items() if not path.exists() or path.read_text() != text
-    ]
-    for path in stale:
-        if "--check" in argv:
-            sys.stderr.write(f"{path} is stale: run scripts/chart\n")
-        else:
-            path.write_text(files()[path])
-    return int("--check" in argv and bool(stale))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(files, "scripts/chart"))

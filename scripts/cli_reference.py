@@ -1,6 +1,6 @@
 """Write docs/operators/cli.md: every command with its options, examples and exit codes.
 
-    parsers of all commands ──► whole_parser ──► page
+    parsers of all commands ──► whole_parser ──► parts of the page
                                             └──► examples: each is one that its parser takes
 
 Nothing is read from source. A command without an example, or in no group, ends the script.
@@ -18,20 +18,12 @@ from rose.cli.main import every_command, whole_parser
 from rose.cli.options import add_scheduler_options
 from rose.command_line.examples import EXAMPLES, SERVES
 from rose.command_line.output import add_output_options
+from scripts.generated import ROOT, main, with_parts
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "cli.md"
 GROUPS: Final = {
     "Looking": (
-        "status",
-        "nodes",
-        "replicas",
-        "top",
-        "jobs",
-        "explain",
-        "usage",
-        "compare",
-        "audit",
+        *("status", "nodes", "replicas", "top", "jobs", "explain", "usage", "compare", "audit"),
     ),
     "Policies": ("policy",),
     "Stopping": ("hold", "drain", "stop-all", "resume", "harvest", "revoke", "kill", "unkill"),
@@ -40,55 +32,24 @@ GROUPS: Final = {
     "Weights": ("weights", "publish", "relay"),
     "Processes": ("scheduler", "gateway", "node", "front", "demo"),
 }
-HEAD: Final = """\
-# Commands
-
-Every command of `rose`, with its options and examples.
-`scripts/cli-reference` writes this page from the parsers;
-`make check` fails where it is not current.
-Each example is run by a test; those of processes that serve are read by their parsers.
-
-## What all of them have in common
-
-- `rose COMMAND --help` says what stands here.
-- **Which scheduler**: `--scheduler HOST:PORT`, several with commas.
-  One that stands by names the one that leads.
-  `--ca`, `--certificate` and `--key` where it asks for [certificates](../security.md).
-- **How it is written**: `-o table`, `json` or `yaml`.
-  All verbs show one read model (`rose/operate/fleet.py`): its fields are those of JSON and YAML,
-  with units in their names. A figure that nobody said is `null`, never 0.
-  Fields are added, and keep their meaning.
-- **Again and again**: `--watch [SECONDS]`.
-  A terminal shows the newest alone; a pipe gets one after the other, of JSON one a line.
-  A scheduler that does not answer for a while is said, and asked again.
-- **On a terminal** tables have colours (`NO_COLOR=1` turns them off) and are cut to its width:
-  the widest columns first; then some are left out, and it is said which.
-  In a pipe nothing is cut.
-- **Before something changes**: `--dry-run` says what would, and changes nothing.
-  What changes several things checks all of them first: nothing is half-applied.
-- **What is wrong** is one line on standard error, with what to do next.
-
-## Exit codes
-
-"""
 
 
 class UndescribedError(Exception):
     """A command has no example, no group, or an example that its parser refuses."""
 
 
-def page() -> str:
-    """The whole page."""
+def page() -> dict[Path, str]:
+    """Return the page as it has to be."""
     parser = whole_parser()
     commands = dict(every_command(parser))
     _check(parser, commands)
-    parts = [HEAD, _codes()]
+    parts = []
     for title, names in GROUPS.items():
         parts.append(f"\n## {title}\n")
         for name in names:
             for path in (p for p in commands if p == name or p.startswith(f"{name} ")):
                 parts.append(_command(path, commands[path]))
-    return "".join(parts)
+    return with_parts(PAGE, {"exit codes": _codes(), "commands": "".join(parts)})
 
 
 def _check(parser: argparse.ArgumentParser, commands: Iterable[str]) -> None:
@@ -204,20 +165,5 @@ def _row(action: argparse.Action) -> str:
     return f"| `{shown}` | {what} |\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; with --check say whether it is current."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when it is stale")
-    args = parser.parse_args(argv)
-    made = page()
-    if not args.check:
-        PAGE.write_text(made, encoding="utf-8")
-        return 0
-    if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:
-        sys.stderr.write("docs/operators/cli.md is stale: run scripts/cli-reference\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(page, "scripts/cli-reference"))

@@ -8,10 +8,9 @@ A cell says what was run last: `kept`, `broken`, `not run`; or that the engine c
 reason below the table. Results are committed, so that the page says the same everywhere.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,13 +19,11 @@ from contract_promises import PROMISES, Promise, Side
 
 from rose.engines.capabilities import LACKS, Capability, lacking
 from rose.engines.spec import EngineKind
+from scripts.generated import ROOT, main, with_parts
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "engines.md"
 TAKEN: Final = ROOT / "bench" / "results" / "contract" / "engines.json"
 RUN: Final = ROOT / "out" / "contract.json"
-BEGIN: Final = "<!-- scripts/contract-table begins -->\n"
-END: Final = "<!-- scripts/contract-table ends -->\n"
 WORDS: Final = {"passed": "kept", "failed": "**broken**"}
 TITLES: Final = {Side.HOST: "Host", Side.GUEST: "Guest", Side.WEIGHTS: "Weights"}
 NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
@@ -81,37 +78,15 @@ def capability_table() -> Iterator[str]:
         yield f"| {capability.value} | {' | '.join(cells)} |\n"
 
 
-def tables() -> str:
-    """All that is generated."""
+def page() -> dict[Path, str]:
+    """Return the page with its tables as they are now."""
     found = results()
     sides = [side for side in Side if any(promise.side is side for promise in PROMISES)]
     made = "".join(line for side in sides for line in promise_table(side, found))
-    return BEGIN + "\n" + made + "".join(capability_table()) + "\n" + END
-
-
-def page() -> str:
-    """The page with its tables made anew. Raises ValueError where its markers are gone."""
-    text = PAGE.read_text(encoding="utf-8")
-    return text[: text.index(BEGIN)] + tables() + text[text.index(END) + len(END) :]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; with --check say whether it is current."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when it is stale")
-    parser.add_argument("--take", action="store_true", help="add the results of out/contract.json")
-    args = parser.parse_args(argv)
-    if args.take:
-        take()
-    made = page()
-    if not args.check:
-        PAGE.write_text(made, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") != made:
-        sys.stderr.write("docs/engines.md is stale: run scripts/contract-table\n")
-        return 1
-    return 0
+    return with_parts(PAGE, {"contract": "\n" + made + "".join(capability_table()) + "\n"})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "--take" in sys.argv:
+        take()
+    sys.exit(main(page, "scripts/contract-table", [w for w in sys.argv[1:] if w != "--take"]))

@@ -6,7 +6,6 @@ Nothing is read from source: a family that no example reaches, or a label that n
 ends the script. Tests take the same families to check rules and dashboards against.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +37,9 @@ from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
 from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
+from scripts.generated import ROOT, main, with_parts
 from weight_transfer.fetch.traffic import Answer, Asked, Source, Traffic
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
 CALLS: Final = ("get", "list", "txn", "grant_lease", "keep_lease", "revoke_lease")
 PROCESSES: Final = ("node", "scheduler", "gateway", "relay")
@@ -293,38 +292,21 @@ def sizes() -> dict[str, int]:
     }
 
 
-HEAD: Final = """\
-# Metrics
-
-Every metric and label of every process, as their registries have them.
-`scripts/metrics-reference` writes this page; a test fails where it is not current.
-
-Where they are served: a node on its [`metrics_port`](../node.md#metrics),
-a scheduler on its [`--metrics-port`](../scheduler.md#metrics), a gateway at `/metrics` of its port,
-a relay on its [`--metrics-port`](../weights.md#inside-a-cluster).
-A publisher and the trainers' client serve none.
-A guest's engine has vLLM's own metrics besides.
-
-[Alerts](alerts.md) and dashboards use what stands here and nothing else, which a test checks.
-No label says which process answered: Prometheus adds `instance` and `job` to each series.
-One label of ours has such a name, the trainers' `job` of schedulers and relays:
-without `honor_labels: true` it becomes `exported_job`, and no rule finds it.
-The chart's PodMonitors say so.
-"""
-
-
-def page() -> str:
-    """The whole page."""
+def page() -> dict[Path, str]:
+    """Return the page as it has to be."""
     found = families()
-    parts = [HEAD]
-    for process in PROCESSES:
-        rows = [family for family in found if family.process == process]
-        parts.append(f"## {process.capitalize()}\n\n{_table(rows)}")
+    tables = [
+        f"\n## {process.capitalize()}\n\n{_table(f for f in found if f.process == process)}"
+        for process in PROCESSES
+    ]
     used = sorted({label for family in found for label in family.labels})
-    labels = "\n".join(f"| `{label}` | {LABELS[label]} |" for label in used)
-    parts.append(f"## Labels\n\n| label | values |\n| --- | --- |\n{labels}\n")
-    parts.append(_budget())
-    return "\n".join(parts)
+    labels = "".join(f"| `{label}` | {LABELS[label]} |\n" for label in used)
+    parts = {
+        "metrics": "".join(tables),
+        "labels": f"| label | values |\n| --- | --- |\n{labels}",
+        "series": _budget(),
+    }
+    return with_parts(PAGE, parts)
 
 
 def _table(rows: Iterable[Family]) -> str:
@@ -335,10 +317,6 @@ def _table(rows: Iterable[Family]) -> str:
 def _budget() -> str:
     counted = sizes()
     return f"""\
-## Series
-
-A scrape in which everything that can be counted was counted, every reason and every outcome, is
-
 | process | series |
 | --- | --- |
 | node with {BUDGET_REPLICAS} hosts and guests | {counted["node"]:,} |
@@ -349,25 +327,8 @@ A scrape in which everything that can be counted was counted, every reason and e
 A test keeps them within {PER_GUEST} for a guest, {PER_HOST} for a host,
 {PER_NODE} for a node at the scheduler, {PER_JOB} for a job there,
 and {PER_REPLICA} for a replica at a gateway.
-No request, session, lease or text is a label;
-a replica or host that is gone leaves no series on its node, and a replica none at a gateway.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; with --check say whether it is current."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when it is stale")
-    args = parser.parse_args(argv)
-    made = page()
-    if not args.check:
-        PAGE.write_text(made, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") != made:
-        sys.stderr.write("docs/operators/metrics.md is stale: run scripts/metrics-reference\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(page, "scripts/metrics-reference"))

@@ -68,6 +68,7 @@ OTHERS_NAMES = {
     "defer_block_free",
     "determine_available_memory",
     "execute_model",
+    "exported_job",  # a label of Prometheus
     "global_step_20",  # folders of checkpoints
     "weight_v000003",
     "process_mrelease",  # Linux's
