@@ -15,13 +15,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from byte_tokenizer import save_byte_tokenizer
 from sglang_python import MISSING, PYTHON
 from tiny_model import VOCABULARY, save_tiny_model
 
 from rose.addresses import free_port
 from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
+from tests.harness.tokenizer_kinds import save_byte_tokenizer
 
 pytestmark = [
     pytest.mark.engine,

@@ -8,7 +8,6 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from byte_tokenizer import save_byte_tokenizer
 from gateway_cases import base_url, entry, gateway_with
 from wire_cases import ask, payloads, stream
 
@@ -19,6 +18,7 @@ from rose.tokenizer_pool.pool import TextRefused
 from rose.tokenizer_pool.tool_worker import ToolService
 from rose.tokenizer_pool.worker import Done, ParseTools, Refused, ToolSetup, packed
 from tests.fakes.replica import StandInReplica
+from tests.harness.tokenizer_kinds import save_byte_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,6 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
-from byte_tokenizer import save_byte_tokenizer
 from gateway_cases import base_url, entry, gateway_with, until
 from hedged_cases import hedged_case
 from wire_cases import ask, payloads, stream
@@ -15,6 +14,7 @@ from wire_cases import ask, payloads, stream
 from rose.gateway import Gateway
 from rose.gateway.text_codec import TextCodec
 from tests.fakes.replica import StandInReplica
+from tests.harness.tokenizer_kinds import save_byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

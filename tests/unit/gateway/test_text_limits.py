@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from byte_tokenizer import TEMPLATE, save_byte_tokenizer
 from gateway_cases import base_url, entry, gateway_with
 from wire_cases import VLLM, ask, vllm_body
 
@@ -17,6 +16,7 @@ from rose.gateway import Gateway
 from rose.gateway.event_loop import LoopLag
 from rose.gateway.text_codec import TextCodec
 from tests.fakes.replica import StandInReplica
+from tests.harness.tokenizer_kinds import TEMPLATE, save_byte_tokenizer
 
 # One gateway for all, whose processes for texts take a second to start.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
