@@ -35,6 +35,7 @@ from elastic_scheduler.capacity import CapacityPolicy, policy_of
 from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
+from rose.scheduler.core.limits import MAX_WEIGHT
 from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.core.runs import RunRecord
 from rose.store import Delete, Put, Store, StoreEntry, Write
@@ -44,7 +45,6 @@ POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
 EPOCH_FLOOR, RESTORING = "epoch_floor", "restoring"
 # Keys that only builds before 0.3.0 wrote: `harvest` may be a stop, so none of them is passed over.
 REFUSED = frozenset({"harvest", "job"})
-MAX_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, slots=True)

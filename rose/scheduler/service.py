@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -33,13 +33,11 @@ from rose.release import release
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
-from rose.scheduler.core.capacity import policy_applied, policy_deleted
 from rose.scheduler.core.messages import (
     Action,
     Answer,
     CloseStream,
     Command,
-    CommandQueue,
     Detached,
     Event,
     HarvestSet,
@@ -49,7 +47,6 @@ from rose.scheduler.core.messages import (
     Reserve,
     Save,
     StoredEvent,
-    TableSlot,
     Tick,
 )
 from rose.scheduler.core.observed import Observed
@@ -72,7 +69,6 @@ MAX_WATCHERS = 1_024
 ANSWER_S = 5.0
 MAX_COMMITS = 64
 
-Request = TypeVar("Request", bound=Message)
 AuditSink = Callable[[str, dict[str, object], str], None]
 """Takes an event, its fields, and by whose call it came."""
 # Figures that follow from others, and complaints of the process about itself, which may repeat.
@@ -86,6 +82,61 @@ CODES = {
 }
 LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
 BROKEN = "the scheduler could not handle this; see its events"
+
+
+# Far more than a version chain: a node this far behind attaches anew and gets all of it again.
+COMMAND_LIMIT = 4_096
+
+
+class CommandQueue:
+    """Commands for one node, in order. Nothing is ever dropped: a full queue ends the stream."""
+
+    def __init__(self, limit: int = COMMAND_LIMIT) -> None:
+        self._queue: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue(limit + 1)
+        self._limit = limit
+        self.closed: str | None = None
+        self.code = grpc.StatusCode.ABORTED
+
+    def put(self, command: pb.NodeCommand) -> None:
+        """Add a command; closes the queue when the node does not keep up."""
+        if self.closed is None and self._queue.qsize() >= self._limit:
+            self.close("the node does not take its commands; attach anew")
+        elif self.closed is None:
+            self._queue.put_nowait(command)
+
+    def close(self, reason: str, code: grpc.StatusCode = grpc.StatusCode.ABORTED) -> None:
+        """Let `get` return None once all commands before are taken."""
+        if self.closed is None:
+            self.closed, self.code = reason, code
+            self._queue.put_nowait(None)
+
+    @property
+    def waiting(self) -> int:
+        """Commands that the node has not taken yet."""
+        return self._queue.qsize()
+
+    async def get(self) -> pb.NodeCommand | None:
+        """Return the next command, None when the stream is to end."""
+        return await self._queue.get()
+
+
+class TableSlot:
+    """The newest table for one watcher; older ones that it did not take are gone."""
+
+    def __init__(self) -> None:
+        self._table: pb.ReplicaTable | None = None
+        self._fresh = asyncio.Event()
+
+    def put(self, table: pb.ReplicaTable | None) -> None:
+        """Replace whatever waits; None ends the watch."""
+        self._table = table
+        self._fresh.set()
+
+    async def get(self) -> pb.ReplicaTable | None:
+        """Return the newest table once there is a new one; None at the end."""
+        await self._fresh.wait()
+        self._fresh.clear()
+        return self._table
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +166,17 @@ class ServiceTimes:
     tick_s: float = TICK_S
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
+
+
+def _call(reply_of: Callable[[int], Message]) -> Any:  # noqa: ANN401 - a method of the servicer
+    """Return the method of a call that is one event of the core, and whose reply is its answer."""
+
+    async def call(
+        self: "SchedulerService", request: Message, context: "Context[object, object]"
+    ) -> Message:
+        return reply_of(await self._answer(request, context))
+
+    return call
 
 
 class SchedulerService(SchedulerServicer):
@@ -416,16 +478,7 @@ class SchedulerService(SchedulerServicer):
         finally:
             self._watchers.pop(slot, None)
 
-    @override
-    async def ReportDemand(
-        self, request: pb.DemandReport, context: "Context[object, object]"
-    ) -> pb.DemandReply:
-        """Take a gateway's report of what its turns need."""
-        try:
-            self._step(wire.demanded(request))
-        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
-            await self._refuse(error, "ReportDemand", context)
-        return pb.DemandReply()
+    ReportDemand = _call(lambda _: pb.DemandReply())
 
     # ---- trainers and operators ----
 
@@ -434,7 +487,7 @@ class SchedulerService(SchedulerServicer):
         self, request: pb.RegisterJobRequest, context: "Context[object, object]"
     ) -> pb.RegisterJobReply:
         """Register a trainer's job."""
-        latest = await self._stored(wire.job_registered, request, context)
+        latest = await self._answer(request, context)
         reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
         newest = self._core.newest(request.job)
         if newest is None:
@@ -443,68 +496,14 @@ class SchedulerService(SchedulerServicer):
             reply.latest_run, reply.latest_parent = newest.run, newest.parent
         return reply
 
-    @override
-    async def EndJob(
-        self, request: pb.EndJobRequest, context: "Context[object, object]"
-    ) -> pb.EndJobReply:
-        """End a job."""
-        released = await self._stored(wire.job_ended, request, context)
-        return pb.EndJobReply(released=released)
-
-    @override
-    async def AnnounceVersion(
-        self, request: pb.AnnounceVersionRequest, context: "Context[object, object]"
-    ) -> pb.AnnounceVersionReply:
-        """Announce a trainer's version."""
-        nodes = await self._stored(wire.version_announced, request, context)
-        return pb.AnnounceVersionReply(nodes=nodes)
-
-    @override
-    async def RenewRun(
-        self, request: pb.RenewRunRequest, context: "Context[object, object]"
-    ) -> pb.RenewRunReply:
-        """Renew a trainer's run."""
-        try:
-            latest = self._step(wire.run_renewed(request))
-        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
-            await self._refuse(error, "RenewRun", context)
-        return pb.RenewRunReply(latest_version=latest or 0)
-
-    @override
-    async def EndRun(
-        self, request: pb.EndRunRequest, context: "Context[object, object]"
-    ) -> pb.EndRunReply:
-        """End a trainer's run in order."""
-        await self._stored(wire.run_ended, request, context)
-        return pb.EndRunReply()
-
-    @override
-    async def DropJob(
-        self, request: pb.DropJobRequest, context: "Context[object, object]"
-    ) -> pb.DropJobReply:
-        """Forget a job at an operator's request."""
-        versions = await self._stored(wire.job_dropped, request, context)
-        return pb.DropJobReply(versions=versions)
-
-    @override
-    async def SetHarvest(
-        self, request: pb.SetHarvestRequest, context: "Context[object, object]"
-    ) -> pb.SetHarvestReply:
-        """Set the operator's mode."""
-        released = await self._stored(wire.harvest_set, request, context)
-        return pb.SetHarvestReply(released=released)
-
-    @override
-    async def Revoke(
-        self, request: pb.RevokeRequest, context: "Context[object, object]"
-    ) -> pb.RevokeReply:
-        """End a lease at an operator's request."""
-        try:
-            epoch = self._step(wire.revoke_asked(request))
-        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
-            await self._refuse(error, "Revoke", context)
-        assert epoch is not None
-        return pb.RevokeReply(epoch=epoch)
+    EndJob = _call(lambda released: pb.EndJobReply(released=released))
+    AnnounceVersion = _call(lambda nodes: pb.AnnounceVersionReply(nodes=nodes))
+    RenewRun = _call(lambda latest: pb.RenewRunReply(latest_version=latest))
+    EndRun = _call(lambda _: pb.EndRunReply())
+    DropJob = _call(lambda versions: pb.DropJobReply(versions=versions))
+    SetHarvest = _call(lambda released: pb.SetHarvestReply(released=released))
+    Revoke = _call(lambda epoch: pb.RevokeReply(epoch=epoch))
+    DeletePolicy = _call(lambda _: pb.DeletePolicyReply())
 
     @override
     async def Snapshot(
@@ -522,22 +521,14 @@ class SchedulerService(SchedulerServicer):
         self, request: pb.ApplyPolicyRequest, context: "Context[object, object]"
     ) -> pb.ApplyPolicyReply:
         """Put a capacity policy in force, or only check it."""
-        if request.dry_run:
-            try:
-                changes = self._core.capacity.would_change(policy_applied(request))
-            except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
-                await self._refuse(error, "ApplyPolicy", context)
-            return pb.ApplyPolicyReply(changed=changes)
-        changed = await self._stored(policy_applied, request, context)
-        return pb.ApplyPolicyReply(changed=bool(changed))
-
-    @override
-    async def DeletePolicy(
-        self, request: pb.DeletePolicyRequest, context: "Context[object, object]"
-    ) -> pb.DeletePolicyReply:
-        """Delete a capacity policy."""
-        await self._stored(policy_deleted, request, context)
-        return pb.DeletePolicyReply()
+        if not request.dry_run:
+            changed = await self._answer(request, context)
+            return pb.ApplyPolicyReply(changed=bool(changed))
+        try:
+            changes = self._core.capacity.would_change(wire.policy_applied(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
+            await self._refuse(error, "ApplyPolicy", context)
+        return pb.ApplyPolicyReply(changed=changes)
 
     @override
     async def ListPolicies(
@@ -557,22 +548,20 @@ class SchedulerService(SchedulerServicer):
             await self._refuse(error, "ExplainPolicy", context)
         return pb.ExplainPolicyReply(nodes=nodes)
 
-    async def _stored(
-        self,
-        event_of: Callable[[Request], StoredEvent],
-        request: Request,
-        context: "Context[object, object]",
-    ) -> int:
-        """Carry out a request whose outcome must survive; answered only when it is durable."""
+    async def _answer(self, request: Message, context: "Context[object, object]") -> int:
+        """Carry out a request; one whose outcome must survive is answered once it is durable."""
+        call = type(request).__name__
         try:
-            task = self._begin(event_of(request))
+            event = wire.asked(request)
+            if not isinstance(event, StoredEvent):
+                return self._step(event) or 0
             # Not cancelled with its caller: what is half written must come to its end.
-            value = await asyncio.wait_for(asyncio.shield(task), self._answer_s)
+            value = await asyncio.wait_for(asyncio.shield(self._begin(event)), self._answer_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
-            await self._refuse(error, type(request).__name__.removesuffix("Request"), context)
+            await self._refuse(error, call.removesuffix("Request"), context)
         assert value is not None
-        asked = MessageToDict(request, preserving_proto_field_name=True)
-        self._audit(type(request).__name__, {**asked, "answer": value}, CALLING.get())
+        fields = MessageToDict(request, preserving_proto_field_name=True)
+        self._audit(call, {**fields, "answer": value}, CALLING.get())
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":

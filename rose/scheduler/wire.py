@@ -1,28 +1,36 @@
 """Conversion between protobuf messages and the core's types, which checks their bounds.
 
+    request, report ──read──► event: each field of the same name, checked as its type says
+                                     (`rose.scheduler.core.limits`)
+
 Each function raises `ConfigError`, a line for the peer, for a message that means nothing. An offer
 that means nothing is left out, and the others of its report count.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, is_dataclass
+from functools import cache, partial
+from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
 
 from elastic_scheduler import HarvestMode, Lease, Offer, ReplicaKind
+from elastic_scheduler.capacity import parse_policy
+from elastic_scheduler.errors import PolicyError
 from rose.addresses import checked_url
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.demand import MOST, JobFigures, Switched
+from rose.scheduler.core.demand import JobFigures, Switched
 from rose.scheduler.core.limits import (
     MAX_HOSTS,
     MAX_JOBS,
-    MAX_LABELS,
     MAX_MODELS,
     MAX_REPLICAS,
     MAX_SWITCHES,
     check_number,
     checked_figure,
     checked_name,
-    checked_version,
     cut_text,
 )
 from rose.scheduler.core.messages import (
@@ -37,6 +45,8 @@ from rose.scheduler.core.messages import (
     JobRegistered,
     Obeyed,
     Offered,
+    PolicyApplied,
+    PolicyDeleted,
     RatesMeasured,
     ReplicaDrained,
     RevokeAsked,
@@ -45,8 +55,6 @@ from rose.scheduler.core.messages import (
     TakenBack,
     VersionAnnounced,
 )
-from rose.scheduler.core.runs import Claim
-from rose.scheduler.persistence import MAX_WEIGHT
 
 # A node that asks for more is taken at its word only this long: silence must end a lease soon.
 MAX_OFFER_TTL_S = 10.0
@@ -64,12 +72,52 @@ MODE_OF = {
 }
 MODE_TO = {mode: number for number, mode in MODE_OF.items()}
 
+T = TypeVar("T")
 
-def mode_of(number: "pb.HarvestMode.ValueType") -> HarvestMode:
-    """Return the mode of a request. Raises `ConfigError` for an unspecified or unknown one."""
-    if number not in MODE_OF:
-        raise ConfigError(f"harvest mode {number} is unknown; send OFF, HOLD, …, ACTIVE")
-    return MODE_OF[number]
+
+def read(event: type[T], message: Message, /, **given: object) -> T:
+    """Return an event or a part of one. given: fields that the message does not have.
+
+    A message inside is read likewise; None stands for one that may be, and is, absent.
+    """
+    label = type(message).__name__.removesuffix("Request")
+    values = dict(given)
+    for field in _fields(event, type(message)):  # type: ignore[arg-type]  # classes are hashable
+        if field.name in given:
+            continue
+        value = getattr(message, field.name)
+        if field.inner is None:
+            for check in field.checks:
+                value = check(value, f"{label}.{field.name}")
+        elif field.is_optional and not message.HasField(field.name):
+            value = None
+        else:
+            value = read(field.inner, value)
+        values[field.name] = value
+    return event(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of an event that its message has too. inner: class of a message inside."""
+
+    name: str
+    checks: tuple[Callable[[Any, str], Any], ...]
+    inner: type[Any] | None
+    is_optional: bool
+
+
+@cache
+def _fields(event: type[Any], message: type[Message]) -> list[_Field]:
+    hints = get_type_hints(event, include_extras=True)
+    found = []
+    for name in event.__dataclass_fields__:
+        if name in message.DESCRIPTOR.fields_by_name:
+            hint = hints[name]
+            inner = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
+            checks = hint.__metadata__ if get_origin(hint) is Annotated else ()
+            found.append(_Field(name, checks, cast("type[Any] | None", inner), inner is not hint))
+    return found
 
 
 # ---- nodes ----
@@ -77,26 +125,16 @@ def mode_of(number: "pb.HarvestMode.ValueType") -> HarvestMode:
 
 def attached(first: pb.NodeReport, stream: int) -> Attached:
     """Return the event of a node's hello."""
-    hello = first.hello
     node = checked_name(first.node, "the node's name")
-    cluster = hello.cluster and checked_name(hello.cluster, f"the cluster of node {node}")
-    relay = hello.relay_url and checked_url(hello.relay_url, f"the relay_url of node {node}")
-    check_number(hello.labels, MAX_LABELS, f"labels of node {node}")
-    labels = {
-        checked_name(key, f"a label of node {node}"): cut_text(value)
-        for key, value in hello.labels.items()
-    }
-    return Attached(
-        node,
-        stream,
-        cluster,
-        relay,
-        labels,
-        hello.takes_caps,
-        hello.takes_renewals,
-        cut_text(hello.release),
-        hello.obeys,
-    )
+    return read(Attached, first.hello, node=node, stream=stream)
+
+
+_REPORTS: Final[dict[str, type[Event]]] = {
+    "revocation": TakenBack,
+    "released": ReplicaDrained,
+    "activation": Activated,
+    "obeyed": Obeyed,
+}
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
@@ -106,36 +144,10 @@ def event_of(report: pb.NodeReport, stream: int) -> Event | None:
             return _offered(report, stream)
         case "telemetry":
             return _measured(report.telemetry, stream)
-        case "revocation":
-            taken = report.revocation
-            return TakenBack(stream, _replica(taken.replica), taken.epoch, cut_text(taken.reason))
-        case "released":
-            drained = report.released
-            return ReplicaDrained(stream, _replica(drained.replica), drained.epoch, drained.aborted)
-        case "activation":
-            done = report.activation
-            replica = _replica(done.replica)
-            version = checked_version(done.version, f"the version of {replica}")
-            job = _job(done.job, replica)
-            return Activated(stream, replica, version, done.ok, cut_text(done.message), job)
-        case "obeyed":
-            return Obeyed(stream, report.obeyed.order)
+        case str() as field if field in _REPORTS:
+            return read(_REPORTS[field], getattr(report, field), stream=stream)
         case _:
             return None
-
-
-def _replica(name: str) -> str:
-    return checked_name(name, "a replica's name")
-
-
-def _job(name: str, replica: str) -> str:
-    return name and checked_name(name, f"the job of {replica}")
-
-
-def _models(names: Iterable[str], replica: str) -> tuple[str, ...]:
-    models = tuple(checked_name(name, f"a model of {replica}") for name in names)
-    check_number(models, MAX_MODELS, f"models of {replica}")
-    return models
 
 
 def _offered(report: pb.NodeReport, stream: int) -> Offered:
@@ -145,44 +157,37 @@ def _offered(report: pb.NodeReport, stream: int) -> Offered:
         try:
             offers.append(offer_of(message, report.node))
             if message.HasField("held"):
-                held.append(_held(message))
+                held.append(read(Held, message.held, replica=message.replica))
         except (ValueError, ConfigError) as error:
             refused.append(cut_text(str(error)))
     return Offered(stream, tuple(offers), tuple(refused), tuple(held))
 
 
-def _held(message: pb.Offer) -> Held:
-    held = message.held
-    job = checked_name(held.job, f"the job of the lease that {message.replica} holds")
-    left_s = checked_figure(held.left_s, f"left_s of {message.replica}")
-    return Held(message.replica, job, held.epoch, left_s)
-
-
 def offer_of(message: pb.Offer, node: str) -> Offer:
     """Return one offer. Raises ValueError and `ConfigError`."""
-    replica = _replica(message.replica)
+    replica = checked_name(message.replica, "a replica's name")
     if message.kind not in KIND_OF:
         raise ValueError(f"the offer of {replica} has no kind; send GUEST or DEDICATED")
     if not math.isfinite(message.ttl_s):
         raise ValueError(f"ttl_s of {replica} is {message.ttl_s}; offer for some seconds")
-    return Offer(
-        replica=replica,
+    return read(
+        Offer,
+        message,
+        node=node,
         kind=KIND_OF[message.kind],
         url=checked_url(message.url, f"the url of {replica}"),
-        node=node,
-        kv_tokens=message.kv_tokens,
-        decode_tok_s=message.decode_tok_s,
-        prefill_tok_s=message.prefill_tok_s,
-        policy_version=message.policy_version,
-        healthy=message.healthy,
         ttl_s=min(MAX_OFFER_TTL_S, message.ttl_s),
-        epoch=message.epoch,
-        max_sequences=message.max_sequences,
-        job=_job(message.job, replica),
+        job=message.job and checked_name(message.job, f"the job of {replica}"),
         model=message.model and checked_name(message.model, f"the model of {replica}"),
         models=_models(message.models, replica),
         near=_models(message.near, replica),
     )
+
+
+def _models(names: Iterable[str], replica: str) -> tuple[str, ...]:
+    models = tuple(checked_name(name, f"a model of {replica}") for name in names)
+    check_number(models, MAX_MODELS, f"models of {replica}")
+    return models
 
 
 def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
@@ -204,7 +209,7 @@ def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
     return RatesMeasured(stream, kept)
 
 
-# ---- gateways ----
+# ---- gateways, trainers and operators ----
 
 
 def demanded(report: pb.DemandReport) -> Demanded:
@@ -212,88 +217,46 @@ def demanded(report: pb.DemandReport) -> Demanded:
     gateway = checked_name(report.gateway, "DemandReport.gateway")
     check_number(report.jobs, MAX_JOBS, f"jobs of gateway {gateway}")
     check_number(report.switches, MAX_SWITCHES, f"switches of gateway {gateway}")
-    jobs = tuple(
-        JobFigures(cut_text(each.job), each.turns, each.owed_tokens, each.made_tok_s)
-        for each in report.jobs
-    )
-    for job in jobs:
-        checked_figure(job.owed_tokens, f"owed_tokens of gateway {gateway}", MOST)
-        checked_figure(job.made_tok_s, f"made_tok_s of gateway {gateway}", MOST)
-    return Demanded(gateway, jobs, tuple(_switched(each) for each in report.switches))
-
-
-def _switched(message: pb.Switch) -> Switched:
-    replica = _replica(message.replica)
-    took_s = checked_figure(message.took_s, f"took_s of {replica}", MOST)
-    return Switched(replica, message.epoch, took_s)
-
-
-# ---- trainers and operators ----
-
-
-def job_registered(request: pb.RegisterJobRequest) -> JobRegistered:
-    """Return the event of a trainer's job."""
-    job = checked_name(request.job, "RegisterJob.job")
-    model = request.model and checked_name(request.model, f"the model of {job}")
-    weight = checked_figure(request.weight, f"the weight of {job}", MAX_WEIGHT) or 1.0
-    return JobRegistered(
-        job,
-        request.max_staleness,
-        model,
-        weight,
-        request.max_guests,
-        claim=claim_of(request.claim) if request.HasField("claim") else None,
-        take_over=request.take_over,
+    return Demanded(
+        gateway,
+        tuple(read(JobFigures, each) for each in report.jobs),
+        tuple(read(Switched, each) for each in report.switches),
     )
 
 
-def claim_of(claim: pb.Claim) -> Claim:
-    """Return the claim of one process of a run."""
-    run = checked_name(claim.run, "Claim.run")
-    return Claim(run, checked_name(claim.process, "Claim.process"), cut_text(claim.holder))
-
-
-def run_renewed(request: pb.RenewRunRequest) -> RunRenewed:
-    """Return the event of a renewed run."""
-    return RunRenewed(checked_name(request.job, "RenewRun.job"), claim_of(request.claim))
-
-
-def run_ended(request: pb.EndRunRequest) -> RunEnded:
-    """Return the event of a run that ends."""
-    return RunEnded(checked_name(request.job, "EndRun.job"), claim_of(request.claim))
-
-
-def job_dropped(request: pb.DropJobRequest) -> JobDropped:
-    """Return the event of a job to forget."""
-    return JobDropped(checked_name(request.job, "DropJob.job"), request.force)
-
-
-def job_ended(request: pb.EndJobRequest) -> JobEnded:
-    """Return the event of a job that ends."""
-    claim = claim_of(request.claim) if request.HasField("claim") else None
-    return JobEnded(checked_name(request.job, "EndJob.job"), claim)
-
-
-def version_announced(request: pb.AnnounceVersionRequest) -> VersionAnnounced:
-    """Return the event of a new version."""
-    job = checked_name(request.job, "AnnounceVersion.job")
-    version = checked_version(request.version, f"the version of {job}")
-    parent = checked_version(request.parent, f"the parent of version {version}")
-    url = checked_url(request.url, f"the url of version {version}")
-    claim = claim_of(request.claim) if request.HasField("claim") else None
-    return VersionAnnounced(job, version, parent, url, claim)
-
-
-def harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
-    """Return the event of an operator's mode."""
+def _harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
+    if request.mode not in MODE_OF:
+        raise ConfigError(f"harvest mode {request.mode} is unknown; send OFF, HOLD, …, ACTIVE")
     replica = request.replica and checked_name(request.replica, "SetHarvest.replica")
-    return HarvestSet(mode_of(request.mode), replica or None, opens=not request.stop_alone)
+    return HarvestSet(MODE_OF[request.mode], replica or None, opens=not request.stop_alone)
 
 
-def revoke_asked(request: pb.RevokeRequest) -> RevokeAsked:
-    """Return the event of an operator's revocation."""
-    replica = checked_name(request.replica, "Revoke.replica")
-    return RevokeAsked(replica, cut_text(request.reason))
+def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
+    """Return an operator's policy. Raises ConfigError with the field's path."""
+    try:
+        return PolicyApplied(parse_policy(request.policy))
+    except PolicyError as error:
+        raise ConfigError(str(error)) from None
+
+
+_REQUESTS: Final[dict[type[Message], Callable[[Any], Event]]] = {
+    pb.DemandReport: demanded,
+    pb.RegisterJobRequest: partial(read, JobRegistered),
+    pb.AnnounceVersionRequest: partial(read, VersionAnnounced),
+    pb.EndJobRequest: partial(read, JobEnded),
+    pb.DropJobRequest: partial(read, JobDropped),
+    pb.RenewRunRequest: partial(read, RunRenewed),
+    pb.EndRunRequest: partial(read, RunEnded),
+    pb.RevokeRequest: partial(read, RevokeAsked),
+    pb.SetHarvestRequest: _harvest_set,
+    pb.ApplyPolicyRequest: policy_applied,
+    pb.DeletePolicyRequest: partial(read, PolicyDeleted),
+}
+
+
+def asked(request: Message) -> Event:
+    """Return the event of a request of a gateway, a trainer or an operator."""
+    return _REQUESTS[type(request)](request)
 
 
 # ---- to nodes ----
@@ -324,6 +287,3 @@ def release_command(lease: Lease, reason: str) -> pb.NodeCommand:
 def harvest_command(mode: HarvestMode, replica: str = "") -> pb.NodeCommand:
     """Return the command of a mode for a replica, or for the node ("")."""
     return pb.NodeCommand(harvest=pb.Harvest(mode=MODE_TO[mode], replica=replica))
-
-
-# ---- to gateways ----

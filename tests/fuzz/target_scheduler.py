@@ -12,7 +12,6 @@ from elastic_scheduler import HarvestMode
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import SchedulerCore, wire
-from rose.scheduler.core.capacity import policy_applied, policy_deleted
 from rose.scheduler.core.messages import (
     Action,
     Attached,
@@ -32,17 +31,18 @@ MAX_FRAMES = 64
 STEP_S = 0.25
 STREAMS = (1, 2)
 # Methods of `rose.scheduler.service`; a node's reports come over one of two streams.
-UNARY = (
-    (pb.DemandReport, wire.demanded),
-    (pb.RegisterJobRequest, wire.job_registered),
-    (pb.AnnounceVersionRequest, wire.version_announced),
-    (pb.SetHarvestRequest, wire.harvest_set),
-    (pb.RevokeRequest, wire.revoke_asked),
-    (pb.ApplyPolicyRequest, policy_applied),
-    (pb.DeletePolicyRequest, policy_deleted),
-    (pb.RenewRunRequest, wire.run_renewed),
-    (pb.EndRunRequest, wire.run_ended),
-    (pb.DropJobRequest, wire.job_dropped),
+UNARY: tuple[type[Message], ...] = (
+    pb.DemandReport,
+    pb.RegisterJobRequest,
+    pb.AnnounceVersionRequest,
+    pb.SetHarvestRequest,
+    pb.RevokeRequest,
+    pb.ApplyPolicyRequest,
+    pb.DeletePolicyRequest,
+    pb.RenewRunRequest,
+    pb.EndRunRequest,
+    pb.DropJobRequest,
+    pb.EndJobRequest,
 )
 
 
@@ -115,8 +115,7 @@ def _frames(data: bytes) -> list[tuple[int, bytes]]:
 def _read(kind: int, frame: bytes) -> Event | None:
     number = kind % (len(UNARY) + len(STREAMS))
     if number < len(UNARY):
-        message, event_of = UNARY[number]
-        return event_of(message.FromString(frame))  # type: ignore[operator]
+        return wire.asked(UNARY[number].FromString(frame))
     stream = STREAMS[number - len(UNARY)]
     report = pb.NodeReport.FromString(frame)
     if report.HasField("hello"):

@@ -29,14 +29,13 @@ from elastic_scheduler.capacity import (
     NodeFacts,
     NodeVerdict,
     cli_policy,
-    parse_policy,
 )
 from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.harvest_mode import stricter
-from rose.errors import ConfigError, RefusedError
+from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.fleet import Fleet, NodeView
-from rose.scheduler.core.limits import checked_name, cut_text
+from rose.scheduler.core.limits import cut_text
 from rose.scheduler.core.messages import (
     Action,
     Answer,
@@ -359,16 +358,3 @@ def caps_of(policy: EffectivePolicy) -> pb.Caps:
         stale_after_s=policy.stale_after_s,
         reclaim_deadline_s=policy.reclaim_deadline_s,
     )
-
-
-def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
-    """Return an operator's policy. Raises ConfigError with the field's path."""
-    try:
-        return PolicyApplied(parse_policy(request.policy))
-    except PolicyError as error:
-        raise ConfigError(str(error)) from None
-
-
-def policy_deleted(request: pb.DeletePolicyRequest) -> PolicyDeleted:
-    """Return the event of a deleted policy. Raises ConfigError."""
-    return PolicyDeleted(checked_name(request.name, "DeletePolicy.name"))

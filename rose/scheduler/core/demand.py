@@ -13,24 +13,23 @@ from dataclasses import dataclass
 
 from elastic_scheduler import JobDemand
 from rose.errors import RefusedError
+from rose.scheduler.core.limits import MAX_SUM, Name, Sum, Text
 
 # A gateway reports every second: one that was silent for this long is gone, and its turns with it.
 REPORT_TTL_S = 5.0
 PAUSE_S = 30.0
 MOST_WORK_S = 3_600.0
 GATEWAYS_KEPT = 1_024
-# Beyond any real figure, and far enough below what a sum of them can hold.
-MOST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
     """Turns of one job at one gateway, or at all; `job` is empty where they do not say whose."""
 
-    job: str
+    job: Text
     turns: int = 0
-    owed_tokens: float = 0.0
-    made_tok_s: float = 0.0
+    owed_tokens: Sum = 0.0
+    made_tok_s: Sum = 0.0
 
     def cleaned(self) -> "JobFigures":
         """Return figures without invalid values; a turn owes one token at least."""
@@ -44,9 +43,9 @@ class JobFigures:
 class Switched:
     """A gateway got the first token of the lease `epoch` `took_s` after it, idle time left out."""
 
-    replica: str
+    replica: Name
     epoch: int
-    took_s: float
+    took_s: Sum
 
 
 @dataclass(slots=True)
@@ -141,4 +140,4 @@ def _sum(job: str, figures: Iterable[JobFigures]) -> JobFigures:
 
 
 def _figure(value: float) -> float:
-    return min(value, MOST) if 0.0 <= value < math.inf else 0.0
+    return min(value, MAX_SUM) if 0.0 <= value < math.inf else 0.0

@@ -1,60 +1,18 @@
-"""Limits on input from peers: names, figures and counts are checked, complaints logged once.
+"""Limits on input from peers: fields of messages by what they may hold.
 
 No name, figure or number of things from outside is believed. Names are refused and never cut, since
 two long ones could become one; texts that only people read are cut. Every refusal is a
-`ConfigError`, the line that its peer gets. `Complaints` keeps the event log from growing as fast as
-a peer errs.
+`ConfigError`, the line that its peer gets. A type below names its check, which
+`rose.scheduler.wire` calls with the value and with the words that name it.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from typing import Annotated
 
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS, MAX_VERSION
+from rose.addresses import checked_url
 from rose.errors import ConfigError
-from rose.scheduler.core.messages import LogRecord
-
-REMEMBERED = 1_024
-# Offers repeat twice a second, and whoever reaches the port can think of new mistakes for ever.
-MOST_A_MINUTE = 60
-MINUTE_S = 60.0
-
-
-class Complaints:
-    """Complaints by (event, peer, reason), in bounded memory; times are monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._said: OrderedDict[tuple[str, str, str], None] = OrderedDict()
-        self._minute_s: float | None = None
-        self._written = 0
-        self._unsaid = 0
-
-    def about(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """Return a complaint's record, none for a repeated one or beyond the minute's share."""
-        told = self.due(now_s)
-        key = (event, peer, reason)
-        if key in self._said:
-            self._said.move_to_end(key)
-            return told
-        if self._minute_s is None:
-            self._minute_s = now_s
-        if self._written >= MOST_A_MINUTE:
-            self._unsaid += 1
-            return told
-        self._written += 1
-        self._said[key] = None
-        if len(self._said) > REMEMBERED:
-            self._said.popitem(last=False)
-        return [*told, LogRecord(event, {"node": peer, "reason": reason})]
-
-    def due(self, now_s: float) -> list[LogRecord]:
-        """Return the number of complaints left out in the minute, at its end."""
-        if self._minute_s is None or now_s < self._minute_s + MINUTE_S:
-            return []
-        unsaid, self._unsaid = self._unsaid, 0
-        self._minute_s, self._written = None, 0
-        return [LogRecord("complaints_unsaid", {"count": unsaid})] if unsaid else []
-
 
 # A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
 MAX_REPLICAS = 256
@@ -64,8 +22,11 @@ MAX_MODELS = 64
 MAX_SWITCHES = 4_096
 MAX_LABELS = 64
 MAX_TEXT_CHARS = 512
+MAX_WEIGHT = 1e6
 # Bound on figures of telemetry: latencies, windows, shares.
 MAX_FIGURE = 1e9
+# Beyond any real sum, and far enough below what a sum of them can hold.
+MAX_SUM = 1e15
 
 
 def checked_name(name: str, whose: str) -> str:
@@ -77,8 +38,9 @@ def checked_name(name: str, whose: str) -> str:
     return name
 
 
-def cut_text(text: str) -> str:
+def cut_text(text: str, whose: str = "") -> str:
     """Return as much of a text as people will read."""
+    del whose
     return text[:MAX_TEXT_CHARS]
 
 
@@ -100,3 +62,21 @@ def checked_figure(value: float, whose: str, most: float = MAX_FIGURE) -> float:
     if not (math.isfinite(value) and 0 <= value <= most):
         raise ConfigError(f"{whose} is {value}; send a figure of 0 to {most:.0f}")
     return value
+
+
+def _labels(labels: Mapping[str, str], whose: str) -> dict[str, str]:
+    check_number(labels, MAX_LABELS, whose)
+    return {checked_name(key, whose): cut_text(value) for key, value in labels.items()}
+
+
+Name = Annotated[str, checked_name]
+OptionalName = Annotated[str, lambda name, whose: name and checked_name(name, whose)]
+Text = Annotated[str, cut_text]
+Url = Annotated[str, checked_url]
+OptionalUrl = Annotated[str, lambda url, whose: url and checked_url(url, whose)]
+Labels = Annotated[dict[str, str], _labels]
+Version = Annotated[int, checked_version]
+Figure = Annotated[float, checked_figure]
+Sum = Annotated[float, lambda value, whose: checked_figure(value, whose, MAX_SUM)]
+# A trainer that sends no weight has the weight 1.
+Weight = Annotated[float, lambda value, whose: checked_figure(value, whose, MAX_WEIGHT) or 1.0]

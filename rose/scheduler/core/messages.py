@@ -1,71 +1,28 @@
-"""Messages of the scheduler's core: its events and actions, and bounded queues to the streams."""
+"""Messages of the scheduler's core: its events and actions.
 
-import asyncio
+Events of peers have the fields of their messages in `rose.proto`, of types that say what each may
+hold; `rose.scheduler.wire` reads them.
+"""
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import grpc
 
 from elastic_scheduler import HarvestMode, Offer
 from elastic_scheduler.capacity import CapacityPolicy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures, Switched
+from rose.scheduler.core.limits import (
+    Figure,
+    Labels,
+    Name,
+    OptionalName,
+    OptionalUrl,
+    Text,
+    Url,
+    Version,
+    Weight,
+)
 from rose.scheduler.core.runs import Claim
-
-# Far more than a version chain: a node this far behind attaches anew and gets all of it again.
-COMMAND_LIMIT = 4_096
-
-
-class CommandQueue:
-    """Commands for one node, in order. Nothing is ever dropped: a full queue ends the stream."""
-
-    def __init__(self, limit: int = COMMAND_LIMIT) -> None:
-        self._queue: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue(limit + 1)
-        self._limit = limit
-        self.closed: str | None = None
-        self.code = grpc.StatusCode.ABORTED
-
-    def put(self, command: pb.NodeCommand) -> None:
-        """Add a command; closes the queue when the node does not keep up."""
-        if self.closed is None and self._queue.qsize() >= self._limit:
-            self.close("the node does not take its commands; attach anew")
-        elif self.closed is None:
-            self._queue.put_nowait(command)
-
-    def close(self, reason: str, code: grpc.StatusCode = grpc.StatusCode.ABORTED) -> None:
-        """Let `get` return None once all commands before are taken."""
-        if self.closed is None:
-            self.closed, self.code = reason, code
-            self._queue.put_nowait(None)
-
-    @property
-    def waiting(self) -> int:
-        """Commands that the node has not taken yet."""
-        return self._queue.qsize()
-
-    async def get(self) -> pb.NodeCommand | None:
-        """Return the next command, None when the stream is to end."""
-        return await self._queue.get()
-
-
-class TableSlot:
-    """The newest table for one watcher; older ones that it did not take are gone."""
-
-    def __init__(self) -> None:
-        self._table: pb.ReplicaTable | None = None
-        self._fresh = asyncio.Event()
-
-    def put(self, table: pb.ReplicaTable | None) -> None:
-        """Replace whatever waits; None ends the watch."""
-        self._table = table
-        self._fresh.set()
-
-    async def get(self) -> pb.ReplicaTable | None:
-        """Return the newest table once there is a new one; None at the end."""
-        await self._fresh.wait()
-        self._fresh.clear()
-        return self._table
-
 
 # ---- events ----
 
@@ -78,14 +35,14 @@ class Attached:
     a mode holds.
     """
 
-    node: str
+    node: Name
     stream: int
-    cluster: str = ""
-    relay_url: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
+    cluster: OptionalName = ""
+    relay_url: OptionalUrl = ""
+    labels: Labels = field(default_factory=dict)
     takes_caps: bool = False
     takes_renewals: bool = False
-    release: str = ""
+    release: Text = ""
     obeys: bool = False
 
 
@@ -108,10 +65,10 @@ class Detached:
 class Held:
     """A lease that lives at a node for `left_s` more."""
 
-    replica: str
-    job: str
+    replica: Name
+    job: Name
     epoch: int
-    left_s: float
+    left_s: Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +94,9 @@ class TakenBack:
     """The node revoked the lease of `epoch`."""
 
     stream: int
-    replica: str
+    replica: Name
     epoch: int
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +104,7 @@ class ReplicaDrained:
     """The node carried out a release of `epoch`."""
 
     stream: int
-    replica: str
+    replica: Name
     epoch: int
     aborted: int
 
@@ -157,11 +114,11 @@ class Activated:
     """A replica now runs `version` of `job`, or failed to; without a job, that of the only one."""
 
     stream: int
-    replica: str
-    version: int
+    replica: Name
+    version: Version
     ok: bool
-    message: str
-    job: str = ""
+    message: Text
+    job: OptionalName = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +137,10 @@ class JobRegistered:
     claim: its run, None for a trainer that names none. take_over: though another run has the job.
     """
 
-    job: str
+    job: Name
     max_staleness: int
-    model: str = ""
-    weight: float = 1.0
+    model: OptionalName = ""
+    weight: Weight = 1.0
     max_guests: int = 0
     claim: Claim | None = None
     take_over: bool = False
@@ -196,7 +153,7 @@ class JobEnded:
     claim: of the trainer that says so, None for an operator.
     """
 
-    job: str
+    job: Name
     claim: Claim | None = None
 
 
@@ -207,10 +164,10 @@ class VersionAnnounced:
     parent: the version itself for a base that replaces the job's chain. claim: the trainer's run.
     """
 
-    job: str
-    version: int
-    parent: int
-    url: str
+    job: Name
+    version: Version
+    parent: Version
+    url: Url
     claim: Claim | None = None
 
 
@@ -218,7 +175,7 @@ class VersionAnnounced:
 class RunRenewed:
     """Renew a trainer's run. Answered with the newest version of its job."""
 
-    job: str
+    job: Name
     claim: Claim
 
 
@@ -226,7 +183,7 @@ class RunRenewed:
 class RunEnded:
     """A trainer ends in order: the next one need not wait. Answered with 0."""
 
-    job: str
+    job: Name
     claim: Claim
 
 
@@ -234,7 +191,7 @@ class RunEnded:
 class JobDropped:
     """An operator wants a job forgotten, though its run lives (force). Answered with versions."""
 
-    job: str
+    job: Name
     force: bool = False
 
 
@@ -268,7 +225,7 @@ class PolicyDeleted:
     of_object: the object that it came from is there no more.
     """
 
-    name: str
+    name: Name
     of_object: bool = False
 
 
@@ -287,8 +244,8 @@ class ObjectsHeard:
 class RevokeAsked:
     """End a lease at an operator's request. Answered with its epoch."""
 
-    replica: str
-    reason: str
+    replica: Name
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,16 @@ from datetime import UTC, datetime
 from rose.contract.weights import RUN_TTL_S
 from rose.errors import RunFencedError, RunHeldError
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler.core.limits import Name, Text
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One process of a run, as its calls name it; `holder` is for people."""
 
-    run: str
-    process: str
-    holder: str
+    run: Name
+    process: Name
+    holder: Text
 
 
 @dataclass(frozen=True, slots=True)

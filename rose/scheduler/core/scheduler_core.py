@@ -19,6 +19,7 @@ the store, so live leases are renewed while it does not answer.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -31,7 +32,6 @@ from rose.scheduler.core.demand import DemandBook
 from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
 from rose.scheduler.core.job_registry import JobRegistry, version_command
 from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes, Leasing
-from rose.scheduler.core.limits import Complaints
 from rose.scheduler.core.messages import (
     Action,
     Activated,
@@ -86,6 +86,47 @@ MAX_NODES = 4_096
 LEASE_GRANTED = "lease_granted"
 # Bound on the replicas that one stream may name: a node's engines keep their names.
 MAX_NAMED = 4_096
+# Complaints that are told from new ones.
+REMEMBERED = 1_024
+# Offers repeat twice a second, and whoever reaches the port can think of new mistakes for ever.
+MOST_A_MINUTE = 60
+MINUTE_S = 60.0
+
+
+class Complaints:
+    """Complaints by (event, peer, reason), in bounded memory; times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._minute_s: float | None = None
+        self._written = 0
+        self._unsaid = 0
+
+    def about(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
+        """Return a complaint's record, none for a repeated one or beyond the minute's share."""
+        told = self.due(now_s)
+        key = (event, peer, reason)
+        if key in self._said:
+            self._said.move_to_end(key)
+            return told
+        if self._minute_s is None:
+            self._minute_s = now_s
+        if self._written >= MOST_A_MINUTE:
+            self._unsaid += 1
+            return told
+        self._written += 1
+        self._said[key] = None
+        if len(self._said) > REMEMBERED:
+            self._said.popitem(last=False)
+        return [*told, LogRecord(event, {"node": peer, "reason": reason})]
+
+    def due(self, now_s: float) -> list[LogRecord]:
+        """Return the number of complaints left out in the minute, at its end."""
+        if self._minute_s is None or now_s < self._minute_s + MINUTE_S:
+            return []
+        unsaid, self._unsaid = self._unsaid, 0
+        self._minute_s, self._written = None, 0
+        return [LogRecord("complaints_unsaid", {"count": unsaid})] if unsaid else []
 
 
 class SchedulerCore:

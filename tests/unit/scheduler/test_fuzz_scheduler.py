@@ -3,13 +3,13 @@
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from message_cases import SENT, filled
+from message_cases import filled
 
+from rose.rpc import rose_pb2 as pb
 from tests.fuzz import target_scheduler as target
 
-# In the order of the target: five unary calls, then the streams of two nodes.
-KINDS = ["demanded", "job_registered", "version_announced", "harvest_set", "revoke_asked"]
-KINDS += ["report", "report"]
+# In the order of the target: unary calls, then the streams of two nodes.
+KINDS: list[type[Message]] = [*target.UNARY, pb.NodeReport, pb.NodeReport]
 
 
 def framed(kind: int, body: bytes) -> bytes:
@@ -20,7 +20,7 @@ def framed(kind: int, body: bytes) -> bytes:
 def inputs(draw: st.DrawFn) -> bytes:
     data = b""
     for kind in draw(st.lists(st.integers(0, len(KINDS) - 1), max_size=6)):
-        message: Message = draw(filled(SENT[KINDS[kind]]))
+        message: Message = draw(filled(KINDS[kind]))
         data += framed(kind, message.SerializeToString())
     return data
 

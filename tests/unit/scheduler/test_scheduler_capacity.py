@@ -14,7 +14,7 @@ from rose.cli.cluster.policy import NodePolicy, explained
 from rose.errors import ConfigError, RefusedError
 from rose.operate.fleet import capacity_of
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.capacity import MAX_OVERRIDES, MOST_BYTES, policy_applied
+from rose.scheduler.core.capacity import MAX_OVERRIDES, MOST_BYTES
 from rose.scheduler.core.messages import (
     Attached,
     HarvestSet,
@@ -26,6 +26,7 @@ from rose.scheduler.core.messages import (
     Tick,
 )
 from rose.scheduler.persistence import STOP, load
+from rose.scheduler.wire import asked
 from tests.fakes.memory_store import InMemoryStore
 
 NOON_S = 1_700_000_000.0
@@ -280,7 +281,7 @@ def test_a_store_with_a_policy_that_cannot_be_is_refused_in_one_line() -> None:
 
 def test_what_is_no_policy_is_refused_with_its_path() -> None:
     with pytest.raises(ConfigError, match=r"maxHarvst: .* did you mean maxHarvest"):
-        policy_applied(pb.ApplyPolicyRequest(policy='{"name":"p","maxHarvst":{}}'))
+        asked(pb.ApplyPolicyRequest(policy='{"name":"p","maxHarvst":{}}'))
 
 
 def test_modes_of_single_replicas_are_bounded_in_number() -> None:

@@ -14,7 +14,7 @@ from rose.scheduler.core.messages import (
     ReplicaDrained,
     VersionAnnounced,
 )
-from rose.scheduler.wire import event_of, job_registered
+from rose.scheduler.wire import asked, event_of
 
 
 def two_jobs() -> CoreBench:
@@ -145,4 +145,4 @@ def test_messages_carry_jobs() -> None:
     [each] = event.offers  # type: ignore[union-attr]
     assert (each.job, each.model, each.models, each.near) == ("j", "m", ("n", "o"), ("n",))
     request = pb.RegisterJobRequest(job="j", max_staleness=2, model="m", max_guests=3)
-    assert job_registered(request) == JobRegistered("j", 2, "m", 1.0, 3)
+    assert asked(request) == JobRegistered("j", 2, "m", 1.0, 3)

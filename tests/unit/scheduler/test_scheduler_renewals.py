@@ -8,8 +8,8 @@ from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession, _apart
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.messages import Attached, Command, CommandQueue, Offered
-from rose.scheduler.service import SchedulerService
+from rose.scheduler.core.messages import Attached, Command, Offered
+from rose.scheduler.service import CommandQueue, SchedulerService
 from tests.fakes.memory_store import InMemoryStore
 from tests.unit.scheduler.core_cases import CoreBench, offer
 

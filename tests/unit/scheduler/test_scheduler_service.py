@@ -19,7 +19,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import MAX_REQUEST_BYTES, make_channel, make_server
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.scheduler import service
-from rose.scheduler.core.messages import Action, Attached, CommandQueue, Event, TableSlot
+from rose.scheduler.core.messages import Action, Attached, Event
 from rose.scheduler.standby import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S
@@ -291,7 +291,7 @@ async def test_a_lock_of_another_program_on_the_file_is_outlived(tmp_path: Path)
 
 
 async def test_a_slow_watcher_gets_the_newest_table_only() -> None:
-    slot = TableSlot()
+    slot = service.TableSlot()
     for revision in (1, 2, 3):
         slot.put(pb.ReplicaTable(revision=revision))
     newest = await slot.get()
@@ -302,7 +302,7 @@ async def test_a_slow_watcher_gets_the_newest_table_only() -> None:
 
 
 async def test_a_node_that_takes_nothing_is_let_go() -> None:
-    queue = CommandQueue(limit=2)
+    queue = service.CommandQueue(limit=2)
     for _ in range(5):
         queue.put(pb.NodeCommand())
     assert [await queue.get() is None for _ in range(3)] == [False, False, True]

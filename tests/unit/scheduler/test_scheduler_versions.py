@@ -7,7 +7,7 @@ from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.scheduler.persistence import load
-from rose.scheduler.wire import event_of, mode_of, offer_of
+from rose.scheduler.wire import asked, event_of, offer_of
 from tests.fakes.memory_store import InMemoryStore
 
 
@@ -104,7 +104,7 @@ def test_no_offer_outlives_its_bound() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError):
-        mode_of(pb.HARVEST_MODE_UNSPECIFIED)
+        asked(pb.SetHarvestRequest())
 
 
 def test_a_base_replaces_the_chain_in_memory_and_in_the_store() -> None:
