@@ -12,7 +12,8 @@ units (`_seconds`, `_bytes`, `_total` for what only grows).
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TypeVar
+from functools import partial
+from typing import Final
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,9 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import Advice
 from rose.metrics_server import certificate_families
-from rose.scheduler.core.usage import Lent, Pair
 from rose.scheduler.service import SchedulerService, ServiceFigures
 from rose.security.audit_log import AuditLog
 from rose.security.certificates import CertificateFiles
@@ -45,8 +44,6 @@ ENDS = {
 COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch_refused"})
 # Budgets are over 30 days, and cost a walk over all hosts.
 BUDGETS_EVERY_S = 15.0
-
-Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 
 class SchedulerMetrics(Collector):
@@ -147,137 +144,27 @@ class SchedulerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families of the newest look."""
-        leadership = self._leadership
-        leads = leadership is not None and leadership.leads()
-        yield _gauge(
-            "rose_scheduler_leader", "1 while this process surely leads, 0 on a standby.", leads
-        )
-        term = leadership.term if leadership else 0
-        yield _gauge(
-            "rose_scheduler_term", "The store's revision that this term began with; 0: none.", term
-        )
-        records = CounterMetricFamily(
-            "rose_scheduler_audit_records",
-            "Records in the chain of the audit log, of all lives.",
-            value=self._audit.records,
-        )
-        yield records
-        yield _gauge(
-            "rose_scheduler_audit_missing_records",
-            "Records that the audit log lacks: not written yet, or lost.",
-            self._audit.lost,
-        )
+        gauge = partial(_family, GaugeMetricFamily)
+        counter = partial(_family, CounterMetricFamily)
+        lead, audit = self._leadership, self._audit
+        leads = lead is not None and lead.leads()
+        yield gauge("leader", "1 while this process surely leads, 0 on a standby.", leads)
+        began = "The store's revision that this term began with; 0: none."
+        yield gauge("term", began, lead.term if lead else 0)
+        records = "Records in the chain of the audit log, of all lives."
+        yield counter("audit_records", records, audit.records)
+        missing = "Records that the audit log lacks: not written yet, or lost."
+        yield gauge("audit_missing_records", missing, audit.lost)
         if self._certificates is not None:
             yield from certificate_families(self._certificates.validity_s)
-        if self._figures is not None:
-            yield from self._of_service(self._figures)
-
-    def _of_service(self, seen: ServiceFigures) -> Iterator[Metric]:
-        core = seen.core
-        kinds = [(each.holder, each.offer.kind.value, each.offer.node) for each in core.replicas]
-        offers = Counts((kind, "leased" if job else "free") for job, kind, _ in kinds)
-        node_leases = dict.fromkeys((node.node for node in core.nodes), 0)
-        leases = Counts((job, kind) for job, kind, _ in kinds if job)
-        node_leases |= Counts(node for job, _, node in kinds if job)
-        demand = [each.demand for each in core.jobs if each.demand is not None]
-        yield _gauge("rose_scheduler_nodes", "Nodes that are attached.", len(core.nodes))
-        yield _gauge(
-            "rose_scheduler_away_nodes", "Nodes that are known and not attached.", len(core.away)
-        )
-        yield _by_one(
-            "rose_scheduler_node_silent_seconds",
-            "Time since an attached node said anything.",
-            "node",
-            {node.node: node.silent_s for node in core.nodes},
-        )
-        yield _by_one(
-            "rose_scheduler_stop_mode",
-            "1 for the mode that the operator set last; active means no stop.",
-            "mode",
-            {mode.value: float(mode is core.stop) for mode in HarvestMode},
-        )
-        yield _gauge("rose_scheduler_gateways", "Gateways that report demand.", core.gateways)
-        yield _gauge(
-            "rose_scheduler_watchers", "Gateways that are sent the table of leases.", seen.watchers
-        )
-        yield _by(
-            "rose_scheduler_replicas",
-            "Replicas that are offered, leased or free.",
-            ("kind", "state"),
-            offers,
-        )
-        yield _by("rose_scheduler_leases", "Leases that live.", ("job", "kind"), leases)
-        yield _by_one(
-            "rose_scheduler_node_leases", "Leases that live on a node.", "node", node_leases
-        )
-        yield _gauge(
-            "rose_scheduler_promised_leases",
-            "Leases that are decided and whose epochs are not durable yet.",
-            core.promised,
-        )
-        yield _gauge(
-            "rose_scheduler_queued_commands",
-            "Commands that nodes have not taken yet.",
-            seen.commands,
-        )
-        yield _gauge(
-            "rose_scheduler_longest_command_queue",
-            "Commands that the slowest node has not taken yet.",
-            seen.longest,
-        )
-        yield _gauge(
-            "rose_scheduler_waiting_requests",
-            "Requests of trainers and operators that wait for the store.",
-            seen.commits,
-        )
-        yield _gauge(
-            "rose_scheduler_store_stalled_seconds",
-            "How long a write has waited for the store; 0 while it answers.",
-            seen.stalled_s,
-        )
-        turns = {each.job: each.turns for each in demand}
-        yield _by_one(
-            "rose_scheduler_job_turns",
-            "Turns of a job that run or wait, at all gateways.",
-            "job",
-            turns,
-        )
-        owed = {each.job: each.owed_tokens for each in demand}
-        yield _by_one(
-            "rose_scheduler_job_owed_tokens",
-            "Tokens that the turns of a job are still to make.",
-            "job",
-            owed,
-        )
-        made = {each.job: each.made_tok_s for each in demand}
-        yield _by_one(
-            "rose_scheduler_job_tokens_per_second",
-            "Tokens that a job makes a second, as gateways report it.",
-            "job",
-            made,
-        )
-        yield _by_one(
-            "rose_scheduler_node_modes",
-            "Nodes by the mode that their policies say.",
-            "mode",
-            Counts(node.verdict.mode.value for node in core.nodes),
-        )
-        yield _by_one(
-            "rose_scheduler_held_nodes",
-            "Nodes by what holds them back; a node counts once for each.",
-            "reason",
-            core.held,
-        )
-        yield from _advised({node.node: node.advice for node in core.nodes})
-        yield from _lent(core.usage)
-        left = GaugeMetricFamily(
-            "rose_scheduler_slo_budget_left_ratio",
-            "Share of 30 days' SLO budget that is left; below 0: overspent.",
-            labels=["deployment"],
-        )
-        for deployment, share in self._budgets.items():
-            left.add_metric([deployment], share)
-        yield left
+        if self._figures is None:
+            return
+        values = _values(self._figures)
+        for family, table in ((gauge, _GAUGES), (counter, _COUNTERS)):
+            for name, (what, labels) in table.items():
+                yield family(name, what, values[name], labels)
+        left = "Share of 30 days' SLO budget that is left; below 0: overspent."
+        yield gauge("slo_budget_left_ratio", left, self._budgets, "deployment")
 
     def _known(self, job: str) -> str:
         if job in self._jobs or len(self._jobs) < MOST_JOBS:
@@ -300,76 +187,101 @@ class SchedulerMetrics(Collector):
         return Counter(name, what, labels, registry=self.registry)
 
 
-def _advised(advice: Mapping[str, Advice]) -> Iterator[Metric]:
-    """Yield the capacity that each node lends or would lend: now, and summed over time."""
-    labels = ["node"]
-    memory = GaugeMetricFamily(
-        "rose_scheduler_node_lendable_bytes",
-        "KV memory that a node lends, or would lend.",
-        labels=labels,
-    )
-    compute = GaugeMetricFamily(
-        "rose_scheduler_node_lendable_compute_ratio",
+# What each family `rose_scheduler_{name}` says, and its labels; in the order of their page.
+_GAUGES: Final = {
+    "nodes": ("Nodes that are attached.", ""),
+    "away_nodes": ("Nodes that are known and not attached.", ""),
+    "node_silent_seconds": ("Time since an attached node said anything.", "node"),
+    "stop_mode": ("1 for the mode that the operator set last; active means no stop.", "mode"),
+    "gateways": ("Gateways that report demand.", ""),
+    "watchers": ("Gateways that are sent the table of leases.", ""),
+    "replicas": ("Replicas that are offered, leased or free.", "kind state"),
+    "leases": ("Leases that live.", "job kind"),
+    "node_leases": ("Leases that live on a node.", "node"),
+    "promised_leases": ("Leases that are decided and whose epochs are not durable yet.", ""),
+    "queued_commands": ("Commands that nodes have not taken yet.", ""),
+    "longest_command_queue": ("Commands that the slowest node has not taken yet.", ""),
+    "waiting_requests": ("Requests of trainers and operators that wait for the store.", ""),
+    "store_stalled_seconds": ("How long a write has waited for the store; 0 while it answers.", ""),
+    "job_turns": ("Turns of a job that run or wait, at all gateways.", "job"),
+    "job_owed_tokens": ("Tokens that the turns of a job are still to make.", "job"),
+    "job_tokens_per_second": ("Tokens that a job makes a second, as gateways report it.", "job"),
+    "node_modes": ("Nodes by the mode that their policies say.", "mode"),
+    "held_nodes": ("Nodes by what holds them back; a node counts once for each.", "reason"),
+    "node_lendable_bytes": ("KV memory that a node lends, or would lend.", "node"),
+    "node_lendable_compute_ratio": (
         "Share of each second that a node lends, or would lend.",
-        labels=labels,
-    )
-    byte_s = CounterMetricFamily(
-        "rose_scheduler_node_lendable_byte_seconds",
+        "node",
+    ),
+}
+_COUNTERS: Final = {
+    "node_lendable_byte_seconds": (
         "KV memory that a node lends, or would, summed over time.",
-        labels=labels,
-    )
-    compute_s = CounterMetricFamily(
-        "rose_scheduler_node_lendable_compute_seconds",
+        "node",
+    ),
+    "node_lendable_compute_seconds": (
         "Compute that a node lends, or would, summed over time.",
-        labels=labels,
-    )
-    for node, each in advice.items():
-        if each.now.memory_bytes is not None:
-            memory.add_metric([node], each.now.memory_bytes)
-        if each.now.compute is not None:
-            compute.add_metric([node], each.now.compute)
-        byte_s.add_metric([node], each.byte_s)
-        compute_s.add_metric([node], each.compute_s)
-    yield from (memory, compute, byte_s, compute_s)
-
-
-def _lent(usage: Mapping[Pair, Lent]) -> Iterator[Metric]:
-    """Yield the usage since this scheduler leads."""
-    labels = ["owner", "job"]
-    seconds = CounterMetricFamily(
-        "rose_scheduler_lent_lease_seconds", "Time in which guests were leased.", labels=labels
-    )
-    compute_s = CounterMetricFamily(
-        "rose_scheduler_lent_compute_seconds",
+        "node",
+    ),
+    "lent_lease_seconds": ("Time in which guests were leased.", "owner job"),
+    "lent_compute_seconds": (
         "Time in which leased guests made steps and were not held back.",
-        labels=labels,
-    )
-    byte_s = CounterMetricFamily(
-        "rose_scheduler_lent_byte_seconds",
-        "KV memory of leased guests, summed over time.",
-        labels=labels,
-    )
-    tokens = CounterMetricFamily(
-        "rose_scheduler_lent_tokens", "Tokens that leased guests sampled.", labels=labels
-    )
-    for pair, each in usage.items():
-        seconds.add_metric(pair, each.seconds)
-        compute_s.add_metric(pair, each.compute_s)
-        byte_s.add_metric(pair, each.byte_s)
-        tokens.add_metric(pair, each.tokens)
-    yield from (seconds, compute_s, byte_s, tokens)
+        "owner job",
+    ),
+    "lent_byte_seconds": ("KV memory of leased guests, summed over time.", "owner job"),
+    "lent_tokens": ("Tokens that leased guests sampled.", "owner job"),
+}
+Values = Mapping[str, float | None] | Mapping[tuple[str, str], float]
+"""Values by the family's label or labels; those that nobody knows are left out."""
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, what, value=float(value))
+def _values(seen: ServiceFigures) -> dict[str, float | Values]:
+    """Return the values of all families, by name."""
+    core = seen.core
+    offers = [(each.holder, each.offer.kind.value, each.offer.node) for each in core.replicas]
+    demand = [each.demand for each in core.jobs if each.demand is not None]
+    advice = {node.node: node.advice for node in core.nodes}
+    idle_nodes = dict.fromkeys(advice, 0)
+    return {
+        "nodes": len(core.nodes),
+        "away_nodes": len(core.away),
+        "node_silent_seconds": {node.node: node.silent_s for node in core.nodes},
+        "stop_mode": {mode.value: float(mode is core.stop) for mode in HarvestMode},
+        "gateways": core.gateways,
+        "watchers": seen.watchers,
+        "replicas": Counts((kind, "leased" if job else "free") for job, kind, _ in offers),
+        "leases": Counts((job, kind) for job, kind, _ in offers if job),
+        "node_leases": idle_nodes | Counts(node for job, _, node in offers if job),
+        "promised_leases": core.promised,
+        "queued_commands": seen.commands,
+        "longest_command_queue": seen.longest,
+        "waiting_requests": seen.commits,
+        "store_stalled_seconds": seen.stalled_s,
+        "job_turns": {each.job: each.turns for each in demand},
+        "job_owed_tokens": {each.job: each.owed_tokens for each in demand},
+        "job_tokens_per_second": {each.job: each.made_tok_s for each in demand},
+        "node_modes": Counts(node.verdict.mode.value for node in core.nodes),
+        "held_nodes": core.held,
+        "node_lendable_bytes": {node: each.now.memory_bytes for node, each in advice.items()},
+        "node_lendable_compute_ratio": {node: each.now.compute for node, each in advice.items()},
+        "node_lendable_byte_seconds": {node: each.byte_s for node, each in advice.items()},
+        "node_lendable_compute_seconds": {node: each.compute_s for node, each in advice.items()},
+        "lent_lease_seconds": {pair: each.seconds for pair, each in core.usage.items()},
+        "lent_compute_seconds": {pair: each.compute_s for pair, each in core.usage.items()},
+        "lent_byte_seconds": {pair: each.byte_s for pair, each in core.usage.items()},
+        "lent_tokens": {pair: each.tokens for pair, each in core.usage.items()},
+    }
 
 
-def _by_one(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _by(name, what, (label,), {(key,): value for key, value in values.items()})
-
-
-def _by(name: str, what: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
-    family = GaugeMetricFamily(name, what, labels=list(labels))
-    for key, value in values.items():
-        family.add_metric(list(key), float(value))
-    return family
+def _family(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    what: str,
+    values: float | Values,
+    labels: str = "",
+) -> Metric:
+    made = family(f"rose_scheduler_{name}", what, labels=labels.split())
+    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+        if value is not None:
+            made.add_metric((key,) if isinstance(key, str) else key, float(value))
+    return made
