@@ -308,11 +308,11 @@ class Capacity:
 
         In this order, so that what is lent is never lent without its caps.
         """
-        commands = [pb.NodeCommand(caps=caps_of(verdict.policy))] if view.takes_caps else []
+        commands = [pb.NodeCommand(caps=caps_of(verdict.policy))] if view.hello.takes_caps else []
         commands.append(harvest_command(stricter(self.stop.mode, verdict.mode)))
         for replica in sorted(self.stop.overrides):
             commands.append(harvest_command(self.gate.mode_of(replica, view.node), replica))
-        if view.obeys:
+        if view.hello.obeys:
             commands[-1].harvest.order = view.order
         return commands
 
@@ -343,7 +343,7 @@ def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
 
 
 def _fact(view: NodeView) -> NodeFacts:
-    return NodeFacts(view.node, view.labels, view.takes_caps)
+    return NodeFacts(view.node, view.hello.labels, view.hello.takes_caps)
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:

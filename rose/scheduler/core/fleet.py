@@ -46,7 +46,7 @@ class HealthBook:
         for offer in offers:
             only = jobs.only
             name = leased_to(offer.replica) or offer.job or (only.job if only else "")
-            job, bound = jobs.get(name), jobs.bound(name)
+            job, bound, chain = jobs.get(name), jobs.bound(name), jobs.chain(name)
             health = self._replicas.get(offer.replica)
             if health is None:
                 health = ReplicaHealth(bound)
@@ -55,13 +55,12 @@ class HealthBook:
             health.set_bound(bound)
             foreign = job is not None and not holds(offer, job)
             # Weights of a run that another one has replaced are nobody's to sample from.
-            foreign |= offer.policy_version < jobs.first(name)
-            latest = jobs.latest(name)
+            foreign |= offer.policy_version < chain.first
             held = offer.policy_version
-            if not latest and held <= jobs.used(name):
+            if not chain.latest and held <= chain.used:
                 # Its chain was dropped: until there is another one all that it had is as good.
                 held = 0
-            health.heard(HealthReport(offer.healthy, held, latest, offer.epoch, foreign))
+            health.heard(HealthReport(offer.healthy, held, chain.latest, offer.epoch, foreign))
             if self._judged_for.get(offer.replica) != name:
                 self._judged_for[offer.replica] = name
                 self.revision += 1
@@ -117,18 +116,10 @@ class HealthBook:
 
 @dataclass(slots=True)
 class NodeView:
-    """One attached node; its word is void once its stream is over."""
+    """One attached node, with its hello; its word is void once its stream is over."""
 
-    node: str
-    stream: int
-    cluster: str = ""
-    relay_url: str = ""
-    heard_s: float = 0.0
-    labels: dict[str, str] = field(default_factory=dict)
-    takes_caps: bool = False
-    takes_renewals: bool = False
-    release: str = ""
-    obeys: bool = False
+    hello: Attached
+    heard_s: float
     # The newest order of modes, when it was given, and how long until the node said that it holds.
     order: int = 0
     ordered_s: float = 0.0
@@ -138,14 +129,23 @@ class NodeView:
     offered_s: float = 0.0
     telemetry: pb.Telemetry = field(default_factory=pb.Telemetry)
 
+    @property
+    def node(self) -> str:
+        return self.hello.node
+
+    @property
+    def stream(self) -> int:
+        return self.hello.stream
+
     def ordered(self, order: int, now_s: float) -> None:
         """Record a new order of modes."""
         self.order, self.ordered_s, self.obeyed_s = order, now_s, None
 
-    def obeyed(self, order: int, now_s: float) -> None:
+    def obeyed(self, order: int, now_s: float) -> list[Action]:
         """Record that the newest order holds on the node; older ones are ignored."""
         if order == self.order and self.obeyed_s is None:
             self.obeyed_s = max(0.0, now_s - self.ordered_s)
+        return []
 
     def lapsed(self, now_s: float) -> list[str]:
         """Return the replicas whose offers expired before the node reported again."""
@@ -185,7 +185,7 @@ class Fleet:
     def takes_renewals(self, stream: int) -> bool:
         """Return True if the node behind a stream accepts renewals of its leases in one command."""
         view = self._nodes.get(stream)
-        return view is not None and view.takes_renewals
+        return view is not None and view.hello.takes_renewals
 
     @property
     def nodes(self) -> list[NodeView]:
@@ -195,18 +195,7 @@ class Fleet:
     def attach(self, event: Attached, now_s: float) -> None:
         """Add a node that has no stream yet."""
         self._away.pop(event.node, None)
-        self._nodes[event.stream] = self._by_name[event.node] = NodeView(
-            event.node,
-            event.stream,
-            event.cluster,
-            event.relay_url,
-            now_s,
-            labels=dict(event.labels),
-            takes_caps=event.takes_caps,
-            takes_renewals=event.takes_renewals,
-            release=event.release,
-            obeys=event.obeys,
-        )
+        self._nodes[event.stream] = self._by_name[event.node] = NodeView(event, now_s)
 
     def detach(self, stream: int) -> NodeView | None:
         """Forget a node; None when it is forgotten already."""
@@ -214,7 +203,7 @@ class Fleet:
         if view is not None:
             if self._by_name.get(view.node) is view:
                 del self._by_name[view.node]
-                self._left(view.node, view.heard_s, view.labels)
+                self._left(view.node, view.heard_s, view.hello.labels)
             self._index(view, {})
         return view
 
@@ -341,10 +330,10 @@ class Relays:
         self._until_s = min(heard_s, default=math.inf) + LAPSED_S
         live: dict[str, list[str]] = {}
         for view in nodes:
-            if view.relay_url and now_s < view.heard_s + LAPSED_S:
-                live.setdefault(view.cluster, []).append(view.relay_url)
+            if view.hello.relay_url and now_s < view.heard_s + LAPSED_S:
+                live.setdefault(view.hello.cluster, []).append(view.hello.relay_url)
         urls_of = {cluster: tuple(sorted(set(urls))) for cluster, urls in live.items()}
-        wanted = {view.stream: urls_of.get(view.cluster, ()) for view in nodes}
+        wanted = {view.stream: urls_of.get(view.hello.cluster, ()) for view in nodes}
         changed = {s: urls for s, urls in wanted.items() if urls != self._told.get(s, ())}
         self._told = wanted
         return [

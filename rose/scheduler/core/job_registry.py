@@ -25,6 +25,9 @@ MAX_KEPT = 4_096
 class VersionChain:
     """Announced versions of one job.
 
+    latest: the newest, 0 (the model of the job) before the first. first: the version before which
+    all weights are another run's, 0 where the chain has no base.
+
     A base that names itself as its parent begins the chain anew: a run that did not go on from the
     one before. Numbers go on growing, so replicas come to it as to any newer version.
     """
@@ -34,29 +37,19 @@ class VersionChain:
         self.job = job
         self._floor = floor
         self._versions = {record.version: record for record in versions}
-        self._latest = max(self._versions, default=0)
+        self.latest = max(self._versions, default=0)
         bases = (record.version for record in self._versions.values() if record.is_base)
-        self._first = max(bases, default=0)
-
-    @property
-    def latest(self) -> int:
-        """Newest announced version, 0 (the model of the job) before the first."""
-        return self._latest
+        self.first = max(bases, default=0)
 
     @property
     def used(self) -> int:
         """The greatest number that a version of the job ever had."""
-        return max(self._latest, self._floor)
-
-    @property
-    def first(self) -> int:
-        """Version before which all weights are another run's, 0 where the chain has no base."""
-        return self._first
+        return max(self.latest, self._floor)
 
     @property
     def newest(self) -> VersionRecord | None:
         """The newest announced version, None before the first."""
-        return self._versions.get(self._latest)
+        return self._versions.get(self.latest)
 
     @property
     def records(self) -> list[VersionRecord]:
@@ -93,8 +86,8 @@ class VersionChain:
             for past in self.replaced_by(record):
                 del self._versions[past.version]
             self._versions[record.version] = record
-            self._latest = max(self._latest, record.version)
-            self._first = record.version if record.is_base else self._first
+            self.latest = max(self.latest, record.version)
+            self.first = record.version if record.is_base else self.first
         return news
 
     def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
@@ -109,7 +102,7 @@ class VersionChain:
 
     def drop(self) -> None:
         """Forget all of them, but not which numbers were used."""
-        self._floor, self._latest, self._first = self.used, 0, 0
+        self._floor, self.latest, self.first = self.used, 0, 0
         self._versions = {}
 
     def _check_parent(self, record: VersionRecord) -> None:
@@ -165,37 +158,21 @@ class JobRegistry:
         record = self._jobs.get(job)
         return None if record is None or record.ended else record
 
-    def latest(self, job: str) -> int:
-        """Return the job's newest version, 0 before the first."""
-        chain = self._chains.get(job)
-        return 0 if chain is None else chain.latest
+    def chain(self, job: str) -> VersionChain:
+        """Return the job's versions: none of one that was never registered."""
+        return self._chains.get(job) or VersionChain(job)
 
-    def used(self, job: str) -> int:
-        """Return the greatest number of any version of the job, past ones included."""
-        chain = self._chains.get(job)
-        return 0 if chain is None else chain.used
-
-    def chain(self, job: str) -> list[VersionRecord]:
-        """Return the job's versions that are sent to nodes, oldest first."""
-        chain = self._chains.get(job)
-        return [] if chain is None else chain.records
-
-    def newest(self, job: str) -> VersionRecord | None:
-        """Return the job's newest version as announced, None before the first."""
-        chain = self._chains.get(job)
-        return None if chain is None else chain.newest
-
-    def first(self, job: str) -> int:
-        """Return the oldest version of the job's chain: older weights are another run's."""
-        chain = self._chains.get(job)
-        return 0 if chain is None else chain.first
+    def announced(self, job: str) -> VersionChain:
+        """Return the versions of a job that was not ended. Raises RefusedError for another."""
+        self._expect(job)
+        return self._chains[job]
 
     def check_job(self, record: JobRecord) -> None:
         """Raise `ConfigError` or `RefusedError` for a job that cannot be registered."""
         if not record.job:
             raise ConfigError("a job needs a name; send RegisterJob.job")
         known = self._jobs.get(record.job)
-        if known is not None and known.model != record.model and self.latest(record.job):
+        if known is not None and known.model != record.model and self.chain(record.job).latest:
             raise RefusedError(
                 f"job {record.job} has versions of model {known.model or 'without a name'}; give a"
                 f" run of {record.model or 'another model'} a job name of its own"
@@ -245,7 +222,7 @@ class JobRegistry:
         record = self._jobs.get(job)
         if record is None:
             raise RefusedError(f"job {job} is unknown; `rose jobs list` lists jobs")
-        record = replace(self._without_trainer(record), floor=self.used(job))
+        record = replace(self._without_trainer(record), floor=self.chain(job).used)
         return record, self._chains[job].records
 
     def drop(self, job: str) -> None:
@@ -257,20 +234,6 @@ class JobRegistry:
     def _without_trainer(self, record: JobRecord) -> JobRecord:
         stands = record.job in self._standing
         return replace(record, ended=not stands, standing=stands)
-
-    def check(self, record: VersionRecord) -> bool:
-        """Return True for a new version, as `VersionChain.check` does. Raises RefusedError."""
-        self._expect(record.job)
-        return self._chains[record.job].check(record)
-
-    def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
-        """Return the versions that this one makes obsolete, as `VersionChain.replaced_by`."""
-        return self._chains[record.job].replaced_by(record)
-
-    def announce(self, record: VersionRecord) -> bool:
-        """Take a version that `check` passes; whether it was news."""
-        self._expect(record.job)
-        return self._chains[record.job].announce(record)
 
     def commands(self) -> list[pb.NodeCommand]:
         """The newer end of each chain, oldest first: what a node that attaches has to catch up."""

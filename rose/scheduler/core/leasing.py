@@ -34,7 +34,16 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import DemandBook, Switched
 from rose.scheduler.core.fleet import Fleet, HealthBook
 from rose.scheduler.core.job_registry import JobRegistry
-from rose.scheduler.core.messages import Action, Command, EpochReserved, Held, LogRecord, Reserve
+from rose.scheduler.core.messages import (
+    Action,
+    Command,
+    EpochReserved,
+    Held,
+    LogRecord,
+    ReplicaDrained,
+    Reserve,
+    TakenBack,
+)
 from rose.scheduler.persistence import save_epoch
 from rose.scheduler.wire import lease_command, release_command
 
@@ -136,10 +145,11 @@ class Leasing:
         """Return True if the node can have seen the epoch in its offer."""
         return self._book.believes(offer.replica, offer.epoch)
 
-    def reserved(self, replica: str, epoch: int) -> None:
+    def reserved(self, replica: str, epoch: int) -> list[Action]:
         """Note that an epoch is durable: `regulate` grants the lease promised under it."""
         self._book.reserve(replica, epoch)
         self._durable.append(replica)
+        return []
 
     def settling(self, now_s: float) -> bool:
         """Return True while unreported leases of the previous leader may still live."""
@@ -322,20 +332,18 @@ class Leasing:
     def _note(self, what: str, move: Move, now_s: float) -> None:
         self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
 
-    def drained(self, stream: int, replica: str, epoch: int) -> list[Action]:
+    def drained(self, event: ReplicaDrained) -> list[Action]:
         """Take a node's release; one of an older lease changes nothing."""
-        lease = self._held(stream, replica, epoch)
+        lease = self._held(event)
         if lease is None:
             return []
-        self._book.released(replica, epoch)
+        self._book.released(lease.replica, lease.epoch)
         return [LogRecord("lease_released", {**_fields(lease), "reason": "drained"})]
 
-    def taken_back(
-        self, stream: int, replica: str, epoch: int, reason: str, now_s: float
-    ) -> list[Action]:
+    def taken_back(self, event: TakenBack, now_s: float) -> list[Action]:
         """Take a node's revocation; one of an older lease changes nothing."""
-        lease = self._held(stream, replica, epoch)
-        return [] if lease is None else [self._revoke(lease, reason, "node", now_s)]
+        lease = self._held(event)
+        return [] if lease is None else [self._revoke(lease, event.reason, "node", now_s)]
 
     def revoke(self, replica: str, reason: str, now_s: float) -> tuple[Lease, list[Action]] | None:
         """End a lease at an operator's request; None without a lease."""
@@ -366,8 +374,9 @@ class Leasing:
             LogRecord("lease_released", {**_fields(lease), "reason": "node lost"}) for lease in over
         ]
 
-    def _held(self, stream: int, replica: str, epoch: int) -> Lease | None:
-        return self._current(replica, epoch) if self._stream_of.get(replica) == stream else None
+    def _held(self, event: ReplicaDrained | TakenBack) -> Lease | None:
+        of_stream = self._stream_of.get(event.replica) == event.stream
+        return self._current(event.replica, event.epoch) if of_stream else None
 
     def _current(self, replica: str, epoch: int) -> Lease | None:
         lease = self._book.held(replica)
@@ -415,7 +424,7 @@ class Leasing:
     def _told(self, lease: Lease) -> pb.NodeCommand:
         job = self._jobs.get(lease.job)
         model = job.model if job else ""
-        return lease_command(lease, self._times.ttl_s, model, self._jobs.latest(lease.job))
+        return lease_command(lease, self._times.ttl_s, model, self._jobs.chain(lease.job).latest)
 
     def _undue(
         self, leases: Iterable[Lease], offers: Mapping[str, Offer]
@@ -473,7 +482,7 @@ class Leasing:
         alone = self._jobs.only is not None
         return tuple(
             replace(
-                self._demand.demand(job.job, self._jobs.latest(job.job), now_s, alone=alone),
+                self._demand.demand(job.job, self._jobs.chain(job.job).latest, now_s, alone=alone),
                 weight=job.weight * self._allowed.weight_of(job.job),
                 model=job.model,
                 max_guests=0 if job.standing else job.max_guests or math.inf,

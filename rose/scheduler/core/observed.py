@@ -181,11 +181,11 @@ def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
         jobs=tuple(
             JobSeen(
                 job,
-                jobs.latest(job.job),
-                jobs.first(job.job),
+                jobs.chain(job.job).latest,
+                jobs.chain(job.job).first,
                 books.demand.figures(job.job, now_s, alone=alone),
                 books.runs.view(job.job),
-                tuple(jobs.chain(job.job)),
+                tuple(jobs.chain(job.job).records),
             )
             for job in jobs.live
         ),
@@ -213,7 +213,7 @@ def _node(view: NodeView, books: Books, now_s: float) -> NodeSeen:
     return NodeSeen(
         view.node,
         max(0.0, now_s - view.heard_s),
-        view.labels,
+        view.hello.labels,
         view.telemetry,
         tuple(view.offers.values()),
         verdict,
@@ -227,8 +227,8 @@ def _node(view: NodeView, books: Books, now_s: float) -> NodeSeen:
         replace(capacity.advice_of(view.node)),
         capacity.gate.busy_share(view.node),
         capacity.kv_share(view.node),
-        view.cluster,
-        view.release,
-        view.obeys,
+        view.hello.cluster,
+        view.hello.release,
+        view.hello.obeys,
         view.obeyed_s,
     )

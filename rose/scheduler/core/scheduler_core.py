@@ -20,8 +20,9 @@ the store, so live leases are renewed while it does not answer.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
 from rose.contract.weights import RUN_TTL_S
@@ -183,6 +184,30 @@ class SchedulerCore:
         self._made_s = -math.inf
         self._news = False
         self._complaints = Complaints()
+        self._handlers: dict[type[Event], Callable[[Any, float], list[Action]]] = {
+            Attached: self._attach,
+            Detached: lambda event, _: self._detach(event.stream),
+            Demanded: self._demanded,
+            RevokeAsked: self._revoke,
+            EpochReserved: lambda event, _: self._leasing.reserved(event.replica, event.epoch),
+            RunRenewed: lambda event, _: self._renew(event),
+            JobRegistered: self._register,
+            JobEnded: lambda event, _: self._end_job(event),
+            JobDropped: self._drop,
+            RunEnded: lambda event, _: self._end_run(event),
+            VersionAnnounced: self._announce,
+            HarvestSet: lambda event, _: self.capacity.carry_out(event),
+            PolicyApplied: lambda event, _: self.capacity.carry_out(event),
+            PolicyDeleted: lambda event, _: self.capacity.carry_out(event),
+        }
+        self._node_handlers: dict[type[Event], Callable[[Any, NodeView, float], list[Action]]] = {
+            Offered: self._offered,
+            RatesMeasured: self._measured,
+            TakenBack: lambda event, _, now_s: self._leasing.taken_back(event, now_s),
+            ReplicaDrained: lambda event, *_: self._leasing.drained(event),
+            Activated: lambda event, view, _: self._activated(event, view),
+            Obeyed: lambda event, view, now_s: view.obeyed(event.order, now_s),
+        }
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Return the actions for an event at `now_s`, a monotonic clock's seconds."""
@@ -247,9 +272,10 @@ class SchedulerCore:
             case VersionAnnounced():
                 record = _version_of(event)
                 self.runs.check(event.job, event.claim)
-                if not self._jobs.check(record):
+                chain = self._jobs.announced(event.job)
+                if not chain.check(record):
                     return ()
-                past = self._jobs.replaced_by(record)
+                past = chain.replaced_by(record)
                 return (save_version(record), *map(forget_version, past))
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
                 return self.capacity.writes(event)
@@ -263,7 +289,7 @@ class SchedulerCore:
 
     def newest(self, job: str) -> VersionRecord | None:
         """Return the job's newest version as announced, None before the first."""
-        return self._jobs.newest(job)
+        return self._jobs.chain(job).newest
 
     def status(self, now_s: float) -> pb.SnapshotReply:
         """Return the reply to an operator's question about the whole fleet."""
@@ -282,37 +308,18 @@ class SchedulerCore:
         return observe(self._books, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
-        match event:
-            case Attached():
-                return self._attach(event, now_s)
-            case Detached():
-                return self._detach(event.stream)
-            case Demanded():
-                return self._demanded(event, now_s)
-            case RevokeAsked():
-                return self._revoke(event, now_s)
-            case EpochReserved():
-                self._leasing.reserved(event.replica, event.epoch)
-                return []
-            case Tick() | ObjectsHeard():
-                return []
-            case RunRenewed():
-                return self._renew(event)
-            case (
-                JobRegistered()
-                | JobEnded()
-                | JobDropped()
-                | RunEnded()
-                | VersionAnnounced()
-                | HarvestSet()
-                | PolicyApplied()
-                | PolicyDeleted()
-            ):
-                return self._carry_out(event, now_s)
-        view = self._fleet.of_stream(event.stream)
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            return handle(event, now_s)
+        if isinstance(event, Tick | ObjectsHeard):
+            return []
+        view = self._fleet.of_stream(event.stream)  # type: ignore[union-attr]  # of a node
         if view is None:  # A stream that was replaced or lost has no say any more.
             return []
-        return self._hear(event, view, now_s)
+        if now_s >= view.heard_s + LAPSED_S:
+            self._relays.changed()
+        view.heard_s = now_s
+        return self._node_handlers[type(event)](event, view, now_s)
 
     def _demanded(self, event: Demanded, now_s: float) -> list[Action]:
         self.demand.hear(event.gateway, event.jobs, now_s)
@@ -329,56 +336,11 @@ class SchedulerCore:
             self._fleet.recall(lately, now_s)
             self._stored_nodes = {}
 
-    def _carry_out(self, event: StoredEvent, now_s: float) -> list[Action]:
-        match event:
-            case JobRegistered():
-                return self._register(event, now_s)
-            case JobEnded():
-                self._jobs.end(event.job)
-                if (over := self.runs.ending(event.job)) is not None:
-                    self.runs.end(over)
-                self.demand.forget(event.job)
-                return [LogRecord("job_ended", {"job": event.job})]
-            case JobDropped():
-                return self._drop(event, now_s)
-            case RunEnded():
-                if (over := self.runs.ending(event.job, event.claim)) is not None:
-                    self.runs.end(over)
-                said: dict[str, object] = {"job": event.job, "run": event.claim.run}
-                return [LogRecord("run_ended", said), Answer(0)]
-            case VersionAnnounced():
-                return self._announce(event, now_s)
-            case HarvestSet() | PolicyApplied() | PolicyDeleted():
-                return self.capacity.carry_out(event)
-
-    def _hear(
-        self,
-        event: Offered | RatesMeasured | TakenBack | ReplicaDrained | Activated | Obeyed,
-        view: NodeView,
-        now_s: float,
-    ) -> list[Action]:
-        if now_s >= view.heard_s + LAPSED_S:
-            self._relays.changed()
-        view.heard_s = now_s
-        match event:
-            case Offered():
-                return self._offered(event, view, now_s)
-            case RatesMeasured():
-                view.telemetry = event.telemetry
-                self.capacity.heard(view, event.telemetry, now_s, lends=self._lends(view, now_s))
-                self.usage.heard(view.node, owner_of(view.labels), self._guests(view), now_s)
-                return []
-            case TakenBack():
-                return self._leasing.taken_back(
-                    event.stream, event.replica, event.epoch, event.reason, now_s
-                )
-            case ReplicaDrained():
-                return self._leasing.drained(event.stream, event.replica, event.epoch)
-            case Activated():
-                return self._activated(event, view)
-            case Obeyed():
-                view.obeyed(event.order, now_s)
-                return []
+    def _measured(self, event: RatesMeasured, view: NodeView, now_s: float) -> list[Action]:
+        view.telemetry = event.telemetry
+        self.capacity.heard(view, event.telemetry, now_s, lends=self._lends(view, now_s))
+        self.usage.heard(view.node, owner_of(view.hello.labels), self._guests(view), now_s)
+        return []
 
     def _guests(self, view: NodeView) -> Iterator[GuestReading]:
         for said in view.telemetry.guests:
@@ -454,7 +416,7 @@ class SchedulerCore:
 
     def _announce(self, event: VersionAnnounced, now_s: float) -> list[Action]:
         record = _version_of(event)
-        if not self._jobs.announce(record):
+        if not self._jobs.announced(event.job).announce(record):
             return [Answer(0)]
         streams, command = self._fleet.streams, version_command(record)
         fields: dict[str, object] = {"job": event.job, "version": event.version}
@@ -476,7 +438,7 @@ class SchedulerCore:
         """Take the job, for the run that claims it."""
         self._jobs.register(_job_of(event))
         began = self._begin(event)
-        return [*began, *self._rejudge(now_s), Answer(self._jobs.used(event.job))]
+        return [*began, *self._rejudge(now_s), Answer(self._jobs.chain(event.job).used)]
 
     def _begin(self, event: JobRegistered) -> list[Action]:
         """The run has the job from now on, which `writes` has allowed."""
@@ -491,14 +453,26 @@ class SchedulerCore:
             return [LogRecord("run_began", fields)]
         return [LogRecord("run_taken_over", {**fields, "from": lost.holder})]
 
+    def _end_job(self, event: JobEnded) -> list[Action]:
+        self._jobs.end(event.job)
+        if (over := self.runs.ending(event.job)) is not None:
+            self.runs.end(over)
+        self.demand.forget(event.job)
+        return [LogRecord("job_ended", {"job": event.job})]
+
+    def _end_run(self, event: RunEnded) -> list[Action]:
+        if (over := self.runs.ending(event.job, event.claim)) is not None:
+            self.runs.end(over)
+        return [LogRecord("run_ended", {"job": event.job, "run": event.claim.run}), Answer(0)]
+
     def _renew(self, event: RunRenewed) -> list[Action]:
         if self._jobs.get(event.job) is None:
             raise RefusedError(f"job {event.job} was ended or dropped; start its trainer anew")
         self.runs.renew(event.job, event.claim)
-        return [Answer(self._jobs.used(event.job))]
+        return [Answer(self._jobs.chain(event.job).used)]
 
     def _drop(self, event: JobDropped, now_s: float) -> list[Action]:
-        past = len(self._jobs.chain(event.job))
+        past = len(self._jobs.chain(event.job).records)
         self._jobs.drop(event.job)
         self.runs.drop(event.job)
         self.demand.forget(event.job)
@@ -546,11 +520,11 @@ class SchedulerCore:
         table = pb.ReplicaTable(
             revision=self._table.revision,
             replicas=replica_rows(replicas_seen(self._books, now_s)),
-            latest_version=self._jobs.latest(self._only_job),
+            latest_version=self._jobs.chain(self._only_job).latest,
             jobs=[
                 pb.JobRow(
                     job=each.job,
-                    latest_version=self._jobs.latest(each.job),
+                    latest_version=self._jobs.chain(each.job).latest,
                     max_staleness=each.max_staleness,
                 )
                 for each in self._jobs.live

@@ -23,6 +23,7 @@ from rose.scheduler.core.messages import (
     PolicyApplied,
     PolicyDeleted,
     RatesMeasured,
+    TakenBack,
     Tick,
 )
 from rose.scheduler.persistence import STOP, load
@@ -263,7 +264,7 @@ def test_a_policys_cooldown_is_kept_after_a_revocation() -> None:
     apply(bench, cooldown="30s")
     attach(bench)
     bench.offered()
-    bench.core._leasing.taken_back(1, "g0", 1, "pressure", bench.now_s)
+    bench.step(TakenBack(1, "g0", 1, "pressure"))
     bench.now_s += 5.0
     bench.offered()
     assert "lease" not in bench.kinds()
