@@ -23,9 +23,10 @@ from elastic_scheduler.capacity.crd import (
     PolicyLimit,
     PolicySummary,
 )
-from rose.controller.reflector import Object
 from rose.scheduler.core.policy_views import PolicyView
 
+Object = Mapping[str, Any]
+"""An object of the API server, as its JSON."""
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 MAX_MESSAGE: Final = 1_024
 MAX_DETAIL: Final = 256

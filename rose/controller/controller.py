@@ -1,25 +1,33 @@
-"""PolicyController: the shell that follows the API server and acts in the scheduler's name.
+"""PolicyController: follows the objects of the API server and acts in the scheduler's name.
 
-    follow     list and watch, in threads ──> Reflector
-    probe      each half second, beside the watch ──> Reflector
-    reconcile  at each change and each half second ──> policies in force, then `objects_heard`
-    say        every other second ──> statuses that differ, then their events
+    follow  four times a second ──> objects as they are ──> policies in force, then `objects_heard`
+    say     every other second  ──> statuses that differ, then their events
 
-`objects_heard` keeps policies of objects from being held. It names a moment only when all objects
-that the API server had then are in force and durable.
+The API server is asked for the versions of all objects, and for the objects where one differs from
+those that are known: an answer proves that the server is there and that no change was missed, which
+a watch on which nothing happens does not. `objects_heard` keeps policies of objects from being
+held. It names a moment only when all objects that the API server had then are in force and durable.
+
+A plan is decided from state, not from events:
+
+    a changed object             ──> applied; its old policy holds until the new one is durable
+    an invalid object            ──> refused in one line; its old policy is held
+    a policy without its object  ──> deleted, after all others are applied
 """
 
 import asyncio
-import threading
+import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
-from elastic_scheduler.capacity import CapacityPolicy
+from elastic_scheduler.capacity import CapacityPolicy, policy_of
+from elastic_scheduler.errors import PolicyError
 from rose.controller.conditions import (
     INVALID,
     REFUSED,
+    Object,
     Refusal,
     differs,
     dumped,
@@ -27,36 +35,15 @@ from rose.controller.conditions import (
     is_news,
     judged,
 )
-from rose.controller.kube_api import ApiError, KubeApi, Watch
-from rose.controller.reconciler import ObjectReader, plan
-from rose.controller.reflector import (
-    Action,
-    AskList,
-    AskWatch,
-    Changed,
-    Ended,
-    Event,
-    Listed,
-    Object,
-    Opened,
-    Pause,
-    Probed,
-    Received,
-    Reflector,
-    Start,
-    StopWatch,
-    Woke,
-)
+from rose.controller.kube_api import ApiError, KubeApi
 from rose.errors import ConfigError, RefusedError
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
 from rose.scheduler.core.policy_views import PolicyView
 
-PROBE_S: Final = 0.5
-RECONCILE_S: Final = 0.5
+LOOK_S: Final = 0.25
 STATUS_S: Final = 2.0
 # Changed figures alone are written no more often than this.
 FIGURES_S: Final = 15.0
-SILENT_S: Final = 2.0
 BY: Final = "kubernetes"
 
 
@@ -94,121 +81,51 @@ class PolicyController:
         self._api, self._scheduler, self._events = api, scheduler, events
         self._clock, self._wall_clock = clock, wall_clock
         self._reader = ObjectReader()
-        self._call: asyncio.Task[None] | None = None
-        self._watch: _WatchThread | None = None
+        # None until all objects were read once.
+        self._objects: Mapping[str, Object] | None = None
+        self._heard_s = 0.0
         self._refused: dict[str, Refusal] = {}
         self._written_s: dict[str, float] = {}
-        self._unheard = False
-        self._unstored = self._unsaid = ""
-        self._begin()
-
-    def _begin(self) -> None:
-        self._reflector = Reflector()
-        # Each event with its watch.
-        self._inbox: asyncio.Queue[tuple[_WatchThread | None, Event]] = asyncio.Queue()
-        self._changed = asyncio.Event()
+        self._unheard = self._unstored = self._unsaid = ""
 
     def troubles(self) -> list[str]:
         """Return the faults that stop its work now, a line each."""
-        status = self._reflector.status()
-        why = status.trouble
-        if not why and status.heard_s is not None and self._clock() > status.heard_s + SILENT_S:
-            why = "the API server is silent"
-        held = f"policies of objects are held: {why}" if why else ""
+        held = f"policies of objects are held: {self._unheard}" if self._unheard else ""
         return [each for each in (held, self._unstored, self._unsaid) if each]
 
     async def run(self) -> None:
         """Run until cancelled; a second call starts anew."""
-        self._begin()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for work in (self._follow, self._probe, self._reconcile, self._say):
-                    group.create_task(work())
-        finally:
-            self._stop_watch()
-            if self._call is not None:
-                self._call.cancel()
-
-    # ---- following the API server ----
-
-    async def _follow(self) -> None:
-        self._feed(Start())
-        while True:
-            watch, event = await self._inbox.get()
-            # An event of a watch that was given up may still be in the queue.
-            if watch is None or watch is self._watch:
-                self._feed(event)
-
-    def _feed(self, event: Event) -> None:
-        for action in self._reflector.step(event, self._clock()):
-            self._carry_out(action)
-        self._say_trouble()
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case AskList():
-                self._call = asyncio.create_task(self._list())
-            case AskWatch():
-                self._stop_watch()
-                loop = asyncio.get_running_loop()
-                self._watch = _WatchThread(self._api, action.resource_version, loop, self._inbox)
-            case StopWatch():
-                self._stop_watch()
-            case Pause():
-                self._call = asyncio.create_task(self._wake(action.pause_s))
-            case Changed():
-                self._changed.set()
-
-    async def _list(self) -> None:
-        try:
-            event: Event = Listed(await asyncio.to_thread(self._api.list))
-        except ApiError as error:
-            event = Ended(str(error), error.code)
-        self._inbox.put_nowait((None, event))
-
-    async def _wake(self, pause_s: float) -> None:
-        await asyncio.sleep(pause_s)
-        self._inbox.put_nowait((None, Woke()))
-
-    def _stop_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-
-    async def _probe(self) -> None:
-        while True:
-            await asyncio.sleep(PROBE_S)
-            asked_s = self._clock()
-            with suppress(ApiError):  # then nothing was heard, which is what counts
-                body = await asyncio.to_thread(self._api.probe)
-                self._inbox.put_nowait((None, Probed(body, asked_s)))
-
-    def _say_trouble(self) -> None:
-        status = self._reflector.status()
-        if bool(status.trouble) == self._unheard:
-            return
-        self._unheard = bool(status.trouble)
-        if self._unheard:
-            self._events("objects_unheard", message=status.trouble)
-        else:
-            self._events("objects_heard", objects=len(status.objects))
+        self._objects = None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._say())
 
     # ---- policies in force ----
 
-    async def _reconcile(self) -> None:
+    async def _follow(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RECONCILE_S):
-                    await self._changed.wait()
-            self._changed.clear()
-            status = self._reflector.status()
-            if status.synced and status.heard_s is not None:
-                await self._put_in_force(dict(status.objects), status.heard_s)
+            await self._look()
+            if self._objects is not None:
+                await self._put_in_force(self._objects, self._heard_s)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        # The time of the request: later objects may have changed since.
+        asked_s, trouble = self._clock(), ""
+        try:
+            self._objects = await asyncio.to_thread(objects_now, self._api, self._objects)
+            self._heard_s = asked_s
+        except ApiError as error:
+            trouble = str(error)
+        if trouble and not self._unheard:
+            self._events("objects_unheard", message=trouble)
+        elif self._unheard and not trouble:
+            self._events("objects_heard", objects=len(self._objects or ()))
+        self._unheard = trouble
 
     async def _put_in_force(self, objects: Mapping[str, Object], heard_s: float) -> None:
-        read = self._reader.read(objects)
-        todo = plan(read, *self._scheduler.policies_in_force())
-        refused = {name: Refusal(INVALID, line) for name, line in (todo.refused or {}).items()}
+        todo = plan(self._reader.read(objects), *self._scheduler.policies_in_force())
+        refused = {name: Refusal(INVALID, line) for name, line in todo.refused.items()}
         try:
             for policy in todo.apply:
                 refusal = await self._apply(policy)
@@ -237,16 +154,15 @@ class PolicyController:
     async def _say(self) -> None:
         while True:
             await asyncio.sleep(STATUS_S)
-            status = self._reflector.status()
-            if not status.synced or status.trouble:
+            if self._objects is None or self._unheard:
                 continue
-            views = self._scheduler.policy_views()
+            views, objects = self._scheduler.policy_views(), self._objects
             why = ""
-            for name, each in sorted(status.objects.items()):
+            for name, each in sorted(objects.items()):
                 view = views.get(name)
                 own = view if view is not None and view.of_object else None
                 why = await self._say_one(name, each, own) or why
-            for name in self._written_s.keys() - status.objects.keys():
+            for name in self._written_s.keys() - objects.keys():
                 del self._written_s[name]
             self._unsaid = why
 
@@ -266,53 +182,95 @@ class PolicyController:
             for event in events_of(each, status, wall_s):
                 await asyncio.to_thread(self._api.create_event, event)
         except ApiError as error:
-            # The watch reports an object that changed or was deleted meanwhile.
+            # The next look finds an object that changed or was deleted meanwhile.
             return "" if error.code in (404, 409) else f"status of {name}: {error}"
         return ""
 
 
-class _WatchThread:
-    """Reader of one watch in a thread of its own."""
+def objects_now(api: KubeApi, known: Mapping[str, Object] | None) -> Mapping[str, Object]:
+    """Return all objects by name as the API server has them; the known ones while none differs.
 
-    def __init__(
-        self,
-        api: KubeApi,
-        version: str,
-        loop: asyncio.AbstractEventLoop,
-        inbox: "asyncio.Queue[tuple[_WatchThread | None, Event]]",
-    ) -> None:
-        self._api, self._version, self._loop, self._inbox = api, version, loop, inbox
-        self._stopped = False
-        self._watch: Watch | None = None
-        # A daemon: a process that ends does not wait for a silent server.
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+    Raises ApiError where it does not answer, or answers what is no list of objects.
+    """
+    try:
+        if known is not None and _versions(_items(api.probe())) == _versions(known.values()):
+            return known
+        found = {str(each["metadata"]["name"]): each for each in _items(api.list())}
+        _versions(found.values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ApiError(0, f"the API server's list is none ({error!r})") from error
+    return found
 
-    def stop(self) -> None:
-        """End it; its later events are dropped."""
-        self._stopped = True
-        if self._watch is not None:
-            with suppress(Exception):  # it may have ended at this very moment
-                self._watch.stop()
 
-    def _run(self) -> None:
-        end = Ended()
-        try:
-            self._watch = self._api.watch(self._version)
-            if self._stopped:  # while it was opened
-                self._watch.stop()
-            self._tell(Opened())
-            for chunk in self._watch.chunks():
-                self._tell(Received(chunk))
-        except ApiError as error:
-            end = Ended(str(error), error.code)
-        except Exception as error:  # noqa: BLE001 - a watch that ends, for whatever reason, is resumed
-            end = Ended(f"the watch broke ({type(error).__name__}: {error})")
-        self._tell(end)
+def _items(body: bytes) -> list[Object]:
+    items: list[Object] = json.loads(body)["items"]
+    return items
 
-    def _tell(self, event: Event) -> None:
-        # Its loop may be closed by now, and nobody reads the queue then.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._put, event)
 
-    def _put(self, event: Event) -> None:
-        self._inbox.put_nowait((self, event))
+def _versions(objects: Any) -> set[tuple[str, str, str]]:  # noqa: ANN401 - JSON
+    """Return names, uids and resourceVersions, which are opaque and compared for equality alone."""
+    return {
+        (each["metadata"]["name"], each["metadata"]["uid"], each["metadata"]["resourceVersion"])
+        for each in objects
+    }
+
+
+# ---- plans ----
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """Changes to make. refused: the reason by the name of the object."""
+
+    apply: tuple[CapacityPolicy, ...]
+    delete: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+class ObjectReader:
+    """Reader of objects as policies; an unchanged object is not parsed again."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[object, CapacityPolicy | str]] = {}
+
+    def read(self, objects: Mapping[str, Object]) -> dict[str, CapacityPolicy | str]:
+        """Return the object's policy, or one line that says why it is invalid."""
+        for name in self._read.keys() - objects.keys():
+            del self._read[name]
+        for name, each in objects.items():
+            metadata = each["metadata"]
+            # Writing a status changes neither.
+            key = metadata.get("uid"), metadata.get("generation")
+            if name not in self._read or self._read[name][0] != key:
+                self._read[name] = key, _policy(name, each.get("spec"))
+        return {name: policy for name, (_, policy) in self._read.items()}
+
+
+def plan(
+    read: Mapping[str, CapacityPolicy | str],
+    in_force: Mapping[str, CapacityPolicy],
+    of_objects: Set[str],
+) -> PolicyPlan:
+    """Return the changes. in_force: all policies by name. of_objects: names of the objects' own."""
+    found = {name: each for name, each in read.items() if isinstance(each, CapacityPolicy)}
+    return PolicyPlan(
+        # Apply precedes delete, so that a node is never without the policy that bounds it.
+        apply=tuple(
+            policy
+            for name, policy in sorted(found.items())
+            if name not in of_objects or in_force.get(name) != policy
+        ),
+        delete=tuple(sorted(of_objects - read.keys())),
+        refused={name: each for name, each in read.items() if isinstance(each, str)},
+    )
+
+
+def _policy(name: str, spec: Any) -> CapacityPolicy | str:  # noqa: ANN401 - JSON
+    if not isinstance(spec, dict):
+        return "spec: is missing; write it"
+    if "name" in spec:
+        return "name: there is no such field; the object's name is the policy's"
+    try:
+        return policy_of({**spec, "name": name})
+    except PolicyError as error:
+        return str(error)

@@ -1,18 +1,17 @@
 """KubeApi: the few calls of the API server that the controller makes, each bounded in time.
 
 The official client reads kubeconfigs and a pod's token, and renews it; its connections carry the
-calls. The rest of it is not used: its watch gives up at the first broken connection, and its
-informer does not work for custom objects. All methods block, and are for threads.
+calls. All methods block, and are for threads.
 """
 
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from elastic_scheduler.capacity.crd import GROUP, PLURAL, VERSION
 from rose.controller.conditions import EVENTS_IN
@@ -21,16 +20,12 @@ from rose.errors import ConfigError, UnavailableError
 PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
 JSON: Final = "application/json"
-# Names, uids and generations: a tenth of the bytes of the objects.
+# Names, uids and versions: a tenth of the bytes of the objects.
 METADATA: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 MERGE: Final = "application/merge-patch+json"
 CONNECT_S: Final = 1.0
 ANSWER_S: Final = 2.0
-# The server ends a watch after this time; a little later the client gives it up as dead.
-WATCH_S: Final = 30
-DEAD_S: Final = 5.0
 LOGIN_S: Final = 10.0
-CHUNK_BYTES: Final = 64 << 10
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_WHY: Final = 300
 
@@ -47,16 +42,6 @@ class ApiError(UnavailableError):
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
         self.code = code
-
-
-class Watch(Protocol):
-    """An open watch."""
-
-    def chunks(self) -> Iterator[bytes]:
-        """Yield bytes as they come, until its end. Raises ApiError if it breaks."""
-
-    def stop(self) -> None:
-        """End it, from any thread."""
 
 
 class KubeApi:
@@ -92,8 +77,6 @@ class KubeApi:
             ) from None
         return cls(client.ApiClient(configuration).rest_client.pool_manager, configuration)
 
-    # ---- objects ----
-
     def list(self) -> bytes:
         """Return all objects as they are in etcd now."""
         return self._read("GET", PATH)
@@ -101,15 +84,6 @@ class KubeApi:
     def probe(self) -> bytes:
         """Return metadata of all objects from the server's cache."""
         return self._read("GET", f"{PATH}?resourceVersion=0", accept=METADATA)
-
-    def watch(self, resource_version: str) -> "HttpWatch":
-        """Open a watch. Raises ApiError."""
-        query = (
-            f"watch=true&resourceVersion={resource_version}&allowWatchBookmarks=true"
-            f"&timeoutSeconds={WATCH_S}"
-        )
-        answer = self._call("GET", f"{PATH}?{query}", read_s=WATCH_S + DEAD_S)
-        return HttpWatch(answer)
 
     def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
         """Write an object's status unless the object has changed since."""
@@ -124,8 +98,6 @@ class KubeApi:
             if error.code != 409:
                 raise
 
-    # ---- HTTP ----
-
     def _read(
         self,
         method: str,
@@ -135,27 +107,6 @@ class KubeApi:
         accept: str = JSON,
         content: str = JSON,
     ) -> bytes:
-        answer = self._call(method, path, body, accept=accept, content=content)
-        try:
-            data: bytes = answer.read(MAX_BODY_BYTES, decode_content=True)
-        except Exception as error:
-            raise ApiError(0, _told(error)) from error
-        finally:
-            answer.release_conn()
-        if len(data) >= MAX_BODY_BYTES:
-            raise ApiError(0, f"the API server's answer has more than {MAX_BODY_BYTES} bytes")
-        return data
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, object] | None = None,
-        *,
-        accept: str = JSON,
-        content: str = JSON,
-        read_s: float = ANSWER_S,
-    ) -> Any:  # noqa: ANN401 - urllib3's answer
         from urllib3 import Timeout
 
         headers = {"Accept": accept, "User-Agent": "rose-scheduler"}
@@ -170,17 +121,24 @@ class KubeApi:
                 self._configuration.host + path,
                 body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
-                timeout=Timeout(connect=CONNECT_S, read=read_s),
+                timeout=Timeout(connect=CONNECT_S, read=ANSWER_S),
                 retries=False,
                 redirect=False,
                 preload_content=False,
             )
+            try:
+                data: bytes = answer.read(MAX_BODY_BYTES, decode_content=True)
+            finally:
+                answer.release_conn()
         except Exception as error:
             # A program that the kubeconfig names for tokens may fail in any way.
-            raise ApiError(0, f"the API server does not answer ({_told(error)})") from error
+            why = f"{type(error).__name__}: {error}"[:MAX_WHY]
+            raise ApiError(0, f"the API server does not answer ({why})") from error
         if answer.status >= 300:
-            raise _refusal(answer)
-        return answer
+            raise _refusal(answer.status, path, data)
+        if len(data) >= MAX_BODY_BYTES:
+            raise ApiError(0, f"the API server's answer has more than {MAX_BODY_BYTES} bytes")
+        return data
 
 
 def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of the client
@@ -244,47 +202,16 @@ def _named(merged: Mapping[str, Any], kind: str, name: object) -> Mapping[str, A
     raise ValueError(f"it names {name!r}, which is none of its {kind}")
 
 
-class HttpWatch:
-    """A watch over HTTP."""
-
-    def __init__(self, answer: Any) -> None:  # noqa: ANN401 - urllib3's answer
-        self._answer = answer
-
-    def chunks(self) -> Iterator[bytes]:
-        """Yield bytes as they come, until its end. Raises ApiError if it breaks."""
-        from urllib3.exceptions import HTTPError
-
-        try:
-            yield from self._answer.stream(CHUNK_BYTES, decode_content=True)
-        except (HTTPError, OSError, ValueError) as error:
-            raise ApiError(0, f"the watch broke ({_told(error)})") from error
-        finally:
-            self._answer.close()
-
-    def stop(self) -> None:
-        """End it, from any thread."""
-        # Its reader wakes up with an error and closes the connection.
-        self._answer.shutdown()
-
-
-def _refusal(answer: Any) -> ApiError:  # noqa: ANN401 - urllib3's answer
+def _refusal(code: int, path: str, data: bytes) -> ApiError:
     """Return what an operator should do about a status that is not a success."""
     try:
-        said = json.loads(answer.read(MAX_BODY_BYTES, decode_content=True))
-        message = str(said.get("message", ""))
-    except Exception:  # noqa: BLE001 - it is a refusal, whatever is in it
+        message = str(json.loads(data).get("message", ""))
+    except (ValueError, AttributeError, RecursionError):  # it is a refusal, whatever is in it
         message = ""
-    finally:
-        answer.close()
-    code: int = answer.status
-    if code == 404 and PATH in str(answer.url) and "/status" not in str(answer.url):
+    if code == 404 and path.partition("?")[0] == PATH:
         message = NO_DEFINITION
     elif code == 403:
         message = f"{message or 'not permitted'}; the chart's role RELEASE-controller has it"
     elif code == 401:
         message = "the API server does not know this token or certificate; renew it"
     return ApiError(code, (message or f"the API server answers {code}")[:MAX_WHY])
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_WHY]

@@ -187,7 +187,7 @@ class SchedulerMetrics(Collector):
         return Counter(name, what, labels, registry=self.registry)
 
 
-# What each family `rose_scheduler_{name}` says, and its labels; in the order of their page.
+# Text and labels of each family `rose_scheduler_{name}`, in the order of their page.
 _GAUGES: Final = {
     "nodes": ("Nodes that are attached.", ""),
     "away_nodes": ("Nodes that are known and not attached.", ""),

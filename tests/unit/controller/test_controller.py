@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import CapacityPolicy, policy_of
+from elastic_scheduler.capacity import CapacityPolicy, PolicyMode, policy_of
 from rose.controller import controller as shell
-from rose.controller.controller import PolicyController
+from rose.controller.controller import ObjectReader, PolicyController, plan
 from rose.controller.kube_api import ApiError
 from rose.errors import RefusedError
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
@@ -23,15 +22,15 @@ Object = dict[str, Any]
 
 
 class Server:
-    """Objects, a watch, and what was written; `down`: nothing is answered."""
+    """Objects, and what was written; `down`: nothing is answered, or `torn`: no list."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
         self.version = 1
-        self.log: list[tuple[int, bytes]] = []
         self.down: ApiError | None = None
         self.conflicts = 0
-        self.watches: list[Stream] = []
+        self.torn: bytes = b""
+        self.lists = 0
         self.statuses: list[tuple[str, Object]] = []
         self.events: list[Object] = []
 
@@ -42,49 +41,31 @@ class Server:
 
     def delete(self, name: str) -> None:
         self.version += 1
-        self._tell("DELETED", self.objects.pop(name))
+        del self.objects[name]
 
     def _write(self, name: str, generation: int, spec: object, status: object) -> None:
         self.version += 1
+        before = self.objects.get(name)
         metadata = {
             "name": name,
-            "uid": f"uid-{name}",
+            "uid": before["metadata"]["uid"] if before else f"uid-{self.version}",
             "resourceVersion": str(self.version),
             "generation": generation,
         }
         each: Object = {"metadata": metadata, "spec": spec}
         if status:
             each["status"] = status
-        kind = "MODIFIED" if name in self.objects else "ADDED"
         self.objects[name] = each
-        self._tell(kind, each)
-
-    def _tell(self, kind: str, each: Object) -> None:
-        line = json.dumps({"type": kind, "object": each}).encode() + b"\n"
-        self.log.append((self.version, line))
-        for stream in self.watches:
-            stream.say(line)
 
     # ---- as KubeApi ----
 
     def list(self) -> bytes:
-        self._answer()
-        said = {
-            "metadata": {"resourceVersion": str(self.version)},
-            "items": list(self.objects.values()),
-        }
-        return json.dumps(said).encode()
+        self.lists += 1
+        return self.probe()
 
-    probe = list
-
-    def watch(self, resource_version: str) -> "Stream":
+    def probe(self) -> bytes:
         self._answer()
-        stream = Stream()
-        for version, line in self.log:
-            if version > int(resource_version):
-                stream.say(line)
-        self.watches.append(stream)
-        return stream
+        return self.torn or json.dumps({"items": list(self.objects.values())}).encode()
 
     def write_status(self, name: str, resource_version: str, status: Object) -> None:
         self._answer()
@@ -107,24 +88,6 @@ class Server:
 
     def kill(self, why: ApiError | None = None) -> None:
         self.down = why or ApiError(0, "the API server does not answer (refused)")
-        for stream in self.watches:
-            stream.stop()
-        self.watches.clear()
-
-
-class Stream:
-    def __init__(self) -> None:
-        self._said: queue.Queue[bytes | None] = queue.Queue()
-
-    def say(self, data: bytes) -> None:
-        self._said.put(data)
-
-    def chunks(self) -> Iterator[bytes]:
-        while (data := self._said.get()) is not None:
-            yield data
-
-    def stop(self) -> None:
-        self._said.put(None)
 
 
 class Scheduler:
@@ -204,7 +167,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PROBE_S", "RECONCILE_S", "STATUS_S"):
+    for name in ("LOOK_S", "STATUS_S"):
         monkeypatch.setattr(shell, name, 0.01)
 
 
@@ -300,13 +263,85 @@ async def test_a_conflict_is_written_again_from_what_is_there_then() -> None:
         await bench.until(lambda: not bench.controller.troubles())
 
 
-async def test_a_watch_that_lost_an_event_is_found_out_by_the_probes() -> None:
+async def test_objects_are_read_anew_only_where_a_version_differs() -> None:
     bench = Bench()
     bench.server.put("chat")
     async with running(bench):
-        await bench.until(lambda: set(bench.scheduler.in_force) == {"chat"})
-        deaf, bench.server.watches = bench.server.watches, []
-        bench.server.put("new")
-        await bench.until(lambda: set(bench.scheduler.in_force) == {"chat", "new"})
-        for stream in deaf:
-            stream.stop()
+        await bench.until(lambda: bench.server.statuses)
+        await bench.until(lambda: bench.server.lists == 2)  # at first, and after its own status
+        before = len(bench.scheduler.heard)
+        await bench.until(lambda: len(bench.scheduler.heard) > before + 20)
+        assert bench.server.lists == 2
+        bench.server.delete("chat")
+        bench.server.put("chat", mode="Off")  # another object of that name
+        await bench.until(lambda: bench.scheduler.in_force["chat"].mode is PolicyMode.OFF)
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [b"no json", b"[1]", b"{}", b'{"items": [{}]}', b'{"items": 7}', b"[" * 5_000, b"\xff"],
+    ids=repr,
+)
+async def test_a_list_that_is_none_proves_nothing_and_deletes_nothing(torn: bytes) -> None:
+    bench = Bench()
+    bench.server.put("chat")
+    async with running(bench):
+        await bench.until(lambda: bench.scheduler.heard)
+        bench.server.torn = torn
+        await bench.until(lambda: bench.controller.troubles())
+        heard_s, count = bench.scheduler.heard[-1], len(bench.scheduler.heard)
+        await bench.until(lambda: len(bench.scheduler.heard) > count + 3)
+        assert bench.scheduler.heard[-1] == heard_s
+        assert set(bench.scheduler.in_force) == {"chat"}
+        bench.server.torn = b""
+        await bench.until(lambda: not bench.controller.troubles())
+
+
+# ---- plans ----
+
+
+def obj(name: str, generation: int = 1, /, **spec: object) -> dict[str, Any]:
+    return {"metadata": {"name": name, "uid": name, "generation": generation}, "spec": spec}
+
+
+def policy(name: str, **said: object) -> CapacityPolicy:
+    return policy_of({"name": name, **said})
+
+
+def test_new_and_other_objects_are_applied_and_what_is_gone_is_deleted() -> None:
+    read = ObjectReader().read({"a": obj("a"), "b": obj("b", mode="Active"), "c": obj("c")})
+    in_force = {
+        each.name: each for each in (policy("a"), policy("b"), policy("old"), policy("own"))
+    }
+    todo = plan(read, in_force, {"a", "b", "old"})
+    assert [each.name for each in todo.apply] == ["b", "c"]
+    assert todo.delete == ("old",), "and not what an operator applied"
+
+
+def test_an_object_with_the_name_of_an_operators_policy_is_offered_to_the_scheduler() -> None:
+    todo = plan(ObjectReader().read({"own": obj("own")}), {"own": policy("own")}, set())
+    assert [each.name for each in todo.apply] == ["own"], "which refuses it, in words"
+
+
+def test_an_object_that_cannot_be_read_is_refused_in_one_line_and_nothing_is_deleted() -> None:
+    objects = {
+        "zone": obj("zone", blackoutWindows=[{"from": "1:00", "to": "2:00", "timeZone": "Mars"}]),
+        "typo": obj("typo", slackshare=0.5),
+        "name": obj("name", name="other"),
+        "none": {"metadata": {"name": "none"}},
+        "B@D": obj("B@D"),
+    }
+    todo = plan(ObjectReader().read(objects), {"zone": policy("zone")}, {"zone"})
+    assert todo.apply == ()
+    assert todo.delete == ()
+    assert set(todo.refused) == set(objects)
+    assert "did you mean slackShare?" in todo.refused["typo"]
+    assert all("\n" not in line and len(line) < 300 for line in todo.refused.values())
+
+
+def test_an_object_is_read_once_for_each_spec() -> None:
+    reader = ObjectReader()
+    first = reader.read({"a": obj("a")})["a"]
+    assert reader.read({"a": {**obj("a"), "status": {}}})["a"] is first
+    assert reader.read({"a": obj("a", 2, mode="Active")})["a"] == policy("a", mode="Active")
+    assert reader.read({}) == {}

@@ -386,42 +386,6 @@ async def test_it_outlives_kills_of_the_api_server_and_compactions(
         await run.until(run.troubles, [], "nothing is wrong any more")
 
 
-async def test_a_watch_from_before_a_compaction_is_listed_anew(
-    server: ApiServer, objects: Objects
-) -> None:
-    """410 as this server says it, fed to the reflector by hand."""
-    from rose.controller.kube_api import ApiError, KubeApi
-    from rose.controller.reflector import (
-        AskList,
-        AskWatch,
-        Ended,
-        Listed,
-        Opened,
-        Received,
-        Reflector,
-        Start,
-    )
-
-    api = KubeApi.opened(Path(KUBECONFIG))
-    objects.put("chat")
-    core = Reflector()
-    assert core.step(Start(), 0.0) == [AskList()]
-    actions = core.step(Listed(await asyncio.to_thread(api.list)), 1.0)
-    assert isinstance(actions[-1], AskWatch)
-    core.step(Opened(), 1.0)
-
-    def old() -> list[bytes | ApiError]:
-        try:
-            return [*api.watch("1").chunks()]
-        except ApiError as error:
-            return [error]
-
-    for said in await asyncio.to_thread(old):
-        event = Ended(str(said), said.code) if isinstance(said, ApiError) else Received(said)
-        actions = core.step(event, 9.0)
-    assert actions[-1] == AskList()
-
-
 async def test_many_writers_conflict_and_the_status_speaks_of_the_newest(
     server: ApiServer, objects: Objects, tmp_path: Path
 ) -> None:

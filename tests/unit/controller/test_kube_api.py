@@ -96,15 +96,10 @@ def test_a_probe_asks_for_metadata_from_the_servers_memory(api: KubeApi) -> None
     assert headers["Accept"] == METADATA
 
 
-def test_a_watch_says_what_comes_and_that_it_broke(api: KubeApi) -> None:
-    answer(200, b"one", b"two")
-    assert b"".join(api.watch("7").chunks()) == b"onetwo"
-    assert "resourceVersion=7&allowWatchBookmarks=true&timeoutSeconds=30" in Handler.asked[-1][1]
+def test_an_answer_that_breaks_off_is_none(api: KubeApi) -> None:
     answer(200, b"one", None)
-    chunks = api.watch("7").chunks()
-    assert next(chunks) == b"one"
-    with pytest.raises(ApiError, match="the watch broke"):
-        next(chunks)
+    with pytest.raises(ApiError, match="does not answer"):
+        api.list()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,7 @@ def test_a_refusal_is_one_line_that_says_what_to_do(
     api: KubeApi, code: int, message: str, said: str
 ) -> None:
     answer(code, refusal(message))
-    for call in (api.list, lambda: api.watch("1")):
+    for call in (api.list, api.probe):
         with pytest.raises(ApiError) as caught:
             call()
         assert caught.value.code == code

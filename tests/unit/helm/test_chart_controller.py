@@ -50,7 +50,7 @@ def test_the_token_reads_policies_writes_their_status_and_tells_of_changes() -> 
         {
             "apiGroups": ["rose.dev"],
             "resources": ["rosecapacitypolicies"],
-            "verbs": ["get", "list", "watch"],
+            "verbs": ["list"],
         },
         {
             "apiGroups": ["rose.dev"],
