@@ -7,16 +7,19 @@ Names and units of its fields are those of `-o json`, and part of what scripts r
 added, and never change their meaning. A figure that nobody said is None, never 0.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
+
+from google.protobuf.message import Message
 
 from executor.freeze_reason import explained
 from rose.rpc import rose_pb2 as pb
 
 # A node reports twice a second; the scheduler counts its relay as gone after this.
 SILENT_S: Final = 3.0
+T = TypeVar("T")
 
 
 class Mode(StrEnum):
@@ -330,41 +333,33 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
     return sorted(found, key=lambda node: node.name)
 
 
+def _read(view: type[T], message: Message, /, **given: object) -> T:
+    """Return a view; fields that are not given are the message's, None where nobody said them."""
+    values = dict(given)
+    for name in view.__dataclass_fields__:  # type: ignore[attr-defined]
+        if name not in given:
+            value, field = getattr(message, name), message.DESCRIPTOR.fields_by_name[name]
+            absent = field.has_presence and not message.HasField(name)
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            values[name] = None if absent else tuple(value) if is_list else value
+    return view(**values)
+
+
 def _host(said: pb.HostTelemetry) -> Host:
-    return Host(
-        # A node of an earlier release has one host, without a name.
-        name=getattr(said, "host", ""),
-        source=said.source or "unknown",
-        running=said.running,
-        waiting=said.waiting,
-        busy_share=said.busy_share if said.HasField("busy_share") else None,
-        kv_share=said.kv_share if said.HasField("kv_share") else None,
-        ttft_p95_s=said.ttft_p95_s,
-        ttft_target_s=said.ttft_target_s,
-        tpot_p95_s=said.tpot_p95_s,
-        tpot_target_s=said.tpot_target_s,
-        window_requests=said.window_requests,
-        window_s=said.window_s,
-    )
+    return _read(Host, said, name=said.host, source=said.source or "unknown")
 
 
 def capacity_of(row: pb.NodeCapacity) -> Capacity:
     """Read a node's capacity from a snapshot's row or an explanation."""
     averaged = row.advised_s > 0
-    return Capacity(
-        policy_mode=row.policy_mode,
+    return _read(
+        Capacity,
+        row,
         mode=mode_of(row.mode),
         would=mode_of(row.would),
-        limits=tuple(row.limits),
-        policies=tuple(row.policies),
-        busy_share=row.busy_share if row.HasField("busy_share") else None,
-        kv_share=row.kv_share if row.HasField("kv_share") else None,
-        lend_bytes=row.lend_bytes if row.HasField("lend_bytes") else None,
-        lend_compute=row.lend_compute if row.HasField("lend_compute") else None,
-        advised_s=row.advised_s,
         advised_bytes=row.advised_byte_s / row.advised_s if averaged else None,
         advised_compute=row.advised_compute_s / row.advised_s if averaged else None,
-        fields=tuple(PolicyField(each.path, each.value, each.policy) for each in row.fields),
+        fields=tuple(_read(PolicyField, each) for each in row.fields),
     )
 
 
@@ -375,20 +370,15 @@ def _replica(
     mode: Mode | None,
 ) -> Replica:
     foreign = bool(row.held_job and row.job and row.held_job != row.job)
-    return Replica(
+    return _read(
+        Replica,
+        row,
         name=row.id,
         kind=_KINDS.get(row.kind, "unknown"),
-        node=row.node,
-        url=row.url,
-        healthy=row.healthy,
-        job=row.job,
         version=row.policy_version,
         held_job=row.held_job if foreign else "",
-        model=row.model,
         mode=mode,
-        lease=None
-        if lease is None
-        else Lease(lease.job, lease.epoch, lease.state, lease.expires_in_s, lease.why),
+        lease=None if lease is None else _read(Lease, lease),
         engine=None if engine is None else _engine(engine),
     )
 
@@ -401,47 +391,26 @@ _UNSTARTED = {
 
 
 def _engine(said: pb.GuestTelemetry) -> Engine:
-    return Engine(
-        state=said.state,
-        restarts=said.restarts,
-        grant=said.mode,
-        reason=said.reason,
-        why=explained(said.reason) if said.reason else _UNSTARTED.get(said.state, ""),
-        duty=said.duty,
-        running=said.running,
-        waiting=said.waiting,
-        tokens_total=said.tokens_total,
-        kv_bytes=said.kv_bytes,
-        lend_bytes=said.lend_bytes if said.HasField("lend_bytes") else None,
-        held_bytes=said.held_bytes if said.HasField("held_bytes") else None,
-    )
+    why = explained(said.reason) if said.reason else _UNSTARTED.get(said.state, "")
+    return _read(Engine, said, grant=said.mode, why=why)
 
 
 def _job(view: pb.JobView) -> Job:
-    known = view.demand_known
-    return Job(
+    unknown = {} if view.demand_known else dict.fromkeys(("turns", "owed_tokens", "made_tok_s"))
+    return _read(
+        Job,
+        view,
         name=view.job,
-        model=view.model,
         version=view.latest_version,
-        max_staleness=view.max_staleness,
-        weight=view.weight,
         max_guests=view.max_guests or None,
-        leased=view.leased,
-        guests=view.guests,
-        turns=view.turns if known else None,
-        owed_tokens=view.owed_tokens if known else None,
-        made_tok_s=view.made_tok_s if known else None,
-        standing=view.standing,
-        chain=view.chain,
-        first_version=view.first_version,
-        base=view.base,
         run=_run(view.run) if view.HasField("run") else None,
+        **unknown,
     )
 
 
 def _run(run: pb.RunView) -> Run:
     state = "ended" if run.ended else "live" if run.live else "silent"
-    return Run(run.run, run.holder, run.since_s, run.silent_s, state)
+    return _read(Run, run, since_unix_s=run.since_s, state=state)
 
 
 def names(found: Iterable[Node | Replica | Job], most: int = 5) -> str:
