@@ -104,17 +104,6 @@ def versions_of(spans: Iterable[VersionSpan]) -> list[Version]:
     return [Version(*span) for span in spans]
 
 
-class AnswerFields(Struct, gc=False, kw_only=True):
-    """Fields of a whole answer, and of a stream's last event, besides their API's own.
-
-    Spans and segments are of output tokens [start, end).
-    """
-
-    versions: list[Version]
-    segments: tuple[Segment, ...]
-    attempts: int
-
-
 class TokenLogprob(Struct, gc=False):
     """Logprob of one output token; the token's name beside it is not needed."""
 
@@ -135,9 +124,12 @@ class Choice(Struct, gc=False):
     finish_reason: str
 
 
-class TurnAnswer(AnswerFields, gc=False, kw_only=True):
-    """A whole turn."""
+class TurnAnswer(Struct, gc=False, kw_only=True):
+    """A whole turn. Spans and segments are of output tokens [start, end)."""
 
+    versions: list[Version]
+    segments: tuple[Segment, ...]
+    attempts: int
     request_id: str
     choices: list[Choice]
 

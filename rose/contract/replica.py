@@ -10,7 +10,8 @@ state             ──► ReplicaState
 weights/…         contract/weights.py: gateways and clients do not load it, and start sooner
 """
 
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, structs
 
@@ -122,6 +123,15 @@ class Sampling(Struct, frozen=True, gc=False):
             or self.repetition_penalty != 1.0
             or self.prompt_logprobs is not None
         )
+
+
+def sampling_of(fields: Mapping[str, Any]) -> Sampling:
+    """Return the sampling of a request's fields; one that is missing or None has no effect.
+
+    Fields of other names are ignored.
+    """
+    given = {name: fields.get(name) for name in Sampling.__struct_fields__}
+    return Sampling(**{name: value for name, value in given.items() if value is not None})
 
 
 class GenerateBody(Struct, frozen=True, gc=False):

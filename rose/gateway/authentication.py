@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rose.errors import ConfigError
 from rose.gateway.errors import Forbidden, Unauthorized
-from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turn_request import TurnRequest
 from rose.security.callers import ANYBODY, TRAINER, Caller, ForeignJobError
 from rose.security.certificates import EXPIRED, CertificateFiles, Peer, peer_over
 from rose.security.roles import HTTP_CALLERS, Role

@@ -113,7 +113,8 @@ class Delivery:
     async def _write_all(
         self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
     ) -> None:
-        await self.write(ask.answer.begin(feeds))
+        # A returning reader had the start.
+        await self.write(b"" if ask.resume_from else ask.answer.begin(feeds))
         try:
             if len(feeds) == 1:
                 await _Follower(self, ask, 0, feeds[0]).run()

@@ -27,17 +27,13 @@ from rose.contract.gateway import (
     SessionFinished,
     Versions,
 )
+from rose.contract.replica import POOLING
+from rose.gateway import pooling
 from rose.gateway import stats as metrics
-from rose.gateway.apis import (
-    ChatFrontend,
-    CompletionFrontend,
-    SglangFrontend,
-    VllmFrontend,
-    pooling,
-)
+from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.apis import tokenize as tokens
-from rose.gateway.apis.frontend import ApiFrontend, ApiRequest
-from rose.gateway.apis.wire import clean, encode, error_body, read_json, vllm_error
+from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
+from rose.gateway.apis.wire import clean, encode, error_body, vllm_error
 from rose.gateway.authentication import Authenticator, caller_of, held_to, own_job
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.delivery import Delivery
@@ -48,10 +44,8 @@ from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
-from rose.gateway.turns.request import job_of, session_of
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
-from rose.gateway.turns.whole_call import WholeCalls
 from rose.process.http_port import Connections, LimitLog, connections_allowed
 from rose.tracing import NO_SPANS, Spans, trace_of
 
@@ -89,7 +83,7 @@ class GatewayServer:
         self._model = model
         self._hedging = Hedging(dispatcher, stats, on_event)
         runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging, spans)
-        self._calls = WholeCalls(dispatcher, upstream, settings.max_attempts, on_event)
+        self._calls = pooling.WholeCalls(dispatcher, upstream, settings.max_attempts, on_event)
         self._turns = SharedTurns(settings, dispatcher, runner, stats)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
@@ -114,7 +108,7 @@ class GatewayServer:
         ]
         for frontend in frontends:
             post(frontend.path, self._handler(frontend))
-        for path in pooling.PATHS:
+        for path in POOLING:
             post(path, self._pool)
         post("/tokenize", self._tokenize)
         post("/detokenize", self._detokenize)

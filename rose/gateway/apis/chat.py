@@ -10,10 +10,20 @@ from typing import Literal
 
 import msgspec
 
-from rose.contract.gateway import Version, versions_of
+from rose.contract.gateway import versions_of
 from rose.gateway.apis import wire
-from rose.gateway.apis.completions import OpenAIBody, check_top_logprobs, text_between, token_text
-from rose.gateway.apis.frontend import ApiRequest
+from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhole
+from rose.gateway.apis.frontend import (
+    NOTHING,
+    ApiFrontend,
+    ApiRequest,
+    check_logprobs,
+    read_json,
+    refuse_unsupported,
+    request_id_of,
+    request_of,
+    turns_of,
+)
 from rose.gateway.apis.tools import (
     FOUND,
     FoundTools,
@@ -22,27 +32,12 @@ from rose.gateway.apis.tools import (
     checked_tools,
     found_tools,
 )
-from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.request_limits import resume_of, timeout_of
+from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ChatOptions, ServedModel
-from rose.gateway.turns.request import (
-    NOTHING,
-    TurnRequest,
-    origin_of,
-    refuse_unsupported,
-    sample_of,
-)
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tokenizer_pool.worker import Variable
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Without a reasoning parser, which the gateway does not have, `include_reasoning` changes nothing.
-NEUTRAL: Mapping[str, object] = {
-    "add_special_tokens": False,
-    "media_io_kwargs": None,
-    "mm_processor_kwargs": None,
-    "return_prompt_text": False,
-}
 MAX_VARIABLES = 32
 MAX_VARIABLE_CHARS = 4_096
 # Fields of their own, or tokenizer options that would change the handling of the prompt.
@@ -103,7 +98,14 @@ def _refused(why: str) -> BadRequest:
     return BadRequest(f"chat_template_kwargs: {why}", "chat_template_kwargs")
 
 
-class _Body(OpenAIBody, gc=False, kw_only=True):
+class _Unsupported(OpenAIBody, gc=False, kw_only=True):
+    add_special_tokens: bool | None = False
+    media_io_kwargs: msgspec.Raw = NOTHING
+    mm_processor_kwargs: msgspec.Raw = NOTHING
+    return_prompt_text: bool | None = False
+
+
+class _Body(_Unsupported, gc=False, kw_only=True):
     # The process that renders them parses them.
     messages: msgspec.Raw
     logprobs: bool | None = False
@@ -118,27 +120,20 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
     chat_template_kwargs: dict[str, Variable] | None = None
     documents: list[dict[str, str]] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    # Without a reasoning parser, which the gateway does not have, this changes nothing.
     include_reasoning: bool | None = True
-    add_special_tokens: bool | None = False
-    media_io_kwargs: msgspec.Raw = NOTHING
-    mm_processor_kwargs: msgspec.Raw = NOTHING
-    return_prompt_text: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class ChatFrontend:
+class ChatFrontend(ApiFrontend):
     """Reader of requests; `ChatAnswer` writes."""
 
     path = "/v1/chat/completions"
 
-    def __init__(self, model: ServedModel, max_completions: int) -> None:
-        self._model = model
-        self._max_completions = max_completions
-
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = wire.read_json(_decoder, body)
+        asked = read_json(_decoder, body)
         self._model.check_name(asked.model)
         _check(asked, self._max_completions)
         tools = checked_tools(self._model, asked.tools, asked.tool_choice)
@@ -148,35 +143,10 @@ class ChatFrontend:
         max_tokens = asked.max_tokens if limit is None else limit
         self._model.check_length(len(prompt), max_tokens or 0)
         sampling = asked.sampling(self._model.budget(len(prompt), max_tokens))
-        name, named = wire.request_id_of(headers, asked.request_id)
-        origin = origin_of(headers, asked)
-        turns = [
-            TurnRequest(
-                request_id=name if asked.samples == 1 else f"{name}-{index}",
-                token_ids=prompt,
-                sampling=sample_of(sampling, index),
-                origin=origin,
-                min_version=asked.min_version,
-                exact_version=asked.exact_version,
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-                timeout_s=timeout_of(headers, asked.timeout_s),
-                named=named,
-                text=asked.text_plan(self._model),
-                batch=asked.samples > 1,
-            )
-            for index in range(asked.samples)
-        ]
-        start, event_ids = resume_of(headers, asked.resume_from)
-        answer = ChatAnswer(f"chatcmpl-{name}", self._model, asked, prompt, start, called)
-        at_end = called is not None
-        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids, at_end)
-
-    def error(self, error: TurnError) -> bytes:
-        return wire.vllm_error(error)
-
-    def broken(self, error: TurnError) -> bytes:
-        return wire.event(wire.vllm_error(error)) + wire.DONE
+        name, text = request_id_of(headers, asked.request_id), asked.text_plan(self._model)
+        turns = turns_of(asked, headers, name, [prompt], sampling, samples=asked.samples, text=text)
+        answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called)
+        return request_of(asked, headers, turns, answer, at_end=called is not None)
 
     async def _prompt(self, asked: _Body, tools: bytes | None) -> list[int]:
         codec = self._model.need_codec("a conversation")
@@ -193,7 +163,7 @@ class ChatFrontend:
 
 def _check(asked: _Body, max_completions: int) -> None:
     asked.check(max_completions)
-    refuse_unsupported(asked, NEUTRAL)
+    refuse_unsupported(asked, _Unsupported)
     if asked.parallel_tool_calls is False:
         raise BadRequest(
             "parallel_tool_calls: how many tools are called, the policy decides; leave it out",
@@ -203,7 +173,7 @@ def _check(asked: _Body, max_completions: int) -> None:
         raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_top_logprobs(asked.top_logprobs, "top_logprobs")
+    check_logprobs(asked.top_logprobs, "top_logprobs")
 
 
 class _TopLogprob(msgspec.Struct, gc=False):
@@ -212,10 +182,7 @@ class _TopLogprob(msgspec.Struct, gc=False):
     bytes: list[int]
 
 
-class _TokenLogprob(msgspec.Struct, gc=False):
-    token: str
-    logprob: float
-    bytes: list[int]
+class _TokenLogprob(_TopLogprob, gc=False):
     top_logprobs: list[_TopLogprob]
 
 
@@ -234,36 +201,16 @@ class _Message(msgspec.Struct, gc=False):
     reasoning: None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
-    index: int
-    message: _Message
-    logprobs: _Logprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None
-    routed_experts: None
-    versions: list[Version]
-
-
-class _Whole(msgspec.Struct, gc=False):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[msgspec.Raw]
-    service_tier: None
-    system_fingerprint: None
-    usage: wire.TokenUsage
+class _Whole(OpenAIWhole, gc=False, kw_only=True):
     prompt_logprobs: wire.PromptPlaces | None
     prompt_token_ids: list[int] | None
-    prompt_text: None
-    kv_transfer_params: None
-    ec_transfer_params: None
-    metrics: None
+    prompt_text: None = None
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAIResponse):
     """Writer of one request's turns, one a choice."""
+
+    kind = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -271,25 +218,16 @@ class ChatAnswer:
         model: ServedModel,
         asked: _Body,
         prompt: list[int],
-        resumed: int,
         tools: bytes | None,
     ) -> None:
         """tools: tools that the output may call."""
-        options = asked.stream_options or wire.StreamOptions()
-        self._name = name
-        self._model = model
+        super().__init__(name, model, asked, [prompt])
         self._prompt = prompt
-        self._resumed = resumed
         self._logprobs = bool(asked.logprobs)
         self._top = bool(asked.top_logprobs)
-        self._as_ids = asked.return_tokens_as_token_ids
-        self._ids = bool(asked.return_token_ids)
-        self._usage_at_end = options.at_end
-        self._usage_always = options.always
         self._stream = bool(asked.stream)
         self._tools = tools
         self._found: list[FoundTools] = []
-        self._choices: list[msgspec.Raw] = []
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
         """Find tool calls; write choices if they are not streamed."""
@@ -298,24 +236,24 @@ class ChatAnswer:
                 found = await found_tools(self._model, self._tools, self._name, index, stream)
                 self._found.append(found)
         if not self._stream:
-            self._choices = await wire.written(streams, self._choice)
+            await super().prepare(streams)
 
-    def _choice(self, index: int, stream: TokenStream) -> _Choice:
-        end = len(stream.tokens)
-        return _Choice(
-            index,
-            self._message(index, stream),
-            self._logprobs_of(stream, 0, end),
-            self._finish_reason(index, stream),
-            stream.stop_reason,
-            stream.tokens.tolist() if self._ids else None,
-            None,
-            versions_of(stream.versions),
-        )
+    def choice(self, index: int, stream: TokenStream) -> dict[str, object]:
+        return {
+            "index": index,
+            "message": self._message(index, stream),
+            "logprobs": self._logprobs_of(stream, 0, len(stream.tokens)),
+            "finish_reason": self._finish_reason(index, stream),
+            "stop_reason": stream.stop_reason,
+            "token_ids": stream.tokens.tolist() if self._ids else None,
+            "routed_experts": None,
+            "versions": versions_of(stream.versions),
+        }
 
     def _message(self, index: int, stream: TokenStream) -> _Message:
         if self._tools is None:
-            return _Message("assistant", text_between(stream.text, 0, len(stream.tokens), True))
+            text = wire.text_between(stream, 0, len(stream.tokens), True)
+            return _Message("assistant", text)
         found = self._found[index]
         return _Message("assistant", found.content, tool_calls=found.calls or msgspec.UNSET)
 
@@ -324,32 +262,36 @@ class ChatAnswer:
         return FOUND if called else stream.finish_reason
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        usage = wire.TokenUsage(*wire.usage(streams, [len(self._prompt)]))
-        prompt = self._prompt if self._ids else None
-        head = (self._name, "chat.completion", streams[0].created, self._model.name)
-        places, none = wire.prompt_places(streams[0]), (None, None, None, None)
-        return wire.encode(_Whole(*head, self._choices, None, None, usage, places, prompt, *none))
+        return wire.encode(
+            _Whole(
+                **{**self.head(streams[0]), "object": "chat.completion"},
+                choices=self._choices,
+                usage=wire.TokenUsage(*self.usage(streams)),
+                prompt_logprobs=wire.prompt_places(streams[0]),
+                prompt_token_ids=self._prompt if self._ids else None,
+            )
+        )
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return an event with the role for each choice; a returning reader had them."""
-        if self._resumed:
-            return b""
-        events = []
-        for index, stream in enumerate(streams):
-            choice: dict[str, object] = {
-                "index": index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            chunk = self._chunk(stream, [choice], self._usage(stream, 0))
-            chunk["prompt_token_ids"] = self._prompt if self._ids else None
-            chunk["prompt_text"] = None
-            events.append(wire.event(wire.encode(chunk)))
-        return b"".join(events)
+        """Return an event with the role for each choice."""
+        more = {"prompt_token_ids": self._prompt if self._ids else None, "prompt_text": None}
+        return b"".join(
+            self.chunk(
+                stream,
+                0,
+                {
+                    "index": index,
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                },
+                more,
+            )
+            for index, stream in enumerate(streams)
+        )
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        over = stream.finish_reason is not None and end == len(stream.tokens)
+        over = wire.is_over(stream, end)
         choice: dict[str, object] = {
             "index": index,
             "delta": self._delta(index, stream, start, end, over),
@@ -360,13 +302,13 @@ class ChatAnswer:
             choice["stop_reason"] = stream.stop_reason
         choice["token_ids"] = stream.tokens[start:end].tolist() if self._ids else None
         choice["versions"] = versions_of(stream.spans(start, end))
-        return wire.event(wire.encode(self._chunk(stream, [choice], self._usage(stream, end))))
+        return self.chunk(stream, end, choice)
 
     def _delta(
         self, index: int, stream: TokenStream, start: int, end: int, over: bool
     ) -> dict[str, object]:
         if self._tools is None:
-            return {"content": text_between(stream.text, start, end, over)}
+            return {"content": wire.text_between(stream, start, end, over)}
         found = self._found[index]
         if not over:
             # All of it is known, and comes with the last tokens.
@@ -374,38 +316,13 @@ class ChatAnswer:
         delta: dict[str, object] = {"content": found.content} if found.content else {}
         return {**delta, "tool_calls": found.deltas()} if found.calls else delta
 
-    def close(self, streams: Sequence[TokenStream]) -> bytes:
-        if not self._usage_at_end:
-            return wire.DONE
-        usage = wire.ShortUsage(*wire.usage(streams, [len(self._prompt)]))
-        return wire.event(wire.encode(self._chunk(streams[0], [], usage))) + wire.DONE
-
-    def _chunk(
-        self, stream: TokenStream, choices: list[dict[str, object]], usage: object
-    ) -> dict[str, object]:
-        chunk: dict[str, object] = {
-            "id": self._name,
-            "object": "chat.completion.chunk",
-            "created": stream.created,
-            "model": self._model.name,
-            "choices": choices,
-        }
-        if usage is not None:
-            chunk["usage"] = usage
-        return chunk
-
-    def _usage(self, stream: TokenStream, end: int) -> wire.ShortUsage | None:
-        if not self._usage_always:
-            return None
-        return wire.ShortUsage(stream.prompt_tokens, stream.prompt_tokens + end, end)
-
     def _logprobs_of(self, stream: TokenStream, start: int, end: int) -> _Logprobs | None:
         if not self._logprobs:
             return None
         content = []
         logprobs = wire.finite(stream.logprobs[start:end])
         for place, logprob in enumerate(logprobs, start):
-            text = token_text(self._model, stream.tokens, place, self._as_ids)
+            text = self.token_text(stream.tokens, place)
             raw = list(text.encode("utf-8", "replace"))
             top = [_TopLogprob(text, logprob, raw)] if self._top else []
             content.append(_TokenLogprob(text, logprob, raw, top))

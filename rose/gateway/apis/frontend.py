@@ -1,39 +1,57 @@
-"""Interface of an API frontend: reads requests into turns, and writes their tokens back."""
+"""Reading side of an API frontend: a request's body and headers become turns.
 
+A field of the body overrides its header. A field that would change the answer and cannot be
+honoured is refused, never dropped in silence.
+"""
+
+import inspect
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import ClassVar, TypeVar
 
+import msgspec
+from msgspec import structs
+
+from rose.contract.gateway import (
+    EVENT_ID_HEADER,
+    GROUP_HEADER,
+    JOB_HEADER,
+    MAX_GROUP_SIZE,
+    MAX_NAME_CHARS,
+    REQUEST_ID_HEADER,
+    SESSION_ALIASES,
+    SESSION_HEADER,
+    TIMEOUT_HEADER,
+    TurnFields,
+)
+from rose.contract.replica import Sampling
+from rose.errors import decoded
+from rose.gateway.apis.wire import DONE, ApiResponse, event, vllm_error
 from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.turns.request import TurnRequest
-from rose.gateway.turns.token_stream import TokenStream
+from rose.gateway.text_codec import ServedModel, TextPlan
+from rose.gateway.turn_request import Origin, TurnRequest, sample_of
+from rose.tracing import trace_of
 
+# Fields that must be empty are not decoded: millions of small objects would block the loop.
+NOTHING = msgspec.Raw(b"null")
+MAX_NOTHING_BYTES = 64
+MAX_DIGITS = 15
 # Engines sample greedily at temperatures below it.
 GREEDY_BELOW = 1e-5
+MAX_STOPS = 256
+MAX_STOP_CHARS = 4_096
+T = TypeVar("T")
 
 
-class ApiResponse(Protocol):
-    """Writer of one request's turns in the form of one API."""
+class GenerateFields(TurnFields, gc=False, kw_only=True):
+    """Fields that all routes share besides those of `TurnFields`."""
 
-    async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Do the slow work of a whole answer, in steps or elsewhere. Raises TurnError."""
-        ...
-
-    def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the body of a 200, all turns being over."""
-        ...
-
-    def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the start of a stream; may be empty."""
-        ...
-
-    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        """Return the event with tokens [start, end) of turn `index`; the last one at its end."""
-        ...
-
-    def close(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the end of a stream."""
-        ...
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = 0
 
 
 @dataclass(slots=True)
@@ -49,6 +67,224 @@ class ApiRequest:
     resume_from: int = 0
     event_ids: bool = False
     at_end: bool = False
+
+
+class ApiFrontend:
+    """One API: reads requests, writes answers, and errors in its own shape, by default vLLM's."""
+
+    path: ClassVar[str]
+
+    def __init__(self, model: ServedModel, max_completions: int) -> None:
+        self._model = model
+        self._max_completions = max_completions
+
+    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+        """Return the request. Raises TurnError for one that the API would refuse."""
+        raise NotImplementedError
+
+    def error(self, error: TurnError) -> bytes:
+        """Return the body of an error answer."""
+        return vllm_error(error)
+
+    def broken(self, error: TurnError) -> bytes:
+        """Return the event of an error after the stream has begun, with the stream's end."""
+        return event(self.error(error)) + DONE
+
+
+def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """Return the decoded body. Raises BadRequest with what is wrong in it."""
+    try:
+        return decoded(decoder, body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"1 validation error: {error}", "body") from error
+
+
+# ---- the turns of a request ----
+
+
+def request_of(
+    asked: GenerateFields,
+    headers: Mapping[str, str],
+    turns: list[TurnRequest],
+    answer: ApiResponse,
+    *,
+    at_end: bool = False,
+) -> ApiRequest:
+    """Return the request of these turns. Raises BadRequest for an invalid place to resume from."""
+    start, event_ids = resume_of(headers, asked.resume_from)
+    return ApiRequest(turns, bool(asked.stream), answer, start, event_ids, at_end)
+
+
+def turns_of(
+    asked: GenerateFields,
+    headers: Mapping[str, str],
+    name: tuple[str | list[str], bool],
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    *,
+    samples: int = 1,
+    text: TextPlan | None = None,
+) -> list[TurnRequest]:
+    """Return the turns of a request: turn k is sample k mod `samples` of prompt k // `samples`.
+
+    name: the request's id, which is numbered if there are several turns, or one id for each; and
+    True if the caller chose it. Raises BadRequest for fields that no turn can have.
+    """
+    count = len(prompts) * samples
+    given, named = name
+    several = [f"{given}-{k}" for k in range(count)] if count > 1 else [str(given)]
+    origin, timeout_s = origin_of(headers, asked), timeout_of(headers, asked.timeout_s)
+    return [
+        TurnRequest(
+            request_id=request_id,
+            token_ids=prompts[k // samples],
+            sampling=sample_of(sampling, k % samples),
+            origin=origin,
+            min_version=asked.min_version,
+            exact_version=asked.exact_version,
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt,
+            timeout_s=timeout_s,
+            named=named,
+            text=text,
+            batch=count > 1,
+        )
+        for k, request_id in enumerate(given if isinstance(given, list) else several)
+    ]
+
+
+def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
+    """Return a request's id, and True if the caller chose it: header, body, else a new one."""
+    name = header_of(headers, REQUEST_ID_HEADER) or given
+    return (name, True) if name else (uuid.uuid4().hex, False)
+
+
+def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
+    """Return the caller's names. Raises BadRequest for an invalid one, and impossible copies."""
+    size, hedges = body.group_size or 0, body.hedges or 0
+    origin = Origin(
+        session_of(headers, body.session_id),
+        _name(headers.get(GROUP_HEADER) or body.group_id, "group_id"),
+        job_of(headers, body.job),
+        size,
+        hedges,
+        trace=trace_of(headers),
+    )
+    if not 0 <= size <= MAX_GROUP_SIZE:
+        raise BadRequest(f"group_size is at most {MAX_GROUP_SIZE}", "group_size")
+    if not 0 <= hedges <= size:
+        raise BadRequest("hedges: at least 0, at most group_size, which goes with it", "hedges")
+    if hedges and not origin.group:
+        raise BadRequest("hedges needs the group_id that all turns of the group share", "hedges")
+    if hedges and body.stream:
+        raise BadRequest(
+            "hedges: a second copy may answer first, and tokens of a stream cannot be taken back; "
+            "leave out hedges or stream",
+            "hedges",
+        )
+    return origin
+
+
+def session_of(headers: Mapping[str, str], given: str | None) -> str:
+    """Return a request's trajectory, "" for none: header, else field, else another's header.
+
+    Raises BadRequest for an invalid name.
+    """
+    named = headers.get(SESSION_HEADER) or given
+    if not named:
+        named = next((value for name in SESSION_ALIASES if (value := headers.get(name))), None)
+    return _name(named, "session_id")
+
+
+def job_of(headers: Mapping[str, str], given: str | None) -> str:
+    """Return a request's job, "" for none. Raises BadRequest for an invalid name."""
+    return _name(headers.get(JOB_HEADER) or given, "job")
+
+
+def _name(given: str | None, field: str) -> str:
+    if given and (len(given) > MAX_NAME_CHARS or not given.isprintable()):
+        raise BadRequest(f"{field}: send at most {MAX_NAME_CHARS} printable characters", field)
+    return given or ""
+
+
+# ---- headers ----
+
+
+def header_of(headers: Mapping[str, str], name: str) -> str | None:
+    """Return a header's text; None if it is not sent. Raises BadRequest for other bytes."""
+    text = headers.get(name)
+    try:
+        # The server keeps undecodable bytes as surrogates, which no answer and no log can hold.
+        if text is not None and not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name} is not UTF-8", name) from error
+    return text
+
+
+def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None:
+    """Return the caller's timeout: the body's field, else the header. Raises BadRequest."""
+    text = header_of(headers, TIMEOUT_HEADER)
+    if body_s is not None or text is None:
+        return body_s
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadRequest(f"{TIMEOUT_HEADER} is a number of seconds, not {text[:40]!r}") from error
+
+
+def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, bool]:
+    """Return the caller's received tokens, and True if it wants event ids. Raises BadRequest."""
+    text = header_of(headers, EVENT_ID_HEADER)
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise BadRequest(f"{EVENT_ID_HEADER} is a number of tokens, not {text[:40]!r}")
+    start = body_from if body_from is not None else int(text or 0)
+    if not 0 <= start < 10**MAX_DIGITS:
+        raise BadRequest(
+            f"resume_from is a number of tokens: at least 0, at most {MAX_DIGITS} digits",
+            "resume_from",
+        )
+    return start, text is not None
+
+
+# ---- checks ----
+
+
+def refuse_unsupported(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    """Raise BadRequest for a field that `kind` itself declares and that is not at its default.
+
+    `kind` is a base of the body that has the fields which no replica can honour. Their defaults
+    change nothing, and neither do None and other empty values.
+    """
+    for name, neutral in _neutral_values(kind):
+        given = getattr(asked, name)
+        if given is NOTHING or given is None or given == neutral:
+            # Not sent, like nearly all of them.
+            continue
+        given = _unread(given)
+        if given is None or given == neutral or (not given and not neutral):
+            continue
+        raise BadRequest(f"rollout replicas do not know {name}: leave it out", name)
+
+
+@cache
+def _neutral_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
+    own = inspect.get_annotations(kind)
+    values = [(each.name, each.default) for each in structs.fields(kind) if each.name in own]
+    return tuple((name, None if value is NOTHING else value) for name, value in values)
+
+
+def _unread(value: object) -> object:
+    """Decode a field that only has to be empty; a long one is not empty."""
+    if not isinstance(value, msgspec.Raw):
+        return value
+    data = bytes(value)
+    if len(data) > MAX_NOTHING_BYTES:
+        return data
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(f"1 validation error: {error}", "body") from error
 
 
 def check_completions(count: int, most: int, field: str) -> None:
@@ -70,19 +306,50 @@ def check_samples(samples: int, most: int, temperature: float | None) -> None:
         raise BadRequest(f"n must be 1 at temperature 0, got {samples}: all would be alike", "n")
 
 
-class ApiFrontend(Protocol):
-    """One API: reads requests, writes answers, and errors in its own shape."""
+def check_logprobs(given: int | None, name: str) -> None:
+    """Raise BadRequest for alternatives to the sampled token, which no replica reports."""
+    if given is not None and not 0 <= given <= 1:
+        raise BadRequest(
+            f"{name} is {given}: rollout replicas give the sampled token's logprob only; "
+            "send 0 or 1",
+            name,
+        )
 
-    path: str
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """Return the request. Raises TurnError for one that the API would refuse."""
-        ...
+def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
+    """Raise BadRequest if they would have to be streamed."""
+    if asked is not None and stream:
+        raise BadRequest(
+            "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
+        )
 
-    def error(self, error: TurnError) -> bytes:
-        """Return the body of an error answer."""
-        ...
 
-    def broken(self, error: TurnError) -> bytes:
-        """Return the event of an error after the stream has begun, with the stream's end."""
-        ...
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the strings that end the output; BadRequest for more than can be searched for."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS or not all(stops):
+        raise BadRequest(
+            f"stop: at most {MAX_STOPS} strings of together {MAX_STOP_CHARS} characters, "
+            "none of them empty",
+            "stop",
+        )
+    return stops
+
+
+def text_plan(
+    model: ServedModel,
+    stops: tuple[str, ...],
+    include_stop: bool | None,
+    skip_special_tokens: bool | None,
+    min_tokens: int | None,
+) -> TextPlan | None:
+    """Return the plan of output as text, None without a tokenizer.
+
+    Raises BadRequest for stops without a tokenizer.
+    """
+    if stops:
+        model.need_codec("a stop string")
+    if model.codec is None:
+        return None
+    special = skip_special_tokens is not False
+    return TextPlan(model.codec, stops, bool(include_stop), special, min_tokens or 0)

@@ -9,48 +9,48 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
-from rose.contract.gateway import TurnFields, versions_of
-from rose.contract.replica import Sampling, StructuredOutputs
+from rose.contract.gateway import versions_of
+from rose.contract.replica import Sampling, StructuredOutputs, sampling_of
 from rose.gateway.apis import wire
-from rose.gateway.apis.completions import check_stops, text_between
-from rose.gateway.apis.frontend import ApiRequest, check_completions
+from rose.gateway.apis.frontend import (
+    NOTHING,
+    ApiFrontend,
+    ApiRequest,
+    GenerateFields,
+    check_completions,
+    read_json,
+    refuse_unsupported,
+    request_id_of,
+    request_of,
+    stops_of,
+    text_plan,
+    turns_of,
+)
 from rose.gateway.apis.structured import checked
 from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.request_limits import resume_of, timeout_of
 from rose.gateway.text_codec import ServedModel, TextPlan
-from rose.gateway.turns.request import NOTHING, TurnRequest, origin_of, refuse_unsupported
 from rose.gateway.turns.token_stream import TokenStream
 
 T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
-NEUTRAL_SAMPLING: Mapping[str, object] = {
-    "n": 1,
-    "stop_regex": None,
-    "structural_tag": None,
-    "logit_bias": None,
-    "beam_width": None,
-    "custom_params": None,
-    "watermark": None,
-}
-NEUTRAL: Mapping[str, object] = {
-    "input_embeds": None,
-    "image_data": None,
-    "video_data": None,
-    "audio_data": None,
-    "token_ids_logprob": None,
-    "top_logprobs_num": 0,
-    "return_hidden_states": False,
-    "return_sampling_mask": False,
-    "lora_path": None,
-    "custom_logit_processor": None,
-}
 
 
-class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
+class _UnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    n: int | None = 1
+    stop_regex: msgspec.Raw = NOTHING
+    structural_tag: msgspec.Raw = NOTHING
+    logit_bias: msgspec.Raw = NOTHING
+    beam_width: int | None = None
+    custom_params: msgspec.Raw = NOTHING
+    watermark: msgspec.Raw = NOTHING
+
+
+class _SamplingBody(_UnsupportedSampling, gc=False):
+    max_new_tokens: int | None = None
     min_new_tokens: int | None = 0
     temperature: float | None = 1.0
     top_p: float | None = 1.0
@@ -62,45 +62,28 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     no_stop_trim: bool | None = False
     spaces_between_special_tokens: msgspec.Raw = NOTHING
     stream_interval: msgspec.Raw = NOTHING
-    n: int | None = 1
     min_p: float | None = 0.0
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
-    stop_regex: msgspec.Raw = NOTHING
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: msgspec.Raw = NOTHING
     ignore_eos: bool | None = False
-    logit_bias: msgspec.Raw = NOTHING
-    beam_width: int | None = None
-    custom_params: msgspec.Raw = NOTHING
-    watermark: msgspec.Raw = NOTHING
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self) -> Sampling:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(
-            0.0 if 0 <= temperature < GREEDY_BELOW else temperature,
-            1.0 if self.top_p is None else self.top_p,
-            0 if self.top_k is None else max(0, self.top_k),
-            DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens,
-            self.min_new_tokens or 0,
-            self.stop_token_ids or None,
-            None,
-            self.sampling_seed,
-            self.min_p or 0.0,
-            1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            self.frequency_penalty or 0.0,
-            self.presence_penalty or 0.0,
-            bool(self.ignore_eos),
-            None,
-            self.structured(),
-        )
+        greedy = self.temperature is not None and 0 <= self.temperature < GREEDY_BELOW
+        most = DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        own: dict[str, object] = {
+            "temperature": 0.0 if greedy else self.temperature,
+            "top_k": max(0, self.top_k or 0),
+            "max_tokens": most,
+            "min_tokens": self.min_new_tokens,
+            "stop_token_ids": self.stop_token_ids or None,
+            "seed": self.sampling_seed,
+            "structured_outputs": self.structured(),
+        }
+        return sampling_of({**structs.asdict(self), **own})
 
     def structured(self) -> StructuredOutputs | None:
         """Return the output's constraint. Raises BadRequest."""
@@ -109,16 +92,13 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         found = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
         return checked(found, "sampling_params")
 
+    def text_plan(self, model: ServedModel) -> TextPlan | None:
+        """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
+        stops, special = stops_of(self.stop), self.skip_special_tokens
+        return text_plan(model, stops, self.no_stop_trim, special, self.min_new_tokens)
 
-class _Body(TurnFields, gc=False):
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: _SamplingBody | None = None
-    return_logprob: bool | None = False
-    logprob_start_len: int | None = None
-    rid: str | list[str] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+
+class _Unsupported(GenerateFields, gc=False, kw_only=True):
     input_embeds: msgspec.Raw = NOTHING
     image_data: msgspec.Raw = NOTHING
     video_data: msgspec.Raw = NOTHING
@@ -131,55 +111,45 @@ class _Body(TurnFields, gc=False):
     custom_logit_processor: msgspec.Raw = NOTHING
 
 
+class _Body(_Unsupported, gc=False, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: _SamplingBody | None = None
+    return_logprob: bool | None = False
+    logprob_start_len: int | None = None
+    rid: str | list[str] | None = None
+
+
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class SglangFrontend:
+class SglangFrontend(ApiFrontend):
     """Reader of requests; `SglangAnswer` writes."""
 
     path = "/generate"
 
-    def __init__(self, model: ServedModel, max_completions: int) -> None:
-        self._model = model
-        self._max_completions = max_completions
-
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = wire.read_json(_decoder, body)
+        asked = read_json(_decoder, body)
         params = asked.sampling_params or _SamplingBody()
-        refuse_unsupported(asked, NEUTRAL)
-        refuse_unsupported(params, NEUTRAL_SAMPLING)
+        refuse_unsupported(asked, _Unsupported)
+        refuse_unsupported(params, _UnsupportedSampling)
         prompts, batch = await self._prompts(asked)
         if batch and asked.stream:
             raise BadRequest("a list of prompts cannot be streamed: send one request for each")
         start_len = asked.logprob_start_len
         if start_len is not None and 0 <= start_len < max(map(len, prompts)):
             raise BadRequest("logprob_start_len: logprobs of the prompt are not given")
-        names, named = _names(asked.rid, headers, len(prompts))
-        sampling, plan = params.sampling(), self._plan(params)
+        name = _name_of(asked.rid, headers, len(prompts))
+        sampling, text = params.sampling(), params.text_plan(self._model)
         for prompt in prompts:
             self._model.check_length(len(prompt), sampling.max_tokens)
-        origin = origin_of(headers, asked)
-        turns = [
-            TurnRequest(
-                request_id=name,
-                token_ids=prompt,
-                sampling=sampling,
-                origin=origin,
-                min_version=asked.min_version,
-                exact_version=asked.exact_version,
-                # SGLang serves the higher priority first, the gateway the lower.
-                priority=-(asked.priority or 0),
-                cache_salt=asked.cache_salt,
-                timeout_s=timeout_of(headers, asked.timeout_s),
-                named=named,
-                text=plan,
-                batch=len(prompts) > 1,
-            )
-            for name, prompt in zip(names, prompts, strict=True)
-        ]
-        start, event_ids = resume_of(headers, asked.resume_from)
-        answer = SglangAnswer(names, bool(asked.return_logprob), batch)
-        return ApiRequest(turns, bool(asked.stream), answer, start, event_ids)
+        turns = turns_of(asked, headers, name, prompts, sampling, text=text)
+        for turn in turns:
+            # SGLang serves the higher priority first, the gateway the lower.
+            turn.priority = -turn.priority
+        ids = [turn.request_id for turn in turns]
+        answer = SglangAnswer(ids, bool(asked.return_logprob), batch)
+        return request_of(asked, headers, turns, answer)
 
     def error(self, error: TurnError) -> bytes:
         return wire.encode({"error": {"message": wire.clean(str(error))}})
@@ -192,20 +162,6 @@ class SglangFrontend:
             "retryable": error.retry_after_s > 0,
         }
         return wire.event(wire.encode({"error": fault})) + wire.DONE
-
-    def _plan(self, params: _SamplingBody) -> TextPlan | None:
-        check_stops(params.stops)
-        if params.stops:
-            self._model.need_codec("a stop string")
-        if self._model.codec is None:
-            return None
-        return TextPlan(
-            self._model.codec,
-            params.stops,
-            bool(params.no_stop_trim),
-            params.skip_special_tokens is not False,
-            params.min_new_tokens or 0,
-        )
 
     async def _prompts(self, asked: _Body) -> tuple[list[list[int]], bool]:
         """Return the token ids of each prompt, and True if the caller sent a list of prompts."""
@@ -227,49 +183,41 @@ class SglangFrontend:
         return prompts
 
 
-def _names(
+def _name_of(
     rid: str | list[str] | None, headers: Mapping[str, str], count: int
-) -> tuple[list[str], bool]:
-    if isinstance(rid, list):
-        if len(rid) != count or not all(rid):
-            raise BadRequest("rid: one for each prompt")
-        return rid, True
-    name, named = wire.request_id_of(headers, rid)
-    return ([name] if count == 1 else [f"{name}-{k}" for k in range(count)]), named
+) -> tuple[str | list[str], bool]:
+    """Return the request's id, or one for each prompt, and True if the caller chose it."""
+    if not isinstance(rid, list):
+        return request_id_of(headers, rid)
+    if len(rid) != count or not all(rid):
+        raise BadRequest("rid: one for each prompt")
+    return rid, True
 
 
-class SglangAnswer:
+class SglangAnswer(wire.ApiResponse):
     """Writer of one request's turns."""
 
     def __init__(self, names: list[str], logprobs: bool, batch: bool) -> None:
+        super().__init__(None, 0)
         self._names = names
         self._logprobs = logprobs
         self._batch = batch
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        """Do nothing: no work is slow."""
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         """Return the body of a 200: an object, or a list of them for a list of prompts."""
         answers = [self._output(k, stream, len(stream.tokens)) for k, stream in enumerate(streams)]
         return wire.encode(answers if self._batch else answers[0])
 
-    def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        del streams
-        return b""
-
-    async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Do nothing: no work is slow."""
-
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         """Return the event with the output so far."""
         del start
         return wire.event(wire.encode(self._output(index, stream, end)))
 
-    def close(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the end mark."""
-        del streams
-        return wire.DONE
-
     def _output(self, index: int, stream: TokenStream, end: int) -> dict[str, object]:
-        over = stream.finish_reason is not None and end == len(stream.tokens)
+        over = wire.is_over(stream, end)
         spans = stream.spans(0, end)
         tokens = stream.tokens[:end].tolist()
         meta: dict[str, object] = {
@@ -298,7 +246,7 @@ class SglangAnswer:
             meta["e2e_latency"] = stream.took_s
         output: dict[str, object] = {}
         if stream.text is not None:
-            output["text"] = text_between(stream.text, 0, end, over)
+            output["text"] = wire.text_between(stream, 0, end, over)
         output["output_ids"] = tokens
         output["meta_info"] = meta
         output["versions"] = versions_of(spans)

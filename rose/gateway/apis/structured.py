@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import msgspec
 
 from rose.contract.replica import StructuredOutputs
+from rose.gateway.apis.frontend import NOTHING
 from rose.gateway.errors import BadRequest
-from rose.gateway.turns.request import NOTHING
 
 # Bound on a schema or grammar, since engines compile it.
 MAX_CHARS = 64 << 10

@@ -4,10 +4,10 @@ import msgspec
 
 from rose.gateway.apis import wire
 from rose.gateway.apis.chat import chat_options
+from rose.gateway.apis.frontend import NOTHING, read_json
 from rose.gateway.apis.tools import checked_tools
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
-from rose.gateway.turns.request import NOTHING
 from rose.tokenizer_pool.worker import Variable
 
 
@@ -35,7 +35,7 @@ _decode_detokenize = msgspec.json.Decoder(_DetokenizeBody)
 
 async def tokenize(model: ServedModel, body: bytes) -> bytes:
     """Return the token ids of a prompt or a conversation. Raises TurnError."""
-    asked = wire.read_json(_decode_tokenize, body)
+    asked = read_json(_decode_tokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/tokenize")
     conversation = bytes(asked.messages)
@@ -68,7 +68,7 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
 
 async def detokenize(model: ServedModel, body: bytes) -> bytes:
     """Return the text of token ids. Raises TurnError."""
-    asked = wire.read_json(_decode_detokenize, body)
+    asked = read_json(_decode_detokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/detokenize")
     if any(not 0 <= token < 1 << 32 for token in asked.tokens):

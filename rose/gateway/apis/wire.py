@@ -1,35 +1,22 @@
-"""Wire forms that several API frontends share: spans, usage, errors in vLLM's shape, events."""
+"""Writing side of an API frontend: events, token counts, logprobs, and errors in vLLM's shape."""
 
 import asyncio
 import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
-from rose.contract.gateway import REQUEST_ID_HEADER, GatewayFault, GatewayRefusal
-from rose.errors import decoded
+from rose.contract.gateway import GatewayFault, GatewayRefusal
 from rose.gateway.errors import BadRequest, NoReplica, TurnError
-from rose.gateway.request_limits import header_of
 from rose.gateway.turns.token_stream import TokenStream
-
-T = TypeVar("T")
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 # Both APIs write -inf and NaN like this.
 LOWEST_LOGPROB = -9999.0
-
-
-class TokenUsage(msgspec.Struct, gc=False):
-    """Token counts, in OpenAI's form."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: None = None
-    completion_tokens_details: None = None
+# Output tokens of one request that are written in one step of the event loop, some milliseconds;
+# the rest of a turn counts as TURN_TOKENS.
+STEP_TOKENS, TURN_TOKENS = 4_096, 16
 
 
 class ShortUsage(msgspec.Struct, gc=False):
@@ -40,35 +27,87 @@ class ShortUsage(msgspec.Struct, gc=False):
     completion_tokens: int
 
 
+class TokenUsage(ShortUsage, gc=False):
+    """Token counts, in OpenAI's form."""
+
+    prompt_tokens_details: None = None
+    completion_tokens_details: None = None
+
+
 class StreamOptions(msgspec.Struct, gc=False):
     """Events of a stream that have token counts."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
-    @property
-    def at_end(self) -> bool:
-        """In an event of its own after the last."""
-        return bool(self.include_usage)
 
-    @property
-    def always(self) -> bool:
-        """In every event."""
-        return bool(self.include_usage and self.continuous_usage_stats)
+class ApiResponse:
+    """Writer of one request's turns in the form of one API; the defaults are vLLM's."""
+
+    def __init__(self, options: StreamOptions | None, prompt_tokens: int) -> None:
+        """prompt_tokens: of all prompts, each counted once."""
+        self._options = options or StreamOptions()
+        self._prompt_tokens = prompt_tokens
+        self._choices: list[msgspec.Raw] = []
+
+    async def prepare(self, streams: Sequence[TokenStream]) -> None:
+        """Write each turn's choice, in steps between which others run. Raises TurnError."""
+        step_tokens = 0
+        for index, stream in enumerate(streams):
+            step_tokens += TURN_TOKENS + len(stream.tokens)
+            if self._choices and step_tokens > STEP_TOKENS:
+                step_tokens = 0
+                await asyncio.sleep(0)
+            self._choices.append(msgspec.Raw(encode(self.choice(index, stream))))
+
+    def choice(self, index: int, stream: TokenStream) -> object:
+        """Return the choice of a turn that is over."""
+        raise NotImplementedError
+
+    def whole(self, streams: Sequence[TokenStream]) -> bytes:
+        """Return the body of a 200, all turns being over."""
+        raise NotImplementedError
+
+    def begin(self, streams: Sequence[TokenStream]) -> bytes:
+        """Return the start of a stream; may be empty."""
+        del streams
+        return b""
+
+    def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
+        """Return the event with tokens [start, end) of turn `index`; the last one at its end."""
+        raise NotImplementedError
+
+    def close(self, streams: Sequence[TokenStream]) -> bytes:
+        """Return the end of a stream, with the token counts if they were requested."""
+        if not self._options.include_usage:
+            return DONE
+        return event(encode(self.counts(streams[0], ShortUsage(*self.usage(streams))))) + DONE
+
+    def counts(self, stream: TokenStream, usage: ShortUsage) -> object:
+        """Return the event of a stream's token counts."""
+        raise NotImplementedError
+
+    def usage(self, streams: Sequence[TokenStream]) -> tuple[int, int, int]:
+        """Return prompt, total and completion tokens of all turns."""
+        completion = sum(len(stream.tokens) for stream in streams)
+        return self._prompt_tokens, self._prompt_tokens + completion, completion
+
+    def usage_so_far(self, stream: TokenStream, end: int) -> tuple[int, int, int] | None:
+        """Return one turn's counts at its token `end`, if each event is to have them."""
+        if not (self._options.include_usage and self._options.continuous_usage_stats):
+            return None
+        return stream.prompt_tokens, stream.prompt_tokens + end, end
 
 
-def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Return the decoded body. Raises BadRequest with what is wrong in it."""
-    try:
-        return decoded(decoder, body)
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"1 validation error: {error}", "body") from error
+def is_over(stream: TokenStream, end: int) -> bool:
+    """Return True if the event up to token `end` is the last one of a whole turn."""
+    return stream.finish_reason is not None and end == len(stream.tokens)
 
 
-def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
-    """Return a request's id, and True if the caller chose it: header, body, else a new one."""
-    name = header_of(headers, REQUEST_ID_HEADER) or given
-    return (name, True) if name else (uuid.uuid4().hex, False)
+def text_between(stream: TokenStream, start: int, end: int, over: bool) -> str:
+    """Return the output text that tokens [start, end) settle; empty without a tokenizer."""
+    track = stream.text
+    return "" if track is None else track.text[track.shown(start, False) : track.shown(end, over)]
 
 
 def clean(text: str) -> str:
@@ -100,27 +139,6 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]
 
 
-# Output tokens of one request that are written in one step of the event loop, some milliseconds;
-# the
-# rest of a turn counts as TURN_TOKENS.
-STEP_TOKENS, TURN_TOKENS = 4_096, 16
-
-
-async def written(
-    streams: Sequence[TokenStream], choice_of: Callable[[int, TokenStream], msgspec.Struct]
-) -> list[msgspec.Raw]:
-    """Return each turn's choice in JSON, made in steps, between which others run."""
-    choices: list[msgspec.Raw] = []
-    step_tokens = 0
-    for index, stream in enumerate(streams):
-        step_tokens += TURN_TOKENS + len(stream.tokens)
-        if choices and step_tokens > STEP_TOKENS:
-            step_tokens = 0
-            await asyncio.sleep(0)
-        choices.append(msgspec.Raw(encode(choice_of(index, stream))))
-    return choices
-
-
 class PlaceLogprob(msgspec.Struct, gc=False):
     """One token at a place of a prompt in vLLM's form; without its text, as with ids alone."""
 
@@ -134,27 +152,11 @@ PromptPlaces = list[dict[int, PlaceLogprob] | None]
 
 def prompt_places(stream: TokenStream) -> PromptPlaces | None:
     """Return the logprobs of a turn's prompt in vLLM's form; None if they were not requested."""
-    places = stream.prompt_logprobs
-    if places is None:
+    if stream.prompt_logprobs is None:
         return None
-    return [None if place is None else _place(place) for place in places]
-
-
-def _place(found: list[tuple[int, float, int | None]]) -> dict[int, PlaceLogprob]:
-    return {
-        token: PlaceLogprob(max(logprob, LOWEST_LOGPROB), rank) for token, logprob, rank in found
-    }
-
-
-def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
-    """Raise BadRequest if they would have to be streamed."""
-    if asked is not None and stream:
-        raise BadRequest(
-            "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
-        )
-
-
-def usage(streams: Sequence[TokenStream], prompts: Sequence[int]) -> tuple[int, int, int]:
-    """Return prompt, total and completion tokens; `prompts` has each prompt once."""
-    prompt, completion = sum(prompts), sum(len(stream.tokens) for stream in streams)
-    return prompt, prompt + completion, completion
+    return [
+        None
+        if place is None
+        else {token: PlaceLogprob(max(value, LOWEST_LOGPROB), rank) for token, value, rank in place}
+        for place in stream.prompt_logprobs
+    ]

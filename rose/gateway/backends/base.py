@@ -8,7 +8,7 @@ from elastic_scheduler import Attempt
 from rose.contract.replica import StreamLine
 from rose.errors import RoseError
 from rose.gateway.errors import BadRequest
-from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turn_request import TurnRequest
 
 
 class BackendError(RoseError):

@@ -5,7 +5,7 @@ import msgspec
 from elastic_scheduler import Attempt
 from rose.contract.replica import GENERATE, GENERATE_MORE, MAX_LINE_BYTES, GenerateBody, StreamLine
 from rose.gateway.backends.base import Lines
-from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turn_request import TurnRequest
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(StreamLine).decode

@@ -11,7 +11,7 @@ from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
 from rose.gateway.backends.base import BackendError, Lines, error_line, refuse
 from rose.gateway.errors import BadRequest
-from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turn_request import TurnRequest
 
 # An event may hold a whole long output with its logprobs.
 MAX_EVENT_BYTES = 32 << 20

@@ -12,7 +12,7 @@ from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import StreamLine, StructuredOutputs
 from rose.gateway.backends.base import BackendError, Lines, error_line
 from rose.gateway.errors import BadRequest
-from rose.gateway.turns.request import TurnRequest
+from rose.gateway.turn_request import TurnRequest
 
 MAX_EVENT_BYTES = 1 << 20
 PATH = "/v1/completions"

@@ -27,7 +27,7 @@ from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.stats import GatewayStats
 from rose.gateway.text_codec import TextTrack
-from rose.gateway.turns.request import Origin, TurnRequest
+from rose.gateway.turn_request import Origin, TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 from rose.process.background_tasks import described
 

@@ -34,9 +34,9 @@ from rose.gateway.errors import (
 from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
+from rose.gateway.turn_request import TurnRequest
 from rose.gateway.turns.attempt import AttemptStream
 from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
-from rose.gateway.turns.request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tracing import NO_SPANS, Span, Spans
 

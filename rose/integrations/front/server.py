@@ -10,7 +10,8 @@ from aiohttp import web
 
 from rose.contract.gateway import ABORT, GatewayHealthReport
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
-from rose.gateway.apis.wire import clean, encode, error_body, read_json
+from rose.gateway.apis.frontend import read_json
+from rose.gateway.apis.wire import clean, encode, error_body
 from rose.gateway.authentication import OPEN_ROUTES, Authenticator, caller_of, own_job
 from rose.gateway.errors import TurnError, Unauthorized
 from rose.gateway.request_limits import Bodies

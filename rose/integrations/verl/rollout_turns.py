@@ -24,7 +24,7 @@ from rose.integrations.verl.turns import (
     PolicySteps,
     aborted_output,
     output_of,
-    sampling_of,
+    turn_sampling,
 )
 
 # Pause before a repeated turn whose version no replica had: gateways wait for one themselves.
@@ -90,7 +90,7 @@ class RolloutTurns:
             if more.get(name):
                 raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
         prompt = [int(token) for token in prompt_ids]
-        sampling = sampling_of(sampling_params, self._lengths, len(prompt))
+        sampling = turn_sampling(sampling_params, self._lengths, len(prompt))
         session = self._trajectories.session_of(prompt)
         output = await self._served(prompt, sampling, session, request_id, priority)
         self._trajectories.ended(session, [*prompt, *output["token_ids"]])

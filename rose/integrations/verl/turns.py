@@ -2,13 +2,14 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rose.client import Sampling
 from rose.client.types import Turn
+from rose.contract.replica import sampling_of
 from rose.errors import RefusedError
 
 # Values that change nothing, and come with every request.
@@ -21,7 +22,8 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 # Logprobs of the sampled tokens always come, and text is never requested.
 NOT_ASKED: Final = frozenset({"logprobs", "detokenize", "skip_special_tokens"})
-T = TypeVar("T")
+# Sampling fields that a turn's request may have; verl's trainer reads no logprobs of prompts.
+SAMPLED: Final = frozenset(Sampling.__struct_fields__) - {"prompt_logprobs", "structured_outputs"}
 # Turns that last for more updates are few.
 REMEMBERED = 256
 COMPLETED, ABORTED = "completed", "aborted"
@@ -48,34 +50,23 @@ class Lengths:
         return min(most, room)
 
 
-def sampling_of(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int) -> Sampling:
+def turn_sampling(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int) -> Sampling:
     """Translate sampling parameters. Raises `RefusedError` that names an unsupported one."""
     given = dict(params)
     asked = [given.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
     budget = lengths.budget(prompt_tokens, next((n for n in asked if n is not None), None))
-    top_k = given.pop("top_k", None)
-    sampling = Sampling(
-        temperature=_or(given.pop("temperature", None), 1.0),
-        top_p=_or(given.pop("top_p", None), 1.0),
-        top_k=max(0, _or(top_k, 0)),
-        max_tokens=budget,
-        min_tokens=_or(given.pop("min_tokens", None), 0),
-        stop_token_ids=_ids(given.pop("stop_token_ids", None)),
-        allowed_token_ids=_ids(given.pop("allowed_token_ids", None)),
-        seed=given.pop("seed", None),
-        min_p=_or(given.pop("min_p", None), 0.0),
-        repetition_penalty=_or(given.pop("repetition_penalty", None), 1.0),
-        frequency_penalty=_or(given.pop("frequency_penalty", None), 0.0),
-        presence_penalty=_or(given.pop("presence_penalty", None), 0.0),
-        ignore_eos=_or(given.pop("ignore_eos", None), False),
-    )
+    fields = {name: given.pop(name, None) for name in SAMPLED}
+    fields["max_tokens"] = budget
+    fields["top_k"] = max(0, fields["top_k"] or 0)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        fields[name] = tuple(fields[name]) if fields[name] else None
     for name, value in given.items():
         if name not in NOT_ASKED and value not in NEUTRAL.get(name, (None,)):
             raise RefusedError(
                 f"ROSE does not sample with {name}={value!r:.60}; leave it out of the rollout's"
                 " sampling parameters"
             )
-    return sampling
+    return sampling_of(fields)
 
 
 @dataclass(slots=True)
@@ -145,11 +136,3 @@ def aborted_output(
         "num_preempted": 0,
         "extra_fields": steps.fields(versions),
     }
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if not value else tuple(value)

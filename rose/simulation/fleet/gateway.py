@@ -24,9 +24,9 @@ from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.replicas.watch import entry_of
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
+from rose.gateway.turn_request import Origin, TurnRequest
 from rose.gateway.turns.attempt import AttemptStream, Ending
 from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
-from rose.gateway.turns.request import Origin, TurnRequest
 from rose.gateway.turns.runner import TurnRunner
 from rose.gateway.turns.token_stream import TokenStream
 from rose.rpc import rose_pb2 as pb

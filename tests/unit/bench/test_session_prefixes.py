@@ -23,7 +23,7 @@ from rose.errors import ConfigError
 from rose.gateway import GatewaySettings, ReplicaEntry
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.stats import GatewayStats
-from rose.gateway.turns.request import Origin, Sampling, TurnRequest
+from rose.gateway.turn_request import Origin, Sampling, TurnRequest
 from tests.unit.client.virtual_time import run_virtually
 
 Ask = Callable[[str, int, list[int]], Awaitable[None]]

@@ -105,7 +105,6 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         **ORIGIN,
     ),
     SPAN,
-    gateway.AnswerFields(versions=[SPAN, OLD_KV], segments=(SEGMENT,), attempts=1),
     LOGPROBS.content[0],
     LOGPROBS,
     gateway.Choice((101, 102), LOGPROBS, "length"),

@@ -25,8 +25,8 @@ from elastic_scheduler.routing import cost
 from rose.gateway import Gateway, ReplicaEntry, server
 from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher
+from rose.gateway.turn_request import Sampling, TurnRequest
 from rose.gateway.turns import hedging
-from rose.gateway.turns.request import Sampling, TurnRequest
 from tests.harness.waiting import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"

@@ -4,7 +4,7 @@ import pytest
 
 from rose.client import Sampling, Turn
 from rose.errors import RefusedError
-from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, sampling_of
+from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, turn_sampling
 
 LENGTHS = Lengths(prompt=100, response=32, model=None)
 # Parameters that verl's agent loop sends with every turn.
@@ -18,9 +18,9 @@ def turn(*versions: tuple[int, int, int], segments: int = 1) -> Turn:
 
 
 def test_neutral_parameters_leave_the_policys_distribution_as_it_is() -> None:
-    assert sampling_of(USUAL, LENGTHS, 10) == Sampling(max_tokens=32)
+    assert turn_sampling(USUAL, LENGTHS, 10) == Sampling(max_tokens=32)
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0.0, "n": 1, "stop": []}
-    assert sampling_of(USUAL | neutral, LENGTHS, 10) == Sampling(max_tokens=32)
+    assert turn_sampling(USUAL | neutral, LENGTHS, 10) == Sampling(max_tokens=32)
 
 
 def test_parameters_are_carried_over() -> None:
@@ -37,8 +37,8 @@ def test_parameters_are_carried_over() -> None:
         repetition_penalty=1.1,
         ignore_eos=True,
     )
-    assert sampling_of(given | {"max_new_tokens": 4}, LENGTHS, 10) == wanted
-    assert sampling_of(given | {"max_tokens": 4}, LENGTHS, 10) == wanted
+    assert turn_sampling(given | {"max_new_tokens": 4}, LENGTHS, 10) == wanted
+    assert turn_sampling(given | {"max_tokens": 4}, LENGTHS, 10) == wanted
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_would_change_the_distribution_unseen_is_refused_by_name(
     name: str, value: object
 ) -> None:
     with pytest.raises(RefusedError, match=name):
-        sampling_of({**USUAL, name: value}, LENGTHS, 10)
+        turn_sampling({**USUAL, name: value}, LENGTHS, 10)
 
 
 def test_a_turn_gets_no_more_tokens_than_the_trajectory_has_left() -> None:

@@ -5,7 +5,6 @@ names them.
 """
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,24 +12,16 @@ from msgspec import structs
 
 from elastic_scheduler import TurnJournal, TurnNeed, prefix_keys
 from rose.contract.fields import TOKEN_IDS
-from rose.contract.gateway import (
-    GROUP_HEADER,
-    JOB_HEADER,
-    MAX_GROUP_SIZE,
-    MAX_NAME_CHARS,
-    MAX_REQUEST_ID_CHARS,
-    SESSION_ALIASES,
-    SESSION_HEADER,
-    TurnFields,
-)
+from rose.contract.gateway import MAX_REQUEST_ID_CHARS
 from rose.contract.replica import Sampling
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
-from rose.tracing import TraceContext, trace_of
+from rose.tracing import TraceContext
 
-# Fields that must be empty are not decoded: millions of small objects would block the loop.
-NOTHING = msgspec.Raw(b"null")
-MAX_NOTHING_BYTES = 64
+MAX_NUMBER = 1 << 63
+# vLLM's own bound, unless it is started with another.
+MOST_PROMPT_LOGPROBS = 20
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -72,44 +63,11 @@ def _check_penalties(sampling: Sampling) -> None:
         )
 
 
-# vLLM's own bound, unless it is started with another.
-MOST_PROMPT_LOGPROBS = 20
-
-
 def sample_of(sampling: Sampling, index: int) -> Sampling:
     """Return the sampling of sample `index` of several, with a seed of its own."""
     if sampling.seed is None or index == 0:
         return sampling
     return structs.replace(sampling, seed=sampling.seed + index)
-
-
-def unread(value: object) -> object:
-    """Decode a field that only has to be empty; a long one is not empty."""
-    if not isinstance(value, msgspec.Raw):
-        return value
-    data = bytes(value)
-    if len(data) > MAX_NOTHING_BYTES:
-        return data
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"1 validation error: {error}", "body") from error
-
-
-def refuse_unsupported(asked: object, neutral: Mapping[str, object]) -> None:
-    """Raise BadRequest for any field of `asked` that is neither None nor at its neutral value.
-
-    A field that would change the answer and cannot be honoured is never dropped in silence.
-    """
-    for name, value in neutral.items():
-        given = getattr(asked, name)
-        if given is NOTHING or given is None or given == value:
-            # Not sent, like nearly all of them.
-            continue
-        given = unread(given)
-        if given is None or given == value or (not given and not value):
-            continue
-        raise BadRequest(f"rollout replicas do not know {name}: leave it out", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,63 +89,6 @@ class Origin:
 
 
 ANONYMOUS = Origin()
-
-
-def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
-    """Raises BadRequest for an invalid name, and for impossible copies."""
-    size, hedges = body.group_size or 0, body.hedges or 0
-    origin = Origin(
-        session_of(headers, body.session_id),
-        _name(headers.get(GROUP_HEADER) or body.group_id, "group_id"),
-        job_of(headers, body.job),
-        size,
-        hedges,
-        trace=trace_of(headers),
-    )
-    if not 0 <= size <= MAX_GROUP_SIZE:
-        raise BadRequest(f"group_size is at most {MAX_GROUP_SIZE}", "group_size")
-    if not 0 <= hedges <= size:
-        raise BadRequest("hedges: at least 0, at most group_size, which goes with it", "hedges")
-    if hedges and not origin.group:
-        raise BadRequest("hedges needs the group_id that all turns of the group share", "hedges")
-    if hedges and body.stream:
-        raise BadRequest(
-            "hedges: a second copy may answer first, and tokens of a stream cannot be taken back; "
-            "leave out hedges or stream",
-            "hedges",
-        )
-    return origin
-
-
-def session_of(headers: Mapping[str, str], given: str | None) -> str:
-    """Return a request's trajectory, "" for none: header, else field, else another's header.
-
-    Raises BadRequest for an invalid name.
-    """
-    named = headers.get(SESSION_HEADER) or given
-    if not named:
-        named = next((said for name in SESSION_ALIASES if (said := headers.get(name))), None)
-    return _name(named, "session_id")
-
-
-def job_of(headers: Mapping[str, str], given: str | None) -> str:
-    """Return a request's job, "" for none. Raises BadRequest for an invalid name."""
-    return _name(headers.get(JOB_HEADER) or given, "job")
-
-
-def _name(given: str | None, field: str) -> str:
-    if given and (len(given) > MAX_NAME_CHARS or not given.isprintable()):
-        raise BadRequest(f"{field}: send at most {MAX_NAME_CHARS} printable characters", field)
-    return given or ""
-
-
-MAX_NUMBER = 1 << 63
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def _new_life() -> str:
-    return secrets.token_hex(4)
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +114,7 @@ class TurnRequest:
     named: bool = False
     text: TextPlan | None = None
     batch: bool = False
-    life: str = field(default_factory=_new_life)
+    life: str = field(default_factory=lambda: secrets.token_hex(4))
     job: str = ""
     prefix_keys: tuple[int, ...] | None = None
 
