@@ -15,11 +15,10 @@ import aiohttp
 from rose.errors import ConfigError
 from rose.gateway.authentication import Authenticator
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
-from rose.gateway.backends.probe import Probed
 from rose.gateway.demand import DemandMeter, DemandReporter
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.replicas.jobs import JobVersions
-from rose.gateway.replicas.static import StaticTable
+from rose.gateway.replicas.static import Probed, StaticTable
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.gateway.server import GatewayServer

@@ -1,9 +1,10 @@
-"""Connections of callers: gateways with certificates, one request at a time.
+"""Connections of callers, gateways with certificates, and of the engines that answer them.
 
     head ── passes ──► asking ── an engine's connection ──► answering ── answered ──► head …
       │ does not: refused, closed    │ none: 503, closed         │ breaks off: closed at once
       └─ HEAD_S, IDLE_S, BODY_S are over: closed
 
+An answer is forwarded in its original bytes; a parser reads them beside that, and finds its end.
 A caller that reads slowly holds its engine's connection up, an engine that reads slowly its caller:
 the proxy keeps no more than one socket's buffer. A caller that hangs up ends its turn.
 """
@@ -12,13 +13,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
 from rose.errors import ConfigError
+from rose.process.http_client import HttpConnection, HttpPool
 from rose.process.http_port import BODY_S, HEAD_S, Connections, LimitLog, connections_allowed, warn
-from rose.proxy.engines import EngineConnection, EnginePool
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security.certificates import EXPIRED, Peer, peer_over
 from rose.security.roles import Identity, Role
@@ -28,6 +29,64 @@ LINGER_S: Final = 1.0
 # Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
 IDLE_S: Final = 330.0
 MOST: Final = 4_096
+LOOPBACK: Final = "127.0.0.1"
+
+
+class AnswerSink(Protocol):
+    """Receiver of an answer. Its methods must not wait."""
+
+    def answer(self, data: bytes) -> None:
+        """Take more of the answer."""
+
+    def answered(self, *, last: bool) -> None:
+        """Take the end of the answer. last: the answer itself ends the connection."""
+
+    def broken(self) -> None:
+        """Take the news that the answer breaks off here."""
+
+    def hold(self, held: bool) -> None:
+        """Pause the request while the engine's socket is full, or resume it."""
+
+
+class EngineConnection(HttpConnection[AnswerSink]):
+    """One connection to an engine."""
+
+    # An engine's server hangs up after 5 s without a request, and may be about to.
+    idle_s = 3.0
+    most_idle = 256
+
+    def hold(self, held: bool) -> None:
+        """Pause the answer while the caller's socket is full, or resume it."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def took(self, receiver: AnswerSink, data: bytes) -> None:
+        receiver.answer(data)
+
+    def ended(self, receiver: AnswerSink, error: Exception | None) -> None:
+        if error is None:
+            receiver.answered(last=self._last)
+        else:
+            receiver.broken()
+
+    def pause_writing(self) -> None:
+        if self._receiver is not None:
+            self._receiver.hold(True)
+
+    def resume_writing(self) -> None:
+        if self._receiver is not None:
+            self._receiver.hold(False)
+
+
+class EnginePool(HttpPool[int, EngineConnection]):
+    """Kept connections by the port of their engine."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConnection)
 
 
 def bounded() -> Connections:
@@ -223,7 +282,7 @@ class CallerConnection(asyncio.Protocol):
 
     async def _connect(self, port: int) -> None:
         try:
-            engine = await self._door.engines.connect(port)
+            engine = await self._door.engines.connect(port, LOOPBACK, port)
         except (OSError, TimeoutError):
             # Before anything was sent: another replica may get it at once.
             self._asking = None
@@ -240,7 +299,7 @@ class CallerConnection(asyncio.Protocol):
     def _ask(self, engine: EngineConnection, begin: bytes) -> None:
         self._engine = engine
         engine.hold(self._slow)
-        engine.ask(self, begin)
+        engine.begin(self, begin)
 
     def _refuse(self, error: PassRefusedError) -> None:
         self._refused = True

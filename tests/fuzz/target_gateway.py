@@ -17,8 +17,8 @@ from aiohttp import web
 from elastic_scheduler import TurnNeed
 from rose.gateway import GatewaySettings
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
-from rose.gateway.backends import LINKS
 from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.backends.replica_apis import LINKS
 from rose.gateway.errors import QueueFull, TurnError
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.server import GatewayServer

@@ -9,8 +9,7 @@ import functools
 import re
 from typing import Any, Final
 
-from rose.proxy.callers import CallerConnection, Door
-from rose.proxy.engines import EngineConnection, EnginePool
+from rose.proxy.callers import CallerConnection, Door, EngineConnection, EnginePool
 from rose.proxy.requests import PATHS
 
 PORTS: Final = {b"g0": 7001, b"a/b": 7002}

@@ -26,7 +26,6 @@ from rose.contract.replica import (
     LeaveBody,
     StreamLine,
 )
-from rose.gateway.backends.base import BackendError, Lines
 from rose.gateway.backends.http_pool import (
     NOBODY,
     OK,
@@ -34,6 +33,7 @@ from rose.gateway.backends.http_pool import (
     Upstream,
     UpstreamConnection,
 )
+from rose.gateway.backends.replica_apis import BackendError, Lines
 from rose.gateway.errors import fresh
 
 # A longer request would block the replica's event loop while it is read.

@@ -1,29 +1,18 @@
-"""HTTP to replicas: kept connections, whose answers are pushed to a receiver as they arrive.
+"""HTTP to replicas, and the TLS of a cluster's nodes: connections that are kept (`http_client`)."""
 
-    idle -- post --> status -- body* --+-- complete --> idle again, or closed if its replica says so
-      ^                                +-- the replica hangs up, or sends invalid HTTP --> closed
-      +-- unused for long: closed
-
-An HTTP client with streams to read from would make every token wait for another turn of the event
-loop before it reaches its reader; with thousands of streams each such turn takes milliseconds.
-"""
-
-import asyncio
 import ssl
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import httptools
 
 from rose.addresses import host_port
+from rose.process.http_client import HttpConnection, HttpPool
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role, server_name
 
-CONNECT_S = 2.0
-KEEPALIVE_S = 300.0
 OK = 200
 _PORTS = {"http": 80, "https": 443}
 
@@ -97,33 +86,8 @@ class _Nobody:
 NOBODY = _Nobody()
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One connection, with one request at a time; between requests it is in `idle`."""
-
-    def __init__(self, idle: list["UpstreamConnection"]) -> None:
-        self._idle = idle
-        self._receiver: ResponseReceiver | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._parser: httptools.HttpResponseParser | None = None
-        self._transport: asyncio.Transport | None = None
-        self._given_up = False
-
-    # ---- for whoever asks ----
-
-    @property
-    def is_open(self) -> bool:
-        """True if a request can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    def post(
-        self, head: bytes, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
-    ) -> None:
-        """Send a request; the receiver gets its answer. more_head: whole lines."""
-        self._set_timer(None)
-        self._receiver = receiver
-        self._parser = httptools.HttpResponseParser(self)
-        assert self._transport is not None
-        self._transport.write(b"%b%d\r\n%b\r\n%b" % (head, len(body), more_head, body))
+class UpstreamConnection(HttpConnection[ResponseReceiver]):
+    """One connection to a replica."""
 
     def leave(self, receiver: ResponseReceiver, rest_s: float = 0.0) -> None:
         """Cancel the receiver; the rest of its answer may take `rest_s`, or is dropped.
@@ -134,87 +98,26 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if rest_s > 0:
             self._receiver = NOBODY
-            self._set_timer(rest_s)
+            self.close_after(rest_s)
         else:
             self.close()
 
-    def close(self) -> None:
-        """Hang up."""
-        self._set_timer(None)
-        self._receiver = None
-        # They reference each other.
-        self._parser = None
-        if self._transport is not None:
-            self._transport.abort()
-
-    def give_up(self) -> None:
-        """Close a connection that is no longer waited for; it may or may not be open.
-
-        A transport closed at that moment may never report it, and the two would keep each other.
-        """
-        self._given_up = True
-        self.close()
-        self._transport = None
-
-    # ---- asyncio's protocol ----
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._given_up:
-            self.give_up()
-
-    def data_received(self, data: bytes) -> None:
-        if self._receiver is None or self._parser is None:
-            # An unrequested answer: the server is not to be trusted any more.
-            self.close()
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            self._fail(cast(Exception, error.__context__ or error))
-        except httptools.HttpParserError as error:
-            self._fail(UpstreamError(f"what the replica sends is no HTTP: {error}"))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._fail(UpstreamError("the replica closed the connection before the answer's end"))
+    def ended(self, receiver: ResponseReceiver, error: Exception | None) -> None:
+        if isinstance(error, httptools.HttpParserError):
+            error = UpstreamError(f"what the replica sends is no HTTP: {error}")
+        elif type(error) is ConnectionError:
+            error = UpstreamError(str(error))
+        receiver.ended(error)
 
     # ---- the parser's callbacks ----
 
     def on_headers_complete(self) -> None:
-        assert self._receiver is not None
-        assert self._parser is not None
-        self._receiver.status(self._parser.get_status_code())
+        if self._receiver is not None and self._parser is not None:
+            self._receiver.status(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
         if self._receiver is not None:
             self._receiver.body(data)
-
-    def on_message_complete(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is None:
-            return
-        if self._parser is not None and self._parser.should_keep_alive() and self.is_open:
-            self._idle.append(self)
-            self._set_timer(KEEPALIVE_S)
-        else:
-            self.close()
-        receiver.ended(None)
-
-    # ---- inside ----
-
-    def _fail(self, error: Exception) -> None:
-        receiver = self._receiver
-        self.close()
-        if self in self._idle:
-            self._idle.remove(self)
-        if receiver is not None:
-            receiver.ended(error)
-
-    def _set_timer(self, after_s: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer = None if after_s is None else loop.call_later(after_s, self.close)
 
 
 class ClusterTls:
@@ -244,8 +147,10 @@ class Upstream:
     """
 
     def __init__(self, tls: ClusterTls | None = None) -> None:
-        self._tls = tls or _of_the_system
-        self._idle: dict[tuple[str, int, bool], list[UpstreamConnection]] = defaultdict(list)
+        self._tls = tls or _system_tls
+        self._pool: HttpPool[tuple[str, int, bool], UpstreamConnection] = HttpPool(
+            UpstreamConnection
+        )
 
     async def post(
         self, url: str, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
@@ -253,51 +158,32 @@ class Upstream:
         """Send a request with a JSON body; `leave` the connection in the end.
 
         more_head: further lines of its head, each with its end.
-        Raises OSError if there is no connection within `CONNECT_S`, or the host is invalid.
+        Raises OSError if there is no connection soon, or the host is invalid.
         """
         target = target_of(url)
-        idle = self._idle[target.key]
-        while idle:
-            connection = idle.pop()
-            if connection.is_open:
-                break
-        else:
-            connection = await self._connect(target, idle)
-        connection.post(target.head, body, receiver, more_head)
+        connection = self._pool.take(target.key) or await self._connect(target)
+        request = b"%b%d\r\n%b\r\n%b" % (target.head, len(body), more_head, body)
+        connection.begin(receiver, request)
         return connection
 
     def close(self) -> None:
         """Hang up every idle connection."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().close()
+        self._pool.close()
 
-    async def _connect(self, target: Target, idle: list[UpstreamConnection]) -> UpstreamConnection:
-        loop = asyncio.get_running_loop()
+    async def _connect(self, target: Target) -> UpstreamConnection:
+        host, port = target.host, target.port
         tls, name = self._tls() if target.tls else (None, None)
-        connection = UpstreamConnection(idle)
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await loop.create_connection(
-                    lambda: connection, target.host, target.port, ssl=tls, server_hostname=name
-                )
+            return await self._pool.connect(target.key, host, port, tls, name)
         except ssl.SSLError as error:
-            connection.give_up()
             # A failed verification is a ValueError too.
-            raise UpstreamError(
-                f"{host_port(target.host, target.port)} is not proved: {error}"
-            ) from error
+            raise UpstreamError(f"{host_port(host, port)} is not proved: {error}") from error
         except ValueError as error:
-            connection.give_up()
             # A host that is not a name at all, to IDNA for example: found out in the lookup.
-            raise UpstreamError(f"{target.host!r} is no host of a replica: {error}") from error
-        except BaseException:
-            connection.give_up()
-            raise
-        return connection
+            raise UpstreamError(f"{host!r} is no host of a replica: {error}") from error
 
 
-def _of_the_system() -> tuple[ssl.SSLContext, None]:
+def _system_tls() -> tuple[ssl.SSLContext, None]:
     return _default_tls(), None
 
 

@@ -1,23 +1,104 @@
-"""Replica table from the command line: always leased; version and admission are polled.
+"""Replica table from the command line: always leased; kind, version and admission are polled.
 
-A stock engine has neither: it takes turns while its `/health` answers, and its version is unknown.
+A probe tells a ROSE replica, a stock vLLM and a stock SGLang apart. A stock engine has neither
+version nor admission: it takes turns while its `/health` answers, and its version is unknown.
 """
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 
 from rose.contract.fields import UNVERSIONED
 from rose.contract.replica import STATE, ReplicaState
-from rose.errors import decoded
-from rose.gateway.backends.probe import REPLICA_STATE, Probed, probe
+from rose.errors import Decoder, decoded
 from rose.gateway.replicas.table import ReplicaApi, ReplicaEntry, TableSink
 from rose.gateway.settings import StaticReplica
 
 POLL_S = 0.5
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 POLL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+
+
+class _ModelInfo(msgspec.Struct, gc=False):
+    model_path: str
+
+
+class _Version(msgspec.Struct, gc=False):
+    version: str
+
+
+class _Card(msgspec.Struct, gc=False):
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct, gc=False):
+    data: list[_Card] = []
+
+
+REPLICA_STATE = msgspec.json.Decoder(ReplicaState)
+_INFO = msgspec.json.Decoder(_ModelInfo)
+_VERSION = msgspec.json.Decoder(_Version)
+_CARDS = msgspec.json.Decoder(_Cards)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Result of a probe; `max_model_len` in tokens, None if it is not reported."""
+
+    api: ReplicaApi
+    max_model_len: int | None
+
+
+async def probe(session: aiohttp.ClientSession, url: str) -> Probed | None:
+    """Return the engine at `url`; None if none that can generate answers, which may change."""
+    api = await _api(session, url)
+    return None if api is None else Probed(api, await _max_model_len(session, url))
+
+
+async def _api(session: aiohttp.ClientSession, url: str) -> ReplicaApi | None:
+    if _reads(REPLICA_STATE, await _get(session, url + STATE)):
+        return ReplicaApi.ROSE
+    for path in ("model_info", "get_model_info"):
+        if _reads(_INFO, await _get(session, f"{url}/{path}")):
+            return ReplicaApi.SGLANG
+    if _reads(_VERSION, await _get(session, f"{url}/version")):
+        return ReplicaApi.VLLM
+    return None
+
+
+async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None:
+    status, body = await _get(session, f"{url}/v1/models")
+    try:
+        cards = decoded(_CARDS, body).data if status == 200 else []
+    except msgspec.MsgspecError:
+        return None
+    return cards[0].max_model_len if cards else None
+
+
+async def _get(
+    session: aiohttp.ClientSession, url: str, timeout: aiohttp.ClientTimeout = PROBE_TIMEOUT
+) -> tuple[int, bytes]:
+    """Return status and body; status 0 without an answer."""
+    try:
+        async with session.get(url, timeout=timeout) as response:
+            return response.status, await response.read()
+    except (aiohttp.ClientError, OSError):
+        return 0, b""
+
+
+def _reads(decoder: Decoder[object], answer: tuple[int, bytes]) -> bool:
+    status, body = answer
+    if status != 200:
+        return False
+    try:
+        decoded(decoder, body)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
 
 # Takes a replica's kind, or, once, that it does not answer yet.
 FoundSink = Callable[[StaticReplica, Probed | None], None]
@@ -60,32 +141,17 @@ class StaticTable:
                 return _static_entry(replica, ReplicaApi.ROSE, False, 0, 0)
             api = self._found[replica.id] = found.api
             self._on_found(replica, found)
-        if api is ReplicaApi.ROSE:
-            state = await self._state(replica)
-            if state is None:
-                return _static_entry(replica, api, False, 0, 0)
-            return _static_entry(
-                replica, api, state.admitting, state.policy_version, state.kv_tokens
-            )
-        return _static_entry(replica, api, await self._healthy(replica), UNVERSIONED, 0)
-
-    async def _state(self, replica: StaticReplica) -> ReplicaState | None:
+        path = STATE if api is ReplicaApi.ROSE else "/health"
+        status, body = await _get(self._session, replica.url + path, POLL_TIMEOUT)
+        if api is not ReplicaApi.ROSE:
+            return _static_entry(replica, api, status == 200, UNVERSIONED, 0)
         try:
-            async with self._session.get(replica.url + STATE, timeout=POLL_TIMEOUT) as response:
-                return (
-                    decoded(REPLICA_STATE, await response.read())
-                    if response.status == 200
-                    else None
-                )
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
-            return None
-
-    async def _healthy(self, replica: StaticReplica) -> bool:
-        try:
-            async with self._session.get(f"{replica.url}/health", timeout=POLL_TIMEOUT) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError):
-            return False
+            state = decoded(REPLICA_STATE, body) if status == 200 else None
+        except msgspec.MsgspecError:
+            state = None
+        if state is None:
+            return _static_entry(replica, api, False, 0, 0)
+        return _static_entry(replica, api, state.admitting, state.policy_version, state.kv_tokens)
 
 
 def _static_entry(

@@ -13,9 +13,9 @@ import msgspec
 
 from elastic_scheduler import Deliver, End, JournalError, Outcome
 from rose.contract.replica import PromptLogprobs, StreamLine
-from rose.gateway.backends import LINKS, BackendError
 from rose.gateway.backends.batches import Seat, TurnBatches
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
+from rose.gateway.backends.replica_apis import LINKS, BackendError
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.turns.hedging import Race, TurnCopy

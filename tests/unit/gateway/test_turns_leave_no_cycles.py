@@ -23,10 +23,10 @@ from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
 from rose.gateway import Gateway, ReplicaEntry, server
-from rose.gateway.backends import http_pool
 from rose.gateway.replicas import dispatcher
 from rose.gateway.turn_request import Sampling, TurnRequest
 from rose.gateway.turns import hedging
+from rose.process import http_client
 from tests.harness.waiting import PATIENCE_S
 
 GENERATE = "/inference/v1/generate"
@@ -414,7 +414,7 @@ async def left_by(way: Way) -> Counter[str]:
 def test_a_turn_leaves_no_cycles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SWEEP_S", 0.01)
     # A slow machine is no dead engine.
-    monkeypatch.setattr(http_pool, "CONNECT_S", PATIENCE_S)
+    monkeypatch.setattr(http_client, "CONNECT_S", PATIENCE_S)
     monkeypatch.setattr(dispatcher, "REST_S", dict.fromkeys(dispatcher.REST_S, 0.01))
     if name.startswith("hedged"):
         # Whoever may have a copy gets one, at once.

@@ -177,7 +177,7 @@ async def test_a_receivers_error_ends_its_answer_and_no_other() -> None:
 
 
 async def test_idle_connections_are_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pool, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(http_pool.UpstreamConnection, "idle_s", 0.05)
     async with serving([WHOLE], [WHOLE]) as (ups, server):
         await asked(ups, server.url)
         async with asyncio.timeout(PATIENCE_S):

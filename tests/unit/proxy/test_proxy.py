@@ -10,7 +10,7 @@ import pytest
 from rose.errors import ConfigError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
 from rose.process.http_port import RECORDS_A_MINUTE
-from rose.proxy import callers, engines
+from rose.proxy import callers
 from rose.proxy.main import main, serve
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security import CertificateFiles, Role
@@ -265,7 +265,7 @@ async def test_a_connection_that_its_engine_may_be_closing_is_not_used(
 ) -> None:
     engine = Engine(pieces(WHOLE), pieces(WHOLE))
     await bench.start(engine)
-    monkeypatch.setattr(engines, "REUSE_S", -1.0)
+    monkeypatch.setattr(callers.EngineConnection, "idle_s", 0.0)
     upstream = bench.upstream()
     for _ in range(2):
         assert (await bench.ask(upstream)).text == b"hi"

@@ -1,0 +1,369 @@
+"""APIs of replicas: ROSE's own endpoint, a stock vLLM and a stock SGLang. No IO.
+
+A backend encodes the request that continues a turn, and reads the lines of its answer.
+
+rose    `POST /rose/v1/generate`, NDJSON, every token with its version
+vllm    `POST /v1/completions` with token ids, streamed. Its tokens-in-tokens-out route would fit
+        better, but a server has it only with `--enable-scale-out`; this one every vLLM since 0.10.2
+        has. Its priorities need a scheduling policy that a stock server does not have on, so none
+        is sent. Omitted fields would come from the model's generation config.
+sglang  `POST /generate`, streamed. By default each event repeats the whole output so far, with
+        `--incremental-streaming-output` it has only the new part: `completion_tokens` tells the two
+        apart.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from msgspec import structs
+
+from elastic_scheduler import Attempt
+from rose.contract.fields import Logprob, SampledId
+from rose.contract.replica import (
+    GENERATE,
+    GENERATE_MORE,
+    MAX_LINE_BYTES,
+    GenerateBody,
+    Sampling,
+    StreamLine,
+    StructuredOutputs,
+)
+from rose.errors import RoseError
+from rose.gateway.errors import BadRequest
+from rose.gateway.replicas.table import ReplicaApi
+from rose.gateway.turn_request import TurnRequest
+
+MAX_EVENT_BYTES = 1 << 20
+# An event of SGLang may hold a whole long output with its logprobs.
+MAX_REPEATED_BYTES = 32 << 20
+ANY_OBJECT = '{"type": "object"}'
+# Fields of SGLang that are not left out at 0.
+SENT_AT_ZERO = frozenset({"temperature", "sampling_seed"})
+_encode = msgspec.json.Encoder().encode
+
+
+class BackendError(RoseError):
+    """A replica's stream is not in its API's shape."""
+
+
+class Lines:
+    """Splitter of a stream at newlines; a line longer than `max_bytes` is an error."""
+
+    __slots__ = ("_max_bytes", "_rest")
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rest = b""
+
+    def split(self, data: bytes) -> list[bytes]:
+        """Return whole lines without their ends. Raises BackendError."""
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > self._max_bytes:
+            raise BackendError(f"a line above {self._max_bytes} bytes")
+        return lines
+
+    def events(self, data: bytes) -> list[bytes]:
+        """Return the payloads of whole server-sent `data:` lines, without `[DONE]`."""
+        found = [line[5:].strip() for line in self.split(data) if line.startswith(b"data:")]
+        return [payload for payload in found if payload != b"[DONE]"]
+
+
+class AnswerReader:
+    """Reader of one stream of bytes: `split` finds its records, `line_of` decodes each."""
+
+    __slots__ = ("_line_of", "_split")
+
+    def __init__(
+        self, split: Callable[[bytes], list[bytes]], line_of: Callable[[bytes], StreamLine]
+    ) -> None:
+        self._split = split
+        self._line_of = line_of
+
+    def feed(self, data: bytes) -> list[StreamLine]:
+        """Return lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
+        return [self._line_of(record) for record in self._split(data) if record]
+
+
+class ReplicaBackend(Protocol):
+    """One replica API; it keeps no state of its own.
+
+    batches: True if it has a route for several turns at once.
+    """
+
+    batches: bool
+
+    def path(self, request: TurnRequest) -> str:
+        """Path of a turn's request."""
+        ...
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Return the request that continues a turn. Raises BadRequest for unsupported fields."""
+        ...
+
+    def reader(self) -> AnswerReader:
+        """Return a reader for one new stream."""
+        ...
+
+
+class _Fault(msgspec.Struct, gc=False):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+# A slow request, an id that the engine still knows, too many requests: not the caller's faults.
+_OWN_FAULTS = frozenset({408, 409, 429})
+_decode_fault = msgspec.json.Decoder(_Fault).decode
+
+
+def error_line(raw: msgspec.Raw) -> StreamLine:
+    """Return the last line of a stream that ends with the error object of OpenAI's API.
+
+    Raises BadRequest if the error is the caller's.
+    """
+    fault = _decode_fault(raw)
+    refuse(fault.code, fault.message, fault.param)
+    return StreamLine(finish_reason="error", message=bytes(raw)[:500].decode("utf-8", "replace"))
+
+
+def refuse(code: int | str | None, message: str | None, param: str | None = None) -> None:
+    """Raise BadRequest for a status that means that the request itself is wrong."""
+    if isinstance(code, int) and 400 <= code < 500 and code not in _OWN_FAULTS:
+        raise BadRequest(f"refuses the turn: {message or code}", param)
+
+
+# ---- ROSE ----
+
+_decode_line = msgspec.json.Decoder(StreamLine).decode
+
+
+class RoseBackend:
+    """Tokens in, stamped tokens out."""
+
+    batches = True
+
+    def path(self, request: TurnRequest) -> str:
+        return GENERATE_MORE if request.sampling.asks_more else GENERATE
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        return _encode(
+            GenerateBody(
+                request.attempt_id(attempt.number),
+                attempt.token_ids,
+                request.sampling.rest(attempt.max_tokens),
+                request.salt,
+                request.priority,
+                request.job,
+            )
+        )
+
+    def reader(self) -> AnswerReader:
+        return AnswerReader(Lines(MAX_LINE_BYTES).split, _decode_line)
+
+
+# ---- vLLM ----
+
+
+class _VllmLogprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[Logprob | None] = []
+
+
+class _VllmChoice(msgspec.Struct, gc=False):
+    token_ids: list[SampledId] | None = None
+    logprobs: _VllmLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class _VllmEvent(msgspec.Struct, gc=False):
+    choices: list[_VllmChoice] = []
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode_vllm = msgspec.json.Decoder(_VllmEvent).decode
+
+
+class VllmBackend:
+    """Tokens in, tokens out."""
+
+    batches = False
+
+    def path(self, request: TurnRequest) -> str:
+        return "/v1/completions"
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Raises BadRequest for what vLLM does not do in a stream."""
+        if request.sampling.prompt_logprobs is not None:
+            raise BadRequest(
+                "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
+                "prompt_logprobs",
+            )
+        fields = structs.asdict(request.sampling.rest(attempt.max_tokens))
+        # The names are vLLM's already.
+        fields.update(
+            prompt=attempt.token_ids,
+            request_id=request.attempt_id(attempt.number),
+            stop_token_ids=fields["stop_token_ids"] or (),
+            cache_salt=request.cache_salt,
+            logprobs=0,
+            return_token_ids=True,
+            return_tokens_as_token_ids=True,
+            stream=True,
+        )
+        return _encode(fields)
+
+    def reader(self) -> AnswerReader:
+        return AnswerReader(Lines(MAX_EVENT_BYTES).events, _vllm_line)
+
+
+def _vllm_line(data: bytes) -> StreamLine:
+    event = _decode_vllm(data)
+    if bytes(event.error):
+        return error_line(event.error)
+    if not event.choices:
+        return StreamLine()
+    choice = event.choices[0]
+    tokens = choice.token_ids or []
+    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    logprobs = [float("nan") if logprob is None else logprob for logprob in given]
+    if len(logprobs) != len(tokens):
+        raise BackendError(
+            f"{len(tokens)} token ids came with {len(logprobs)} logprobs; "
+            "vLLM sends both since version 0.10.2"
+        )
+    return StreamLine(tokens, logprobs, finish_reason=choice.finish_reason)
+
+
+# ---- SGLang ----
+
+
+class _SglangFinish(msgspec.Struct, gc=False):
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _SglangMeta(msgspec.Struct, gc=False):
+    completion_tokens: int = 0
+    output_token_logprobs: list[tuple[Logprob | None, int, object]] = []
+    finish_reason: _SglangFinish | None = None
+
+
+class _SglangEvent(msgspec.Struct, gc=False):
+    output_ids: list[SampledId] = []
+    meta_info: _SglangMeta = msgspec.field(default_factory=_SglangMeta)
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode_sglang = msgspec.json.Decoder(_SglangEvent).decode
+
+
+class SglangBackend:
+    """Tokens in, tokens out."""
+
+    batches = False
+
+    def path(self, request: TurnRequest) -> str:
+        return "/generate"
+
+    def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
+        """Raises BadRequest for fields that SGLang has no parameter for."""
+        rest = request.sampling.rest(attempt.max_tokens)
+        _refuse_for_sglang(request.sampling)
+        wish = rest.structured_outputs or StructuredOutputs()
+        fields = {
+            "max_new_tokens": rest.max_tokens,
+            "temperature": rest.temperature,
+            "top_p": rest.top_p,
+            "top_k": rest.top_k or -1,
+            "min_new_tokens": rest.min_tokens,
+            "stop_token_ids": rest.stop_token_ids,
+            "sampling_seed": rest.seed,
+            "no_stop_trim": True,
+            "min_p": rest.min_p,
+            "frequency_penalty": rest.frequency_penalty,
+            "presence_penalty": rest.presence_penalty,
+            "ignore_eos": rest.ignore_eos,
+            "json_schema": wish.json or (ANY_OBJECT if wish.json_object else None),
+            "regex": wish.regex,
+        }
+        # A field without effect is left out, since not every version knows each of them.
+        sampling = {
+            name: value
+            for name, value in fields.items()
+            if value or (value is not None and name in SENT_AT_ZERO)
+        }
+        rid = request.attempt_id(attempt.number)
+        return _encode(
+            {
+                "rid": rid,
+                "input_ids": attempt.token_ids,
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "logprob_start_len": -1,
+                "stream": True,
+            }
+        )
+
+    def reader(self) -> AnswerReader:
+        return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput().line)
+
+
+def _refuse_for_sglang(asked: Sampling) -> None:
+    """Raise BadRequest for fields that SGLang has no equal parameter for."""
+    if asked.allowed_token_ids is not None:
+        raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
+    if asked.repetition_penalty != 1.0:
+        # Some of its versions count the output alone.
+        raise BadRequest(
+            "repetition_penalty: an SGLang replica counts other tokens than vLLM; leave it out",
+            "repetition_penalty",
+        )
+    if asked.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs: an SGLang replica gives none here", "prompt_logprobs")
+    wish = asked.structured_outputs
+    if wish is not None and not (wish.json or wish.regex or wish.json_object):
+        raise BadRequest(
+            "structured_outputs: an SGLang replica knows json, json_object and regex alone",
+            "structured_outputs",
+        )
+
+
+class _SglangOutput:
+    """Output of one turn, as far as its events were read."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def line(self, data: bytes) -> StreamLine:
+        event = _decode_sglang(data)
+        if bytes(event.error):
+            return error_line(event.error)
+        meta = event.meta_info
+        new = meta.completion_tokens - self._seen
+        if not 0 <= new <= min(len(event.output_ids), len(meta.output_token_logprobs)):
+            raise BackendError(f"{new} new tokens, but not as many ids and logprobs")
+        self._seen += new
+        tokens = event.output_ids[len(event.output_ids) - new :]
+        rows = meta.output_token_logprobs[len(meta.output_token_logprobs) - new :]
+        if [row[1] for row in rows] != tokens:
+            raise BackendError("its logprobs are of other tokens than its output")
+        finish = meta.finish_reason
+        if finish is not None:
+            refuse(finish.status_code, finish.message)
+        return StreamLine(
+            tokens,
+            [float("nan") if row[0] is None else row[0] for row in rows],
+            finish_reason=None if finish is None else finish.type,
+            message=None if finish is None else finish.message,
+        )
+
+
+LINKS: dict[ReplicaApi, ReplicaBackend] = {
+    ReplicaApi.ROSE: RoseBackend(),
+    ReplicaApi.VLLM: VllmBackend(),
+    ReplicaApi.SGLANG: SglangBackend(),
+}
