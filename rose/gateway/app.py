@@ -66,13 +66,10 @@ class Gateway:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._upstream = Upstream(self._cluster_tls())
         clock = asyncio.get_running_loop().time
-        self._dispatcher = Dispatcher(settings, stats, clock, self.note)
+        self._dispatcher = Dispatcher(settings, stats, clock, self._note_aloud)
         self._server = GatewayServer(
-            settings,
             self._dispatcher,
             self._upstream,
-            stats,
-            self._note_aloud,
             self._model,
             self._health,
             self._authenticator,

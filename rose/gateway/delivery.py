@@ -67,7 +67,7 @@ class Delivery:
         return response
 
     async def stream(
-        self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+        self, frontend: ApiFrontend, ask: ApiRequest, feeds: Sequence[TokenStream]
     ) -> web.StreamResponse:
         """Stream all turns to their ends. Raises a turn's TurnError only before the first byte."""
         seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
@@ -111,7 +111,7 @@ class Delivery:
         return True
 
     async def _write_all(
-        self, frontend: ApiFrontend, ask: ApiRequest, feeds: list[TokenStream]
+        self, frontend: ApiFrontend, ask: ApiRequest, feeds: Sequence[TokenStream]
     ) -> None:
         # A returning reader had the start.
         await self.write(b"" if ask.resume_from else ask.answer.begin(feeds))
@@ -205,7 +205,7 @@ class _Follower:
         return b"id: %d\n%b" % (end, event) if self._ask.event_ids else event
 
 
-async def _any_news(feeds: list[TokenStream], seen: list[int]) -> None:
+async def _any_news(feeds: Sequence[TokenStream], seen: list[int]) -> None:
     """Return when any of the turns has something to write, or has failed."""
     if len(feeds) == 1:
         await feeds[0].beyond(seen[0])

@@ -23,7 +23,7 @@ from rose.gateway.apis.frontend import job_of, read_json, session_of, timeout_of
 from rose.gateway.apis.wire import encode
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamError
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
-from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
+from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.replicas.table import ReplicaApi
 from rose.gateway.text_codec import ServedModel
 
@@ -148,13 +148,10 @@ class _AnswerReceiver:
 class WholeCalls:
     """Caller of replicas, one after the other until one has answered."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, upstream: Upstream, max_attempts: int, on_event: EventSink
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, upstream: Upstream) -> None:
         self._dispatcher = dispatcher
         self._upstream = upstream
-        self._max_attempts = max_attempts
-        self._on_event = on_event
+        self._max_attempts = dispatcher.settings.max_attempts
 
     async def run(self, call: WholeCall) -> bytes:
         """Return the body of the first whole answer. Raises TurnError if there is none."""
@@ -179,7 +176,7 @@ class WholeCalls:
             if end is End.FINISHED:
                 return answer
             avoid, said = live.entry.id, answer.decode("utf-8", "replace")
-            self._on_event(
+            self._dispatcher.on_event(
                 "call_again", path=call.path, replica=avoid, end=end.value, reason=said[:200]
             )
         raise NoReplica(f"{self._max_attempts} replicas failed {call.path}, the last: {said[:200]}")

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from types import MappingProxyType
 
@@ -38,10 +38,9 @@ from rose.gateway.authentication import Authenticator, caller_of, held_to, own_j
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError, Unauthorized
-from rose.gateway.replicas.dispatcher import Dispatcher, EventSink
+from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.request_limits import Bodies
-from rose.gateway.settings import GatewaySettings
-from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
+from rose.gateway.stats import GatewayHealth, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
@@ -66,25 +65,23 @@ class GatewayServer:
 
     def __init__(
         self,
-        settings: GatewaySettings,
         dispatcher: Dispatcher,
         upstream: Upstream,
-        stats: GatewayStats,
-        on_event: EventSink,
         model: ServedModel,
         health: Callable[[], GatewayHealth],
         authenticator: Authenticator | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """authenticator: of callers; None admits all."""
-        self._settings = settings
         self._dispatcher = dispatcher
-        self._stats = stats
+        self._settings = settings = dispatcher.settings
+        self._stats = dispatcher.stats
+        self._on_event = on_event = dispatcher.on_event
         self._model = model
-        self._hedging = Hedging(dispatcher, stats, on_event)
-        runner = TurnRunner(settings, dispatcher, upstream, stats, on_event, self._hedging, spans)
-        self._calls = pooling.WholeCalls(dispatcher, upstream, settings.max_attempts, on_event)
-        self._turns = SharedTurns(settings, dispatcher, runner, stats)
+        self._hedging = Hedging(dispatcher)
+        self._calls = pooling.WholeCalls(dispatcher, upstream)
+        runner = TurnRunner(dispatcher, upstream, self._hedging, spans)
+        self._turns = SharedTurns(dispatcher, runner)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
         self.connections = Connections(
@@ -94,7 +91,6 @@ class GatewayServer:
             asyncio.get_running_loop().time,
             error_body,
         )
-        self._on_event = on_event
         self._health_now = health
         self._authenticator = authenticator or Authenticator(None, None, time.time, on_event)
 
@@ -169,9 +165,9 @@ class GatewayServer:
         if len(ask.turns) == 1:
             turn = self._turns.open(ask.turns[0])
             with self._turns.reading((turn,), ask.stream):
-                return await _delivered(delivery, frontend, ask, [turn.feed])
+                return await _delivered(delivery, frontend, ask, [turn])
         async with self._reading(ask) as turns:
-            return await _delivered(delivery, frontend, ask, [turn.feed for turn in turns])
+            return await _delivered(delivery, frontend, ask, turns)
 
     @asynccontextmanager
     async def _reading(self, ask: ApiRequest) -> AsyncIterator[list[SharedTurn]]:
@@ -335,7 +331,7 @@ class GatewayServer:
 
 
 async def _delivered(
-    delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, streams: list[TokenStream]
+    delivery: Delivery, frontend: ApiFrontend, ask: ApiRequest, streams: Sequence[TokenStream]
 ) -> web.StreamResponse:
     if ask.stream and not ask.at_end:
         return await delivery.stream(frontend, ask, streams)

@@ -215,9 +215,7 @@ class _Gateway:
         settings = GatewaySettings(port=0, scheduler="127.0.0.1:1", max_body_bytes=1 << 20)
         stats, clock = GatewayStats(), asyncio.get_running_loop().time
         dispatcher = _Full(settings, stats, clock, self._note)
-        self._server = GatewayServer(
-            settings, dispatcher, Upstream(), stats, self._note, MODEL, _healthy
-        )
+        self._server = GatewayServer(dispatcher, Upstream(), MODEL, _healthy)
         runner = web.AppRunner(self._server.application(), handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None

@@ -83,10 +83,10 @@ class Dispatcher:
         clock: Callable[[], float],
         on_event: EventSink,
     ) -> None:
-        self._settings = settings
-        self._stats = stats
+        self.settings = settings
+        self.stats = stats
         self._clock = clock
-        self._on_event = on_event
+        self.on_event = on_event
         self._routers = JobRouters()
         self.default_versions = DefaultVersions(settings.max_staleness)
         self._entries: dict[str, ReplicaEntry] = {}
@@ -176,7 +176,7 @@ class Dispatcher:
         old, self._entries = self._entries, {entry.id: entry for entry in entries}
         for entry in old.values():
             if entry.leased and not entry.continues(self._entries.get(entry.id)):
-                self._on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
+                self.on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
         # A replica under a new lease starts with a clean load: its old turns are ended below.
         renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
         self._routers.set_table(entries, jobs, now_s, renewed)
@@ -189,8 +189,8 @@ class Dispatcher:
 
     def check_admission(self, need: TurnNeed) -> None:
         """Raise QueueFull or BadRequest for a new turn that must not even wait."""
-        if self._queue_full(need.job, self._settings.max_waiting):
-            most = self._settings.max_waiting
+        if self._queue_full(need.job, self.settings.max_waiting):
+            most = self.settings.max_waiting
             raise QueueFull(f"{most} turns wait already (--max-waiting); send it again later")
         if not self._routers.of(need.job).fits(need):
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
@@ -235,11 +235,11 @@ class Dispatcher:
         if not self._is_behind(waiter):
             self.pump()
         over = not avoid and not granted.done()
-        if over and self._queue_full(need.job, self._settings.max_waiting + 1):
+        if over and self._queue_full(need.job, self.settings.max_waiting + 1):
             # Here each sample of a request counts: all were admitted before the first waited.
             self._waiting.remove(waiter)
             raise QueueFull(
-                f"over {self._settings.max_waiting} turns would wait (--max-waiting); "
+                f"over {self.settings.max_waiting} turns would wait (--max-waiting); "
                 "send this request again later"
             )
         try:
@@ -285,7 +285,7 @@ class Dispatcher:
             wanted=end is not None,
         )
         if end is not None:
-            self._stats.ends[end.value] += 1
+            self.stats.ends[end.value] += 1
             rest_s = REST_S.get(end)
             if rest_s is not None and live.entry.continues(self._entries.get(live.entry.id)):
                 live.router.rest(live.entry.id, now_s + rest_s)
@@ -296,7 +296,7 @@ class Dispatcher:
         """Record that tokens of a live attempt are in its journal."""
         live.last_token_s = self._clock()
         live.router.progress(live.placement, tokens, live.last_token_s)
-        self._stats.tokens[live.entry.id] += tokens
+        self.stats.tokens[live.entry.id] += tokens
         if self.made_tokens is not None:
             self.made_tokens[live.need.job] += tokens
         if self.switches.awaiting:
@@ -330,7 +330,7 @@ class Dispatcher:
         """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
         now_s = self._clock()
         claimed: Counter[str] = Counter()
-        stalled_s = now_s - self._settings.stall_s
+        stalled_s = now_s - self.settings.stall_s
         for live in tuple(self._live):
             if live.last_token_s >= stalled_s:
                 continue
@@ -338,8 +338,8 @@ class Dispatcher:
                 self._judge(live, now_s, claimed)
             except Exception as fault:  # noqa: BLE001 - the others are judged all the same
                 live.may_move = False
-                self._on_event("turn_not_judged", replica=live.entry.id, message=described(fault))
-        settings, unversioned = self._settings, self._unversioned()
+                self.on_event("turn_not_judged", replica=live.entry.id, message=described(fault))
+        settings, unversioned = self.settings, self._unversioned()
         patient_s = now_s - min(settings.version_wait_s, settings.queue_wait_s)
         for waiter in self._waiting:
             if waiter.since_s > patient_s and waiter.need.exact_version is None and not unversioned:
@@ -365,7 +365,7 @@ class Dispatcher:
         try:
             return self._hopeless(waiter, now_s)
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
-            self._on_event("turn_not_judged", message=described(error))
+            self.on_event("turn_not_judged", message=described(error))
             return TurnError("the gateway gave the turn up: send it again")
 
     def _unversioned(self) -> bool:
@@ -400,7 +400,7 @@ class Dispatcher:
         job = self._routers.registered(need.job)
         live = LiveAttempt(entry, router, job, placement, need, now_s)
         self._live[live] = None
-        self._stats.attempts += 1
+        self.stats.attempts += 1
         return live
 
     def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
@@ -416,15 +416,15 @@ class Dispatcher:
                 "no replica here says which version it runs: "
                 "leave min_version and exact_version out"
             )
-        too_late = wanted is not None and waited_s > self._settings.version_wait_s
+        too_late = wanted is not None and waited_s > self.settings.version_wait_s
         if too_late and not router.has_version(need):
             return VersionUnavailable(f"no replica runs version {wanted} after {waited_s:.0f} s")
-        limit_s = self._settings.queue_wait_s
+        limit_s = self.settings.queue_wait_s
         if waited_s <= limit_s:
             return None
         if waiter.batch and now_s - router.heard_s <= limit_s:
             # A member waits for the batch itself: its replicas work.
-            limit_s = self._settings.batch_wait_s
+            limit_s = self.settings.batch_wait_s
         if waited_s <= limit_s:
             return None
         return NoReplica(f"no replica was free for {waited_s:.0f} s; send the turn again later")

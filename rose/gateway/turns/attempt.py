@@ -1,24 +1,28 @@
-"""Attempt: one replica's answer to a copy of a turn, from its bytes to the turn's journal.
+"""Attempts at a turn: one replica after the other, from its answer's bytes to the turn's journal.
 
-Everything happens in the step of the event loop in which the bytes came: decoded, cut where text
-stops, journaled, passed to readers. Only the attempt's ending is awaited.
+`TurnAttempts` is the state that a turn takes from one replica to the next, and `AttemptStream` one
+replica's answer. Everything happens in the step of the event loop in which the bytes came: they are
+decoded, cut where text stops, journaled and passed to readers. Only the attempt's end is awaited.
 """
 
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
-from elastic_scheduler import Deliver, End, JournalError, Outcome
+from elastic_scheduler import Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
 from rose.contract.replica import PromptLogprobs, StreamLine
 from rose.gateway.backends.batches import Seat, TurnBatches
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
 from rose.gateway.backends.replica_apis import LINKS, BackendError
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
-from rose.gateway.turns.hedging import Race, TurnCopy
+from rose.gateway.text_codec import TextTrack
+from rose.gateway.turn_request import TurnRequest
+from rose.gateway.turns.token_stream import TokenStream
 from rose.tracing import NO_SPANS, Spans
 from rose.tracing.spans import Attributes
 
@@ -50,30 +54,118 @@ T = TypeVar("T")
 Ending = tuple[End, str]
 
 
+class TurnAttempts:
+    """Successive attempts at one turn, with its journal and text. `avoid`: the replica of the last.
+
+    Readers see the journal as it grows. Where the turn would start over on another replica
+    (`Sampling.counts_output`) they see nothing before it is whole, since delivered tokens cannot be
+    taken back.
+    """
+
+    def __init__(self, request: TurnRequest, feed: TokenStream) -> None:
+        self.request = request
+        self.feed = feed
+        self.journal: TurnJournal = feed.journal
+        self.text: TextTrack | None = feed.text
+        self.need = request.need()
+        self.avoid = ""
+        self.live: LiveAttempt | None = None
+        if request.sampling.counts_output:
+            self.journal, self.text = self.forked()
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the turn."""
+        return None if self.text is None else self.text.matched
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """vLLM's stop reason: the stop string or stop token that ended the turn, else None."""
+        if self.journal.finish_reason != "stop" or self.matched is not None:
+            return self.matched
+        last = self.journal.tokens[-1] if self.journal.tokens else None
+        sampling, text = self.request.sampling, self.text
+        if text is not None and last == text.plan.codec.end_of_sequence and not sampling.ignore_eos:
+            return None
+        return last if last in (sampling.stop_token_ids or ()) else None
+
+    async def place(self, dispatcher: Dispatcher) -> LiveAttempt:
+        """Wait for a place on a replica. Raises TurnError if there is none in time."""
+        request = self.request
+        return await dispatcher.acquire(
+            self.need, self.avoid, request.priority, batch=request.batch
+        )
+
+    def begin(self, live: LiveAttempt, max_attempts: int) -> None:
+        """Begin an attempt, as a turn of the job that the place is leased to."""
+        self.request.job = live.job
+        self.need = replace(self.need, job=live.need.job)
+        live.may_move = self.journal.attempts + 1 < max_attempts
+        self.live = live
+
+    def deliver(self) -> bool:
+        """Give the whole turn to its readers at this moment; False if they have another answer."""
+        self.feed.show(self.journal, self.text)
+        self.feed.end(self.stop_reason)
+        return True
+
+    def goes_on(self) -> bool:
+        """Return True if the turn tries again after a failed attempt."""
+        return True
+
+    def next_try(self, failed: str) -> None:
+        """Prepare for another attempt, on any replica but the failed one."""
+        self.avoid = failed
+        if self.request.sampling.counts_output:
+            # Elsewhere its tokens would not count as output.
+            self.journal = self.journal.restarted()
+            self.text = self._track()
+        self.need = self.need_now()
+
+    def need_now(self) -> TurnNeed:
+        """Return the need of the rest of the turn."""
+        journal = self.journal
+        return replace(
+            self.need,
+            prompt_tokens=journal.length,
+            budget_tokens=journal.remaining,
+            made_tokens=journal.generated,
+        )
+
+    def forked(self) -> tuple[TurnJournal, TextTrack | None]:
+        """Return a journal that continues this one, and its text, settled again from the tokens."""
+        text = self._track()
+        if text is not None:
+            text.add(self.journal.tokens)
+        return self.journal.fork(), text
+
+    def _track(self) -> TextTrack | None:
+        plan = self.request.text
+        return None if plan is None else plan.track(self.request.token_ids)
+
+
 class AttemptStream:
     """One streamed request and its `Receiver`; `outcome` is the next step, once it has ended."""
 
     __slots__ = (
         "_asked",
         "_batches",
-        "_copy",
         "_dispatcher",
         "_fault",
         "_live",
         "_over",
         "_prompt_seen",
-        "_race",
         "_reader",
         "_spans",
         "_status",
+        "_turn",
         "engine_ended",
         "outcome",
     )
 
     def __init__(
         self,
-        race: Race,
-        copy: TurnCopy,
+        turn: TurnAttempts,
         live: LiveAttempt,
         dispatcher: Dispatcher,
         spans: Spans = NO_SPANS,
@@ -81,12 +173,11 @@ class AttemptStream:
     ) -> None:
         """batches: for turns that came with others, in one request."""
         self._batches = batches
-        self._race = race
-        self._copy = copy
+        self._turn = turn
         self._live = live
         self._dispatcher = dispatcher
         self._spans = spans
-        self._asked = copy.journal.begin(live.entry.id, live.entry.kind.value)
+        self._asked = turn.journal.begin(live.entry.id, live.entry.kind.value)
         self._reader = LINKS[live.entry.api].reader()
         self._status = 0
         self._fault = b""
@@ -148,7 +239,7 @@ class AttemptStream:
         never_asked = isinstance(error, (ConnectionRefusedError, TimeoutError))
         self.engine_ended = self._status in (0, OK) and not never_asked
         text = self._fault.decode("utf-8", "replace")
-        if self._status == NOT_FOUND and self._copy.request.sampling.asks_more:
+        if self._status == NOT_FOUND and self._turn.request.sampling.asks_more:
             self._over.set_result(BadRequest(TOO_OLD.format(self._live.entry.id)))
         elif self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
             self._over.set_result(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
@@ -166,7 +257,7 @@ class AttemptStream:
 
     async def _traced(self, upstream: Upstream) -> Ending:
         """Stream the answer within a span of its own, if the turn is traced."""
-        parent = self._copy.request.origin.trace
+        parent = self._turn.request.origin.trace
         if parent is None and self._spans is NO_SPANS:
             return await self._stream(upstream, b"")
         said: Attributes = {
@@ -188,12 +279,12 @@ class AttemptStream:
     async def _stream(self, upstream: Upstream, more_head: bytes) -> Ending:
         entry = self._live.entry
         link = LINKS[entry.api]
-        body = link.encode(self._copy.request, self._asked)
-        url = entry.url + link.path(self._copy.request)
+        body = link.encode(self._turn.request, self._asked)
+        url = entry.url + link.path(self._turn.request)
         connection: Seat | UpstreamConnection
         if self._goes_with_others(more_head):
             assert self._batches is not None
-            connection = self._batches.join(entry.url, link.path(self._copy.request), body, self)
+            connection = self._batches.join(entry.url, link.path(self._turn.request), body, self)
         else:
             connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
@@ -204,7 +295,7 @@ class AttemptStream:
             # A few bytes end the answer, and the connection can be reused. The engine does not know
             # of a stop
             # string: hanging up ends its work.
-            hung_up = ending[0] is End.BROKEN or self._copy.matched is not None
+            hung_up = ending[0] is End.BROKEN or self._turn.matched is not None
             rest_s = 0.0 if hung_up else REST_OF_ANSWER_S
             return ending
         finally:
@@ -217,7 +308,7 @@ class AttemptStream:
         A head of its own, for its trace, needs a request of its own.
         """
         entry = self._live.entry
-        suits = self._copy.request.batch and not more_head and LINKS[entry.api].batches
+        suits = self._turn.request.batch and not more_head and LINKS[entry.api].batches
         return suits and self._batches is not None and self._batches.takes(entry.url)
 
     def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
@@ -232,7 +323,7 @@ class AttemptStream:
             known = KNOWN_ID.search(str(error))
             refusal = BadRequest(f"{self._live.entry.id} {error}", error.param)
             self._over.set_result((End.BROKEN, str(error)) if known else refusal)
-        self._race.feed.tell()
+        self._turn.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
         """Process one line of the answer; return True if it was the last one that counts.
@@ -244,7 +335,7 @@ class AttemptStream:
                 self._over.set_result((End.BROKEN, f"tokens of version {line.version}"))
                 return True
             self._journal(line)
-            if self._copy.matched is not None:
+            if self._turn.matched is not None:
                 return self._finish("stop")
         elif line.prompt_logprobs is not None:
             self._note_prompt(line.prompt_logprobs)
@@ -259,7 +350,7 @@ class AttemptStream:
 
     def _note_prompt(self, places: PromptLogprobs) -> None:
         """Note the prompt's logprobs; those of an earlier attempt are of another version."""
-        feed = self._race.feed
+        feed = self._turn.feed
         if not self._prompt_seen:
             self._prompt_seen = True
             feed.prompt_logprobs = []
@@ -270,7 +361,7 @@ class AttemptStream:
 
     def _journal(self, line: StreamLine) -> None:
         """Journal a line's tokens, up to a stop string."""
-        journal, text = self._copy.journal, self._copy.text
+        journal, text = self._turn.journal, self._turn.text
         check_line(line, journal.remaining)
         tokens, logprobs = line.token_ids, line.logprobs
         if text is not None:
@@ -293,9 +384,9 @@ class AttemptStream:
 
     def _end(self, end: End, reason: str) -> None:
         """End the attempt, once; a complete turn goes to its readers at that moment."""
-        self.outcome = self._copy.journal.end(self._asked.number, end, reason)
+        self.outcome = self._turn.journal.end(self._asked.number, end, reason)
         if isinstance(self.outcome, Deliver):
-            self._race.delivered(self._copy)
+            self._dispatcher.stats.turns += self._turn.deliver()
 
 
 def check_line(line: StreamLine, budget: int) -> None:

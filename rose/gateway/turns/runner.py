@@ -10,16 +10,14 @@ open ── running ── over: kept among the newest answers, replayed for rep
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_scheduler import (
     Conflict,
     Continue,
     Deliver,
-    End,
     GiveUp,
     IdempotencyCache,
-    TurnJournal,
 )
 from rose.gateway.backends.batches import TurnBatches
 from rose.gateway.backends.http_pool import Upstream
@@ -31,12 +29,10 @@ from rose.gateway.errors import (
     TurnAborted,
     TurnError,
 )
-from rose.gateway.replicas.dispatcher import Dispatcher, EventSink, LiveAttempt
-from rose.gateway.settings import GatewaySettings
-from rose.gateway.stats import GatewayStats
+from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.turn_request import TurnRequest
-from rose.gateway.turns.attempt import AttemptStream
-from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
+from rose.gateway.turns.attempt import AttemptStream, TurnAttempts
+from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.token_stream import TokenStream
 from rose.tracing import NO_SPANS, Span, Spans
 
@@ -48,23 +44,14 @@ class TurnRunner:
     """Runner of turns; every attempt is one streamed request, or its part of one."""
 
     def __init__(
-        self,
-        settings: GatewaySettings,
-        dispatcher: Dispatcher,
-        upstream: Upstream,
-        stats: GatewayStats,
-        on_event: EventSink,
-        hedging: Hedging,
-        spans: Spans = NO_SPANS,
+        self, dispatcher: Dispatcher, upstream: Upstream, hedging: Hedging, spans: Spans = NO_SPANS
     ) -> None:
-        self._spans = spans
-        self._settings = settings
         self._dispatcher = dispatcher
+        self._settings = dispatcher.settings
         self._upstream = upstream
-        self._batches = TurnBatches(upstream, settings.turns_per_request)
-        self._stats = stats
-        self._on_event = on_event
+        self._batches = TurnBatches(upstream, self._settings.turns_per_request)
         self._hedging = hedging
+        self._spans = spans
 
     async def run(self, request: TurnRequest, feed: TokenStream) -> None:
         """Fill the feed's journal to its end. Raises TurnError if the turn cannot be finished."""
@@ -92,7 +79,7 @@ class TurnRunner:
         span.end({"rose.tokens": tokens, "rose.attempts": feed.attempts}, error)
         trace = span.context
         if trace is not None and trace.sampled:
-            self._on_event(
+            self._dispatcher.on_event(
                 "turn_traced",
                 trace_id=trace.trace_id,
                 request_id=request.request_id,
@@ -107,9 +94,10 @@ class TurnRunner:
     async def _run(self, request: TurnRequest, feed: TokenStream) -> None:
         try:
             async with asyncio.timeout(request.timeout_s):
-                with self._hedging.judge(request.origin) as judge:
-                    give_back, stats = self._give_back, self._stats
-                    await Race(request, feed, judge, self._work, give_back, stats).run()
+                if request.origin.hedges:
+                    await self._hedging.run(request, feed, self._work)
+                else:
+                    await self._work(TurnAttempts(request, feed))
         except TimeoutError as error:
             if feed.over:
                 return
@@ -118,22 +106,20 @@ class TurnRunner:
                 f"{len(feed.tokens)} tokens so far; allow it more time"
             ) from error
 
-    async def _work(self, race: Race, copy: TurnCopy) -> None:
-        """Make attempt after attempt, until the copy is whole, or another one continues alone."""
-        journal = copy.journal
+    async def _work(self, turn: TurnAttempts) -> None:
+        """Make attempt after attempt, until the turn is whole, or another copy continues alone."""
         engines_ended = 0
         while True:
-            live = await self._place_of(copy)
-            copy.belongs_to(live)
-            attempt = self._attempt(race, copy, live)
-            live.may_move = journal.attempts < self._settings.max_attempts
-            copy.live = live
+            live = await turn.place(self._dispatcher)
+            turn.begin(live, self._settings.max_attempts)
+            attempt = self._attempt(turn, live)
             try:
                 end, reason = await attempt.run(self._upstream)
             finally:
-                copy.live = None
-            if isinstance(attempt.outcome, Deliver) or not race.goes_on(copy):
+                turn.live = None
+            if isinstance(attempt.outcome, Deliver) or not turn.goes_on():
                 return
+            journal = turn.journal
             if isinstance(attempt.outcome, GiveUp):
                 raise NoReplica(f"{journal.attempts} replicas failed the turn, the last: {reason}")
             assert isinstance(attempt.outcome, Continue)
@@ -143,61 +129,42 @@ class TurnRunner:
                     f"{engines_ended} replicas ended before this turn's first token, the last:"
                     f" {live.entry.id}: {reason}; it is not sent to another one"
                 )
-            copy.avoid = live.entry.id
-            self._note_continuation(copy.request.request_id, live, end, reason, journal)
-            if copy.request.sampling.counts_output:
-                copy.restart()
-                journal = copy.journal
-            copy.need = copy.need_now()
-
-    def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
-        """Make one attempt on that place; the simulator puts a modelled replica behind it."""
-        return AttemptStream(race, copy, live, self._dispatcher, self._spans, self._batches)
-
-    async def _place_of(self, copy: TurnCopy) -> LiveAttempt:
-        """Return the copy's place, or wait for one."""
-        live, copy.place = copy.place, None
-        if live is None:
-            asked = copy.request
-            live = await self._dispatcher.acquire(
-                copy.need, copy.avoid, asked.priority, batch=asked.batch
+            self._dispatcher.stats.continuations += 1
+            self._dispatcher.on_event(
+                "continuation",
+                request_id=turn.request.request_id,
+                replica=live.entry.id,
+                end=end.value,
+                reason=reason,
+                journaled=journal.generated,
+                attempt=journal.attempts,
             )
-        return live
+            turn.next_try(live.entry.id)
 
-    def _give_back(self, live: LiveAttempt) -> None:
-        self._dispatcher.finish(live, None)
-
-    def _note_continuation(
-        self, request_id: str, live: LiveAttempt, end: End, reason: str, journal: TurnJournal
-    ) -> None:
-        self._stats.continuations += 1
-        self._on_event(
-            "continuation",
-            request_id=request_id,
-            replica=live.entry.id,
-            end=end.value,
-            reason=reason,
-            journaled=journal.generated,
-            attempt=journal.attempts,
-        )
+    def _attempt(self, turn: TurnAttempts, live: LiveAttempt) -> AttemptStream:
+        """Make one attempt on that place; the simulator puts a modelled replica behind it."""
+        return AttemptStream(turn, live, self._dispatcher, self._spans, self._batches)
 
 
-@dataclass(slots=True, eq=False)
-class SharedTurn:
+class SharedTurn(TokenStream):
     """A running or answered turn and the number of connections that follow it.
 
-    name: its caller's scope and its request id.
+    name: its caller's scope and its request id. job: the registered one, "" where jobs are labels.
     """
 
-    request_id: str
-    name: str
-    job: str
-    session: str
-    named: bool
-    feed: TokenStream
-    task: "asyncio.Task[None] | None" = None
-    readers: int = 0
-    last_call: asyncio.TimerHandle | None = None
+    __slots__ = ("job", "last_call", "name", "named", "readers", "request_id", "session", "task")
+
+    def __init__(self, request: TurnRequest, job: str, max_attempts: int) -> None:
+        text = None if request.text is None else request.text.track(request.token_ids)
+        super().__init__(request.journal(max_attempts), text)
+        self.request_id = request.request_id
+        self.name = request.name
+        self.job = job
+        self.session = request.origin.scope + request.origin.session
+        self.named = request.named
+        self.task: asyncio.Task[None] | None = None
+        self.readers = 0
+        self.last_call: asyncio.TimerHandle | None = None
 
     @property
     def key(self) -> str:
@@ -213,17 +180,11 @@ def _key(job: str, name: str) -> str:
 class SharedTurns:
     """All turns of one gateway. End with `close`."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        dispatcher: Dispatcher,
-        runner: TurnRunner,
-        stats: GatewayStats,
-    ) -> None:
-        self._settings = settings
+    def __init__(self, dispatcher: Dispatcher, runner: TurnRunner) -> None:
         self._dispatcher = dispatcher
         self._runner = runner
-        self._stats = stats
+        self._settings = settings = dispatcher.settings
+        self._stats = dispatcher.stats
         self._answers: IdempotencyCache[SharedTurn] = IdempotencyCache(
             settings.answers_kept, settings.answers_bytes
         )
@@ -257,11 +218,7 @@ class SharedTurns:
         if self._closing:
             raise NoReplica("the gateway is shutting down; send the turn again later")
         self._dispatcher.check_admission(request.need())
-        text = None if request.text is None else request.text.track(request.token_ids)
-        feed = TokenStream(request.journal(self._settings.max_attempts), text)
-        origin = request.origin
-        session = origin.scope + origin.session
-        shared = SharedTurn(request.request_id, request.name, job, session, request.named, feed)
+        shared = SharedTurn(request, job, self._settings.max_attempts)
         shared.task = asyncio.create_task(self._run(request, shared))
         self._answers.open(key, fingerprint, shared)
         self._running[key] = shared
@@ -284,7 +241,7 @@ class SharedTurns:
         finally:
             for shared in turns:
                 shared.readers -= 1
-                if shared.readers == 0 and not shared.feed.over:
+                if shared.readers == 0 and not shared.over:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
     def cancel(self, name: str, job: str = "") -> bool:
@@ -295,7 +252,7 @@ class SharedTurns:
         shared = self._running.get(_key(job, name))
         if shared is None:
             return False
-        shared.feed.fail(TurnAborted(f"the turn {shared.request_id} was aborted"))
+        shared.fail(TurnAborted(f"the turn {shared.request_id} was aborted"))
         self._drop(shared)
         return True
 
@@ -312,7 +269,7 @@ class SharedTurns:
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
         for shared in list(self._running.values()):
-            shared.feed.fail(NoReplica("the gateway is shutting down; send the turn again later"))
+            shared.fail(NoReplica("the gateway is shutting down; send the turn again later"))
             self._drop(shared)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -340,27 +297,27 @@ class SharedTurns:
 
     async def _run(self, request: TurnRequest, shared: SharedTurn) -> None:
         try:
-            await self._runner.run(request, shared.feed)
+            await self._runner.run(request, shared)
         except TurnError as error:
             self._answers.forget(shared.key, shared)
-            shared.feed.fail(error)
+            shared.fail(error)
         except BaseException:
             # Cancelled, or a fault of this program, for which its readers must not wait.
             self._answers.forget(shared.key, shared)
-            shared.feed.fail(TurnError("the gateway gave the turn up: send it again"))
+            shared.fail(TurnError("the gateway gave the turn up: send it again"))
             raise
         finally:
             # A cancelled task keeps the frames of its last moment, and so this turn.
             shared.task = None
-            if shared.feed.finish_reason is None:
+            if shared.finish_reason is None:
                 self._stats.failed += 1
             if self._running.get(shared.key) is shared:
                 del self._running[shared.key]
         self._settle(shared)
 
     def _settle(self, shared: SharedTurn) -> None:
-        if shared.feed.finish_reason is not None:
-            size_bytes = shared.feed.size_bytes + 4 * len(shared.key)
+        if shared.finish_reason is not None:
+            size_bytes = shared.size_bytes + 4 * len(shared.key)
             self._answers.close(shared.key, shared, size_bytes)
         if shared.last_call is not None:
             shared.last_call.cancel()

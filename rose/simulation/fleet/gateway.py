@@ -1,7 +1,7 @@
 """Shell of the gateway under the virtual clock: production's, but for HTTP and tokens.
 
     turn ──► TurnRunner ──► Dispatcher (router, queue, stalls) ──► ModelledAttempt ──► engine
-                 └── Race, Hedging (second copies), TurnJournal
+                 └── TurnAttempts, Hedging (second copies), TurnJournal
 
 Dispatcher, runner, races, hedging, journals and demand reports are production's own coroutines and
 cores. `ModelledAttempt` stands in for one streamed request. Where the real gateway hears of each
@@ -25,8 +25,8 @@ from rose.gateway.replicas.watch import entry_of
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn_request import Origin, TurnRequest
-from rose.gateway.turns.attempt import AttemptStream, Ending
-from rose.gateway.turns.hedging import Hedging, Race, TurnCopy
+from rose.gateway.turns.attempt import AttemptStream, Ending, TurnAttempts
+from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.runner import TurnRunner
 from rose.gateway.turns.token_stream import TokenStream
 from rose.rpc import rose_pb2 as pb
@@ -78,17 +78,15 @@ class ModelledAttempt:
     def __init__(
         self,
         gateway: "ModelledGateway",
-        race: Race,
-        copy: TurnCopy,
+        turn: TurnAttempts,
         live: LiveAttempt,
         dispatcher: Dispatcher,
     ) -> None:
         self._gateway = gateway
-        self._race = race
-        self._copy = copy
+        self._turn = turn
         self._live = live
         self._dispatcher = dispatcher
-        journal = copy.journal
+        journal = turn.journal
         self._before = journal.generated
         self._number = journal.begin(live.entry.id, live.entry.kind.value).number
         self.replica = gateway.replicas.get(live.entry.id)
@@ -97,7 +95,7 @@ class ModelledAttempt:
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
         self.engine_ended = False
-        request_id = copy.request.request_id
+        request_id = turn.request.request_id
         asked = gateway.asked[request_id.partition(".copy")[0]]
         self._sequence = Sequence(
             f"{request_id}.{self._number}",
@@ -146,7 +144,7 @@ class ModelledAttempt:
         if new <= 0:
             return
         self._seen = made
-        journal = self._copy.journal
+        journal = self._turn.journal
         zeros = array("q", bytes(8 * new))
         journal.append(self._number, zeros, array("d", bytes(8 * new)), self._version)
         self._dispatcher.journaled(self._live, new)
@@ -177,9 +175,9 @@ class ModelledAttempt:
         self._settle((_ENDS[reason], reason))
 
     def _end(self, end: End) -> None:
-        self.outcome = self._copy.journal.end(self._number, end, "stop")
+        self.outcome = self._turn.journal.end(self._number, end, "stop")
         if isinstance(self.outcome, Deliver):
-            self._race.delivered(self._copy)
+            self._dispatcher.stats.turns += self._turn.deliver()
 
     def _settle(self, ending: Ending) -> None:
         if not self._over.done():
@@ -214,8 +212,8 @@ class ModelledRunner(TurnRunner):
 
     gateway: "ModelledGateway"
 
-    def _attempt(self, race: Race, copy: TurnCopy, live: LiveAttempt) -> AttemptStream:
-        attempt = ModelledAttempt(self.gateway, race, copy, live, self.gateway.dispatcher)
+    def _attempt(self, turn: TurnAttempts, live: LiveAttempt) -> AttemptStream:
+        attempt = ModelledAttempt(self.gateway, turn, live, self.gateway.dispatcher)
         return cast("AttemptStream", attempt)
 
 
@@ -237,12 +235,10 @@ class ModelledGateway:
         settings = GatewaySettings(port=0, scheduler="modelled:1", max_waiting=1 << 20)
         self._settings = settings
         self.dispatcher = Dispatcher(settings, self.stats, self._now_s, self._note)
-        self._hedging = Hedging(self.dispatcher, self.stats, self._note)
+        self._hedging = Hedging(self.dispatcher)
         self._meter = DemandMeter(self.dispatcher, "gateway", queue.now_s)
         no_upstream = cast("Upstream", None)
-        self._runner = ModelledRunner(
-            settings, self.dispatcher, no_upstream, self.stats, self._note, self._hedging
-        )
+        self._runner = ModelledRunner(self.dispatcher, no_upstream, self._hedging)
         self._runner.gateway = self
 
     def start(self) -> None:
