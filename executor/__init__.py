@@ -3,7 +3,7 @@
 
 Its cores decide and act on nothing: clock, page and memory are the caller's. A core has
 `step(event, now_ns) -> list[Action]` and `status()`. The loop of a guest's grants
-(`rose.node.grants.guard_thread` is the real one), with a reclaim when it owes for too long:
+(`rose.node.guest.guard` is the real one), with a reclaim when it owes for too long:
 
     controller = GrantController(config, previous=page.grant.peek())
     while True:  # 50 times a second

@@ -25,10 +25,9 @@ from executor import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
+from rose.node.guest.memory_gauges import HeldMemory
 from rose.node.guest.supervisor import EngineState
-from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
-from rose.node.telemetry.memory_gauges import HeldMemory
-from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.metrics import HostFigures, LatencyHistogram, NodeHealth, NodeMetrics, ReplicaFigures
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
 from rose.scheduler.core.observed import JobSeen, NodeSeen, Observed, ReplicaSeen

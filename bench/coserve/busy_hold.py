@@ -16,7 +16,7 @@ from typing import Any, Final
 from elastic_scheduler import HarvestMode, HarvestModes
 from elastic_scheduler.capacity import CapacityGate, CapacityNote, NodeFacts, policy_of
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.node.grants.host_load import HostLoad
+from rose.node.host import HostLoad
 
 NODE: Final = "bench"
 # A node reports as often.

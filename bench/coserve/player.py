@@ -32,9 +32,9 @@ from executor import (
 )
 from rose.errors import RoseError, UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardedHost, GuardThread
-from rose.node.grants.host_watch import HOST_LATENCY, HostWatch
+from rose.node.guest.guard import GUEST_SAMPLES, GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
+from rose.node.host import HOST_LATENCY, HostWatch
 from rose.process.child import JsonlProcess, ProcessSpec
 
 _SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"

@@ -1,6 +1,6 @@
 """The raw records of a run, beside `client_requests.jsonl` and `host_latency.jsonl`.
 
-`run.json`, `blocks.jsonl`, `events.jsonl`, `guest.jsonl` (rose.node.grants.guard_thread) and
+`run.json`, `blocks.jsonl`, `events.jsonl`, `guest.jsonl` (rose.node.guest.guard) and
 `steps-<role>-<pid>.bin` (executor.step_log).
 Times are CLOCK_MONOTONIC seconds.
 """
@@ -18,7 +18,7 @@ from bench.load.protocol import ClientRequest, HostLatency, Request, join_reques
 from executor.step_log import ARRIVAL, HEADER, STEP, checked_records, used_bytes
 from rose.errors import RoseError
 from rose.logs.eventlog import read_lines
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
+from rose.node.guest.guard import GUEST_SAMPLES, GuestSample
 
 Ints = NDArray[np.int64]
 Span = tuple[float, float]

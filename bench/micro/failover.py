@@ -29,7 +29,7 @@ from rose.errors import UnavailableError
 from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.logs.eventlog import EventLog
-from rose.node.lease_fsm import HeldLease
+from rose.node.lease import HeldLease
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel

@@ -15,13 +15,7 @@ from rose.errors import RoseError
 from rose.logs.eventlog import Logs
 from rose.logs.rotating_jsonl import private_folder, trim_output
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig
-from rose.node.grants.caps import SchedulerCaps, SchedulerContact
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuardThread
-from rose.node.grants.host_scrape import watch as watch_metrics
-from rose.node.grants.host_watch import HOST_LATENCY
-from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import KillSwitch
-from rose.node.hosts.discovery import (
+from rose.node.discovery import (
     LOOK_S,
     FoundHost,
     HostBook,
@@ -32,14 +26,17 @@ from rose.node.hosts.discovery import (
     look,
     sweep,
 )
-from rose.node.hosts.host import LOOK_EVERY_S, Host
+from rose.node.guest.guard import GUEST_SAMPLES, GuardThread
+from rose.node.guest.kill_switch import KillSwitch
+from rose.node.guest.memory_gauges import Gpus
+from rose.node.host import HOST_LATENCY, LOOK_EVERY_S, Host
+from rose.node.host import watch as watch_metrics
+from rose.node.lease import Released
+from rose.node.metrics import HostFigures, NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.orders import HarvestSwitch, Orders, SchedulerCaps
 from rose.node.proxy_process import ProxyProcess
-from rose.node.replica import Guest, NodeLogs, NodeParts, Orders, Replica
-from rose.node.reports import build_reports, view_of
+from rose.node.replica import Guest, NodeLogs, NodeParts, Replica, build_reports, view_of
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
-from rose.node.telemetry.host_metrics import HostFigures
-from rose.node.telemetry.memory_gauges import Gpus
-from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
@@ -98,10 +95,8 @@ class NodeDaemon:
         self._events = self._logs.events(config.node)
         self._background = Background(self._events.write)
         self._chain = AnnouncedVersions()
-        self._harvest = HarvestSwitch()
-        self._contact = contact = SchedulerContact()
-        self._caps = SchedulerCaps(contact.lost_s)
-        self._kill_switch = KillSwitch(config.kill_file)
+        kill_switch = KillSwitch(config.kill_file)
+        self._orders = Orders(HarvestSwitch(), kill_switch, SchedulerCaps())
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
         self._metrics = NodeMetrics(self._hosts, self._views, self._health)
@@ -128,7 +123,7 @@ class NodeDaemon:
             self._obey,
             self._events,
             self._certificates,
-            contact,
+            self._orders.caps,
         )
         self._proxy = ProxyProcess(config, self._session.changed) if config.proxy else None
 
@@ -138,7 +133,7 @@ class NodeDaemon:
 
     def kill(self) -> None:
         """Set the kill switch: every guest ends at once, and none starts until it is taken back."""
-        self._kill_switch.engage()
+        self._orders.kill_switch.engage()
         self._events.write("kill_switch_set", by="signal")
 
     async def run(self) -> None:
@@ -175,7 +170,7 @@ class NodeDaemon:
         self._parts = NodeParts(
             self._config,
             NodeLogs(self._events, self._logs.records(GUEST_SAMPLES), activations),
-            Orders(self._harvest, self._kill_switch, self._caps),
+            self._orders,
             self._gpus,
             source,
             self._session,
@@ -362,8 +357,8 @@ class NodeDaemon:
             self._logs.dropped,
             self._background.restarted(),
             self._background.running(),
-            killed=self._kill_switch.engaged,
-            cut_off_s=self._contact.lost_s(),
+            killed=self._orders.kill_switch.engaged,
+            cut_off_s=self._orders.caps.lost_s(),
             certificate=self._certificates.validity_s if self._certificates else None,
             damaged_files=self._network.damaged_files,
             hosts=self._count_hosts(),
@@ -413,11 +408,12 @@ class NodeDaemon:
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):
-                    ttl_s = self._caps.lease_ttl_s(command.lease.ttl_s)
+                    ttl_s = self._orders.caps.lease_ttl_s(command.lease.ttl_s)
                     replica.lease(command.lease, ttl_s)
             case "release":
                 if replica := self._replicas.get(command.release.replica):
-                    replica.lease_agent.release(command.release.epoch, command.release.reason)
+                    order = command.release
+                    replica.lease_agent.happened(Released(order.epoch, order.reason))
             case "version":
                 said = command.version
                 known = KnownVersion(said.job, said.version, said.parent, said.url)
@@ -426,9 +422,9 @@ class NodeDaemon:
                 for replica in self._replicas.values():
                     replica.updates.wake()
             case "harvest":
-                self._harvest.take(command.harvest)
+                self._orders.harvest.take(command.harvest)
             case "caps":
-                self._caps.take(command.caps)
+                self._orders.caps.take(command.caps)
             case "relays":
                 self._network.enrol(command.relays.urls)
             case _:

@@ -1,8 +1,12 @@
-"""Replicas of a node: engine, lease agent and policy version; of a guest its guard besides."""
+"""Replicas of a node: engine, lease agent and policy version; of a guest its guard besides.
+
+`build_reports` makes reports to the scheduler of them, `view_of` the figures of `/metrics`.
+"""
 
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,23 +16,28 @@ from rose.engines import share_of
 from rose.errors import RefusedError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import NodeConfig, ReplicaConfig
-from rose.node.grants.caps import SchedulerCaps
-from rose.node.grants.guard_thread import GuardedHost, GuardThread
 from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cgroup
+from rose.node.guest.guard import GuardedHost, GuardThread
 from rose.node.guest.guest_record import GuestLock
-from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import KILLED, KillSwitch
-from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.guest.kill_switch import KILLED, Measured, StopProof
+from rose.node.guest.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
+from rose.node.guest.reclaimer import GuestMemory, Reclaimer
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor
-from rose.node.hosts.host import Host
-from rose.node.lease_agent import LeaseAgent
-from rose.node.lease_fsm import Ended, LeaseTakenBack
+from rose.node.host import Host, summed
+from rose.node.lease import (
+    Ended,
+    EngineDown,
+    EngineUp,
+    LeaseAgent,
+    LeaseTakenBack,
+    Revoked,
+    SwitchBegun,
+)
+from rose.node.metrics import ReplicaFigures, ReplicaPoller
+from rose.node.orders import Orders
 from rose.node.proxy_process import ProxyProcess
-from rose.node.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaClient
 from rose.node.scheduler_session import SchedulerSession
-from rose.node.telemetry.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
-from rose.node.telemetry.node_metrics import ReplicaPoller
 from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
 from rose.process.launcher import Share
@@ -42,6 +51,11 @@ UNTOLD = "no scheduler has spoken"
 CUT_OFF = "no scheduler was heard for longer than staleAfter"
 OVERDUE = "it keeps KV memory that its host took back"
 HOST_BUSY = "its host is busy, and a start runs on the same GPU"
+OFFER_TTL_S = 3.0
+_KINDS = {
+    "guest": rose_pb2.REPLICA_KIND_GUEST,
+    "dedicated": rose_pb2.REPLICA_KIND_DEDICATED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +65,6 @@ class NodeLogs:
     events: EventLog
     samples: JsonlLog
     activations: JsonlLog
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """Orders that hold for the node's guests: modes, kill switch, caps."""
-
-    harvest: HarvestSwitch
-    kill_switch: KillSwitch
-    caps: SchedulerCaps
-
-    def bars(self, guest: str) -> bool:
-        """Return True if the guest must not exist."""
-        return self.kill_switch.engaged or self.harvest.off(guest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class Replica:
 
     async def stop(self, reason: str) -> None:
         """Give the lease back, end its turns, then the engine."""
-        self.lease_agent.take_back(reason)
+        self.lease_agent.happened(Revoked(reason))
         await self.lease_agent.settle(DRAIN_PATIENCE_S)
         await self.supervisor.stop()
 
@@ -208,12 +209,12 @@ class Replica:
                 self._broken(f"it listens at {beyond} and not on loopback alone")
             elif said.proven:
                 self._trusted = True
-                self.lease_agent.engine_up(said.epoch, said.admitting)
+                self.lease_agent.happened(EngineUp(said.epoch, said.admitting))
                 self.updates.engine_up(said.policy_version, said.job)
             else:
                 self._broken("it does not know which weights it runs")
         else:
-            self.lease_agent.engine_down()
+            self.lease_agent.happened(EngineDown())
             self.updates.engine_down()
             # The next life begins with the folder again, whatever this one was updated to.
             self.model = self._started_model
@@ -274,7 +275,8 @@ class Replica:
             return  # That is what starts now.
         self.model = self._started_model = self._wanted_model
         self.updates.engine_down()
-        self.lease_agent.switching(self.config.start_timeout_s)
+        self.lease_agent.happened(SwitchBegun(self.config.start_timeout_s))
+        self.lease_agent.happened(EngineDown())
         folder = self.config.folders[self.model]
         self._log("engine_switched", model=self.model, reason=why)
         self.supervisor.switch(replace(self.supervisor.spec, model_dir=folder), why)
@@ -292,7 +294,7 @@ class Replica:
     def _broken(self, reason: str) -> None:
         """End an engine that does not obey, and start from the base: no turn may run on it."""
         self._trusted = False
-        self.lease_agent.take_back(reason)
+        self.lease_agent.happened(Revoked(reason))
         self.supervisor.restart(reason)
 
     def _log(self, event: str, **fields: object) -> None:
@@ -421,7 +423,7 @@ class Guest(Replica):
         self._loop.call_soon_threadsafe(self._overdue, owed_bytes)
 
     def stalled(self, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self.lease_agent.take_back, reason)
+        self._loop.call_soon_threadsafe(self.lease_agent.happened, Revoked(reason))
 
     def guard_broke(self) -> None:
         self._loop.call_soon_threadsafe(self._parts.guard_broke.set)
@@ -512,3 +514,108 @@ def _activation(
             replica=replica, job=job, version=version, ok=ok, message=message
         )
     )
+
+
+def build_reports(
+    node: str,
+    replicas: Sequence[Replica],
+    hosts: Sequence[rose_pb2.HostTelemetry] = (),
+    left: tuple[int, int] = (0, 0),
+) -> list[rose_pb2.NodeReport]:
+    """Return the offers of all replicas, then the telemetry of hosts and guests.
+
+    `left`: requests of hosts that are gone, which met their targets and did not.
+    """
+    offers = rose_pb2.Offers(offers=[_offer(replica) for replica in replicas])
+    telemetry = rose_pb2.Telemetry(
+        guests=[_guest(replica) for replica in replicas],
+        hosts=hosts if len(hosts) > 1 else (),
+    )
+    if hosts:
+        telemetry.host.CopyFrom(summed(hosts, left))
+    return [
+        rose_pb2.NodeReport(node=node, offers=offers),
+        rose_pb2.NodeReport(node=node, telemetry=telemetry),
+    ]
+
+
+def view_of(replica: Replica) -> ReplicaFigures:
+    """Return a replica's figures for `/metrics`."""
+    guard, reclaimer = replica.guard, replica.reclaimer
+    view = ReplicaFigures(
+        name=replica.config.id,
+        state=replica.supervisor.state.value,
+        restarts=replica.supervisor.restarts,
+        policy_version=replica.version,
+    )
+    if guard is None:
+        return view
+    return replace(
+        view,
+        duty=guard.duty(),
+        granted=guard.granted,
+        grant=guard.grant,
+        guest=guard.guest,
+        owed_bytes=guard.owed_bytes,
+        held=reclaimer.held() if reclaimer else None,
+        reclaim_s=replica.reclaim_s,
+        host=replica.host.config.name if replica.host else "",
+    )
+
+
+def _offer(replica: Replica) -> rose_pb2.Offer:
+    config = replica.config
+    return rose_pb2.Offer(
+        replica=config.id,
+        kind=_KINDS[config.kind],
+        url=replica.url,
+        kv_tokens=config.kv_tokens,
+        decode_tok_s=config.decode_tok_s,
+        prefill_tok_s=config.prefill_tok_s,
+        max_sequences=config.max_sequences,
+        policy_version=replica.version,
+        job=replica.job,
+        model=replica.model,
+        models=sorted(replica.config.folders.keys() - {replica.model}),
+        near=replica.near,
+        healthy=replica.offered,
+        ttl_s=OFFER_TTL_S,
+        epoch=replica.lease_agent.core.status().epoch,
+        held=replica.lease_agent.held(),
+    )
+
+
+def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
+    guard = replica.guard
+    grant = guard.grant if guard else None
+    state = (guard.guest or GuestState()) if guard else replica.gauge.reading
+    reason = "" if grant is None else grant.reason
+    if grant is not None and grant.token_budget and isinstance(state, GuestState):
+        reason = state.gate_reason
+    return rose_pb2.GuestTelemetry(
+        replica=replica.config.id,
+        lend_bytes=_lend_bytes(replica.config, guard),
+        kv_bytes=state.bytes_mapped if isinstance(state, GuestState) else 0,
+        mode=grant.mode.name.lower() if grant else "none",
+        reason=reason,
+        tokens_total=state.tokens_total,
+        running=state.running,
+        waiting=state.waiting,
+        duty=guard.duty() if guard else 1.0,
+        policy_version=replica.version,
+        state=replica.supervisor.state.value,
+        restarts=replica.supervisor.restarts,
+        held_bytes=replica.held_though_barred,
+    )
+
+
+def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
+    """KV memory of a guest that has everything; beyond its own only what its host does not use."""
+    if guard is None:
+        return None
+    own, host = config.kv_base_bytes, guard.host
+    if own is None or own >= config.kv_bytes:
+        return config.kv_bytes
+    if host is None or not host.kv_total:
+        return own
+    return own + round((config.kv_bytes - own) * (1.0 - host.kv_used / host.kv_total))

@@ -21,8 +21,7 @@ import grpc.aio
 from rose.clock import Stall, boot_clock_s
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.grants.caps import SchedulerContact
-from rose.node.lease_agent import check_order
+from rose.node.orders import SchedulerCaps, check_order
 from rose.release import release
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.leader_channel import LeaderChannel
@@ -62,7 +61,7 @@ class SchedulerSession:
     """Keeps an Attach stream to the leader open; `reports` gives what to say, `obey` takes orders.
 
     scheduler: HOST:PORT, several with commas; raises `ConfigError` for what is none.
-    contact: told when a scheduler is heard, and when it is lost.
+    caps: told when a scheduler is heard, and when it is lost.
     clock: one that counts suspended time.
     `obey` must not wait for an engine: renewals of other leases stand behind it.
     """
@@ -75,7 +74,7 @@ class SchedulerSession:
         obey: Callable[[rose_pb2.NodeCommand], None],
         events: EventLog,
         certificates: CertificateFiles | None = None,
-        contact: SchedulerContact | None = None,
+        caps: SchedulerCaps | None = None,
         clock: Callable[[], float] = boot_clock_s,
     ) -> None:
         self._clock = clock
@@ -89,7 +88,7 @@ class SchedulerSession:
             release=release(),
             obeys=True,
         )
-        self._contact = contact or SchedulerContact()
+        self._caps = caps or SchedulerCaps()
         self._leader = LeaderChannel(scheduler, "the node's scheduler", certificates)
         self._lost = False
         self._holds = False
@@ -124,7 +123,7 @@ class SchedulerSession:
                     await self._follow(stub.Attach(self._outgoing()), stall)
                 except StalledError as error:
                     self._events.write("session_stalled", message=str(error))
-                    self._contact.lost()
+                    self._caps.lost()
                     continue  # nothing speaks against the same leader
                 except grpc.aio.AioRpcError as error:
                     ended = error
@@ -132,7 +131,7 @@ class SchedulerSession:
                 except (UnavailableError, TimeoutError) as error:
                     ended = error
                     self._miss(str(error) or "it has fallen silent")
-                self._contact.lost()
+                self._caps.lost()
                 leader.missed(ended)
                 await asyncio.sleep(leader.pause_s)
 
@@ -163,7 +162,7 @@ class SchedulerSession:
                 self._greeted = True
                 self._leader.answered()
                 self._lost = False
-                self._contact.heard()
+                self._caps.heard()
                 self._beats = self._beats or command.WhichOneof("command") is None
                 for order in _apart(command):
                     self._take(order)

@@ -36,7 +36,7 @@ from rose.contract.replica import (
 )
 from rose.engines import Device, EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.errors import BAD_BYTES, EngineStartError
-from rose.node.telemetry.memory_gauges import Gpus, card_environment
+from rose.node.guest.memory_gauges import Gpus, card_environment
 from rose.profile.plan import DECODE_STEPS, Batch, LoggedStep, steps_of
 
 TICK_S = 0.02

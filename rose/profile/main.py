@@ -22,7 +22,7 @@ from executor.control_page.page import PAGE_FOLDER
 from rose.command_line.parser import Parser
 from rose.engines import EngineProcess
 from rose.errors import ConfigError, EngineStartError, RoseError
-from rose.node.telemetry.memory_gauges import Gpus
+from rose.node.guest.memory_gauges import Gpus
 from rose.profile.driver import LOG, OpenGrant, ProfileDriver, add_options, positive, spec_of
 from rose.profile.plan import (
     DECODE_STEPS,

@@ -12,7 +12,7 @@ service, the node's session, lease agent and replica. What is still a copy of pr
 | copy | of |
 | --- | --- |
 | `SimulatedScheduler._lead` | `rose.main.scheduler._lead`: what a term is made of |
-| `SimulatedNode._tick_guard` | `rose.node.grants.guard_thread`: one tick of a thread |
+| `SimulatedNode._tick_guard` | `rose.node.guest.guard`: one tick of a thread |
 | `SimulatedSupervisor`, `SimulatedUpdates` | a node's supervisor and updates, without files |
 | `SimulatedEngine` | the guest's endpoint and its gate's loop; the gate's `decide` is real |
 | `SimulatedGateway`, `SimulatedClient` | the gateway around its `TurnJournal`; the client's calls |

@@ -5,10 +5,10 @@
                             └──────── admit, drain, update ──────────┘
 
 The product's own: `SchedulerSession`, `NodeDaemon._obey`, `Replica`, `LeaseAgent`,
-`HarvestSwitch`, `SchedulerCaps`, `SchedulerContact`, `AnnouncedVersions`, `GrantController`; the
+`HarvestSwitch`, `SchedulerCaps`, `AnnouncedVersions`, `GrantController`; the
 engine asks `decide` before each step. Stand-ins, for what starts processes or fetches files: of
 the engine's HTTP, `Supervisor` and `Updates`. A copy: the guard's tick, after
-`rose.node.grants.guard_thread`. Host and page are always well: what they can do wrong is tested
+`rose.node.guest.guard`. Host and page are always well: what they can do wrong is tested
 elsewhere. Both processes are of one machine and read one clock.
 """
 
@@ -26,14 +26,12 @@ from executor.step_decision import GateLimits, Run, decide
 from rose.contract.replica import ReplicaState
 from rose.errors import RefusedError, UnavailableError
 from rose.node.daemon import NodeDaemon
-from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
-from rose.node.guest.harvest_switch import HarvestSwitch
 from rose.node.guest.supervisor import EngineState
-from rose.node.lease_agent import LeaseAgent
-from rose.node.replica import Replica
-from rose.node.reports import build_reports
+from rose.node.lease import LeaseAgent, Revoked
+from rose.node.metrics import Reading
+from rose.node.orders import STALE_AFTER_S, HarvestSwitch, SchedulerCaps
+from rose.node.replica import Replica, build_reports
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
-from rose.node.telemetry.node_metrics import Reading
 from rose.node.weight_updates import AnnouncedVersions
 from rose.rpc import rose_pb2 as pb
 from slo import StepModel, StepProfile
@@ -437,11 +435,10 @@ class SimulatedNode(LoopProcess):
         self.events = NodeEvents(self)
         self._reported = 0
         self._harvest = HarvestSwitch(self.now_s)
-        self._contact = SchedulerContact(self._clock_s)
-        caps = IgnorantCaps if self._bugs & IGNORANT else SchedulerCaps
-        self._caps = caps(self._contact.lost_s)
+        self._caps = (IgnorantCaps if self._bugs & IGNORANT else SchedulerCaps)(self._clock_s)
         if isinstance(self._caps, IgnorantCaps):
             self._caps.forever = "a lease lives for ever" in self._bugs
+        self._orders = SimpleNamespace(harvest=self._harvest, caps=self._caps)
         self._guard = GrantController(_GUARD, self._page.grant)
         self._chain = AnnouncedVersions()
         self._network = SimpleNamespace(follow=lambda known: None, enrol=lambda urls: None)
@@ -451,7 +448,7 @@ class SimulatedNode(LoopProcess):
             self._reports,
             self._obey,
             self.events,  # type: ignore[arg-type]
-            contact=self._contact,
+            caps=self._caps,
             clock=self._clock_s,
         )
         self.session._leader = SimulatedLeaderChannel(self, self._addresses)
@@ -469,7 +466,7 @@ class SimulatedNode(LoopProcess):
     @property
     def attached(self) -> bool:
         """True while it hears a scheduler."""
-        return self.up and self._contact.lost_s() == 0.0
+        return self.up and self._caps.lost_s() == 0.0
 
     @property
     def leased_to(self) -> str:
@@ -559,4 +556,4 @@ class SimulatedNode(LoopProcess):
                 case Write(grant):
                     self._page.grant, self._granted_under = grant, seen.lease_epoch
                 case VoidLeases():
-                    agent.take_back(FreezeReason.STALLED)
+                    agent.happened(Revoked(FreezeReason.STALLED))

@@ -17,7 +17,7 @@ from vllm_versions import VERSIONS
 
 from rose.addresses import free_port
 from rose.node import NodeConfig, NodeDaemon
-from rose.node.hosts.discovery import look
+from rose.node.discovery import look
 from tests.harness.waiting import until, until_async
 
 pytestmark = [

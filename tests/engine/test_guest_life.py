@@ -33,9 +33,9 @@ from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from rose.logs.eventlog import EventLog
-from rose.node.reclaimer import GuestMemory, Reclaimer
+from rose.node.guest.memory_gauges import HostMemory
+from rose.node.guest.reclaimer import GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaClient
-from rose.node.telemetry.memory_gauges import HostMemory
 from rose.process.procfs import group_bytes
 from slo import StepProfile
 from tests.harness.waiting import until_async

@@ -35,7 +35,7 @@ from rose.compare.bootstrap import (
     ratio_of_percentiles,
     ratio_of_rates,
 )
-from rose.node.grants.guard_thread import GuestSample
+from rose.node.guest.guard import GuestSample
 
 KINDS = ("guest", "dedicated", "continued")
 # A revocation takes this long to travel from its order to the streams it ends.

@@ -14,7 +14,7 @@ from bench.common.stats import read_json
 from bench.load.protocol import ClientRequest, HostLatency
 from rose.errors import ConfigError
 from rose.logs.eventlog import log_parts, read_lines
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
+from rose.node.guest.guard import GUEST_SAMPLES, GuestSample
 
 RAW_FILES = (
     "client_requests.jsonl",

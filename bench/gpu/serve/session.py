@@ -53,7 +53,7 @@ from executor.control_page.page import PAGE_FOLDER
 from rose.engines import Device
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
-from rose.node.grants.guard_thread import GUEST_SAMPLES, GuestSample
+from rose.node.guest.guard import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
 RATES = "serving-rates.json"

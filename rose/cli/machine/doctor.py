@@ -42,11 +42,11 @@ from rose.engines.launch import (
 )
 from rose.errors import RefusedError, RoseError
 from rose.node.config import DiscoverConfig, HostConfig, NodeConfig, ReplicaConfig
-from rose.node.grants.host_watch import HostProcess
+from rose.node.discovery import look
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
-from rose.node.hosts.discovery import look
-from rose.node.telemetry.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
+from rose.node.guest.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
+from rose.node.host import HostProcess
 from rose.nvml import Card, Client, Usage, version_text
 from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher

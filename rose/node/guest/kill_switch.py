@@ -1,11 +1,18 @@
-"""Kill switch of a node: a file, so that it holds across restarts and without a daemon.
+"""Ends of guests: the kill switch, and the proof that a guest which must not exist does nothing.
 
 kill file ──► keepers and the daemon end the guests ──► still there after a while? SIGKILL
 
-`end_guests` ends a node's guests from outside, with the daemon alive, stopped or dead, and measures
-that they are gone: bytes that their processes hold, and time that they use. A signal does the same:
-SIGUSR1 to the daemon sets the file, SIGUSR1 to a guest's process group wakes its keeper, which ends
-the group.
+The switch is a file, so that it holds across restarts and without a daemon. `end_guests` ends a
+node's guests from outside, with the daemon alive, stopped or dead, and measures that they are gone:
+bytes that their processes hold, and time that they use. A signal does the same: SIGUSR1 to the
+daemon sets the file, SIGUSR1 to a guest's process group wakes its keeper, which ends the group.
+
+`StopProof` records a stop as measured; whoever gave the order (scheduler, file, signal) reads the
+same two events:
+
+    barred ──► held bytes and duty are 0 ──► proved, with its seconds
+       └─────► the deadline passes first ──► overdue, with what is left; proved when it is gone
+    allowed ─► begins anew
 """
 
 import contextlib
@@ -14,7 +21,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +33,6 @@ from rose.process.launcher import kill_group
 from rose.process.procfs import group_bytes, group_cpu_s
 
 KILLED = "kill switch"
-
-
 # On a disk a thread looks for the file so often; no answer for so long counts as a disk that hangs.
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
@@ -218,3 +223,57 @@ def _duty(group: int) -> float:
     began_s, began = time.monotonic(), group_cpu_s(group)
     time.sleep(DUTY_WINDOW_S)
     return max(0.0, group_cpu_s(group) - began) / (time.monotonic() - began_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One look at a guest; held_bytes is None when nobody could measure.
+
+    deadline_s: how long the stop may take. duty: share of the last second in which it ran. order_s:
+    tells stops apart between which nobody looked.
+    """
+
+    barred: bool
+    held_bytes: int | None
+    duty: float
+    deadline_s: float
+    order_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An event for the node's log."""
+
+    event: str
+    fields: Mapping[str, object]
+
+
+class StopProof:
+    """State machine of one guest's stops; the clock is handed in."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._order_s = 0.0
+        self._proved = False
+        self._overdue = False
+
+    def step(self, seen: Measured, now_s: float) -> list[Said]:
+        """Return the records that a measurement calls for."""
+        if not seen.barred or seen.order_s != self._order_s:
+            self._since_s, self._proved, self._overdue = None, False, False
+            self._order_s = seen.order_s
+        if not seen.barred:
+            return []
+        if self._since_s is None:
+            self._since_s = now_s
+        if self._proved:
+            return []
+        took_s = now_s - self._since_s
+        fields = {"held_bytes": seen.held_bytes, "duty": seen.duty, "seconds": took_s}
+        if seen.held_bytes == 0 and seen.duty <= 0:
+            self._proved = True
+            return [Said("stop_proved", {**fields, "in_time": took_s <= seen.deadline_s})]
+        if took_s > seen.deadline_s and not self._overdue:
+            self._overdue = True
+            return [Said("stop_overdue", {**fields, "deadline_s": seen.deadline_s})]
+        return []

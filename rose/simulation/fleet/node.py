@@ -20,7 +20,7 @@ from executor.kv.reclaim_ladder import (
     ReclaimLevel,
     Unsupported,
 )
-from rose.node.lease_fsm import Ended, Granted, LeaseTakenBack, LeaseTick, Released, Revoked
+from rose.node.lease import Ended, Granted, LeaseTakenBack, LeaseTick, Released, Revoked
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import (
     Activated,

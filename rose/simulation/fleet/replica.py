@@ -1,13 +1,13 @@
 """Stand-in for one replica of a node: its lease state machine, its engine and its weights.
 
-The state machine is production's (`rose.node.lease_fsm`); admitting, draining and updating the
+The state machine is production's (`rose.node.lease`); admitting, draining and updating the
 engine take no longer here than a message does, and activation `apply_s`.
 """
 
 from collections.abc import Callable
 
 from elastic_scheduler import Offer, ReplicaKind
-from rose.node.lease_fsm import (
+from rose.node.lease import (
     Admit,
     Drain,
     Ended,

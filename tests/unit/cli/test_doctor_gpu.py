@@ -10,7 +10,7 @@ import pytest
 
 from rose.cli.machine.doctor import Finding, Severity, gpu_checks
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
-from rose.node.telemetry.memory_gauges import Gpus
+from rose.node.guest.memory_gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
 from tests.fakes.nvml import StandInReader, card, usage
 

@@ -12,7 +12,7 @@ from rose.engines import launch
 from rose.main.node import main
 from rose.node import daemon
 from rose.node.guest import supervisor
-from rose.node.telemetry.memory_gauges import Gpus
+from rose.node.guest.memory_gauges import Gpus
 from tests.fakes.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])

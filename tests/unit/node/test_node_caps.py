@@ -5,9 +5,8 @@ import pytest
 from executor import LatencyRecord
 from executor.grant_controller import UNCAPPED, HarvestCaps
 from rose.errors import RefusedError
-from rose.node.grants.caps import STALE_AFTER_S, SchedulerCaps, SchedulerContact
-from rose.node.grants.host_load import HostLoad, SloCounter
-from rose.node.lease_agent import check_order
+from rose.node.host import HostLoad, SloCounter
+from rose.node.orders import STALE_AFTER_S, SchedulerCaps, check_order
 from rose.rpc import rose_pb2 as pb
 
 
@@ -50,17 +49,16 @@ def test_caps_that_mean_nothing_are_refused(caps: pb.Caps) -> None:
 
 def test_a_node_is_cut_off_when_no_scheduler_was_heard_for_stale_after() -> None:
     clock = Clock()
-    contact = SchedulerContact(clock)
-    told = SchedulerCaps(contact.lost_s)
+    told = SchedulerCaps(clock)
     assert not told.cut_off
     clock.now_s += STALE_AFTER_S + 0.1
     assert told.cut_off, "also when there never was one"
-    contact.heard()
+    told.heard()
     clock.now_s += 1_000.0
     assert not told.cut_off, "a stream that is open counts"
-    contact.lost()
+    told.lost()
     clock.now_s += 2.0
-    contact.lost()
+    told.lost()
     clock.now_s += 2.5
     assert not told.cut_off
     told.take(pb.Caps(stale_after_s=4.0))

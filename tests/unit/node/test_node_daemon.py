@@ -35,7 +35,7 @@ async def bench(
     monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr("rose.node.telemetry.node_metrics.INTERVAL_S", 0.02)
+    monkeypatch.setattr("rose.node.metrics.INTERVAL_S", 0.02)
     await bench.start()
     running = asyncio.create_task(bench.node.run())
     yield bench
@@ -142,7 +142,7 @@ async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: N
 async def test_an_engine_that_never_admits_is_replaced(
     bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.node.lease_agent.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("rose.node.lease.RETRY_PAUSE_S", 0.01)
     (bench.folder / "closed").touch()
     await bench.until_noted("engine_unwanted")
     (bench.folder / "closed").unlink()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from executor import GuestState
-from rose.node.telemetry import memory_gauges
-from rose.node.telemetry.memory_gauges import DRIVER, PAGE, DeviceMemory
+from rose.node.guest import memory_gauges
+from rose.node.guest.memory_gauges import DRIVER, PAGE, DeviceMemory
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 

@@ -17,10 +17,9 @@ import executor.control_page.page
 from executor import ControlPage
 from executor.control_page.page import PAGE_BYTES
 from rose.cli.machine import doctor
+from rose.node import discovery
 from rose.node.config import DiscoverConfig, HostConfig
-from rose.node.grants.host_watch import HostProcess
-from rose.node.hosts import discovery
-from rose.node.hosts.discovery import (
+from rose.node.discovery import (
     DEAD_LOOKS,
     GONE_LOOKS,
     FolderScan,
@@ -33,6 +32,7 @@ from rose.node.hosts.discovery import (
     look,
     sweep,
 )
+from rose.node.host import HostProcess
 from rose.process.procfs import pid_namespace
 from tests.harness.waiting import PATIENCE_S, until
 

@@ -3,7 +3,7 @@
 import pytest
 
 from executor import GuestState
-from rose.node.grants.guard_thread import DutyMeter
+from rose.node.guest.guard import DutyMeter
 
 
 def test_a_guest_held_back_half_of_the_time_has_duty_one_half() -> None:

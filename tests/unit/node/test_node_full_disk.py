@@ -18,11 +18,11 @@ from rose.engines import launch
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.logs.rotating_jsonl import LogThread
 from rose.node import NodeDaemon
-from rose.node.grants.guard_thread import GuardedHost, GuardThread
-from rose.node.grants.host_watch import HostWatch
 from rose.node.guest import supervisor
+from rose.node.guest.guard import GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
 from rose.node.guest.supervisor import Supervisor
+from rose.node.host import HostWatch
 from rose.node.scheduler_session import SchedulerSession
 from rose.node.weight_updates import Updates
 from rose.process import background_tasks

@@ -13,7 +13,7 @@ from rose.engines import Device, process_spec
 from rose.errors import ConfigError, EngineStartError, RoseError
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.daemon import NodeDaemon
-from rose.node.telemetry.memory_gauges import ENGINE_BYTES, NO_PIPES, Gpus
+from rose.node.guest.memory_gauges import ENGINE_BYTES, NO_PIPES, Gpus
 from rose.nvml import CardError, CardReader
 from tests.fakes.nvml import StandInReader, card
 

@@ -14,9 +14,9 @@ from executor import GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.reclaimer import UNSEEN, GuestMemory, Reclaimer
-from rose.node.telemetry import memory_gauges
-from rose.node.telemetry.memory_gauges import DRIVER, PAGE, DeviceMemory
+from rose.node.guest import memory_gauges
+from rose.node.guest.memory_gauges import DRIVER, PAGE, DeviceMemory
+from rose.node.guest.reclaimer import UNSEEN, GuestMemory, Reclaimer
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 

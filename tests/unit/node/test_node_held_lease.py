@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.node.lease_fsm import HeldLease
+from rose.node.lease import HeldLease
 
 
 def test_a_lease_ends_by_itself_when_nobody_renews_it() -> None:

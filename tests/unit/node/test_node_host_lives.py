@@ -30,9 +30,9 @@ from executor import (
 from executor.control_page.page import PAGE_FOLDER
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.guard_thread import GuardedHost, GuardThread
-from rose.node.grants.host_watch import HostWatch
+from rose.node.guest.guard import GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
+from rose.node.host import HostWatch
 from tests.fakes.guarded_guest import LeasedGuest
 
 MS = 1_000_000

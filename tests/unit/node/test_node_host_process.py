@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from executor import SeatState
-from rose.node.grants import host_watch
-from rose.node.grants.host_watch import HostProcess
+from rose.node import host as host_watch
+from rose.node.host import HostProcess
 from rose.process.procfs import ProcessIdentity, pid_namespace
 
 

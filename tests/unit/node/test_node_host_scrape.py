@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose.node.grants.host_scrape import STALE_S, HostScrape, watch
+from rose.node.host import STALE_S, HostScrape, watch
 from tests.harness.waiting import PATIENCE_S
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_exposition_is_a_line_and_counts_nothing() -> None:
 async def test_a_host_is_asked_again_after_it_did_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rose.node.grants.host_scrape.EVERY_S", 0.01)
+    monkeypatch.setattr("rose.node.host.EVERY_S", 0.01)
     asked = 0
 
     async def metrics(_: web.Request) -> web.Response:

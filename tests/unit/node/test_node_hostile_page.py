@@ -15,9 +15,9 @@ from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTE
 from executor.control_page.page import PAGE_BYTES
 from executor.control_page.seqlock_records import HEADER_BYTES, PageSection, SeatState
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.guard_thread import SAMPLE_EVERY_TICKS, GuardedHost, GuardThread
-from rose.node.grants.host_watch import HostWatch
+from rose.node.guest.guard import SAMPLE_EVERY_TICKS, GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
+from rose.node.host import HostWatch
 from tests.fakes.guarded_guest import LeasedGuest
 from tests.harness.examples import times
 from tests.harness.seated_host import SeatedHost

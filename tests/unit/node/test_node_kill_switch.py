@@ -21,9 +21,15 @@ from rose.cli.main import main
 from rose.errors import RefusedError
 from rose.main.node import main as node_main
 from rose.node.guest.guest_record import FOLDER, running_guests
-from rose.node.guest.harvest_switch import HarvestSwitch
-from rose.node.guest.kill_switch import ANSWER_S, EndedGuest, KillSwitch, end_guests
-from rose.node.guest.stop_proof import Measured, StopProof
+from rose.node.guest.kill_switch import (
+    ANSWER_S,
+    EndedGuest,
+    KillSwitch,
+    Measured,
+    StopProof,
+    end_guests,
+)
+from rose.node.orders import HarvestSwitch
 from rose.process.child import group_alive
 from rose.process.filelock import HeldFile
 from rose.process.procfs import ProcessIdentity, group_bytes, group_members

@@ -6,7 +6,7 @@ The stories are in tests/traces/lease.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.node.lease_fsm import (
+from rose.node.lease import (
     EXPIRED,
     SUPERSEDED,
     Action,

@@ -16,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from executor import Grant, GrantMode, GuestState, HostState
 from rose.addresses import free_port
 from rose.errors import ConfigError
-from rose.node.telemetry.host_metrics import HostFigures, LatencyHistogram
-from rose.node.telemetry.memory_gauges import HeldMemory
-from rose.node.telemetry.node_metrics import NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.guest.memory_gauges import HeldMemory
+from rose.node.metrics import HostFigures, LatencyHistogram, NodeHealth, NodeMetrics, ReplicaFigures
 from rose.security import Role
 from tests.harness.certificates import Certificates
 

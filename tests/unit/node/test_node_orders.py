@@ -14,7 +14,7 @@ from rose.errors import RoseError
 from rose.logs.eventlog import EventLog
 from rose.node import NodeDaemon
 from rose.node.guest import supervisor
-from rose.node.lease_agent import check_order
+from rose.node.orders import check_order
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.weight_updates import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb

@@ -18,9 +18,9 @@ from executor import GuestState
 from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
+from rose.node.guest.memory_gauges import KERNEL, HostMemory
+from rose.node.guest.reclaimer import NO_SLEEP, UNSEEN, GuestMemory, Reclaimer
 from rose.node.replica_client import ReplicaAnswer, ReplicaClient
-from rose.node.telemetry.memory_gauges import KERNEL, HostMemory
 from rose.process.procfs import group_bytes
 from tests.harness.waiting import PATIENCE_S, until_async
 

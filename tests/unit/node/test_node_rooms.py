@@ -18,8 +18,8 @@ from rose.addresses import free_port
 from rose.engines import launch
 from rose.node import NodeDaemon, daemon
 from rose.node.guest import supervisor
-from rose.node.hosts.host import summed
-from rose.node.telemetry.memory_gauges import Gpus
+from rose.node.guest.memory_gauges import Gpus
+from rose.node.host import summed
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.nvml import CARD, StandInReader

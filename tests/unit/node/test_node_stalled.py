@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from rose.clock import Stall
 from rose.logs.eventlog import EventLog
-from rose.node.grants.caps import SchedulerCaps, SchedulerContact
-from rose.node.lease_agent import LeaseAgent
+from rose.node.lease import EngineUp, LeaseAgent
+from rose.node.orders import SchedulerCaps
 from rose.node.replica_client import ReplicaClient
 from rose.node.scheduler_session import STALL_S, NodeIdentity, SchedulerSession
 from rose.rpc import rose_pb2 as pb
@@ -83,11 +83,10 @@ def test_only_a_gap_between_two_looks_is_a_stall() -> None:
 
 def test_leases_and_silence_count_the_time_of_a_suspended_machine(tmp_path: Path) -> None:
     clock, events = Clock(), EventLog(tmp_path, "n0")
-    contact = SchedulerContact(clock)
-    caps = SchedulerCaps(contact.lost_s)
+    caps = SchedulerCaps(clock)
     client = cast(ReplicaClient, None)
     agent = LeaseAgent("g0", client, events, lambda word: None, lambda reason: None, clock)
-    agent.engine_up(0, admitting=False)
+    agent.happened(EngineUp())
     assert agent.grant(7, 5.0)
     assert agent.lease_epoch() == 7
     clock.now_s += 6.0

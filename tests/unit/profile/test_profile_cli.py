@@ -11,7 +11,7 @@ import pytest
 
 from rose.cli.main import main
 from rose.engines import launch, process_spec
-from rose.node.telemetry.memory_gauges import Gpus
+from rose.node.guest.memory_gauges import Gpus
 from rose.process.child import ProcessSpec
 from rose.profile.driver import add_options, spec_of
 from tests.fakes.nvml import StandInReader, card

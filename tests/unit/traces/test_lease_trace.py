@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 from datadriven import nanoseconds, shown, status, stories, tell
 
-from rose.node.lease_fsm import (
+from rose.node.lease import (
     EngineAdmitted,
     EngineDown,
     EngineDrained,
@@ -36,7 +36,7 @@ EVENTS: Final[dict[str, Callable[[Values], Event]]] = {
 
 
 class Lease:
-    """`TIME EVENT`, an event of `rose.node.lease_fsm` with its fields."""
+    """`TIME EVENT`, an event of `rose.node.lease` with its fields."""
 
     def __init__(self) -> None:
         self.core = LeaseStateMachine()

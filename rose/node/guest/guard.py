@@ -21,9 +21,9 @@ from executor import ControlPage, Grant, GrantController, GuestState, HostState
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import Boost, Observation, Reclaim, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.grants.caps import SchedulerCaps
-from rose.node.grants.host_watch import HostProcess, HostWatch
 from rose.node.guest.kill_switch import KillSwitch
+from rose.node.host import HostProcess, HostWatch
+from rose.node.orders import SchedulerCaps
 from rose.process.background_tasks import described
 
 WINDOW_NS = 1_000_000_000

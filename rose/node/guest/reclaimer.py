@@ -27,7 +27,7 @@ from executor.kv.reclaim_ladder import (
 from executor.kv.shrink_plan import NO_CAP
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.telemetry.memory_gauges import HeldMemory, Measuring, MemoryGauge
+from rose.node.guest.memory_gauges import HeldMemory, Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"

@@ -1,18 +1,36 @@
-"""Lease state machine of one replica: decides by lease and engine when to admit and to drain.
+"""Lease of one replica: the state machine that decides when to admit and drain, and its shell.
 
     grant ──► Admit ──► (turns run) ──► release, expiry, node's own revocation ──► Drain ──► Ended
 
 A new engine admits no turn, so a lease does not outlive the engine that it was granted for: the
 node revokes it, and the scheduler grants another one when the next engine is healthy. Only an
-engine that is started anew for the lease's own job does not end it (`SwitchBegun`). No IO.
+engine that is started anew for the lease's own job does not end it (`SwitchBegun`).
 
-Every event returns all that is to be done now. Words to the scheduler (TakenBack, Ended) come once.
-Admit and Drain are calls of the engine: they are asked for again by every step until the answer is
-in (Admitted, Drained), so a caller that is calling already may leave them, and one that failed
-sends a Tick.
+Every event returns all that is to be done now. Words to the scheduler (LeaseTakenBack, Ended) come
+once. Admit and Drain are calls of the engine: every step asks for them again until the answer is in
+(EngineAdmitted, EngineDrained), so a caller that is calling already may leave them, and one that
+failed sends a LeaseTick. `LeaseAgent` makes these calls.
 """
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rose.clock import boot_clock_s
+from rose.errors import RefusedError, UnavailableError
+from rose.logs.eventlog import EventLog
+from rose.node.replica_client import ReplicaClient
+from rose.rpc import rose_pb2
+
+EXPIRED = "expired"
+ENGINE_DOWN = "engine is not running"
+ADOPTED = "its node daemon was started anew"
+SUPERSEDED = "another lease took its place"
+MAX_ADMIT_FAILURES = 6
+MAX_DRAIN_FAILURES = 2
+RETRY_PAUSE_S = 0.3
+UNANSWERED = "engine does not admit"
 
 
 @dataclass(slots=True)
@@ -47,11 +65,6 @@ class HeldLease:
         """Return True if turns may run now."""
         return now_s < self.until_s
 
-
-EXPIRED = "expired"
-ENGINE_DOWN = "engine is not running"
-ADOPTED = "its node daemon was started anew"
-SUPERSEDED = "another lease took its place"
 
 # ---- events ----
 
@@ -178,13 +191,6 @@ Action = Admit | Drain | LeaseTakenBack | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class _Ending:
-    epoch: int
-    reason: str
-    asked: bool
-
-
-@dataclass(frozen=True, slots=True)
 class LeaseStatus:
     """The newest lease seen, until when it holds (0.0 when it was ended), and what the engine does.
 
@@ -218,7 +224,7 @@ class LeaseStateMachine:
         # The lease whose turns the engine may run: from the call on, for its answer may be lost.
         self._admits: int | None = None
         self._answered = False
-        self._ending: _Ending | None = None
+        self._ending: Ended | None = None
         self._aborted = 0
 
     def step(self, event: Event, now_s: float) -> list[Action]:
@@ -230,10 +236,9 @@ class LeaseStateMachine:
         if self._held.open and not self._held.active(now_s):
             self._take_back(EXPIRED, actions)
         if self._ending is not None:
-            ending = self._ending
             if self._admits is not None:
-                return [*actions, Drain(ending.epoch, ending.reason, self._life)]
-            actions.append(Ended(ending.epoch, ending.reason, self._aborted, ending.asked))
+                return [*actions, Drain(self._ending.epoch, self._ending.reason, self._life)]
+            actions.append(replace(self._ending, aborted=self._aborted))
             self._ending, self._aborted = None, 0
         epoch = self._held.epoch
         answered = self._answered and self._admits == epoch
@@ -262,10 +267,10 @@ class LeaseStateMachine:
                 taken = self._held.grant(event.epoch, event.ttl_s, now_s)
                 if taken and event.epoch > before and self._admits is not None:
                     # The new lease may be another job's: the earlier lease ends with its turns.
-                    self._ending = self._ending or _Ending(before, SUPERSEDED, asked=False)
+                    self._ending = self._ending or Ended(before, SUPERSEDED, 0, asked=False)
             case Released():
                 if self._held.end(event.epoch):
-                    self._ending = _Ending(event.epoch, event.reason, asked=True)
+                    self._ending = Ended(event.epoch, event.reason, 0, asked=True)
             case Revoked():
                 self._take_back(event.reason, actions)
             case SwitchBegun():
@@ -284,7 +289,7 @@ class LeaseStateMachine:
                 self._admits = event.epoch if event.admitting else None
                 self._held.end(event.epoch)
                 if event.admitting:
-                    self._ending = _Ending(event.epoch, ADOPTED, asked=False)
+                    self._ending = Ended(event.epoch, ADOPTED, 0, asked=False)
             case EngineDown():
                 self._engine_up = False
                 self._admits = None
@@ -300,5 +305,141 @@ class LeaseStateMachine:
         if self._held.open:
             epoch = self._held.epoch
             self._held.end(epoch)
-            self._ending = _Ending(epoch, reason, asked=False)
+            self._ending = Ended(epoch, reason, 0, asked=False)
             actions.append(LeaseTakenBack(epoch, reason))
+
+
+class LeaseAgent:
+    """The shell of one `LeaseStateMachine`.
+
+    tell: takes what the scheduler must hear (`LeaseTakenBack`, `Ended`).
+    on_broken: called with a reason when the engine is healthy but obeys no more.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        client: ReplicaClient,
+        events: EventLog,
+        tell: Callable[[LeaseTakenBack | Ended], None],
+        on_broken: Callable[[str], None],
+        clock: Callable[[], float] = boot_clock_s,
+    ) -> None:
+        self.core = LeaseStateMachine()
+        self._clock = clock
+        self._replica = replica
+        self._client = client
+        self._events = events
+        self._tell = tell
+        self._on_broken = on_broken
+        self._wake = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._failures = 0
+        self.job = ""
+
+    def lease_epoch(self) -> int | None:
+        """Return the epoch of the lease under which turns may run now (any thread)."""
+        status = self.core.status()
+        return status.epoch if status.active(self._clock()) else None
+
+    def held(self) -> rose_pb2.HeldLease | None:
+        """Return the lease that holds now, for a scheduler that does not know it."""
+        status, now_s = self.core.status(), self._clock()
+        if not status.active(now_s):
+            return None
+        left_s = status.until_s - now_s
+        return rose_pb2.HeldLease(job=self.job, epoch=status.epoch, left_s=left_s)
+
+    def grant(self, epoch: int, ttl_s: float, job: str = "") -> bool:
+        """Take a lease of a job or its renewal; whether it is not one of the past."""
+        if epoch < self.core.status().epoch:
+            return False
+        self.job = job
+        self.happened(Granted(epoch, ttl_s))
+        return True
+
+    def happened(self, event: Event) -> None:
+        """Step the core, then wake the task that calls the engine."""
+        self._step(event)
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            match self._step(LeaseTick()):
+                case Admit() as call:
+                    await self._admit(call)
+                case Drain() as call:
+                    await self._drain(call)
+                case None:
+                    await self._sleep()
+
+    async def settle(self, patience_s: float) -> None:
+        """Return once nobody's turns run here, or patience is at its end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._quiet.wait()
+
+    async def _sleep(self) -> None:
+        until_s = self.core.status().until_s
+        patience_s = max(0.0, until_s - self._clock()) if until_s else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._wake.wait()
+
+    def _step(self, event: Event) -> Admit | Drain | None:
+        """Tell what there is to tell; returns the call that the engine is to get."""
+        call: Admit | Drain | None = None
+        for action in self.core.step(event, self._clock()):
+            match action:
+                case LeaseTakenBack():
+                    self._log("lease_taken_back", epoch=action.epoch, reason=action.reason)
+                    self._tell(action)
+                case Ended(epoch, reason, aborted):
+                    self._log("lease_ended", epoch=epoch, reason=reason, aborted=aborted)
+                    self._tell(action)
+                case Admit() | Drain():
+                    call = action
+        if call is None and self.core.status().vacant:
+            self._quiet.set()
+        else:
+            self._quiet.clear()
+        return call
+
+    async def _admit(self, call: Admit) -> None:
+        try:
+            await self._client.admit(call.epoch, self.job)
+        except (RefusedError, UnavailableError) as error:
+            self._log("admit_failed", epoch=call.epoch, message=str(error))
+            await self._failed(MAX_ADMIT_FAILURES)
+            return
+        self._failures = 0
+        self._step(EngineAdmitted(call.epoch, call.life))
+        self._log("lease_taken", epoch=call.epoch)
+
+    async def _drain(self, call: Drain) -> None:
+        try:
+            aborted = await self._client.drain(call.epoch, call.reason)
+        except (RefusedError, UnavailableError) as error:
+            self._log("drain_failed", epoch=call.epoch, message=str(error))
+            await self._failed(MAX_DRAIN_FAILURES)
+            return
+        self._failures = 0
+        self._step(EngineDrained(call.life, aborted))
+
+    async def _failed(self, limit: int) -> None:
+        """End an engine that does not obey: nothing else ends its turns."""
+        if not self.core.status().engine_up:
+            # The engine has ended meanwhile: call the next one.
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures < limit:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            return
+        self._failures = 0
+        self._step(EngineDown())
+        self._on_broken(UNANSWERED)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._events.write(event, replica=self._replica, **fields)

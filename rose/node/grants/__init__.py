@@ -1,1 +1,0 @@
-"""Grants: when a guest may run, from what its host publishes."""

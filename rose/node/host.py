@@ -1,0 +1,456 @@
+"""A host as its node sees it: its page, its process, the latencies of its requests, its load.
+
+With a guest beside it the guest's guard reads the page; without one `look` does, so that a node
+that lends nothing still says what its hosts do. `HostProcess` checks that the publisher on the page
+is the process that the node means, and that it still runs. `HostWatch` keeps each request's
+latencies and sums up the last of them. `HostScrape` watches a host without the plugin:
+
+    GET /metrics, every second ──> HostScrape ──> requests by their targets, load, latencies
+
+It serves budgets, advice and dashboards, and no lending. A guest yields within a step because its
+host writes each change of queue and step to the control page. A scrape is a second old, cannot say
+when a request comes, and knows no deadline, so beside a host that is scraped alone a guest stays
+frozen (`no_host`) however idle the figures look. Scraping suffices where nothing reacts in
+milliseconds: to see what a policy would lend before a host gets the plugin.
+
+Two histograms do not say which requests met both targets: each miss of either is counted as a
+request of its own, up to all, so the budget seems to burn faster than it does, never slower.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+import aiohttp
+
+from executor import ControlPage, HostState, LatencyRecord, SeatState
+from executor.control_page.host_seat import HeldLock
+from executor.control_page.latency_ring import START, Cursor
+from executor.freeze_reason import FreezeReason
+from rose.logs.eventlog import JsonlLog
+from rose.node.config import HostConfig
+from rose.node.metrics import HostFigures, LatencyHistogram
+from rose.process.procfs import ProcessIdentity, ProcessStat, pid_namespace
+from rose.rpc import rose_pb2
+from slo import Histogram, Scrape, ScrapeError, parse_scrape, percentile
+
+LOOK_EVERY_S = 0.1
+_NS = 1e9
+HOST_LATENCY = "host_latency.jsonl"
+# Shorter ones say more about steps than about load.
+LEAST_INTERVAL_S: Final = 0.9
+_MOST_ANCESTORS: Final = 64
+EVERY_S: Final = 1.0
+TIMEOUT_S: Final = 2.0
+MOST_BYTES: Final = 8 << 20
+WINDOW_S: Final = 10.0
+# Older figures are nobody's: stale data is no data.
+STALE_S: Final = 5.0
+
+
+class Host:
+    """One host of a node. `guarded`: a guard of its guest drains its latencies."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        page: ControlPage,
+        latencies: JsonlLog,
+        right: HeldLock,
+    ) -> None:
+        """`right`: to grant on the page, which one daemon has, held until `close`."""
+        targets = config.ttft_target_s, config.tpot_target_s
+        self.config = config
+        self.page = page
+        self._right = right
+        self.guarded = False
+        self._lock = Lock()
+        self._closed = False
+        self.scrape = HostScrape(*targets, config.metrics_model) if config.metrics_url else None
+        self.watch = HostWatch(latencies, self._served, page.latency.cursor, config.name)
+        self._slo = SloCounter(*targets)
+        self._load = HostLoad()
+        self._ttft, self._tpot = (LatencyHistogram(target_s) for target_s in targets)
+
+    @property
+    def state(self) -> HostState | None:
+        """The host's last published state (any thread); guards read the page themselves."""
+        with self._lock:
+            return None if self._closed or self.page.cut_short else self.page.host.peek()
+
+    @property
+    def requests(self) -> tuple[int, int]:
+        """Requests that met both targets, and those that missed one, since it was found."""
+        counted = self.scrape or self._slo
+        return counted.good, counted.bad
+
+    def look(self) -> None:
+        """Take what is new of its latencies, unless a guard does."""
+        if not (self.guarded or self._closed or self.page.cut_short):
+            self.watch.drain(self.page)
+
+    def figures(self) -> HostFigures:
+        return HostFigures(
+            self.config.name, self._ttft, self._tpot, self.state, requests=self.requests
+        )
+
+    def telemetry(self, node: str) -> rose_pb2.HostTelemetry:
+        now_s = time.monotonic()
+        state = self.state
+        said = self.scrape.summary(now_s) if self.scrape else self.watch.summary()
+        good, bad = self.requests
+        told = rose_pb2.HostTelemetry(
+            node=node,
+            host=self.config.name,
+            source="scrape" if self.scrape else "plugin",
+            slo_good=good,
+            slo_bad=bad,
+            busy_ns=state.busy_ns if state else 0,
+            running=state.running if state else 0,
+            waiting=state.waiting if state else 0,
+            window_requests=said.requests,
+            window_s=said.window_s,
+            ttft_p50_s=said.ttft_p50_s,
+            ttft_p95_s=said.ttft_p95_s,
+            tpot_p50_s=said.tpot_p50_s,
+            tpot_p95_s=said.tpot_p95_s,
+            ttft_target_s=self.config.ttft_target_s,
+            tpot_target_s=self.config.tpot_target_s,
+            kv_share=state.kv_used / state.kv_total if state and state.kv_total else None,
+        )
+        if self.scrape:
+            told.running, told.waiting = self.scrape.running(now_s) or (0, 0)
+            share = self.scrape.busy_share(now_s)
+        else:
+            share = self._load.busy_share(None if state is None else state.busy_ns)
+        if share is not None:
+            told.busy_share = share
+        return told
+
+    def close(self) -> None:
+        """Let go of the page, once its guard has ended; the rest says what it said last."""
+        with self._lock:
+            self._closed = True
+            self.page.close()
+        self._right.close()
+
+    def _served(self, record: LatencyRecord) -> None:
+        self._slo.count(record)
+        self._ttft.observe(record.ttft_ns / _NS)
+        if record.tpot_ns:
+            self._tpot.observe(record.tpot_ns / _NS)
+
+
+def summed(
+    hosts: Sequence[rose_pb2.HostTelemetry], left: tuple[int, int] = (0, 0)
+) -> rose_pb2.HostTelemetry:
+    """Return all hosts of a node as one, which capacity policies judge.
+
+    Counts are sums, with those of hosts that `left`, since they must not fall. Shares are those of
+    the busiest and of the fullest host that is known: a mean would lend beside a host without time
+    to spare, as long as its neighbours idle. Latencies are of the host that is closest to its
+    targets, or the farthest beyond.
+    """
+    told = rose_pb2.HostTelemetry()
+    told.CopyFrom(max(hosts, key=_strain))
+    told.host = "" if len(hosts) > 1 else told.host
+    for name in ("busy_ns", "running", "waiting", "window_requests"):
+        setattr(told, name, sum(getattr(each, name) for each in hosts))
+    told.slo_good = sum(each.slo_good for each in hosts) + left[0]
+    told.slo_bad = sum(each.slo_bad for each in hosts) + left[1]
+    told.ClearField("busy_share")
+    if busy := [each.busy_share for each in hosts if each.HasField("busy_share")]:
+        told.busy_share = max(busy)
+    told.ClearField("kv_share")
+    if kv := [each.kv_share for each in hosts if each.HasField("kv_share")]:
+        told.kv_share = max(kv)
+    return told
+
+
+def _strain(host: rose_pb2.HostTelemetry) -> float:
+    ttft, tpot = host.ttft_p95_s / host.ttft_target_s, host.tpot_p95_s / host.tpot_target_s
+    return max(ttft, tpot)
+
+
+class SloCounter:
+    """Requests of a host that met both targets, and those that missed one; they only grow."""
+
+    def __init__(self, ttft_s: float = 0.5, tpot_s: float = 0.15) -> None:
+        self._ttft_ns, self._tpot_ns = round(ttft_s * 1e9), round(tpot_s * 1e9)
+        self.good = 0
+        self.bad = 0
+
+    def count(self, record: LatencyRecord) -> None:
+        """Count one finished request (in the thread that reads them)."""
+        if record.ttft_ns <= self._ttft_ns and record.tpot_ns <= self._tpot_ns:
+            self.good += 1
+        else:
+            self.bad += 1
+
+
+class HostLoad:
+    """Busy share of a host, from a counter of busy time that only grows."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._since: tuple[int, int] | None = None
+        self._share: float | None = None
+
+    def busy_share(self, busy_ns: int | None) -> float | None:
+        """Return the busy share of about the last second; None while unknown."""
+        now_ns = self._clock_ns()
+        if busy_ns is None or self._since is None or busy_ns < self._since[1]:
+            self._since = None if busy_ns is None else (now_ns, busy_ns)
+            self._share = None
+            return None
+        elapsed_ns = now_ns - self._since[0]
+        if elapsed_ns >= LEAST_INTERVAL_S * 1e9:
+            # A step that ends in the interval may have begun before it.
+            self._share = min(1.0, (busy_ns - self._since[1]) / elapsed_ns)
+            self._since = now_ns, busy_ns
+        return self._share
+
+
+class HostProcess:
+    """The host's process, told apart from a later one of its number.
+
+    Numbers are hints: what they cannot say, because the host has a process namespace of its own or
+    /proc hides it, is left to the lock on the page. What they do say against a host counts.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        """`pid`: of the host's first process, or None; pinned now."""
+        self._pid = pid
+        self._identity = None if pid is None else ProcessIdentity.of(pid)
+        self._own_namespace = pid_namespace()
+        self._judged: tuple[int, int] | None = None
+        self._foreign = False
+
+    @property
+    def ended(self) -> bool:
+        """True if the named process has ended, even where its number is in use again."""
+        return self._pid is not None and (self._identity is None or not self._identity.running)
+
+    def doubt(self, seat: SeatState | None) -> FreezeReason | None:
+        """HOST_DEAD, HOST_FOREIGN, or None where nothing speaks against who holds the seat."""
+        if self.ended:
+            return FreezeReason.HOST_DEAD
+        if seat is None or not seat.started or seat.pid_namespace != self._own_namespace:
+            return None
+        stat = ProcessStat.of(seat.pid)
+        if stat is None or stat.ended or stat.started != seat.started:
+            # A child of a dead host may hold on to its lock.
+            return FreezeReason.HOST_DEAD
+        writer = seat.pid, seat.started
+        if writer != self._judged:
+            self._judged, self._foreign = writer, not self._begot(seat.pid)
+        return FreezeReason.HOST_FOREIGN if self._foreign else None
+
+    def _begot(self, pid: int) -> bool:
+        """Return True if the process is the named one or its descendant, like an engine core."""
+        if self._pid is None:
+            return True
+        for _ in range(_MOST_ANCESTORS):
+            if pid == self._pid:
+                return True
+            stat = ProcessStat.of(pid)
+            if stat is None or stat.parent <= 1:
+                return False
+            pid = stat.parent
+        return False
+
+
+logger = logging.getLogger("rose.node")
+
+
+@dataclass(frozen=True, slots=True)
+class HostSummary:
+    """Latencies over the last `window_s`; zeros when no request finished in it."""
+
+    requests: int = 0
+    window_s: float = WINDOW_S
+    ttft_p50_s: float = 0.0
+    ttft_p95_s: float = 0.0
+    tpot_p50_s: float = 0.0
+    tpot_p95_s: float = 0.0
+
+
+class HostWatch:
+    """Drains the latency ring of a control page into a log and a short window."""
+
+    def __init__(
+        self,
+        log: JsonlLog,
+        on_record: Callable[[LatencyRecord], None] = lambda _: None,
+        cursor: Cursor = START,
+        host: str = "",
+    ) -> None:
+        """`cursor`: the first records to take; those before it an earlier daemon has taken.
+
+        `host`: its name, for the log's lines, where a node may have several.
+        """
+        self._named = {"host": host} if host else {}
+        self._on_record = on_record
+        self._log = log
+        self._window: deque[LatencyRecord] = deque(maxlen=4_096)
+        self._cursor = cursor
+        self.lost = 0
+
+    def drain(self, page: ControlPage) -> None:
+        """Take what is new; `lost` counts the records that were not to be had."""
+        drained = page.latency.drain(self._cursor)
+        if drained.lost and not self.lost:
+            logger.warning(
+                "latencies of the host were written over before they were read, or torn; they are"
+                " counted as lost"
+            )
+        self.lost += drained.lost
+        self._cursor = drained.cursor
+        for record in drained.records:
+            self._window.append(record)
+            self._log.write(_as_json(record) | self._named)
+            self._on_record(record)
+
+    def summary(self) -> HostSummary:
+        """Return the latencies of the last ten seconds."""
+        since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
+        recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
+        if not recent:
+            return HostSummary()
+        ttft = [record.ttft_ns / _NS for record in recent]
+        tpot = [record.tpot_ns / _NS for record in recent if record.tpot_ns] or [0.0]
+        return HostSummary(
+            requests=len(recent),
+            ttft_p50_s=percentile(ttft, 0.5),
+            ttft_p95_s=percentile(ttft, 0.95),
+            tpot_p50_s=percentile(tpot, 0.5),
+            tpot_p95_s=percentile(tpot, 0.95),
+        )
+
+
+def _as_json(record: LatencyRecord) -> dict[str, object]:
+    return {
+        "request_id": record.request_id,
+        "finished_s": record.finished_ns / _NS,
+        "ttft_s": record.ttft_ns / _NS,
+        "tpot_s": record.tpot_ns / _NS if record.tpot_ns else None,
+        "e2e_s": record.e2e_ns / _NS,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+    }
+
+
+class HostScrape:
+    """Figures of a host from its scrapes; times are monotonic seconds, handed in."""
+
+    def __init__(self, ttft_s: float, tpot_s: float, model: str | None = None) -> None:
+        self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._model = model
+        self._taken: deque[tuple[float, Scrape]] = deque()
+        self.good = 0
+        self.bad = 0
+        self.trouble = ""
+
+    def take(self, text: str, now_s: float) -> None:
+        """Read one exposition. What cannot be read is `trouble`, in a line, and counts nothing."""
+        try:
+            scrape = parse_scrape(text, self._model)
+            if self._taken:
+                self._count(scrape.since(self._taken[-1][1]))
+        except ScrapeError as error:
+            self.missed(str(error))
+            return
+        self.trouble = ""
+        self._taken.append((now_s, scrape))
+        while self._taken[0][0] < now_s - WINDOW_S:
+            self._taken.popleft()
+
+    def missed(self, why: str) -> None:
+        """Record that the host did not answer."""
+        self.trouble = why
+
+    def running(self, now_s: float) -> tuple[int, int] | None:
+        """Return the running and the waiting requests; None while unknown."""
+        newest = self._newest(now_s)
+        return None if newest is None else (newest.running or 0, newest.waiting or 0)
+
+    def busy_share(self, now_s: float) -> float | None:
+        """Return the share of the window's scrapes that found work; None while unknown."""
+        if self._newest(now_s) is None:
+            return None
+        found = [bool(each.running or each.waiting) for _, each in self._taken]
+        return sum(found) / len(found)
+
+    def summary(self, now_s: float) -> HostSummary:
+        """Return the latencies of the window, to the precision of the buckets."""
+        newest = self._newest(now_s)
+        if newest is None or len(self._taken) < 2:
+            return HostSummary()
+        try:
+            window = newest.since(self._taken[0][1])
+        except ScrapeError:
+            return HostSummary()
+        tpot = window.tpot or window.itl
+        return HostSummary(
+            requests=window.ttft.count if window.ttft else 0,
+            ttft_p50_s=_quantile(window.ttft, 0.5),
+            ttft_p95_s=_quantile(window.ttft, 0.95),
+            tpot_p50_s=_quantile(tpot, 0.5),
+            tpot_p95_s=_quantile(tpot, 0.95),
+        )
+
+    def _newest(self, now_s: float) -> Scrape | None:
+        at_s, scrape = self._taken[-1] if self._taken else (-math.inf, None)
+        return scrape if now_s < at_s + STALE_S else None
+
+    def _count(self, fresh: Scrape) -> None:
+        # Gaps between tokens are no requests: without a mean of each only TTFT counts.
+        counted = [
+            (each.count, each.count - each.at_most(target_s))
+            for each, target_s in ((fresh.ttft, self._ttft_s), (fresh.tpot, self._tpot_s))
+            if each is not None
+        ]
+        requests = max((count for count, _ in counted), default=0)
+        bad = min(requests, sum(missed for _, missed in counted))
+        self.good += requests - bad
+        self.bad += bad
+
+
+def _quantile(histogram: Histogram | None, fraction: float) -> float:
+    return (histogram.quantile(fraction) or 0.0) if histogram is not None else 0.0
+
+
+async def watch(
+    url: str,
+    scrape: HostScrape,
+    http: aiohttp.ClientSession,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> None:
+    """Scrape every second until cancelled. A host that does not answer is asked again."""
+    limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    while True:
+        try:
+            async with http.get(url, timeout=limit) as reply:
+                if reply.status != 200:
+                    scrape.missed(f"{url} answers HTTP {reply.status}")
+                else:
+                    raw = await _read(reply)
+                    scrape.take(raw.decode(errors="replace"), clock_s())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            scrape.missed(f"{url} does not answer ({error or type(error).__name__})")
+        await asyncio.sleep(EVERY_S)
+
+
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    raw = bytearray()
+    async for chunk in reply.content.iter_any():
+        raw += chunk
+        if len(raw) > MOST_BYTES:
+            raise aiohttp.ClientPayloadError(f"more than {MOST_BYTES} bytes")
+    return bytes(raw)

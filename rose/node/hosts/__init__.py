@@ -1,1 +1,0 @@
-"""The hosts of a node: found, watched, told of."""

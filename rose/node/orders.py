@@ -1,0 +1,210 @@
+"""Orders that hold for a node's guests: the operator's modes, and the caps of capacity policies.
+
+Orders of a scheduler, or of anything that answers in its place, are checked before they are obeyed
+(`check_order`). A scheduler that falls silent changes no order: leases end by themselves, and a
+node that has heard none for `staleAfter` harvests nothing: its guest is frozen and keeps no KV
+memory but the least.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from executor.grant_controller import UNCAPPED, HarvestCaps
+from rose.addresses import checked_url
+from rose.clock import boot_clock_s
+from rose.errors import ConfigError, RefusedError
+from rose.node.guest.kill_switch import KillSwitch
+from rose.rpc import rose_pb2
+
+# A lease's life: a cut-off node stops computing at its end in any case.
+STALE_AFTER_S: Final = 5.0
+LEAST_S: Final = {"stale_after_s": 1.0, "reclaim_deadline_s": 0.5}
+MOST_S: Final = 600.0
+# A scheduler renews each second: a lease that lives for much longer would outlive its node's sight.
+MAX_LEASE_TTL_S: Final = 60.0
+MAX_EPOCH = MAX_VERSION = 2**53
+MAX_NEIGHBOURS: Final = 4_096
+MAX_NAME_CHARS: Final = 253
+
+
+def check_order(command: rose_pb2.NodeCommand) -> None:
+    """Raise `RefusedError` or `ConfigError`, in a line, for an order that is not to be obeyed."""
+    match command.WhichOneof("command"):
+        case "lease":
+            _check_lease(command.lease)
+        case "version":
+            _check_version(command.version)
+        case "relays":
+            _check_relays(command.relays)
+        case "caps":
+            check_caps(command.caps)
+
+
+def _check_lease(lease: rose_pb2.Lease) -> None:
+    if lease.epoch > MAX_EPOCH:
+        raise RefusedError(f"epoch {lease.epoch} of {lease.replica} is above 2^53")
+    if max(len(lease.job), len(lease.model)) > MAX_NAME_CHARS:
+        raise RefusedError(f"the job of {lease.replica} has a name of over {MAX_NAME_CHARS}")
+    if not (math.isfinite(lease.ttl_s) and 0 < lease.ttl_s <= MAX_LEASE_TTL_S):
+        raise RefusedError(
+            f"a lease of {lease.replica} for {lease.ttl_s} s; it may live for up to"
+            f" {MAX_LEASE_TTL_S:.0f} s"
+        )
+
+
+def _check_version(version: rose_pb2.Version) -> None:
+    if not (version.parent <= version.version <= MAX_VERSION and version.version):
+        raise RefusedError(
+            f"version {version.version} with parent {version.parent}; versions grow, up to 2^53"
+        )
+    checked_url(version.url, f"the url of version {version.version}")
+
+
+def _check_relays(relays: rose_pb2.Relays) -> None:
+    if len(relays.urls) > MAX_NEIGHBOURS:
+        raise RefusedError(f"{len(relays.urls)} relays at once; a cluster has {MAX_NEIGHBOURS}")
+    for url in relays.urls:
+        try:
+            checked_url(url, "a neighbour's relay")
+        except ConfigError as error:
+            raise RefusedError(f"the cluster's relays stay as they were: {error}") from error
+
+
+class SchedulerCaps:
+    """Newest caps, and the scheduler's last sign of life; an open stream counts as one.
+
+    The guard's thread reads it too: each value is one reference that is replaced.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = boot_clock_s) -> None:
+        self._clock_s = clock_s
+        self._lost_at_s: float | None = clock_s()
+        self.harvest: HarvestCaps = UNCAPPED
+        self.stale_after_s = STALE_AFTER_S
+        self.reclaim_deadline_s: float | None = None
+
+    def take(self, caps: rose_pb2.Caps) -> None:
+        """Replace what was said before. `check_caps` comes first."""
+        self.harvest = harvest_caps(caps)
+        stale = caps.HasField("stale_after_s")
+        self.stale_after_s = caps.stale_after_s if stale else STALE_AFTER_S
+        bounded = caps.HasField("reclaim_deadline_s")
+        self.reclaim_deadline_s = caps.reclaim_deadline_s if bounded else None
+
+    @property
+    def cut_off(self) -> bool:
+        """True if no scheduler has been heard for longer than `staleAfter`."""
+        return self.lost_s() > self.stale_after_s
+
+    def heard(self) -> None:
+        """Record that the scheduler's stream is open."""
+        self._lost_at_s = None
+
+    def lost(self) -> None:
+        """Record that the stream has ended."""
+        if self._lost_at_s is None:
+            self._lost_at_s = self._clock_s()
+
+    def lost_s(self) -> float:
+        """Return the seconds without a stream, 0 while one is open."""
+        lost_at_s = self._lost_at_s
+        return 0.0 if lost_at_s is None else self._clock_s() - lost_at_s
+
+    def lease_ttl_s(self, ttl_s: float) -> float:
+        """Return the time for which a grant or renewal counts on this node."""
+        return min(ttl_s, self.stale_after_s)
+
+    def reclaim_s(self, own_s: float) -> float:
+        """Return the time that a reclaim may take; `own_s` is the limit in the node's file."""
+        return own_s if self.reclaim_deadline_s is None else min(own_s, self.reclaim_deadline_s)
+
+
+def harvest_caps(caps: rose_pb2.Caps) -> HarvestCaps:
+    """Return the scheduler's caps as the guard's. Raises ValueError for invalid shares."""
+    said = {field.name: value for field, value in caps.ListFields()}
+    return HarvestCaps(
+        compute=said.get("compute"),
+        kv_bytes=said.get("kv_bytes"),
+        kv_headroom=said.get("kv_headroom", 0.0),
+        slack_share=said.get("slack_share"),
+        high_watermark=said.get("high_watermark"),
+        low_watermark=said.get("low_watermark"),
+    )
+
+
+def check_caps(caps: rose_pb2.Caps) -> None:
+    """Raise RefusedError, in a line, for caps that are not to be obeyed; those before stay."""
+    try:
+        harvest_caps(caps)
+    except ValueError as error:
+        raise RefusedError(f"the caps stay as they were: {error}") from error
+    for field, value in caps.ListFields():
+        least_s = LEAST_S.get(field.name)
+        if least_s is not None and not (math.isfinite(value) and least_s <= value <= MOST_S):
+            raise RefusedError(f"the caps stay as they were: {field.name} is {value}")
+
+
+class HarvestSwitch:
+    """Modes as told: one of the cluster, and stricter ones of single replicas.
+
+    Until a scheduler spoke nothing may be lent, so no guest is started either; one that an earlier
+    daemon left running stays, frozen. A scheduler that falls silent changes nothing: leases end by
+    themselves.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._off_since_s: dict[str, float] = {}
+        self._cluster = rose_pb2.HARVEST_MODE_UNSPECIFIED
+        self._own: dict[str, rose_pb2.HarvestMode.ValueType] = {}
+
+    def take(self, command: rose_pb2.Harvest) -> None:
+        """Learn a mode. That of the cluster comes first and forgets those of single replicas."""
+        if command.replica:
+            self._own[command.replica] = command.mode
+        else:
+            self._cluster = command.mode
+            self._own.clear()
+        # A stop that is over for a moment begins anew, whoever looks when.
+        for replica in list(self._off_since_s):
+            self.off(replica)
+
+    @property
+    def known(self) -> bool:
+        """True if a scheduler has set a mode since this daemon started."""
+        return self._cluster != rose_pb2.HARVEST_MODE_UNSPECIFIED
+
+    def off(self, replica: str) -> bool:
+        """Return True if the guest must not exist at all."""
+        barred = rose_pb2.HARVEST_MODE_OFF
+        off = barred in (self._cluster, self._own.get(replica))
+        if off:
+            self._off_since_s.setdefault(replica, self._clock_s())
+        else:
+            self._off_since_s.pop(replica, None)
+        return off
+
+    def off_since_s(self, replica: str) -> float:
+        """Since when the guest has not been allowed to exist, which tells stops apart; else 0."""
+        return self._off_since_s.get(replica, 0.0) if self.off(replica) else 0.0
+
+    def off_s(self, replica: str) -> float:
+        """Return the seconds for which `off` has been true; 0 while the guest may exist."""
+        since_s = self._off_since_s.get(replica)
+        return self._clock_s() - since_s if self.off(replica) and since_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Orders of a node: modes, kill switch, caps."""
+
+    harvest: HarvestSwitch
+    kill_switch: KillSwitch
+    caps: SchedulerCaps
+
+    def bars(self, guest: str) -> bool:
+        """Return True if the guest must not exist."""
+        return self.kill_switch.engaged or self.harvest.off(guest)

@@ -1,1 +1,0 @@
-"""Measurements of a node, shown on `/metrics`."""
