@@ -256,26 +256,22 @@ class ReplicaConfig(Frozen):
 
     def engine_spec(
         self,
-        log: Path,
-        host: HostConfig | None,
-        verify_key: str | None,
+        node: "NodeConfig",
         cgroup: Path | None = None,
         gpu_env: Mapping[str, str] = MappingProxyType({}),
-        weights_dir: Path | None = None,
-        unsigned: bool = False,
     ) -> EngineSpec:
-        """Return the engine to start; a dedicated replica ignores the host.
+        """Return the engine to start; a dedicated replica ignores the node's host.
 
         `gpu_env`: what names its GPU to it; `extra_env` has the last word.
         """
-        host = host if self.kind == "guest" else None
+        host = node.host if self.kind == "guest" else None
         on_gpu = self.device is not None
         return EngineSpec(
             name=self.id,
             role=EngineRole(self.kind),
             model_dir=self.model_dir,
             port=self.port,
-            log=log,
+            log=node.log_dir / f"engine-{self.id}.log",
             core=self.core,
             kv_bytes=self.kv_bytes,
             max_model_len=self.max_model_len,
@@ -287,9 +283,9 @@ class ReplicaConfig(Frozen):
             orphan_s=self.orphan_s,
             headroom_bytes=host.headroom_bytes if host else 0,
             cgroup=cgroup,
-            verify_key=verify_key,
-            unsigned=unsigned,
-            weights_dir=weights_dir,
+            verify_key=node.verify_key,
+            unsigned=node.unsigned,
+            weights_dir=node.weights,
             # There are no steps of a turn to run where none is taken.
             warm_up_s=self.warm_up_s if self.runner == "generate" else None,
             step_profile=self.step_profile,
@@ -387,16 +383,12 @@ class RelayConfig(Frozen):
     insecure: bool = False
 
 
-class ProxyConfig(Frozen):
+class ProxyConfig(RelayConfig):
     """Turns of other machines come in here: engines themselves listen on loopback alone.
 
     host: an address that gateways reach. insecure: whoever reaches it may send turns, where there
     are no certificates to tell gateways by.
     """
-
-    host: str
-    port: int = Field(gt=0, lt=65_536)
-    insecure: bool = False
 
 
 class FanoutConfig(Frozen):
@@ -509,12 +501,15 @@ class NodeConfig(Frozen):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-        config._check_hosts(path)
-        config._check_identity(path)
-        config._check_weights(path)
-        config._check_profiles(path)
-        config._check_fanout(path)
-        config._check_proxy(path)
+        try:
+            config._check_hosts()
+            config._check_identity()
+            config._check_weights()
+            config._check_profiles()
+            config._check_fanout()
+            config._check_proxy()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
         return config if config.host is None else config.with_host(config.host)
 
     def with_host(self, host: HostConfig | None, slot: int | None = None) -> Self:
@@ -551,19 +546,19 @@ class NodeConfig(Frozen):
         """Replicas that have their GPU alone."""
         return tuple(replica for replica in self.replicas if replica.kind == "dedicated")
 
-    def _check_hosts(self, path: Path) -> None:
+    def _check_hosts(self) -> None:
         guests = self.guests
         if self.host is not None and self.discover is not None:
-            raise ConfigError(f"{path}: host and discover; leave one of them out")
+            raise ConfigError("host and discover; leave one of them out")
         if self.host is None and self.discover is None and guests:
-            raise ConfigError(f"{path}: a guest needs a host; add `host` or make it dedicated")
+            raise ConfigError("a guest needs a host; add `host` or make it dedicated")
         if len(guests) > 1:
             names = " and ".join(guest.id for guest in guests)
-            raise ConfigError(f"{path}: {names} would share one host; give each host one guest")
+            raise ConfigError(f"{names} would share one host; give each host one guest")
         if self.discover is not None and guests:
-            self._check_ports(path, guests[0].port, self.discover.at_most)
+            self._check_ports(guests[0].port, self.discover.at_most)
 
-    def _check_ports(self, path: Path, first: int, count: int) -> None:
+    def _check_ports(self, first: int, count: int) -> None:
         """Guests of hosts that are found have ports in a row."""
         taken = {replica.port: replica.id for replica in self.dedicated}
         if self.metrics_port is not None:
@@ -574,19 +569,17 @@ class NodeConfig(Frozen):
             taken[self.proxy.port] = "proxy"
         last = first + count - 1
         if last >= 1 << 16:
-            raise ConfigError(f"{path}: {count} guests from port {first} on end beyond 65535")
+            raise ConfigError(f"{count} guests from port {first} on end beyond 65535")
         for port, name in taken.items():
             if first <= port <= last:
-                raise ConfigError(
-                    f"{path}: {name} has port {port}, and guests have {first} to {last}"
-                )
+                raise ConfigError(f"{name} has port {port}, and guests have {first} to {last}")
 
-    def _check_identity(self, path: Path) -> None:
+    def _check_identity(self) -> None:
         files = self.certificates.files
         if files is None:
             if not (self.metrics_insecure or is_loopback(self.metrics_host)):
                 raise ConfigError(
-                    f"{path}: metrics_host {self.metrics_host!r} is reached from other machines,"
+                    f"metrics_host {self.metrics_host!r} is reached from other machines,"
                     " and whoever reaches it reads what each host and guest does; give"
                     ' certificates, or fence the network and say "metrics_insecure": true'
                 )
@@ -594,56 +587,53 @@ class NodeConfig(Frozen):
         own = files.insist(Role.NODE)
         if own.name != self.node:
             raise ConfigError(
-                f"{path}: the certificate is of node {own.name}, and this is {self.node}; a node"
+                f"the certificate is of node {own.name}, and this is {self.node}; a node"
                 " speaks under the name of its certificate"
             )
 
-    def _check_weights(self, path: Path) -> None:
+    def _check_weights(self) -> None:
         if self.verify_key is None and not self.unsigned:
             raise ConfigError(
-                f"{path}: verify_key is missing: whoever announces a version could put any weights"
+                "verify_key is missing: whoever announces a version could put any weights"
                 ' into these engines; give the key, or say "unsigned": true'
             )
         if self.verify_key is not None and self.unsigned:
-            raise ConfigError(f'{path}: verify_key and "unsigned": true; leave one of them out')
+            raise ConfigError('verify_key and "unsigned": true; leave one of them out')
         if self.relay:
-            checked_url(
-                f"http://{host_port(self.relay.host)}", f"{path}: the address of relay.host"
-            )
+            checked_url(f"http://{host_port(self.relay.host)}", "the address of relay.host")
         if self.fanout and self.fanout.leader:
-            checked_url(self.fanout.leader, f"{path}: fanout.leader")
+            checked_url(self.fanout.leader, "fanout.leader")
 
-    def _check_fanout(self, path: Path) -> None:
+    def _check_fanout(self) -> None:
         group = self.fanout
         if group is None:
             return
         if group.rank >= group.size:
-            raise ConfigError(f"{path}: fanout.rank {group.rank} is none of 0 to {group.size - 1}")
+            raise ConfigError(f"fanout.rank {group.rank} is none of 0 to {group.size - 1}")
         if group.rank == 0 and self.relay is None:
-            raise ConfigError(f"{path}: the leader of a group (fanout.rank 0) needs a relay")
+            raise ConfigError("the leader of a group (fanout.rank 0) needs a relay")
         if group.rank > 0 and not group.leader:
-            raise ConfigError(f"{path}: fanout.leader is missing: the address of rank 0's relay")
+            raise ConfigError("fanout.leader is missing: the address of rank 0's relay")
 
-    def _check_proxy(self, path: Path) -> None:
+    def _check_proxy(self) -> None:
         proxy = self.proxy
         if proxy is None:
             return
-        checked_url(f"http://{host_port(proxy.host)}", f"{path}: the address of proxy.host")
+        checked_url(f"http://{host_port(proxy.host)}", "the address of proxy.host")
         exposed = not (proxy.insecure or is_loopback(proxy.host))
         if exposed and self.certificates.files is None:
             raise ConfigError(
-                f"{path}: proxy.host {proxy.host!r} is reached from other machines, and whoever"
+                f"proxy.host {proxy.host!r} is reached from other machines, and whoever"
                 " reaches it can send turns to every replica; give certificates, or fence the"
                 ' network and say "insecure": true'
             )
         lacking = [name for name in ("httptools", "uvloop") if find_spec(name) is None]
         if lacking:
             raise ConfigError(
-                f"{path}: the proxy needs {' and '.join(lacking)}; pip install"
-                " 'rose-rollout[replica]'"
+                f"the proxy needs {' and '.join(lacking)}; pip install 'rose-rollout[replica]'"
             )
 
-    def _check_profiles(self, path: Path) -> None:
+    def _check_profiles(self) -> None:
         """Raise for a profile that cannot be used, before a guest tries to start with it."""
         for hosts in (self.host, self.discover):
             if hosts and hosts.step_profile:
@@ -651,7 +641,7 @@ class NodeConfig(Frozen):
         for replica in self.replicas:
             if replica.step_profile and replica.kind != "guest":
                 raise ConfigError(
-                    f"{path}: {replica.id} is dedicated and has no gate; remove its step_profile"
+                    f"{replica.id} is dedicated and has no gate; remove its step_profile"
                 )
             if replica.step_profile:
                 check_profile(replica.step_profile)

@@ -18,12 +18,12 @@ request of its own, up to all, so the budget seems to burn faster than it does, 
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
@@ -50,6 +50,8 @@ EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 2.0
 MOST_BYTES: Final = 8 << 20
 WINDOW_S: Final = 10.0
+QUANTILES: Final = (0.5, 0.95)
+NO_LATENCY: Final = (0.0, 0.0)
 # Older figures are nobody's: stale data is no data.
 STALE_S: Final = 5.0
 
@@ -74,7 +76,7 @@ class Host:
         self._closed = False
         self.scrape = HostScrape(*targets, config.metrics_model) if config.metrics_url else None
         self.watch = HostWatch(latencies, self._served, page.latency.cursor, config.name)
-        self._slo = SloCounter(*targets)
+        self._met = self._missed = 0
         self._load = HostLoad()
         self._ttft, self._tpot = (LatencyHistogram(target_s) for target_s in targets)
 
@@ -87,8 +89,7 @@ class Host:
     @property
     def requests(self) -> tuple[int, int]:
         """Requests that met both targets, and those that missed one, since it was found."""
-        counted = self.scrape or self._slo
-        return counted.good, counted.bad
+        return (self.scrape.good, self.scrape.bad) if self.scrape else (self._met, self._missed)
 
     def look(self) -> None:
         """Take what is new of its latencies, unless a guard does."""
@@ -103,9 +104,9 @@ class Host:
     def telemetry(self, node: str) -> rose_pb2.HostTelemetry:
         now_s = time.monotonic()
         state = self.state
-        said = self.scrape.summary(now_s) if self.scrape else self.watch.summary()
+        told = self.scrape.summary(now_s) if self.scrape else self.watch.summary()
         good, bad = self.requests
-        told = rose_pb2.HostTelemetry(
+        figures = rose_pb2.HostTelemetry(
             node=node,
             host=self.config.name,
             source="scrape" if self.scrape else "plugin",
@@ -114,16 +115,11 @@ class Host:
             busy_ns=state.busy_ns if state else 0,
             running=state.running if state else 0,
             waiting=state.waiting if state else 0,
-            window_requests=said.requests,
-            window_s=said.window_s,
-            ttft_p50_s=said.ttft_p50_s,
-            ttft_p95_s=said.ttft_p95_s,
-            tpot_p50_s=said.tpot_p50_s,
-            tpot_p95_s=said.tpot_p95_s,
             ttft_target_s=self.config.ttft_target_s,
             tpot_target_s=self.config.tpot_target_s,
             kv_share=state.kv_used / state.kv_total if state and state.kv_total else None,
         )
+        told.MergeFrom(figures)
         if self.scrape:
             told.running, told.waiting = self.scrape.running(now_s) or (0, 0)
             share = self.scrape.busy_share(now_s)
@@ -141,10 +137,14 @@ class Host:
         self._right.close()
 
     def _served(self, record: LatencyRecord) -> None:
-        self._slo.count(record)
-        self._ttft.observe(record.ttft_ns / _NS)
+        ttft_s, tpot_s = record.ttft_ns / _NS, record.tpot_ns / _NS
+        if ttft_s <= self.config.ttft_target_s and tpot_s <= self.config.tpot_target_s:
+            self._met += 1
+        else:
+            self._missed += 1
+        self._ttft.observe(ttft_s)
         if record.tpot_ns:
-            self._tpot.observe(record.tpot_ns / _NS)
+            self._tpot.observe(tpot_s)
 
 
 def summed(
@@ -176,22 +176,6 @@ def summed(
 def _strain(host: rose_pb2.HostTelemetry) -> float:
     ttft, tpot = host.ttft_p95_s / host.ttft_target_s, host.tpot_p95_s / host.tpot_target_s
     return max(ttft, tpot)
-
-
-class SloCounter:
-    """Requests of a host that met both targets, and those that missed one; they only grow."""
-
-    def __init__(self, ttft_s: float = 0.5, tpot_s: float = 0.15) -> None:
-        self._ttft_ns, self._tpot_ns = round(ttft_s * 1e9), round(tpot_s * 1e9)
-        self.good = 0
-        self.bad = 0
-
-    def count(self, record: LatencyRecord) -> None:
-        """Count one finished request (in the thread that reads them)."""
-        if record.ttft_ns <= self._ttft_ns and record.tpot_ns <= self._tpot_ns:
-            self.good += 1
-        else:
-            self.bad += 1
 
 
 class HostLoad:
@@ -269,16 +253,18 @@ class HostProcess:
 logger = logging.getLogger("rose.node")
 
 
-@dataclass(frozen=True, slots=True)
-class HostSummary:
-    """Latencies over the last `window_s`; zeros when no request finished in it."""
-
-    requests: int = 0
-    window_s: float = WINDOW_S
-    ttft_p50_s: float = 0.0
-    ttft_p95_s: float = 0.0
-    tpot_p50_s: float = 0.0
-    tpot_p95_s: float = 0.0
+def _latencies(
+    requests: int, ttft_s: Sequence[float], tpot_s: Sequence[float]
+) -> rose_pb2.HostTelemetry:
+    """Return the requests of the last `WINDOW_S` with median and 95th percentile of latencies."""
+    return rose_pb2.HostTelemetry(
+        window_requests=requests,
+        window_s=WINDOW_S,
+        ttft_p50_s=ttft_s[0],
+        ttft_p95_s=ttft_s[1],
+        tpot_p50_s=tpot_s[0],
+        tpot_p95_s=tpot_s[1],
+    )
 
 
 class HostWatch:
@@ -317,21 +303,14 @@ class HostWatch:
             self._log.write(_as_json(record) | self._named)
             self._on_record(record)
 
-    def summary(self) -> HostSummary:
-        """Return the latencies of the last ten seconds."""
+    def summary(self) -> rose_pb2.HostTelemetry:
+        """Return the latencies of the last ten seconds; zeros when no request finished in them."""
         since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
         recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
-        if not recent:
-            return HostSummary()
-        ttft = [record.ttft_ns / _NS for record in recent]
+        ttft = [record.ttft_ns / _NS for record in recent] or [0.0]
         tpot = [record.tpot_ns / _NS for record in recent if record.tpot_ns] or [0.0]
-        return HostSummary(
-            requests=len(recent),
-            ttft_p50_s=percentile(ttft, 0.5),
-            ttft_p95_s=percentile(ttft, 0.95),
-            tpot_p50_s=percentile(tpot, 0.5),
-            tpot_p95_s=percentile(tpot, 0.95),
-        )
+        both = [[percentile(each, share) for share in QUANTILES] for each in (ttft, tpot)]
+        return _latencies(len(recent), *both)
 
 
 def _as_json(record: LatencyRecord) -> dict[str, object]:
@@ -387,23 +366,16 @@ class HostScrape:
         found = [bool(each.running or each.waiting) for _, each in self._taken]
         return sum(found) / len(found)
 
-    def summary(self, now_s: float) -> HostSummary:
+    def summary(self, now_s: float) -> rose_pb2.HostTelemetry:
         """Return the latencies of the window, to the precision of the buckets."""
-        newest = self._newest(now_s)
-        if newest is None or len(self._taken) < 2:
-            return HostSummary()
-        try:
-            window = newest.since(self._taken[0][1])
-        except ScrapeError:
-            return HostSummary()
-        tpot = window.tpot or window.itl
-        return HostSummary(
-            requests=window.ttft.count if window.ttft else 0,
-            ttft_p50_s=_quantile(window.ttft, 0.5),
-            ttft_p95_s=_quantile(window.ttft, 0.95),
-            tpot_p50_s=_quantile(tpot, 0.5),
-            tpot_p95_s=_quantile(tpot, 0.95),
-        )
+        newest, window = self._newest(now_s), None
+        if newest is not None and len(self._taken) > 1:
+            with contextlib.suppress(ScrapeError):
+                window = newest.since(self._taken[0][1])
+        if newest is None or window is None:
+            return _latencies(0, NO_LATENCY, NO_LATENCY)
+        requests = window.ttft.count if window.ttft else 0
+        return _latencies(requests, _quantiles(window.ttft), _quantiles(window.tpot or window.itl))
 
     def _newest(self, now_s: float) -> Scrape | None:
         at_s, scrape = self._taken[-1] if self._taken else (-math.inf, None)
@@ -422,8 +394,10 @@ class HostScrape:
         self.bad += bad
 
 
-def _quantile(histogram: Histogram | None, fraction: float) -> float:
-    return (histogram.quantile(fraction) or 0.0) if histogram is not None else 0.0
+def _quantiles(histogram: Histogram | None) -> Sequence[float]:
+    if histogram is None:
+        return NO_LATENCY
+    return [histogram.quantile(share) or 0.0 for share in QUANTILES]
 
 
 async def watch(

@@ -21,7 +21,7 @@ from rose.node.guest.guard import GuardedHost, GuardThread
 from rose.node.guest.guest_record import GuestLock
 from rose.node.guest.kill_switch import KILLED, Measured, StopProof
 from rose.node.guest.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
-from rose.node.guest.reclaimer import GuestMemory, Reclaimer
+from rose.node.guest.reclaimer import Reclaimer
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor
 from rose.node.host import Host, summed
 from rose.node.lease import (
@@ -109,31 +109,13 @@ class Replica:
         self.updates = Updates(
             config.id, config.kind, client, parts.source, parts.logs.activations, events, self
         )
-        self.gauge = ReplicaPoller(client, lambda: self.offered)
+        self.poller = ReplicaPoller(client, lambda: self.offered)
         self._trusted = True
         self.model = config.model_name
         self._wanted_model = self._started_model = config.model_name
-        node = parts.config
-        spec = config.engine_spec(
-            node.log_dir / f"engine-{config.id}.log",
-            node.host,
-            node.verify_key,
-            self._cgroup(),
-            parts.gpus.environment(config),
-            node.weights,
-            node.unsigned,
-        )
+        gpu_env = parts.gpus.environment(config)
+        spec = config.engine_spec(parts.config, self._cgroup(), gpu_env)
         self.supervisor = Supervisor(spec, config.start_timeout_s, events, self, self._claim())
-
-    @property
-    def version(self) -> int:
-        """The policy version that its engine is proven to run."""
-        return self.updates.version
-
-    @property
-    def job(self) -> str:
-        """The job of that version, "" for the model as it was started."""
-        return self.updates.job
 
     @property
     def near(self) -> list[str]:
@@ -176,7 +158,7 @@ class Replica:
         background.start(self._task("updates"), self.updates.run, restarts=None)
         if self.config.kind != "guest":
             # A guest says it all on the control page, for nothing.
-            background.start(self._task("gauge"), self.gauge.run, restarts=None)
+            background.start(self._task("gauge"), self.poller.run, restarts=None)
 
     async def leave(self, background: Background, reason: str) -> None:
         """End all of it, while the node goes on."""
@@ -252,22 +234,13 @@ class Replica:
         return None
 
     def _lease_told(self, step: LeaseTakenBack | Ended) -> None:
+        name, epoch = self.config.id, step.epoch
         if isinstance(step, LeaseTakenBack):
-            self._session.say(
-                rose_pb2.NodeReport(
-                    revocation=rose_pb2.Revocation(
-                        replica=self.config.id, epoch=step.epoch, reason=step.reason
-                    )
-                )
-            )
+            told = rose_pb2.Revocation(replica=name, epoch=epoch, reason=step.reason)
+            self._session.say(revocation=told)
         elif step.asked:
-            self._session.say(
-                rose_pb2.NodeReport(
-                    released=rose_pb2.Released(
-                        replica=self.config.id, epoch=step.epoch, aborted=step.aborted
-                    )
-                )
-            )
+            released = rose_pb2.Released(replica=name, epoch=epoch, aborted=step.aborted)
+            self._session.say(released=released)
 
     def start_anew(self, why: str) -> None:
         """Start the engine with the leased job's model; the lease lives on meanwhile."""
@@ -285,11 +258,17 @@ class Replica:
         if self.model != self._wanted_model and job == self.lease_agent.job:
             # Its weights are now those of the other model, which has the same architecture.
             self.model = self._wanted_model
-        self._session.say(_activation(self.config.id, job, version, "", ok=True))
+        self._tell_activation(job, version, ok=True)
 
     def unproven(self, version: int, why: str) -> None:
-        self._session.say(_activation(self.config.id, self.lease_agent.job, version, why, ok=False))
+        self._tell_activation(self.lease_agent.job, version, why, ok=False)
         self._broken(f"version {version} is not proven")
+
+    def _tell_activation(self, job: str, version: int, why: str = "", *, ok: bool) -> None:
+        told = rose_pb2.Activation(
+            replica=self.config.id, job=job, version=version, ok=ok, message=why
+        )
+        self._session.say(activation=told)
 
     def _broken(self, reason: str) -> None:
         """End an engine that does not obey, and start from the base: no turn may run on it."""
@@ -312,9 +291,9 @@ class Guest(Replica):
         self.host = host
         self._loop = asyncio.get_running_loop()
         self._orders = parts.orders
-        self._hang = HangWatch(self._state, lambda: self.supervisor.pid)
+        self._hang = HangWatch()
         spec = self.supervisor.spec
-        self._boost = CpuBoost(self._healthy_group, spec.cgroup, share_of(spec) or "background")
+        self._boost = CpuBoost(spec.cgroup, share_of(spec) or "background")
         self._proof = StopProof()
         self._still_held: int | None = None
 
@@ -344,7 +323,7 @@ class Guest(Replica):
         return HOST_BUSY if self.config.device is not None and not idle else None
 
     def hangs(self) -> str | None:
-        return self._hang.reason()
+        return self._hang.reason(self.state, self.supervisor.pid)
 
     def check_room(self) -> None:
         """Raise CardError or EngineStartError without room beside the host's headroom."""
@@ -383,7 +362,7 @@ class Guest(Replica):
             previous = host.page.grant.read()
         except PageUnreadable:
             previous = None
-        self.reclaimer = Reclaimer(self._memory(), self._events)
+        self.reclaimer = Reclaimer(self, self._events)
         self.guard = GuardThread(
             self,
             GuardedHost(host.page, host.watch, host.config.pid),
@@ -416,7 +395,7 @@ class Guest(Replica):
         return self.lease_agent.lease_epoch()
 
     def boost(self, *, on: bool) -> None:
-        self._boost.set(on)
+        self._boost.set(self._healthy_group() if on else None)
 
     def overdue(self, owed_bytes: int) -> None:
         """Reclaim memory of the host that the guest has kept for too long (any thread)."""
@@ -428,9 +407,6 @@ class Guest(Replica):
     def guard_broke(self) -> None:
         self._loop.call_soon_threadsafe(self._parts.guard_broke.set)
 
-    def _state(self) -> GuestState | None:
-        return self.guard.guest if self.guard else None
-
     def _healthy_group(self) -> int | None:
         # Until it is healthy the section on the page may be that of an earlier life.
         healthy = self.supervisor.state is EngineState.HEALTHY
@@ -438,29 +414,33 @@ class Guest(Replica):
 
     # ---- memory ----
 
-    def _memory(self) -> GuestMemory:
-        config, gpus = self.config, self._parts.gpus
-        card = None if config.device is None else gpus.card(config.device)
+    @property
+    def state(self) -> GuestState | None:
+        return self.guard.guest if self.guard else None
 
-        def gauge() -> MemoryGauge:
-            if card is None:
-                return HostMemory(lambda: self.supervisor.pid)
-            return DeviceMemory(gpus.reader, card, lambda: self.supervisor.pid, self._state)
+    @property
+    def can_sleep(self) -> bool:
+        return self.config.sleep_mode
 
-        return GuestMemory(
-            config.id,
-            gauge,
-            self._state,
-            self._hold,
-            lambda: self._hold(None),
-            self.sleep if config.sleep_mode else None,
-            self.supervisor.restart,
-            config.weights_bytes if config.kv_backend == "cuda" else None,
-        )
+    @property
+    def sleep_bytes(self) -> int | None:
+        return self.config.weights_bytes if self.config.kv_backend == "cuda" else None
 
-    def _hold(self, cap: int | None) -> None:
+    def gauge(self) -> MemoryGauge:
+        def group() -> int | None:
+            return self.supervisor.pid
+
+        if self.config.device is None:
+            return HostMemory(group)
+        gpus = self._parts.gpus
+        return DeviceMemory(gpus.reader, gpus.card(self.config.device), group, lambda: self.state)
+
+    def hold(self, cap: int | None) -> None:
         assert self.guard is not None
         self.guard.hold(cap)
+
+    def kill(self, reason: str) -> None:
+        self.supervisor.restart(reason)
 
     def _overdue(self, owed_bytes: int) -> None:
         guard, reclaimer = self.guard, self.reclaimer
@@ -506,16 +486,6 @@ def same_architecture(one: Path, other: Path) -> bool:
     return first == second
 
 
-def _activation(
-    replica: str, job: str, version: int, message: str, *, ok: bool
-) -> rose_pb2.NodeReport:
-    return rose_pb2.NodeReport(
-        activation=rose_pb2.Activation(
-            replica=replica, job=job, version=version, ok=ok, message=message
-        )
-    )
-
-
 def build_reports(
     node: str,
     replicas: Sequence[Replica],
@@ -546,7 +516,7 @@ def view_of(replica: Replica) -> ReplicaFigures:
         name=replica.config.id,
         state=replica.supervisor.state.value,
         restarts=replica.supervisor.restarts,
-        policy_version=replica.version,
+        policy_version=replica.updates.version,
     )
     if guard is None:
         return view
@@ -573,8 +543,8 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
         decode_tok_s=config.decode_tok_s,
         prefill_tok_s=config.prefill_tok_s,
         max_sequences=config.max_sequences,
-        policy_version=replica.version,
-        job=replica.job,
+        policy_version=replica.updates.version,
+        job=replica.updates.job,
         model=replica.model,
         models=sorted(replica.config.folders.keys() - {replica.model}),
         near=replica.near,
@@ -588,7 +558,7 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
 def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
     guard = replica.guard
     grant = guard.grant if guard else None
-    state = (guard.guest or GuestState()) if guard else replica.gauge.reading
+    state = (guard.guest or GuestState()) if guard else replica.poller.reading
     reason = "" if grant is None else grant.reason
     if grant is not None and grant.token_budget and isinstance(state, GuestState):
         reason = state.gate_reason
@@ -602,7 +572,7 @@ def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
         running=state.running,
         waiting=state.waiting,
         duty=guard.duty() if guard else 1.0,
-        policy_version=replica.version,
+        policy_version=replica.updates.version,
         state=replica.supervisor.state.value,
         restarts=replica.supervisor.restarts,
         held_bytes=replica.held_though_barred,

@@ -104,10 +104,9 @@ class SchedulerSession:
         """Report soon instead of at the next interval."""
         self._changed.set()
 
-    def say(self, report: rose_pb2.NodeReport) -> None:
-        """Send a report of its own, soon."""
-        report.node = self._node
-        self._pending.append(report)
+    def say(self, **report: Any) -> None:  # noqa: ANN401 -- fields of a message
+        """Send a report with these fields, soon."""
+        self._pending.append(rose_pb2.NodeReport(node=self._node, **report))
         self._changed.set()
 
     async def run(self) -> None:
@@ -181,7 +180,7 @@ class SchedulerSession:
             check_order(command)
             self._obey(command)
             if order := command.harvest.order:
-                self.say(rose_pb2.NodeReport(obeyed=rose_pb2.Obeyed(order=order)))
+                self.say(obeyed=rose_pb2.Obeyed(order=order))
         except Exception as error:  # noqa: BLE001 - a scheduler's mistake must not end a node
             kind, message = command.WhichOneof("command"), str(error) or repr(error)
             self._events.write("command_refused", command=kind, message=message[:300])

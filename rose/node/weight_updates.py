@@ -309,15 +309,12 @@ class UpdateOwner(Protocol):
 
     def activated(self, job: str, version: int) -> None:
         """Take the version that the engine now runs."""
-        ...
 
     def unproven(self, version: int, why: str) -> None:
         """End the engine: nobody knows which weights it runs."""
-        ...
 
     def start_anew(self, why: str) -> None:
         """Start the engine anew for the job that leases it."""
-        ...
 
 
 class Updates:
@@ -441,69 +438,71 @@ class Updates:
             return False
 
     async def _bring(self, known: KnownVersion, hold: set[str]) -> bool:
-        source, life = self._source, self._life
-        foreign = self._foreign
+        source, life, foreign = self._source, self._life, self._foreign
         held = None if foreign else self.version
         request = UpdateRequest(self._replica, held, known, self._rebase)
         try:
             fetched = await fetch_update(source, request, self._rejected, hold)
         except (RoseError, WeightError) as error:
             self._log("version_not_fetched", version=known.version, message=str(error))
-            if isinstance(error, CatalogError) and foreign:
-                self._restart_for(known, str(error), life)
-            elif isinstance(error, CatalogError) and request.rebase:
-                self._refused(known.version, str(error), life)
+            if isinstance(error, CatalogError) and life == self._life:
+                if foreign:
+                    self._restart_for(known, str(error))
+                elif request.rebase:
+                    self._refused(known.version, str(error))
             return False
         if life != self._life or self._unwanted(known):
             return True
-        applied = await self._applied(known, fetched, life, foreign=foreign)
-        if applied is None:
-            return False
-        self._record(known.job, fetched.version, applied, fetched.wire_bytes)
-        if life == self._life:
-            self._settle(known.job, fetched.version, applied)
-        return True
+        return await self._apply(known, fetched, life, foreign=foreign)
 
-    async def _applied(
+    async def _apply(
         self, known: KnownVersion, fetched: FetchedUpdate, life: int, *, foreign: bool
-    ) -> UpdateApplied | None:
-        """Return the engine's report; None if it refused the version."""
+    ) -> bool:
         # No KV of another job's weights is kept.
         on_update = OnUpdate.RECOMPUTE if foreign else fetched.on_update
         chunks = self._source.receiving.store.chunks_dir
         try:
-            return await self._client.apply(fetched.manifests, chunks, on_update)
-        except WrongBaseError as error:
-            if foreign:
-                self._restart_for(known, str(error), life)
-            else:
-                self._wrong_base(fetched.version, str(error), life)
-        except UnprovenError as error:
+            applied = await self._client.apply(fetched.manifests, chunks, on_update)
+        except (WrongBaseError, RefusedError, UnavailableError) as error:
             if life == self._life:
-                self._unproven(fetched.version, str(error))
-        except (RefusedError, UnavailableError) as error:
-            await self._not_taken(known, fetched.version, error, life)
-        return None
+                self._not_taken(known, fetched.version, error, foreign=foreign)
+            if isinstance(error, UnavailableError) and life == self._life:
+                await self._look(fetched.version, life)
+            return False
+        self._record(known.job, fetched.version, applied, fetched.wire_bytes)
+        if life == self._life:
+            if applied.ok and applied.version == fetched.version:
+                self._holds(known.job, fetched.version)
+            else:
+                why = f"engine reports version {applied.version} without proof"
+                self._unproven(fetched.version, why)
+        return True
 
-    def _restart_for(self, known: KnownVersion, why: str, life: int) -> None:
-        """Its engine cannot be updated to another job's weights."""
-        if life == self._life and self._foreign and known.job == self._wanted:
+    def _restart_for(self, known: KnownVersion, why: str) -> None:
+        """Start the engine anew: it cannot be updated to the leasing job's weights."""
+        if self._foreign and known.job == self._wanted:
             self._owner.start_anew(why)
 
-    async def _not_taken(
-        self, known: KnownVersion, version: int, error: RefusedError | UnavailableError, life: int
+    def _not_taken(
+        self, known: KnownVersion, version: int, error: Exception, *, foreign: bool
     ) -> None:
-        if isinstance(error, ReplicaHostBusyError):
-            # Its turn comes when the host has less to do; until then the guest serves what it has.
-            self._log("host_busy", version=version, message=str(error))
-            return
-        if self._unwanted(known):
-            # An engine takes no weights of a job that is not leased to it any more: no fault.
-            self._log("update_late", version=version, message=str(error))
-        else:
-            self._refused(version, str(error), life)
-        if isinstance(error, UnavailableError) and life == self._life:
-            await self._look(version, life)
+        match error:
+            case WrongBaseError() if foreign:
+                self._restart_for(known, str(error))
+            case WrongBaseError() if not self._rebase:
+                # A base that does not help either is refused like any version.
+                self._log("wrong_base", version=version, message=str(error))
+                self._rebase = True
+            case UnprovenError():
+                self._unproven(version, str(error))
+            case ReplicaHostBusyError():
+                # Its turn comes when the host has less to do; until then the guest serves on.
+                self._log("host_busy", version=version, message=str(error))
+            case RefusedError() | UnavailableError() if self._unwanted(known):
+                # An engine takes no weights of a job that is not leased to it any more: no fault.
+                self._log("update_late", version=version, message=str(error))
+            case _:
+                self._refused(version, str(error))
 
     async def _look(self, version: int, life: int) -> None:
         """An update that nobody heard the end of may have come to its end all the same."""
@@ -526,24 +525,8 @@ class Updates:
         self.job, self.version = job, version
         self._owner.activated(job, version)
 
-    def _settle(self, job: str, version: int, applied: UpdateApplied) -> None:
-        if applied.ok and applied.version == version:
-            self._holds(job, version)
-        else:
-            self._unproven(version, f"engine reports version {applied.version} without proof")
-
-    def _wrong_base(self, version: int, message: str, life: int) -> None:
-        """Next time with a base. A base that does not help either is refused like any version."""
-        if self._rebase or life != self._life:
-            self._refused(version, message, life)
-            return
-        self._log("wrong_base", version=version, message=message)
-        self._rebase = True
-
-    def _refused(self, version: int, message: str, life: int) -> None:
+    def _refused(self, version: int, message: str) -> None:
         self._log("version_refused", version=version, message=message)
-        if life != self._life:
-            return
         self._refusals += 1
         if self._refusals >= MAX_APPLY_FAILURES:
             self._unproven(version, message)

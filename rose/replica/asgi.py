@@ -156,7 +156,6 @@ class Leased(Protocol):
 
     def shut(self, job: str) -> str:
         """Return the reason why no turn of a job may begin, or ""."""
-        ...
 
 
 class AccessFilter:

@@ -48,11 +48,9 @@ class Wakeable(Protocol):
     @property
     def failures(self) -> tuple[type[Exception], ...]:
         """Errors that it raises when it is ending or has ended."""
-        ...
 
     async def wake(self) -> None:
         """Have an idle engine look for work."""
-        ...
 
 
 class GuestControl:

@@ -35,18 +35,15 @@ class EngineRequest(Protocol):
     @property
     def tokens(self) -> int:
         """Output tokens so far."""
-        ...
 
     async def next(self) -> OutputDelta:
         """Wait for output; output since the last call is merged.
 
         Raises UnknownVersionError, the engine's own failures, and the error of `interrupt`.
         """
-        ...
 
     def interrupt(self, error: Exception) -> None:
         """Make `next` raise at once."""
-        ...
 
 
 WARM_UP_OUTPUT_TOKENS: Final = 3
@@ -87,60 +84,47 @@ class ReplicaEngine(Protocol):
     @property
     def failures(self) -> tuple[type[Exception], ...]:
         """Errors that it raises when it is ending or has ended."""
-        ...
 
     @property
     def updatable(self) -> bool:
         """True if its workers take weight updates."""
-        ...
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that its KV cache has room for."""
-        ...
 
     @property
     def sizes(self) -> WarmUpSizes:
         """Largest batch that it may be asked for at once."""
-        ...
 
     async def start(
         self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
     ) -> EngineRequest:
         """Start a turn. Raises RequestRefusedError."""
-        ...
 
     async def abort(self, requests: Sequence[Any]) -> None:
         """End requests that it started, each with its last output before this awaits."""
-        ...
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Return once no step is in flight; requests stay and continue when it resumes.
 
         With `clear_cache` they compute all of their KV again.
         """
-        ...
 
     async def resume(self) -> None:
         """Resume."""
-        ...
 
     async def activate(self, version: int) -> None:
         """Stamp tokens with this version from here on. Only under the engine's pause."""
-        ...
 
     async def call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
         """Call a method of its weight workers; return each rank's answer. Raises their errors."""
-        ...
 
     def meeting_place(self) -> str | None:
         """Return the folder of its ranks' shared copy of the checkpoint; None for one rank."""
-        ...
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all prefixes; return False if some are in use."""
-        ...
 
     async def wake(self) -> None:
         """Wake an idle engine, so that it looks for work."""
-        ...

@@ -372,7 +372,7 @@ class SimulatedReplica(Replica):
             node.lease_clock_s,
         )
         self.updates = SimulatedUpdates(engine, node._chain, node.activated)  # type: ignore[assignment]
-        self.gauge = SimpleNamespace(reading=Reading())  # type: ignore[assignment]
+        self.poller = SimpleNamespace(reading=Reading())  # type: ignore[assignment]
         self._trusted = True
         self.model = self._wanted_model = self._started_model = MODEL
         self.supervisor = SimulatedSupervisor(node, engine)  # type: ignore[assignment]

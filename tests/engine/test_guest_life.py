@@ -34,7 +34,7 @@ from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
 from rose.logs.eventlog import EventLog
 from rose.node.guest.memory_gauges import HostMemory
-from rose.node.guest.reclaimer import GuestMemory, Reclaimer
+from rose.node.guest.reclaimer import Reclaimer
 from rose.node.replica_client import ReplicaClient
 from rose.process.procfs import group_bytes
 from slo import StepProfile
@@ -131,6 +131,30 @@ async def started_beside_a_busy_host(spec: EngineSpec, node: StandInNode) -> Eng
     return engine
 
 
+class ReclaimedGuest:
+    """The guest of a life, for its reclaim."""
+
+    name, sleep_bytes = "guest", None
+
+    def __init__(self, life: "Life", can_sleep: bool) -> None:
+        self._life = life
+        self.can_sleep = can_sleep
+        self.sleep, self.kill = life.client.sleep, life.kill
+
+    @property
+    def state(self) -> GuestState | None:
+        return self._life.page.guest.peek()
+
+    def gauge(self) -> HostMemory:
+        return HostMemory(lambda: self._life.engine.process.pid)
+
+    def hold(self, cap: int | None) -> None:
+        if cap is None:
+            self._life.node.reset()
+        else:
+            self._life.node.hold(cap)
+
+
 @dataclass
 class Life:
     """The guest, what its node would have for a reclaim, and what it said when it was healthy."""
@@ -158,17 +182,7 @@ class Life:
         self.killed = asyncio.create_task(self.engine.process.kill())
 
     def reclaimer(self, *, sleeps: bool) -> Reclaimer:
-        node = self.node
-        guest = GuestMemory(
-            "guest",
-            lambda: HostMemory(lambda: self.engine.process.pid),
-            self.page.guest.peek,
-            node.hold,
-            node.reset,
-            self.client.sleep if sleeps else None,
-            self.kill,
-        )
-        return Reclaimer(guest, self.events)
+        return Reclaimer(ReclaimedGuest(self, sleeps), self.events)
 
     async def turn_s(self, seed: int) -> float:
         """Seconds of a whole turn; each seed has a prompt of its own."""

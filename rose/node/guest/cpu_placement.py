@@ -7,7 +7,7 @@ it can return it.
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,20 +98,17 @@ class CpuBoost:
 
     def __init__(
         self,
-        group: Callable[[], int | None] = lambda: None,
         cgroup: Path | None = None,
         share: Share = "background",
     ) -> None:
-        """`group`: its process group, None without one. `share`: its place without a boost."""
-        self._group = group
+        """`share`: its place without a boost."""
         self._cgroup = cgroup
         self._share = share
         self._raised: int | None = None
         self._refused = False
 
-    def set(self, boosted: bool) -> None:
-        """Put it among the normal processes, or back behind all others; any number of times."""
-        group = self._group() if boosted else None
+    def set(self, group: int | None) -> None:
+        """Put its process group among the normal processes; None puts it back behind all others."""
         if group == self._raised:
             return
         if self._raised is not None:

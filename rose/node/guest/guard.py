@@ -101,27 +101,21 @@ class GuardedGuest(Protocol):
     @property
     def warming(self) -> bool:
         """True while the guest's engine starts and takes no turns yet."""
-        ...
 
     def lease_epoch(self) -> int | None:
         """Return the epoch of the lease that holds now, None without one."""
-        ...
 
     def boost(self, *, on: bool) -> None:
         """Raise the guest's CPU priority while it owes memory."""
-        ...
 
     def overdue(self, owed_bytes: int) -> None:
         """Reclaim the host's memory that the guest has kept for too long."""
-        ...
 
     def stalled(self, reason: str) -> None:
         """End the lease: the process stood still for longer than a grant lives."""
-        ...
 
     def guard_broke(self) -> None:
         """Learn that the loop ended unasked."""
-        ...
 
 
 class GuardThread:

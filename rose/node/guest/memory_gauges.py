@@ -35,16 +35,13 @@ class MemoryGauge(Protocol):
     @property
     def by(self) -> str:
         """Source of the figures, known after the first one."""
-        ...
 
     @property
     def sees_all(self) -> bool:
         """True if the figures include weights, known after the first one."""
-        ...
 
     def held_bytes(self) -> int | None:
         """Return the guest's bytes, None when unknown: then nothing counts as freed."""
-        ...
 
 
 class Measuring:

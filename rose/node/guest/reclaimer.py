@@ -6,8 +6,8 @@ engine, L4 its supervisor. While a reclaim lasts the guest stays frozen, and a k
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Protocol
 
 from executor import GuestState
 from executor.kv.lending import LEAST_CAP
@@ -35,24 +35,33 @@ NO_SLEEP = "the engine has no sleep mode; set sleep_mode where it has"
 UNSEEN = "what its weights hold cannot be measured here, so giving them up proves nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class GuestMemory:
-    """Interface of a guest to a reclaim; `hold` and `free` are the guard's.
+class GuestMemory(Protocol):
+    """Guest as its reclaim sees it. sleep_bytes: most that sleeping gives back, None for all."""
 
-    gauge: makes what measures it, anew for each reclaim.
-    state: its section. hold: freeze it, with a cap of KV granules (NO_CAP for none). free: end
-    that. sleep: give up the weights, None for an engine that cannot. kill: end it.
-    sleep_bytes: what sleeping can give back, None for all that it holds.
-    """
+    @property
+    def name(self) -> str: ...
 
-    name: str
-    gauge: Callable[[], MemoryGauge]
-    state: Callable[[], GuestState | None]
-    hold: Callable[[int], None]
-    free: Callable[[], None]
-    sleep: Callable[[], Awaitable[None]] | None
-    kill: Callable[[str], None]
-    sleep_bytes: int | None = None
+    @property
+    def state(self) -> GuestState | None:
+        """The guest's section of the control page."""
+
+    @property
+    def can_sleep(self) -> bool: ...
+
+    @property
+    def sleep_bytes(self) -> int | None: ...
+
+    def gauge(self) -> MemoryGauge:
+        """Return a gauge of its memory, a new one for each reclaim."""
+
+    def hold(self, cap: int | None) -> None:
+        """Freeze it with a cap of KV granules, NO_CAP for none; None ends that."""
+
+    async def sleep(self) -> None:
+        """Give up the weights. Raises RefusedError or UnavailableError."""
+
+    def kill(self, reason: str) -> None:
+        """End it."""
 
 
 class Reclaimer:
@@ -146,7 +155,7 @@ class Reclaimer:
         finally:
             measuring.end()
             climb.end()
-            guest.free()
+            guest.hold(None)
 
     def _told(self, finished: Finished) -> None:
         for report in finished.levels:
@@ -188,7 +197,7 @@ class _Climb:
     def take(self, ask: Escalate) -> None:
         """Begin a level."""
         self._level = ask.level
-        state = self._guest.state() or GuestState()
+        state = self._guest.state or GuestState()
         self._mapped_bytes = state.bytes_mapped
         if ask.level is ReclaimLevel.FREEZE:
             self._guest.hold(NO_CAP)
@@ -207,10 +216,10 @@ class _Climb:
     def answer(self) -> Answer:
         """Return the engine's answer to the current level."""
         if self._level is ReclaimLevel.FREEZE:
-            state = self._guest.state()
+            state = self._guest.state
             return EngineReport(0) if state is None or not state.in_step else None
         if self._level in (ReclaimLevel.BALLOON, ReclaimLevel.RELEASE_KV):
-            return self._ballooned(self._guest.state())
+            return self._ballooned(self._guest.state)
         if self._level is ReclaimLevel.SLEEP:
             if self._no_sleep is not None or self._sleeping is None:
                 return Unsupported(self._no_sleep or NO_SLEEP)
@@ -227,7 +236,7 @@ class _Climb:
     @property
     def _no_sleep(self) -> str | None:
         """Why the engine is not asked to sleep."""
-        if self._guest.sleep is None:
+        if not self._guest.can_sleep:
             return NO_SLEEP
         return None if self._gauge.sees_all else UNSEEN
 
@@ -239,7 +248,6 @@ class _Climb:
         return EngineReport(self._mapped_bytes - state.bytes_mapped)
 
     async def _sleep(self, bytes_left: int) -> Answer:
-        assert self._guest.sleep is not None
         self._asleep = True
         try:
             await self._guest.sleep()

@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from executor import GuestState
 from rose.engines import EngineProcess, EngineSpec, share_of
@@ -28,23 +28,19 @@ STUCK_S = 60.0
 # vLLM's engine cores call themselves so.
 CORE = "VLLM::EngineCor"
 _NS = 1e9
+_T = TypeVar("_T")
 _logger = logging.getLogger("rose.node")
 
 
 class HangWatch:
     """Detector of a hung guest, by /proc and by the heartbeat that the guest's watchdog writes."""
 
-    def __init__(
-        self, guest: Callable[[], GuestState | None], group: Callable[[], int | None]
-    ) -> None:
-        self._guest = guest
-        self._group = group
+    def __init__(self) -> None:
         self._watched: int | None = None
         self._core: ProcessIdentity | None = None
 
-    def reason(self) -> str | None:
-        """Return why the guest is to be ended, None while it is well."""
-        guest, group = self._guest(), self._group()
+    def reason(self, guest: GuestState | None, group: int | None) -> str | None:
+        """Return why a guest's process group is to be ended, None while it is well."""
         if guest is None or group is None:
             return None
         if self._core_ended(group):
@@ -88,23 +84,18 @@ class EngineOwner(Protocol):
 
     async def entered(self, state: EngineState) -> None:
         """Take a new state; an engine is offered as healthy only after this has returned."""
-        ...
 
     def must_end(self) -> str | None:
         """Return why the engine must not exist, None without an objection."""
-        ...
 
     def must_wait(self) -> str | None:
         """Return why the engine must not be started; one that runs may stay."""
-        ...
 
     def hangs(self) -> str | None:
         """Return why the engine lives and does nothing any more."""
-        ...
 
     def check_room(self) -> None:
         """Raise RoseError if the engine cannot be started now (called in a thread)."""
-        ...
 
 
 class Supervisor:
@@ -209,9 +200,6 @@ class Supervisor:
             await self._enter(EngineState.STOPPED)
         await self._pause(POLL_S)
 
-    def _held_up(self) -> bool:
-        return self._owner.must_wait() is not None
-
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless it is time to stop."""
         with contextlib.suppress(TimeoutError):
@@ -250,29 +238,26 @@ class Supervisor:
 
     async def _healthy(self, engine: EngineProcess) -> None:
         """Return once it is. A start may take as long as its host is busy: rules end it too."""
-        start = asyncio.create_task(engine.wait_healthy(self._start_timeout_s, self._held_up))
+        start = engine.wait_healthy(
+            self._start_timeout_s, lambda: self._owner.must_wait() is not None
+        )
+        await self._done(start, engine, lambda: None)
+
+    async def _done(
+        self, work: Coroutine[Any, Any, _T], engine: EngineProcess, hangs: Callable[[], str | None]
+    ) -> _T:
+        """Return the result of some work on the engine; whatever stands against it ends it."""
+        task = asyncio.create_task(work)
         try:
-            while not (await asyncio.wait((start,), timeout=POLL_S))[0]:
-                if reason := self._must_end() or self._unwanted:
+            while not (await asyncio.wait((task,), timeout=POLL_S))[0]:
+                reason = self._owner.must_end()
+                self._forbidden = self._forbidden or reason is not None
+                if reason := reason or self._unwanted or hangs():
                     await self._reclaim(engine, reason)
                     break
-            await start
+            return await task
         finally:
-            start.cancel()
-
-    async def _end_of(self, engine: EngineProcess) -> int:
-        """Exit status of the engine; whatever stands against it ends it first."""
-        ended = asyncio.create_task(engine.process.wait())
-        while not (await asyncio.wait((ended,), timeout=POLL_S))[0]:
-            reason = self._must_end() or self._unwanted or self._owner.hangs()
-            if reason:
-                await self._reclaim(engine, reason)
-        return ended.result()
-
-    def _must_end(self) -> str | None:
-        reason = self._owner.must_end()
-        self._forbidden = self._forbidden or reason is not None
-        return reason
+            task.cancel()
 
     async def _reclaim(self, engine: EngineProcess, reason: str) -> None:
         began_s = time.monotonic()
@@ -295,7 +280,7 @@ class Supervisor:
             self._fresh = False
             self._note_place(self._engine.process.pid)
             await self._enter(EngineState.HEALTHY)
-            code = await self._end_of(self._engine)
+            code = await self._done(self._engine.process.wait(), self._engine, self._owner.hangs)
             self._log("engine_ended", code=code, wanted=self._stopping.is_set())
         except (RoseError, OSError) as error:
             # Without descriptors this life ends; the daemon and its other guests go on.

@@ -31,11 +31,9 @@ class Stamps(Protocol):
 
         None if the request has ended already and its last output has them.
         """
-        ...
 
     async def activate(self, version: int) -> None:
         """Stamp tokens with this version from here on. Only under the engine's pause."""
-        ...
 
 
 class EngineStamps:

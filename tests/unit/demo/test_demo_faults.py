@@ -36,8 +36,8 @@ def test_a_faulty_worker_reaches_the_guests_engine_and_no_product_takes_it(
     tmp_path: Path, control: Any, worker: type[WeightWorker]
 ) -> None:
     path = serving_node(tmp_path, control)
-    [guest] = FaultyNodeConfig.load(path).replicas
-    spec = guest.engine_spec(tmp_path / "log", None, "0" * 64)
+    node = FaultyNodeConfig.load(path)
+    spec = node.replicas[0].engine_spec(node)
     given = [arg for arg in process_spec(spec).argv if arg.startswith("--worker-extension-cls=")]
     assert given[-1] == f"--worker-extension-cls={worker.__module__}.{worker.__qualname__}"
     with pytest.raises(ConfigError, match="worker"):

@@ -1,11 +1,15 @@
 """A node obeys the caps that its scheduler tells, and none that mean nothing."""
 
+from pathlib import Path
+
 import pytest
 
-from executor import LatencyRecord
+from executor import ControlPage, LatencyRecord
 from executor.grant_controller import UNCAPPED, HarvestCaps
 from rose.errors import RefusedError
-from rose.node.host import HostLoad, SloCounter
+from rose.logs.eventlog import JsonlLog
+from rose.node.config import HostConfig
+from rose.node.host import Host, HostLoad
 from rose.node.orders import STALE_AFTER_S, SchedulerCaps, check_order
 from rose.rpc import rose_pb2 as pb
 
@@ -65,11 +69,18 @@ def test_a_node_is_cut_off_when_no_scheduler_was_heard_for_stale_after() -> None
     assert told.cut_off
 
 
-def test_requests_count_by_both_targets() -> None:
-    slo = SloCounter(ttft_s=0.5, tpot_s=0.1)
+def test_requests_count_by_both_targets(tmp_path: Path) -> None:
+    page, log = ControlPage.ensure(tmp_path / "page"), JsonlLog(tmp_path / "latencies")
+    config = HostConfig(page=page.path, ttft_target_s=0.5, tpot_target_s=0.1)
+    host = Host(config, page, log, page.take_guard())
+    lane = page.take_lane()
     for ttft_s, tpot_s in ((0.5, 0.1), (0.6, 0.01), (0.1, 0.2), (0.1, 0.0)):
-        slo.count(LatencyRecord(0, int(ttft_s * 1e9), int(tpot_s * 1e9), 0, 1, 1, "r"))
-    assert (slo.good, slo.bad) == (2, 2)
+        lane.append(LatencyRecord(0, int(ttft_s * 1e9), int(tpot_s * 1e9), 0, 1, 1, "r"))
+    lane.close()
+    host.look()
+    assert host.requests == (2, 2)
+    host.close()
+    log.close()
 
 
 def test_the_busy_share_is_of_the_last_second_and_unknown_after_a_restart() -> None:

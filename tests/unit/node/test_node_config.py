@@ -54,9 +54,9 @@ def test_weights_are_signed_unless_the_file_says_that_they_are_not(
 def test_an_engine_is_told_whose_weights_it_takes(
     tmp_path: Path, verify_key: str | None, unsigned: bool, told: dict[str, str]
 ) -> None:
-    (replica,) = _load(tmp_path, NODE | {"replicas": [REPLICA | {"kind": "dedicated"}]}).replicas
-    spec = replica.engine_spec(tmp_path / "log", None, verify_key, unsigned=unsigned)
-    env = process_spec(spec).env
+    node = _load(tmp_path, NODE | {"replicas": [REPLICA | {"kind": "dedicated"}]})
+    node = node.model_copy(update={"verify_key": verify_key, "unsigned": unsigned})
+    env = process_spec(node.replicas[0].engine_spec(node)).env
     found = {name: env[name] for name in ("ROSE_VERIFY_KEY", "ROSE_UNSIGNED") if name in env}
     assert found == told
 
@@ -127,7 +127,7 @@ def test_only_a_guest_on_a_gpu_gets_the_worker_that_reserves_memory(
     replica = REPLICA | {"kv_backend": backend} | ({"device": 0} if backend == "cuda" else {})
     config = _load(tmp_path, NODE | {"replicas": [replica], "host": {"page": "page"}})
     (guest,) = config.replicas
-    process = process_spec(guest.engine_spec(tmp_path / "log", config.host, verify_key=None))
+    process = process_spec(guest.engine_spec(config))
     assert process.env["ROSE_KV_BACKEND"] == backend
     worker = "--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker"
     assert (worker in process.argv) == (backend == "cuda")
@@ -139,8 +139,8 @@ def test_tokens_come_together_only_where_there_are_any(
 ) -> None:
     # vLLM ends with the first score of a model that is not generative, were it told otherwise.
     replica = REPLICA | {"kind": "dedicated", "runner": runner, "stream_interval": 4}
-    (row,) = _load(tmp_path, NODE | {"replicas": [replica]}).replicas
-    process = process_spec(row.engine_spec(tmp_path / "log", None, verify_key=None))
+    node = _load(tmp_path, NODE | {"replicas": [replica]})
+    process = process_spec(node.replicas[0].engine_spec(node))
     assert f"--stream-interval={interval}" in process.argv
 
 
@@ -154,7 +154,7 @@ def test_a_guest_is_started_with_its_own_profile_and_its_hosts(tmp_path: Path) -
         REPLICA | {"id": "d", "kind": "dedicated"},
     ]
     config = _load(tmp_path, NODE | {"host": host, "replicas": replicas})
-    guest, dedicated = (r.engine_spec(tmp_path / "log", config.host, None) for r in config.replicas)
+    guest, dedicated = (r.engine_spec(config) for r in config.replicas)
     assert (guest.step_profile, guest.host_step_profile) == (own, hosts)
     assert process_spec(guest).env["ROSE_STEP_PROFILE"] == str(own)
     assert process_spec(guest).env["ROSE_HOST_STEP_PROFILE"] == str(hosts)

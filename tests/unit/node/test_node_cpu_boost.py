@@ -11,6 +11,7 @@ import pytest
 from rose.node.guest.cpu_placement import IDLE, NICE, CpuBoost, CpuPlacement
 from rose.process import launcher
 
+ENDED = 2**22 + 1
 may_raise = pytest.mark.skipif(os.geteuid() != 0, reason="raising a process needs a privilege")
 
 
@@ -38,20 +39,18 @@ def share(pid: int) -> str:
 
 @may_raise
 def test_it_has_a_core_while_it_is_boosted_and_only_then(guest: int) -> None:
-    boost = CpuBoost(lambda: guest)
+    boost = CpuBoost()
     shares = []
     for boosted in (False, True, True, False, True, False):
-        boost.set(boosted)
+        boost.set(guest if boosted else None)
         shares.append(share(guest) in (IDLE, NICE))
     assert shares == [True, False, False, True, False, True]
 
 
 def test_a_group_that_ended_meanwhile_and_its_successor_are_left_alone(guest: int) -> None:
-    groups = [2**22 + 1, guest]
-    boost = CpuBoost(lambda: groups[0])
-    boost.set(True)
-    groups.pop(0)
-    boost.set(False)
+    boost = CpuBoost()
+    boost.set(ENDED)
+    boost.set(None)
     assert share(guest) in (IDLE, NICE)
 
 
@@ -59,21 +58,21 @@ def test_a_group_that_ended_meanwhile_and_its_successor_are_left_alone(guest: in
 def test_its_cgroup_is_weighed_with_it(tmp_path: Path, knob: str, values: str) -> None:
     """On a file that stands in for a cgroup v2 folder."""
     (tmp_path / knob).write_text("1")
-    boost = CpuBoost(lambda: 2**22 + 1, tmp_path)
-    for boosted, value in zip((True, False), values, strict=True):
-        boost.set(boosted)
+    boost = CpuBoost(tmp_path)
+    for group, value in zip((ENDED, None), values, strict=True):
+        boost.set(group)
         assert (tmp_path / knob).read_text() == value
 
 
 def test_a_cgroup_that_may_not_be_written_costs_no_grant(tmp_path: Path) -> None:
-    CpuBoost(lambda: 2**22 + 1, tmp_path / "gone").set(True)
+    CpuBoost(tmp_path / "gone").set(ENDED)
 
 
 @may_raise
 def test_one_that_stands_aside_is_put_back_aside(guest: int) -> None:
     os.sched_setscheduler(guest, os.SCHED_OTHER, os.sched_param(0))
-    boost = CpuBoost(lambda: guest, share="aside")
-    boost.set(True)
-    boost.set(False)
+    boost = CpuBoost(share="aside")
+    boost.set(guest)
+    boost.set(None)
     assert share(guest) == NICE
     assert os.getpriority(os.PRIO_PROCESS, guest) == launcher.ASIDE_NICE

@@ -67,25 +67,23 @@ def test_a_node_without_a_gpu_asks_no_driver(tmp_path: Path) -> None:
 
 def test_its_engine_is_started_for_a_gpu(tmp_path: Path) -> None:
     config = replica(tmp_path, kv_backend="cuda", engine_python="/opt", sleep_mode=True)
-    host = HostConfig(page=tmp_path / "page")
+    beside = node(tmp_path, None)
     env = gpus(StandInReader(*CARDS)).environment(config)
-    spec = config.engine_spec(tmp_path / "log", host, None, gpu_env=env)
+    spec = config.engine_spec(beside, gpu_env=env)
     process = process_spec(spec)
     assert (spec.device, process.argv[0], process.share) == (Device.CUDA, "/opt", "aside")
     assert process.env["CUDA_VISIBLE_DEVICES"] == "GPU-b0"
     assert process.env["VLLM_SERVER_DEV_MODE"] == process.env["ROSE_GATED_START"] == "1"
     assert "--enable-sleep-mode" in process.argv
     assert "--enforce-eager" not in process.argv
-    eager = replica(tmp_path, cuda_graphs=False).engine_spec(tmp_path / "log", host, None)
+    eager = replica(tmp_path, cuda_graphs=False).engine_spec(beside)
     assert "--enforce-eager" in process_spec(eager).argv
     assert "--enable-sleep-mode" not in process_spec(eager).argv
 
 
 def test_an_engine_on_the_cpu_is_started_as_before(tmp_path: Path) -> None:
     config = replica(tmp_path, device=None)
-    process = process_spec(
-        config.engine_spec(tmp_path / "log", HostConfig(page=tmp_path / "p"), None)
-    )
+    process = process_spec(config.engine_spec(node(tmp_path, None)))
     assert process.share == "background"
     assert "--enforce-eager" in process.argv
     assert not any(name.startswith("CUDA") for name in process.env)
@@ -95,7 +93,7 @@ def test_an_engine_on_the_cpu_is_started_as_before(tmp_path: Path) -> None:
 def test_the_operators_own_variables_have_the_last_word(tmp_path: Path) -> None:
     config = replica(tmp_path, extra_env={"CUDA_VISIBLE_DEVICES": "GPU-x"})
     env = gpus(StandInReader(*CARDS)).environment(config)
-    told = config.engine_spec(tmp_path / "log", None, None, gpu_env=env).extra_env
+    told = config.engine_spec(node(tmp_path, None), gpu_env=env).extra_env
     assert told["CUDA_VISIBLE_DEVICES"] == "GPU-x"
     assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 

@@ -16,7 +16,7 @@ from rose.errors import UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.guest import memory_gauges
 from rose.node.guest.memory_gauges import DRIVER, PAGE, DeviceMemory
-from rose.node.guest.reclaimer import UNSEEN, GuestMemory, Reclaimer
+from rose.node.guest.reclaimer import UNSEEN, Reclaimer
 from rose.nvml import Client
 from tests.fakes.nvml import CARD, StandInReader
 
@@ -38,6 +38,8 @@ class CardGuest:
     gives: bool = True
     weights: int = WEIGHTS
     sleeps: str = "well"
+    name = "g0"
+    can_sleep, sleep_bytes = True, WEIGHTS
     reader: StandInReader = field(default_factory=lambda: StandInReader(CARD))
     state: GuestState = field(
         default_factory=lambda: GuestState(
@@ -61,8 +63,8 @@ class CardGuest:
         seen = self.listed and alive
         self.reader.listed = (Client(self.process.pid, held),) if seen else ()
 
-    def hold(self, cap: int) -> None:
-        if 0 < cap < self.state.granules_mapped:
+    def hold(self, cap: int | None) -> None:
+        if cap and cap < self.state.granules_mapped:
             mapped = cap * GRANULE
             self.state = replace(self.state, granules_mapped=cap, bytes_mapped=mapped)
             self.kv = mapped if self.gives else self.kv
@@ -81,17 +83,10 @@ class CardGuest:
         self.tell()
 
     async def reclaim(self, wanted: int) -> Finished:
-        guest = GuestMemory(
-            "g0",
-            lambda: DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state),
-            lambda: self.state,
-            self.hold,
-            self.tell,
-            self.sleep,
-            self.kill,
-            WEIGHTS,
-        )
-        return await Reclaimer(guest, self.events).reclaim(wanted, 8.0, "test")
+        return await Reclaimer(self, self.events).reclaim(wanted, 8.0, "test")  # type: ignore[arg-type]
+
+    def gauge(self) -> DeviceMemory:
+        return DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state)
 
 
 @pytest.fixture

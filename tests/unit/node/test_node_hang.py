@@ -29,7 +29,7 @@ def silent_for(seconds: float) -> GuestState:
 
 
 def judged(guest: GuestState | None, group: int | None) -> str | None:
-    return HangWatch(lambda: guest, lambda: group).reason()
+    return HangWatch().reason(guest, group)
 
 
 def test_a_slow_guest_is_left_alone(group: int) -> None:
@@ -66,13 +66,13 @@ def test_a_guest_whose_engine_core_died_is_ended_at_once() -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as process:
         assert process.stdout
         core = int(process.stdout.readline())
-        watch = HangWatch(lambda: silent_for(0.1), lambda: process.pid)
-        assert watch.reason() is None
-        assert watch.reason() is None
+        watch = HangWatch()
+        assert watch.reason(silent_for(0.1), process.pid) is None
+        assert watch.reason(silent_for(0.1), process.pid) is None
         os.kill(core, signal.SIGKILL)
         while ProcessIdentity.of(core):
             time.sleep(0.01)
-        assert watch.reason() == "its engine core is dead"
+        assert watch.reason(silent_for(0.1), process.pid) == "its engine core is dead"
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -65,7 +65,7 @@ def test_the_busy_share_is_that_of_scrapes_which_found_work_and_old_ones_say_not
         scrape.take(page((0, 0, 0), (0, 0, 0), running=2 * (second < 3)), float(second))
     assert scrape.busy_share(9.0) == pytest.approx(0.3)
     assert scrape.running(9.0) == (0, 0)
-    assert scrape.summary(9.0).requests == 0
+    assert scrape.summary(9.0).window_requests == 0
     assert scrape.busy_share(9.0 + STALE_S) is None
     assert scrape.running(9.0 + STALE_S) is None
 
