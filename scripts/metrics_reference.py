@@ -37,7 +37,7 @@ from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
 from scripts.generated import ROOT, main, with_parts
-from weight_transfer.fetch.traffic import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.limits import Answer, Asked, Source, Traffic
 
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
 CALLS: Final = ("get", "list", "txn", "grant_lease", "keep_lease", "revoke_lease")

@@ -3,6 +3,8 @@
 Engines: `.vllm`. Trainers whose ranks hold shards: `.torch`, or pieces of one's own.
 """
 
+from weight_transfer.apply.receiver import Receiver, StagedTensor, StagedUpdate
+from weight_transfer.chunk_store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.errors import (
     CatalogError,
     ChunkDigestError,
@@ -22,7 +24,7 @@ from weight_transfer.errors import (
     WeightError,
     WrongBaseError,
 )
-from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
+from weight_transfer.format.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.format.chunk import ChunkHeader, chunk_id, decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Encoding
 from weight_transfer.format.digest import Block, digest_of, updated
@@ -35,9 +37,8 @@ from weight_transfer.format.manifest import (
 )
 from weight_transfer.format.signing import SigningKey, VerifyKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
-from weight_transfer.kernels.backend import Change
-from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
-from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
+from weight_transfer.kernels.processor import Change
+from weight_transfer.publish.restore import newest_version, restore
 from weight_transfer.publish.sharding import (
     Heads,
     LocalBits,
@@ -52,10 +53,13 @@ from weight_transfer.publish.sharding import (
     vocabulary,
     whole,
 )
+from weight_transfer.publish.shards import (
+    ShardCoordinator,
+    ShardEncoder,
+    ShardReport,
+    ShardSettings,
+)
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver, StagedTensor, StagedUpdate
-from weight_transfer.store.chunk_store import ChunkStore, StoredFile, read_chunk
-from weight_transfer.store.restore import newest_version, restore
 
 __all__ = [
     "Block",

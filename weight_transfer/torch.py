@@ -33,16 +33,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ShardError, WeightError
 from weight_transfer.format.digest import Range
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import Bits, bits_of
-from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
-from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
+from weight_transfer.publish.shards import (
+    ShardCoordinator,
+    ShardEncoder,
+    ShardReport,
+    ShardSettings,
+)
 from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
-from weight_transfer.store.chunk_store import ChunkStore
 
 __all__ = ["ShardedPublisher", "local_weights", "state_pieces"]
 

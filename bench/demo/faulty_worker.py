@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weight_transfer.engine.applier import place, write
-from weight_transfer.engine.proof.probe import ProbeResult
-from weight_transfer.engine.replica_weights import CommitReport, ReplicaWeights
-from weight_transfer.engine.staging import Prepared
-from weight_transfer.receiver import StagedTensor, StagedUpdate
+from weight_transfer.apply.probe import ProbeResult
+from weight_transfer.apply.receiver import StagedTensor, StagedUpdate
+from weight_transfer.apply.replica_weights import CommitReport, ReplicaWeights
+from weight_transfer.apply.staging import Prepared, place, write
 from weight_transfer.vllm.worker import WeightWorker
 
 _CLAIMED = ProbeResult(ok=True, max_abs_diff=0.0)

@@ -29,9 +29,8 @@ from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.kernels.cpu.changes import find_changes
-from weight_transfer.kernels.cpu.digest import scatter, scatter_and_sum
-from weight_transfer.kernels.cpu.simd import compiled
+from weight_transfer.kernels.cpu import compare, scatter, scatter_and_sum
+from weight_transfer.kernels.simd import compiled
 
 Bits = NDArray[np.unsignedinteger[Any]]
 _ESCAPE = 0xFFFF
@@ -117,7 +116,7 @@ def speeds(rate: float, seed: int) -> dict[str, object]:
         found[name] = _gb_s(work, steps, size)
 
     measure("read", lambda s: (_read(s.old.bits.view("<u8")), _read(s.new.bits.view("<u8"))))
-    measure("diff", lambda s: find_changes(s.old.bits, s.new.bits, s.old.bits.size // 4))
+    measure("diff", lambda s: compare(s.old.bits, s.new.bits, s.old.bits.size // 4))
     measure("digest", lambda s: digest_of(s.old.bits))
     for level in Level:
         measure(f"encode_{level}", lambda s, level=level: _encode(s, level))  # type: ignore[misc]

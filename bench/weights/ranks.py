@@ -27,8 +27,8 @@ from weight_transfer import (
     VerifiedManifest,
     VersionPublisher,
 )
-from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import NodeCopy
+from weight_transfer.apply.node_copy import NodeCopy
+from weight_transfer.format.checkpoint import Checkpoint
 
 SIZES = (1, 2, 4)
 TENSORS, ROWS, COLUMNS = 16, 2048, 4096

@@ -2,7 +2,7 @@
 
 weights/apply    ApplyBody ──► Applied; 422 Unproven if the engine's version is unknown
 weights/audit    nothing ──► Audited
-Publishers and relays have messages of their own: `weight_transfer.format.messages`.
+Publishers and relays have messages of their own: `weight_transfer.fetch.publisher_client`.
 """
 
 from typing import Annotated, Final

@@ -38,10 +38,10 @@ from weight_transfer import (
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.catalog import Catalog, FetchPlan
 from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
 from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
 from weight_transfer.fetch.nccl import Lead, Membership, join_group, lead
-from weight_transfer.store.catalog import Catalog, FetchPlan
 
 # A replica further behind than that finds its way in the publisher's catalog.
 STEPS_KEPT = 4_096

@@ -31,8 +31,8 @@ from rose.replica.control import GuestControl, HostPatience
 from rose.replica.engine import ReplicaEngine
 from rose.replica.turns import Turns
 from weight_transfer import OnUpdate, WeightError
-from weight_transfer.engine.proof.probe import Findings, Part, judge
-from weight_transfer.engine.replica_weights import merged, typed
+from weight_transfer.apply.probe import Findings, Part, judge
+from weight_transfer.apply.worker import merged, typed
 
 PIECE_ELEMENTS: Final = 8 << 20
 TRIES: Final = 3

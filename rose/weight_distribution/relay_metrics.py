@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from rose.metrics_server import certificate_families, damaged_files_family
 from rose.security.certificates import CertificateFiles
-from weight_transfer.fetch.traffic import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.limits import Answer, Asked, Source, Traffic
 
 Versions = Callable[[], Mapping[str, tuple[int, int]]]
 """By job: how many versions are known, and the newest of them."""

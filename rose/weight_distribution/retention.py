@@ -11,10 +11,8 @@ from functools import partial
 
 from rose.process.background_tasks import described
 from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
+from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
 from weight_transfer.errors import LeaseError
-from weight_transfer.format.messages import LONGEST_TTL_S
-from weight_transfer.serve.leases import ReadLeases
-from weight_transfer.store.catalog import Catalog
 
 # Signatures live for a day and are renewed from half of that on.
 RENEW_EVERY_S = 3_600.0

@@ -12,10 +12,10 @@ from rose.security.certificates import peer_over
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution.credentials import OPEN, Credentials
 from weight_transfer import ChunkStore
+from weight_transfer.catalog import ReadLeases
 from weight_transfer.fetch import ChunkFetcher
 from weight_transfer.fetch.nccl import Lead
-from weight_transfer.serve.leases import ReadLeases
-from weight_transfer.serve.version_routes import Signer, VersionRoutes
+from weight_transfer.serve import Signer, VersionRoutes
 
 # Readers in the midst of a chunk may finish it.
 SHUTDOWN_S = 60.0

@@ -44,11 +44,11 @@ from weight_transfer import (
     read_model_dir,
     restore,
 )
+from weight_transfer.catalog import ReadLeases
 from weight_transfer.format.delta_codec import Level
-from weight_transfer.serve.leases import ReadLeases
-from weight_transfer.serve.level import AUTO, LevelChoice, level_for
-from weight_transfer.serve.version_routes import Signer
-from weight_transfer.store.restore import way_to
+from weight_transfer.publish.level import AUTO, LevelChoice, level_for
+from weight_transfer.publish.restore import way_to
+from weight_transfer.serve import Signer
 
 if TYPE_CHECKING:
     from rose.rpc.rose_pb2_grpc import SchedulerAsyncStub

@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.engine.policy_versions import PolicyVersions
 from tests.engine.tiny_families import make_family
-from weight_transfer.engine.replica_weights import merged
+from weight_transfer.apply.worker import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 
 PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]
@@ -193,7 +193,7 @@ def outcome(name: str, folder: Path) -> Outcome:
 
 
 def audit(replica: Replica) -> list[str]:
-    from weight_transfer.engine.proof.probe import Part, judge
+    from weight_transfer.apply.probe import Part, judge
 
     parts = [part for answer in replica.call("audit", 1 << 62, True) for part in answer["parts"]]
     expected = replica.call("digests")[0]
@@ -203,7 +203,7 @@ def audit(replica: Replica) -> list[str]:
 
 def stale(replica: Replica, versions: PolicyVersions) -> list[str]:
     """Return the first kind of which an update that wrote nothing was proven."""
-    from weight_transfer.engine import replica_weights
+    from weight_transfer.apply import replica_weights
 
     parent, active = versions.version, versions.active
     for number, kind in enumerate(sorted(set(map(kind_of, active))), parent + 1):
@@ -236,7 +236,7 @@ def main(folder: Path, families: list[str]) -> None:
     import vllm
     from vllm.model_executor.models import registry
 
-    from weight_transfer.engine.staging import warm_kernels
+    from weight_transfer.apply.staging import warm_kernels
 
     torch.set_num_threads(1)
     # Forked processes inspect models themselves rather than start a Python for it.

@@ -3,11 +3,11 @@
 from itertools import count
 from pathlib import Path
 
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.chunk_store import ChunkStore
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.store.chunk_store import ChunkStore
 
 
 class PolicyVersions:

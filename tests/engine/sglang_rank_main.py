@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from weight_transfer.engine.applier import place, write
-from weight_transfer.engine.loader_map import LoaderMap
-from weight_transfer.engine.proof.probe import Audit
-from weight_transfer.engine.proof.reference import load_fresh, overlay
-from weight_transfer.engine.trace_loader import trace_loader
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.probe import Audit
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.apply.reference import load_fresh, overlay
+from weight_transfer.apply.staging import place, write
+from weight_transfer.apply.trace_loader import trace_loader
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.manifest import Manifest
-from weight_transfer.receiver import Receiver
-from weight_transfer.sglang.engine_model import SglangLoader
+from weight_transfer.sglang import SglangLoader
 
 MODEL, RANK, SIZE, PORT, MANIFEST, CHUNKS = sys.argv[1:]
 

@@ -48,8 +48,8 @@ found = {
 reference.zigzag = lambda old, new: (new - old) ^ 1
 found["wrong code"] = told(reference.compare, "cpu", 2, 600, 0.05)
 import numpy as np
-from weight_transfer.kernels.triton import exchange
-exchange.DeviceExchange.run = lambda self, back=False: np.zeros((1, 2), np.int64)
+from weight_transfer.kernels import device
+device.DeviceExchange.run = lambda self, back=False: np.zeros((1, 2), np.int64)
 found["unwritten update"] = told(updating.run, small, "cpu")
 found["unwritten weights"] = told(kernels.speed, small, "cpu")
 print(json.dumps(found))

@@ -22,6 +22,7 @@ from aiohttp import web
 from rose.addresses import free_port
 from rose.process.background_tasks import fair_loop
 from weight_transfer import ChunkRef, ChunkStore, SigningKey
+from weight_transfer.catalog import Catalog, Published
 from weight_transfer.fetch import (
     Caps,
     ChunkFetcher,
@@ -32,7 +33,6 @@ from weight_transfer.fetch import (
 )
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, MOST_LINE_BYTES, MOST_TENSORS
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind
-from weight_transfer.store.catalog import Catalog, Published
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 KEY = SigningKey.from_hex("09" * 32)

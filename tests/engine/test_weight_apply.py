@@ -14,12 +14,12 @@ import pytest
 from engine_starts import EngineStarts
 from tiny_model import VOCABULARY, save_tiny_model
 
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import WrongBaseError
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.store.chunk_store import ChunkStore
 
 pytestmark = [
     pytest.mark.engine,
@@ -187,8 +187,8 @@ def flip(parameter: str, index: int, mask: int) -> Any:
 
 def prove(worker: Any) -> tuple[bool, bool, float]:
     """Return True if live weights and values computed from them are the active version's."""
-    from weight_transfer.engine.proof.probe import compare, judge
-    from weight_transfer.engine.proof.reference import finish, reference_in_pieces
+    from weight_transfer.apply.probe import compare, judge
+    from weight_transfer.apply.reference import finish, reference_in_pieces
 
     weights = worker.rose_weights
     weights.settle()
@@ -311,8 +311,12 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
     def measure(worker: Any) -> tuple[list[int], dict[str, int], bool]:
         import torch
 
-        from weight_transfer.engine.proof.layerwise_load import LayeredModel
-        from weight_transfer.engine.proof.reference import finish, overlay, reference_in_pieces
+        from weight_transfer.apply.reference import (
+            LayeredModel,
+            finish,
+            overlay,
+            reference_in_pieces,
+        )
 
         weights = worker.rose_weights
         engine, tensors = weights.engine, weights.tensors

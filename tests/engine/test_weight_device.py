@@ -76,7 +76,7 @@ def test_who_has_no_device_imports_neither_torch_nor_triton() -> None:
     program = """
 import sys
 import numpy as np
-import weight_transfer.format.device_tensor
+import weight_transfer.format.tensors
 from weight_transfer import digest_of, encode_chunk, TensorBits
 old, new = (TensorBits("w", "bfloat16", (4,), np.full(4, n, "<u2")) for n in (1, 2))
 encode_chunk(old, new, (0, 4), digest_of(old.bits))

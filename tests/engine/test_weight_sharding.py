@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sharded_models import MODELS, as_rank, engine_config, expert_packer, save_model
 
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.apply.receiver import Receiver, StagedUpdate
+from weight_transfer.chunk_store import ChunkStore
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, bits_of
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.store.chunk_store import ChunkStore
 
 pytestmark = [
     pytest.mark.engine,
@@ -89,7 +89,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def loader(case: Case) -> Any:
     import torch
 
-    from weight_transfer.vllm.engine_model import VllmLoader
+    from weight_transfer.vllm.worker import VllmLoader
 
     return VllmLoader(case.config, torch.device("cpu"))
 
@@ -101,7 +101,7 @@ def meta_skeleton(case: Case) -> Any:
 
 
 def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
-    from weight_transfer.engine.proof.reference import load_fresh, overlay
+    from weight_transfer.apply.reference import load_fresh, overlay
 
     return load_fresh(loader(case), tensors, overlay(tensors, {}))
 
@@ -124,10 +124,10 @@ def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
     case: Case, size: int
 ) -> None:
 
-    from weight_transfer.engine.applier import place, write
-    from weight_transfer.engine.loader_map import LoaderMap
-    from weight_transfer.engine.proof.probe import Audit, judge
-    from weight_transfer.engine.trace_loader import trace_loader
+    from weight_transfer.apply.loader_map import LoaderMap
+    from weight_transfer.apply.probe import Audit, judge
+    from weight_transfer.apply.staging import place, write
+    from weight_transfer.apply.trace_loader import trace_loader
 
     after = Receiver(case.new).digests
     elements = {name: tensor.bits.size for name, tensor in case.base.items()}
@@ -163,12 +163,11 @@ def test_what_a_device_is_given_makes_the_same_of_every_rank(
     case: Case, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    from weight_transfer.engine import loader_map as maps
-    from weight_transfer.engine.applier import place, write, write_back
-    from weight_transfer.engine.rectangle import flat_view
-    from weight_transfer.engine.trace_loader import trace_loader
-    from weight_transfer.kernels.triton import exchange
-    from weight_transfer.kernels.triton.device_bits import DeviceBits
+    from weight_transfer.apply import loader_map as maps
+    from weight_transfer.apply.staging import place, write, write_back
+    from weight_transfer.apply.trace_loader import flat_view, trace_loader
+    from weight_transfer.format.tensors import DeviceBits
+    from weight_transfer.kernels import device as exchange
 
     monkeypatch.setattr(maps, "live_bits", lambda tensor: DeviceBits(flat_view(tensor)))
     monkeypatch.setattr(exchange, "launch", launched_by_torch)
@@ -206,10 +205,10 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     import torch
     from vllm import _custom_ops
 
-    from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
-    from weight_transfer.engine.loader_map import LoaderMap
-    from weight_transfer.engine.proof.reference import load_fresh, overlay
-    from weight_transfer.engine.trace_loader import trace_loader
+    from weight_transfer.apply.loader_map import LoaderMap
+    from weight_transfer.apply.reference import load_fresh, overlay
+    from weight_transfer.apply.staging import OpaqueCopy, place, write, write_back
+    from weight_transfer.apply.trace_loader import trace_loader
 
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("this vLLM packs no experts on this processor")

@@ -12,12 +12,12 @@ import pytest
 from tiny_model import save_tiny_model
 
 from rose.addresses import free_port
-from weight_transfer.engine.proof.probe import Part, judge
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.apply.probe import Part, judge
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver
-from weight_transfer.store.chunk_store import ChunkStore
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "contract"))

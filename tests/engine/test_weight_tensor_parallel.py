@@ -12,7 +12,7 @@ import pytest
 from engine_starts import EngineStarts
 from test_weight_apply import Served, proofs_hold, served_model, sgd_like
 
-from weight_transfer.engine.replica_weights import merged
+from weight_transfer.apply.worker import merged
 
 pytestmark = [
     pytest.mark.engine,
@@ -81,7 +81,7 @@ def test_two_ranks_follow_versions_on_one_copy(served: Served) -> None:
 
 
 def test_after_it_all_live_weights_are_the_published_ones(served: Served) -> None:
-    from weight_transfer.engine.proof.probe import Part, judge
+    from weight_transfer.apply.probe import Part, judge
 
     answers = on_all(served, "rose_weights_audit", 1 << 40, True)
     parts = [Part(t, tuple(key), n, total) for a in answers for t, key, n, total in a["parts"]]

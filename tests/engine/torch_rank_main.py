@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_transfer import ChunkStore, ShardError, SigningKey
-from weight_transfer.publish.shard_encoder import ShardSettings
+from weight_transfer.publish.shards import ShardSettings
 from weight_transfer.torch import Ranks, ShardedPublisher, state_pieces
 
 KEY = SigningKey.from_hex("09" * 32)

@@ -21,6 +21,8 @@ import numpy as np
 from rose.addresses import free_port
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import Credentials
+from weight_transfer.catalog import Catalog, Published, ReadLeases
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import (
     CatalogError,
     ChunkFormatError,
@@ -33,7 +35,6 @@ from weight_transfer.errors import (
     WrongBaseError,
 )
 from weight_transfer.fetch import publisher_client
-from weight_transfer.files.checkpoint import parse_head
 from weight_transfer.files.delta_file import (
     FORMAT,
     MAGIC,
@@ -42,6 +43,7 @@ from weight_transfer.files.delta_file import (
     compressed,
     decompressed,
 )
+from weight_transfer.format.checkpoint import parse_head
 from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, overwrite_chunk
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
@@ -55,11 +57,8 @@ from weight_transfer.format.manifest import (
 )
 from weight_transfer.format.signing import Envelope, Kind, SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.shard_coordinator import ShardReport, ShardTensor
-from weight_transfer.serve.leases import ReadLeases
-from weight_transfer.serve.version_routes import Signer
-from weight_transfer.store.catalog import Catalog, Published
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.publish.shards import ShardReport, ShardTensor
+from weight_transfer.serve import Signer
 
 WITHIN_S: Final = 5.0
 KEY: Final = SigningKey.from_hex("01" * 32)

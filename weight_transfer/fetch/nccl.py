@@ -29,11 +29,12 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
@@ -41,8 +42,11 @@ from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, St
 from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.fetch.relay_order import order
 from weight_transfer.format.chunk import check_id
-from weight_transfer.format.messages import GROUP, MOST_NAME_BYTES, GroupName
 
+GROUP: Final = "/group"
+MOST_NAME_BYTES: Final = 8 << 10
+GroupName = Annotated[tuple[int, ...], Meta(max_length=1_024)]
+"""NCCL's name of a group, as its leader answers at GROUP."""
 # Members get word of a version within a second of each other.
 WAIT_S = 3.0
 _log = logging.getLogger(__name__)

@@ -1,5 +1,8 @@
 """Client of a publisher: reads its signed catalog, and leases the versions that it still needs.
 
+catalog  ──► CatalogPayload, in a signed envelope
+leases   LeaseBody ──► LeaseGranted
+
 {"job", "expires_s", "bases": [[version, bytes], …], "deltas": [[version, parent, bytes], …]}
 
 The catalog is JSON in the envelope of a manifest, signed by the key of the job's manifests, and
@@ -13,32 +16,54 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import isfinite
-from typing import Final
+from typing import Annotated, Final
 
 import aiohttp
 import msgspec
+from msgspec import Meta, Struct
 
 from weight_transfer import SigningKey, VerifyKey, WeightError
+from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import FetchError, IndexFormatError
 from weight_transfer.fetch.download import ATTEMPT_FAILURES
-from weight_transfer.format.manifest import MALFORMED
-from weight_transfer.format.messages import (
-    CATALOG,
-    LEASES,
-    MAX_CATALOG_BYTES,
-    MOST_BASES,
-    MOST_DELTAS,
-    LeaseBody,
-    Listing,
-)
+from weight_transfer.format.manifest import MALFORMED, Count, Name
 from weight_transfer.format.signing import Envelope, Kind
-from weight_transfer.store.catalog import Catalog, Published
 
+CATALOG: Final = "/catalog"
+LEASES: Final = "/leases"
+MOST_BODY_BYTES: Final = 4_096
+MOST_DELTAS: Final = 3_072
+MOST_BASES: Final = 256
+# The longest entry, three numbers of 19 digits, takes 64 bytes.
+MAX_CATALOG_BYTES: Final = 256 << 10
 # A catalog is signed for each request; the lifetime allows for clocks that differ.
 LIFETIME_S: Final = 3_600.0
 
 
-_read = msgspec.json.Decoder(Listing).decode
+class CatalogPayload(Struct, frozen=True, forbid_unknown_fields=True):
+    """A catalog: (version, bytes) of each base, (version, parent, bytes) of each delta."""
+
+    job: Name
+    expires_s: float
+    bases: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MOST_BASES)]
+    deltas: Annotated[tuple[tuple[Count, Count, Count], ...], Meta(max_length=MOST_DELTAS)]
+
+
+class LeaseBody(Struct, frozen=True):
+    """Request that nothing after `version` be collected for `ttl_s`; sent again to renew it."""
+
+    reader: str
+    version: Count
+    ttl_s: float
+
+
+class LeaseGranted(Struct, frozen=True):
+    """Granted time of a lease, LONGEST_TTL_S at most."""
+
+    ttl_s: float
+
+
+_read = msgspec.json.Decoder(CatalogPayload).decode
 
 
 def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
@@ -48,7 +73,7 @@ def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: fl
     """
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
-    listed = Listing(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
+    listed = CatalogPayload(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
     envelope = Envelope(Kind.CATALOG, msgspec.json.encode(listed))
     return (envelope.signed(key) if key else envelope).to_bytes()
 

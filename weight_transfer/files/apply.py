@@ -16,20 +16,20 @@ from pathlib import Path
 import blake3
 import numpy as np
 
+from weight_transfer.chunk_store import draft
 from weight_transfer.errors import (
     ChunkFormatError,
     DeltaFormatError,
     DigestMismatchError,
     WrongBaseError,
 )
-from weight_transfer.files.checkpoint import Checkpoint, parse_head, view
 from weight_transfer.files.delta_file import Delta, DeltaFile
 from weight_transfer.files.delta_writer import Progress, nothing_told, whole_digest
+from weight_transfer.format.checkpoint import Checkpoint, parse_head, view
 from weight_transfer.format.chunk import overwrite_chunk, parse_header
 from weight_transfer.format.digest import MODULUS, digest_of
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.store.chunk_store import draft
 
 _MAX_HEAD_BYTES = 100_000_008
 _COPY_BYTES = 16 << 20

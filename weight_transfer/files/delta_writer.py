@@ -1,13 +1,8 @@
-"""Writer of delta files: compares two checkpoints on disk chunk by chunk, in all threads.
-
-`quicker_level` picks the codec level for a link by encoding a sample, since speed and size both
-depend on which weights changed.
-"""
+"""Writer of delta files: compares two checkpoints on disk chunk by chunk, in all threads."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,9 +11,8 @@ from typing import BinaryIO, TypeVar
 
 import blake3
 
-from weight_transfer.bounded_map import in_order
+from weight_transfer.chunk_store import draft
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.files.delta_file import (
     FORMAT,
     MAGIC,
@@ -28,55 +22,20 @@ from weight_transfer.files.delta_file import (
     compressed,
     tail_of,
 )
+from weight_transfer.format.checkpoint import Checkpoint
 from weight_transfer.format.chunk import (
     DEFAULT_CHUNK_BYTES,
     EncodedChunk,
     chunk_id,
     encode_chunk,
+    in_order,
     row_ranges,
 )
-from weight_transfer.format.delta_codec import Level, encode_payload
+from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import MODULUS, digest_of, digest_part
 from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
-from weight_transfer.format.tensors import TensorBits, zeros_like
-from weight_transfer.store.chunk_store import draft
-
-SAMPLE_BYTES = 8 << 20
-_WARM_UP_BYTES = 1 << 16
-
-
-def quicker_level(
-    old: TensorBits,
-    new: TensorBits,
-    link_bytes_s: float,
-    threads: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Level:
-    """The level with which this tensor's update has crossed the link first.
-
-    Encoding goes on while earlier chunks are sent, so the slower of the two counts. FAST where they
-    are as quick: it asks less of the receiver.
-    """
-    return min(Level, key=lambda level: _seconds(old, new, level, link_bytes_s, threads, clock))
-
-
-def _seconds(
-    old: TensorBits,
-    new: TensorBits,
-    level: Level,
-    link_bytes_s: float,
-    threads: int,
-    clock: Callable[[], float],
-) -> float:
-    def encode(size: int) -> int:
-        part = slice(0, size // old.bits.itemsize)
-        return encode_payload(old.bits[part], new.bits[part], old.weight_class, level).size
-
-    encode(_WARM_UP_BYTES)  # Compiling is paid once, not for each update.
-    began_s = clock()
-    sent = encode(SAMPLE_BYTES)
-    return max((clock() - began_s) / threads, sent / link_bytes_s)
-
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.publish.level import quicker_level
 
 Progress = Callable[[int], None]
 """Told how many bytes of the new checkpoint are done since the last call."""
@@ -212,7 +171,7 @@ class _Writer:
         if self._alike(new.name):
             return self._old.tensor(new.name)
         self._fresh.add(new.name)
-        return zeros_like(new)
+        return new.zeros()
 
     def _digest(self, tensor: TensorBits, ranges: Iterable[Rows]) -> int:
         parts = self._in_threads(lambda rows: _part(tensor, rows), ranges)

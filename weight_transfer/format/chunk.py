@@ -11,9 +11,12 @@ payload, see `codec`: of the block's weights, row by row
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import blake3
 
@@ -25,14 +28,14 @@ from weight_transfer.format.delta_codec import (
     decode_payload,
     encode_payload,
 )
-from weight_transfer.format.device_tensor import AnyTensor
 from weight_transfer.format.digest import Block, Range, block_growth
 from weight_transfer.format.manifest import ChunkRef
-from weight_transfer.format.tensors import TensorBits, WeightClass
-from weight_transfer.kernels import Flat
-from weight_transfer.kernels.backend import Change
-from weight_transfer.kernels.cpu.digest import scatter_and_sum
+from weight_transfer.format.tensors import AnyTensor, Flat, TensorBits, WeightClass
+from weight_transfer.kernels.cpu import scatter_and_sum
+from weight_transfer.kernels.processor import Change
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MAGIC = b"ROSC"
 FORMAT = 1
 HEADER = struct.Struct("<4sBBBBQQQQQQQ")
@@ -258,3 +261,19 @@ def _pack(header: ChunkHeader) -> bytes:
         header.payload_bytes,
         (end - first) << _COLUMN_BITS | first,
     )
+
+
+def in_order(
+    pool: Executor, threads: int, work: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """Yield results in the order of items; as many run at once as there are threads.
+
+    So few chunks are in memory.
+    """
+    pending: deque[Future[Result]] = deque()
+    for item in items:
+        pending.append(pool.submit(work, item))
+        if len(pending) > threads:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -32,11 +32,10 @@ from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.entropy import decode_compact, encode_compact
-from weight_transfer.format.tensors import Bits, WeightClass
-from weight_transfer.kernels import Flat, processor_of
-from weight_transfer.kernels.backend import Difference
-from weight_transfer.kernels.cpu.changes import apply_changes, gaps_of
-from weight_transfer.kernels.cpu.simd import all_equal, join_plane, split_plane
+from weight_transfer.format.tensors import Bits, Flat, WeightClass
+from weight_transfer.kernels.cpu import apply_changes, gaps_of
+from weight_transfer.kernels.processor import Difference, processor_of
+from weight_transfer.kernels.simd import all_equal, join_plane, split_plane
 
 PLANE_HEADER = struct.Struct("<BI")
 ZSTD_LEVEL = 1

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.format.tensors import Bits
-from weight_transfer.kernels import Flat, processor_of
-from weight_transfer.kernels.cpu.digest import sum_block, sum_difference, sum_pending
+from weight_transfer.format.tensors import Bits, Flat
+from weight_transfer.kernels.cpu import sum_block, sum_difference, sum_pending
+from weight_transfer.kernels.processor import processor_of
 
 Range: TypeAlias = tuple[int, int]
 """[first, end)."""

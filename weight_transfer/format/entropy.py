@@ -8,7 +8,7 @@ class    number u8 | Rice parameter u8 | changed weights u32; the first class ho
 coded    range coder: the unary part of each rank gap, how long each change is, its second bit
 raw      bits, least significant first: low part of each rank gap, sign, low part of each change
 Changes come class by class. How likely a change is depends on the class alone, see
-`kernels.cpu.exponent_classes`; the receiver has the old weights and thereby the classes.
+`kernels.range_coder`; the receiver has the old weights and thereby the classes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.tensors import Bits, WeightClass
-from weight_transfer.kernels.backend import Difference
-from weight_transfer.kernels.cpu import range_coder
-from weight_transfer.kernels.cpu import range_coder as kernels
+from weight_transfer.kernels import range_coder
+from weight_transfer.kernels import range_coder as kernels
+from weight_transfer.kernels.processor import Difference
 
 _HEAD = struct.Struct("<BBBBHII")
 _CLASS = struct.Struct("<BBI")

@@ -1,4 +1,14 @@
-"""Tensors as bits: the only view in which ±0 and NaN payloads are weights too."""
+"""Tensors as bits: the only view in which ±0 and NaN payloads are weights too.
+
+`TensorBits` are in host memory, `DeviceTensor` is on an NVIDIA GPU: a trainer's, to be published,
+or an engine's, to be overwritten.
+
+    old = device_tensor(name, parameter)              # a snapshot, on the same GPU
+    …a step…
+    encode_chunk(old, device_tensor(name, parameter, copy=False), rows, digest)
+
+What goes to the host is what changed; entropy coding, chunks and names are made there.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,7 @@ from weight_transfer.errors import TensorFormatError
 
 if TYPE_CHECKING:
     import torch
+
 
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64, one per weight."""
@@ -118,14 +129,25 @@ class TensorBits(Layout):
                 f"{self.name}: {self.bits.size} elements do not fill shape {self.shape}"
             )
 
+    def zeros(self) -> TensorBits:
+        """Return a tensor of zeros, which takes no memory until it is written to."""
+        bits = np.zeros(self.bits.size, unsigned(WIDTHS[self.dtype]))
+        return TensorBits(self.name, self.dtype, self.shape, bits)
+
+
+def _carried(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return the name and the bytes of an element's type. Raises TensorFormatError."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in WIDTHS:
+        raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
+    return dtype, WIDTHS[dtype]
+
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Return the bits of `tensor`, flat; shares memory with a contiguous CPU tensor."""
     import torch
 
-    width = WIDTHS.get(str(tensor.dtype).removeprefix("torch."))
-    if width is None:
-        raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
+    _, width = _carried(tensor)
     signed: torch.dtype = getattr(torch, SIGNED[width])
     flat = tensor.detach().cpu().contiguous().view(-1)
     bits: Bits = flat.view(signed).numpy().view(unsigned(width))
@@ -135,7 +157,7 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 def tensor_bits(name: str, tensor: torch.Tensor, *, copy: bool = True) -> TensorBits:
     """Return `tensor` as `TensorBits`, a snapshot unless `copy` is False."""
     bits = bits_of(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype, _ = _carried(tensor)
     return TensorBits(name, dtype, tuple(tensor.shape), bits.copy() if copy else bits)
 
 
@@ -148,12 +170,105 @@ def tensor_of(tensor: TensorBits) -> torch.Tensor:
     return torch.from_numpy(tensor.bits.copy().view(signed)).view(dtype).view(tensor.shape)
 
 
-def zeros_like(tensor: TensorBits) -> TensorBits:
-    """Return a tensor of zeros, which takes no memory until it is written to."""
-    bits = np.zeros(tensor.bits.size, unsigned(WIDTHS[tensor.dtype]))
-    return TensorBits(tensor.name, tensor.dtype, tensor.shape, bits)
-
-
 def copy_tensors(tensors: Mapping[str, TensorBits]) -> dict[str, TensorBits]:
     """Return a deep copy whose bits can be written to."""
     return {name: TensorBits(name, t.dtype, t.shape, t.bits.copy()) for name, t in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBits:
+    """`flat`: contiguous, of one dimension, signed integers as wide as the weights.
+
+    Signed, since torch does little with unsigned ones; kernels look at the bits alone.
+    """
+
+    flat: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.flat.numel()
+
+    @property
+    def itemsize(self) -> int:
+        return self.flat.element_size()
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def place(self) -> str:
+        return str(self.flat.device)
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Type of the bits on the host."""
+        return np.dtype(f"<u{self.itemsize}")
+
+    def __getitem__(self, part: slice) -> DeviceBits:
+        return DeviceBits(self.flat[part])
+
+
+Flat: TypeAlias = Bits | DeviceBits
+"""Flat weights, wherever they are."""
+
+
+def to_host(values: torch.Tensor) -> Bits:
+    """Copy a flat tensor of signed integers to the host; waits for what computes it."""
+    # A copy of its own on machines without a device too: nobody shares what may be overwritten.
+    host: NDArray[Any] = values.cpu().numpy()
+    bits: Bits = host.view(f"<u{host.itemsize}")
+    return bits.copy() if values.device.type == "cpu" else bits
+
+
+def to_device(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    """Copy a flat array of integers to where `like` is, as signed integers of its own width."""
+    import torch
+
+    signed = np.ascontiguousarray(values).view(f"<i{values.itemsize}")
+    if not signed.flags.writeable:  # torch warns of memory that it must not write to
+        signed = signed.copy()
+    return torch.from_numpy(signed).to(like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor(Layout):
+    """One checkpoint tensor on a device; `bits` are `prod(shape)` weights, row-major."""
+
+    bits: DeviceBits
+
+    def __post_init__(self) -> None:
+        if self.bits.size != math.prod(self.shape):
+            raise TensorFormatError(
+                f"{self.name}: {self.bits.size} elements do not fill shape {self.shape}"
+            )
+
+    def zeros(self) -> DeviceTensor:
+        """Return a tensor of zeros on the same device, the base of a fresh tensor."""
+        zeros = DeviceBits(self.bits.flat.new_zeros(self.bits.size))
+        return DeviceTensor(self.name, self.dtype, self.shape, zeros)
+
+
+AnyTensor: TypeAlias = TensorBits | DeviceTensor
+
+
+def device_bits(tensor: torch.Tensor) -> DeviceBits:
+    """Return the bits of `tensor` where it is, in its own memory.
+
+    Raises TensorFormatError for a type that is not carried and for a tensor that is not contiguous:
+    what is written to a copy of live weights would read back well and change nothing.
+    """
+    import torch
+
+    _, width = _carried(tensor)
+    if not tensor.is_contiguous():
+        raise TensorFormatError(f"a tensor of strides {tensor.stride()} is not contiguous; copy it")
+    signed: torch.dtype = getattr(torch, SIGNED[width])
+    return DeviceBits(tensor.detach().view(-1).view(signed))
+
+
+def device_tensor(name: str, tensor: torch.Tensor, *, copy: bool = True) -> DeviceTensor:
+    """Return `tensor` as `DeviceTensor`, a snapshot on its device unless `copy` is False."""
+    kept = tensor.detach().contiguous()
+    bits = device_bits(kept.clone() if copy and kept.data_ptr() == tensor.data_ptr() else kept)
+    return DeviceTensor(name, _carried(tensor)[0], tuple(tensor.shape), bits)

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ManifestError, WrongBaseError
 from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
 from weight_transfer.format.delta_codec import Level
-from weight_transfer.format.device_tensor import AnyTensor, zeros_like
 from weight_transfer.format.digest import MODULUS, digest_of
 from weight_transfer.format.manifest import (
     CODEC,
@@ -20,7 +20,7 @@ from weight_transfer.format.manifest import (
     hex_digest,
 )
 from weight_transfer.format.signing import SigningKey
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.format.tensors import AnyTensor
 
 DEFAULT_LIFETIME_S = 24 * 3600.0
 
@@ -81,7 +81,7 @@ class VersionPublisher:
         """Publish all weights of a version, for those who join: its delta may be published too."""
         updates = []
         for name in sorted(tensors):
-            zeros = zeros_like(tensors[name])
+            zeros = tensors[name].zeros()
             digest = digest_of(zeros.bits)
             updates.append(self._tensor(zeros, tensors[name], digest, self._level))
         return self.publish_updates(version, version, tuple(updates))

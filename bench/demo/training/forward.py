@@ -25,7 +25,7 @@ from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import policy_config
 from bench.demo.training.rollouts import TakenTurn, Trajectory
 from weight_transfer import TensorBits
-from weight_transfer.files.checkpoint import read_model_dir
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.tensors import tensor_bits, tensor_of
 
 

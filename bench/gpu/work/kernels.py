@@ -99,8 +99,8 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
     import torch
 
     allow_kernels_alone()
-    from weight_transfer.kernels.triton.backend import DEVICE
-    from weight_transfer.kernels.triton.device_bits import DeviceBits
+    from weight_transfer.format.tensors import DeviceBits
+    from weight_transfer.kernels import device
 
     size, nbytes = sizes.tensor_bytes // 2, sizes.tensor_bytes
     torch.manual_seed(0)
@@ -110,8 +110,8 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
     other = torch.empty_like(old.flat)
     return [
         Work("copy", 2 * nbytes, lambda: other.copy_(old.flat)),
-        Work("digest", nbytes, lambda: DEVICE.digest(old, 0)),
-        Work("diff", 2 * nbytes, lambda: DEVICE.compare(old, new, size, 0)),
+        Work("digest", nbytes, lambda: device.digest(old, 0)),
+        Work("diff", 2 * nbytes, lambda: device.compare(old, new, size, 0)),
         Work("encode_to_host", 2 * nbytes, lambda: _encoded(old, new)),
         _ranking(old, new),
         _overwriting(old, new),
@@ -119,20 +119,20 @@ def _works(sizes: Sizes, place: str) -> list[Work]:
 
 
 def _encoded(old: Any, new: Any) -> None:  # noqa: ANN401 -- a type of the package under test
-    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels import device
 
-    found = DEVICE.compare(old, new, old.size, 0)
+    found = device.compare(old, new, old.size, 0)
     _ = found and (found.gaps, found.codes)
 
 
 def _ranking(old: Any, new: Any) -> Work:  # noqa: ANN401
     """Return the ranks of `compact`, which are computed a chunk at a time."""
     from weight_transfer.format.tensors import WeightClass
-    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels import device
 
     chunk = slice(0, min(old.size, CHUNK_BYTES // 2))
     kind = WeightClass(*_CLASS_OF_BF16)
-    part = DEVICE.compare(old[chunk], new[chunk], chunk.stop, 0)
+    part = device.compare(old[chunk], new[chunk], chunk.stop, 0)
     if part is None or not part.count:
         raise ValueError("the first chunk has no changes; raise --density")
 
@@ -145,21 +145,21 @@ def _ranking(old: Any, new: Any) -> Work:  # noqa: ANN401
 def _overwriting(old: Any, new: Any) -> Work:  # noqa: ANN401
     import torch
 
-    from weight_transfer.kernels.backend import Change
-    from weight_transfer.kernels.triton.backend import DEVICE
-    from weight_transfer.kernels.triton.device_bits import DeviceBits
+    from weight_transfer.format.tensors import DeviceBits
+    from weight_transfer.kernels import device
+    from weight_transfer.kernels.processor import Change
 
     places, values = [], []
     # Torch has counted the elements of a `nonzero` in 32 bits.
     for start in range(0, old.size, _NONZERO_WEIGHTS):
         part = slice(start, start + _NONZERO_WEIGHTS)
         where = (old.flat[part] != new.flat[part]).nonzero().view(-1)
-        values.append(DEVICE.read(DeviceBits(new.flat[part][where])))
+        values.append(device.read(DeviceBits(new.flat[part][where])))
         places.append(where.cpu().numpy() + start)
     at = np.concatenate(places)
     target = DeviceBits(old.flat.clone())
-    was = DEVICE.read(DeviceBits(old.flat[torch.from_numpy(at).to(old.flat.device)]))
-    exchange = DEVICE.stage([(target, Change(at, was, np.concatenate(values)))], 1 << 40)
+    was = device.read(DeviceBits(old.flat[torch.from_numpy(at).to(old.flat.device)]))
+    exchange = device.stage([(target, Change(at, was, np.concatenate(values)))], 1 << 40)
     if exchange.run().any() or not torch.equal(target.flat, new.flat):
         raise PieceError("the overwritten weights are not the new ones")
     if old.flat.is_cuda:

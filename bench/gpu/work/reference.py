@@ -110,7 +110,7 @@ def compare(place: str, width: int, size: int, density: float) -> int:
 def _held(bits: Bits, place: str) -> Any:  # noqa: ANN401 -- a type of the package under test
     import torch
 
-    from weight_transfer.kernels.triton.device_bits import DeviceBits
+    from weight_transfer.format.tensors import DeviceBits
 
     return DeviceBits(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()).to(place))
 
@@ -123,20 +123,20 @@ def _growth(old: Bits, new: Bits, changed: Bits) -> int:
 def _differences(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
     from weight_transfer.format.tensors import WeightClass
-    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels import device
 
     changed = np.flatnonzero(old != new)
     before, after = _held(old, place), _held(new, place)
-    difference = DEVICE.compare(before, after, old.size, _FIRST)
+    difference = device.compare(before, after, old.size, _FIRST)
     if difference is None:
         raise PieceError(f"{8 * old.itemsize} bit: the device finds more changes than weights")
     kind = WeightClass(*CLASSES[old.itemsize])
     wanted = ranked(old, changed)
     rank_gaps, codes = difference.by_class(kind, *ends_of(wanted.counts))
-    marks = DEVICE.mark(before, after, _FIRST)
+    marks = device.mark(before, after, _FIRST)
     coded = zigzag(old[changed], new[changed])
     return {
-        "digest": (DEVICE.digest(before, _FIRST), summed(np.arange(old.size) + _FIRST, old)),
+        "digest": (device.digest(before, _FIRST), summed(np.arange(old.size) + _FIRST, old)),
         "count": (difference.count, changed.size),
         "growth": (difference.growth, _growth(old, new, changed)),
         "gaps": (difference.gaps, np.diff(changed, prepend=-1) - 1),
@@ -145,20 +145,20 @@ def _differences(place: str, old: Bits, new: Bits) -> Found:
         "rank gaps": (rank_gaps, wanted.gaps),
         "sorted codes": (codes, coded[wanted.order]),
         "bitmap": (marks.bitmap, np.packbits(old != new, bitorder="little")),
-        "too many": (DEVICE.compare(before, after, changed.size - 1, 0) is None, True),
+        "too many": (device.compare(before, after, changed.size - 1, 0) is None, True),
     }
 
 
 def _overwritten(place: str, old: Bits, new: Bits) -> Found:
     allow_kernels_alone()
-    from weight_transfer.kernels.backend import Change
-    from weight_transfer.kernels.triton.backend import DEVICE
+    from weight_transfer.kernels import device
+    from weight_transfer.kernels.processor import Change
 
     changed = np.flatnonzero(old != new)
     live = _held(old, place)
-    exchange = DEVICE.stage([(live, Change(changed, old[changed], new[changed]))], 0)
+    exchange = device.stage([(live, Change(changed, old[changed], new[changed]))], 0)
     return {
         "exchanged": (exchange.run(), [[0, 0]]),
-        "read back": (DEVICE.read(live), new),
+        "read back": (device.read(live), new),
         "stale": (exchange.run(), [[changed.size, 0]]),
     }

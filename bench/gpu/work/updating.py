@@ -64,8 +64,8 @@ def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
     import torch
 
     allow_kernels_alone()
-    from weight_transfer.kernels.backend import Change
-    from weight_transfer.kernels.triton.device_bits import DeviceBits, to_host
+    from weight_transfer.format.tensors import DeviceBits, to_host
+    from weight_transfer.kernels.processor import Change
 
     for tensor in live.values():
         bits = DeviceBits(tensor.view(torch.int16))
@@ -76,7 +76,7 @@ def _changes(live: dict[str, Any], density: float) -> Iterator[Any]:
 
 
 def _staged(changes: list[Any]) -> Any:  # noqa: ANN401 -- a type of the package under test
-    from weight_transfer.kernels.triton.exchange import stage
+    from weight_transfer.kernels.device import stage
 
     return stage(changes, RESIDENT_BYTES)
 
@@ -85,7 +85,7 @@ def _insist_written(changes: list[Any], odd: int, *, back: bool) -> None:
     """Compare the weights with torch, outside of the timed part."""
     import torch
 
-    from weight_transfer.kernels.triton.device_bits import to_device
+    from weight_transfer.format.tensors import to_device
 
     for target, change in changes:
         live = target.flat

@@ -20,9 +20,9 @@ from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 from weight_transfer.errors import WeightError
 from weight_transfer.files.apply import Applied, apply_deltas, mismatches
-from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.files.delta_file import MAGIC, Delta
 from weight_transfer.files.delta_writer import DiffSettings, Progress, diff, nothing_told
+from weight_transfer.format.checkpoint import Checkpoint
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.manifest import Manifest, TensorUpdate
 

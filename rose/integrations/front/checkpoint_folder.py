@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rose.errors import ConfigError, RefusedError
 from weight_transfer import WeightError
-from weight_transfer.files.checkpoint import (
+from weight_transfer.format.checkpoint import (
     INDEX,
     MAX_INDEX_BYTES,
     NUMBERED,

@@ -30,7 +30,7 @@ from rose.integrations.front.checkpoint_folder import (
     named_tensors,
 )
 from weight_transfer import TensorBits, WeightError, read_model_dir, tensor_bits, tensor_of
-from weight_transfer.files.checkpoint import INDEX, CheckpointEntry, Shard
+from weight_transfer.format.checkpoint import INDEX, CheckpointEntry, Shard
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from rose.integrations.front.checkpoint_folder import (
     named_tensors,
 )
 from rose.integrations.front.updates import VersionPublisher
-from weight_transfer.files.checkpoint import SUFFIX
+from weight_transfer.format.checkpoint import SUFFIX
 
 # A checkpoint that is still being written lacks files for a while: no line is logged before.
 LACKING_S = 30.0

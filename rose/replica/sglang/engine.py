@@ -12,7 +12,7 @@ from rose.replica.engine import MOST_WARM_UP_TOKENS, WarmUpSizes
 from rose.replica.sglang.requests import EngineRequest, SglangError
 from rose.replica.token_versions import KvStaleness
 from rose.tracing.context import TraceContext
-from weight_transfer.shared_segment import ranks_folder
+from weight_transfer.apply.shared_segment import ranks_folder
 
 KEPT_TOKENS: Final = 6
 """Tokens of a model's length that SGLang keeps for itself: a longer prompt is refused."""

@@ -8,7 +8,7 @@ broadcast to all ranks like a turn, so that all get it between the same two step
     resume    continue
     flush     drop all prefixes
     wake      look for work
-    others    methods of the weight worker (`weight_transfer.sglang.worker`)
+    others    methods of the weight worker (`weight_transfer.sglang`)
 
 Overlapped scheduling is off, so no step is in flight when a call is made.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from executor.engine_settings import POLICY_VERSION
-from weight_transfer.sglang.worker import WeightWorker
+from weight_transfer.sglang import WeightWorker
 
 METHOD: Final = "rose"
 PAUSED_SLEEP_S: Final = 0.0005

@@ -15,7 +15,7 @@ from rose.replica.token_versions import KvStaleness
 from rose.replica.vllm.requests import ENGINE_FAILURES, EngineRequest
 from rose.replica.vllm.stamps import stamps_of
 from rose.tracing.context import TraceContext
-from weight_transfer.shared_segment import ranks_folder
+from weight_transfer.apply.shared_segment import ranks_folder
 
 
 class VllmEngine:

@@ -1,6 +1,6 @@
 """Stand-in for weight transfer: how long a version takes to each node, and who waits for whom.
 
-Which objects a node needs is production's choice (`weight_transfer.store.catalog.Catalog`: the
+Which objects a node needs is production's choice (`weight_transfer.catalog.Catalog`: the
 chain of deltas or a base, whichever is fewer bytes). The model sends them: each object crosses the
 slow link once, one after the other, and is passed on inside its cluster while it comes.
 """
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from rose.simulation.clock.event_queue import EventQueue
 from rose.simulation.cluster import Links
+from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import CatalogError
-from weight_transfer.store.catalog import Catalog, Published
 
 KEPT_DELTAS = 8
 

@@ -176,7 +176,7 @@ def test_a_node_daemon_leases_freezes_balloons_updates_drains_and_ends_it(
 ) -> None:
     torch = pytest.importorskip("torch")
     from rose.integrations.policy_publisher import PolicyPublisher
-    from weight_transfer.files.checkpoint import read_model_dir
+    from weight_transfer.format.checkpoint import read_model_dir
     from weight_transfer.format.tensors import tensor_of
 
     folder = cluster.folder

@@ -16,7 +16,7 @@ from rose.engines import process_spec
 from rose.errors import ConfigError
 from rose.node import NodeConfig
 from weight_transfer import Change, SigningKey
-from weight_transfer.receiver import StagedTensor, StagedUpdate
+from weight_transfer.apply.receiver import StagedTensor, StagedUpdate
 from weight_transfer.vllm.worker import WeightWorker
 
 

@@ -42,7 +42,7 @@ from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherC
 from weight_transfer.fetch import download as download_module
 from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.format.signing import SIGNATURE_BYTES
-from weight_transfer.serve.version_routes import Signer
+from weight_transfer.serve import Signer
 
 KEY = SigningKey.generate()
 

@@ -336,7 +336,7 @@ def publisher(folder: str, *options: str, versions: str) -> None:
     from rose.weight_distribution.credentials import Credentials
     from rose.weight_distribution.version_server import VersionServer
     from weight_transfer import ChunkStore, SigningKey
-    from weight_transfer.serve.version_routes import Signer
+    from weight_transfer.serve import Signer
 
     async def serve() -> None:
         files = {

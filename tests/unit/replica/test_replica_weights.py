@@ -14,7 +14,7 @@ from rose.replica.turns import Turns
 from rose.replica.vllm.engine import VllmEngine
 from tests.harness.waiting import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
-from weight_transfer.shared_segment import ranks_folder
+from weight_transfer.apply.shared_segment import ranks_folder
 
 PROOFS = {"digest_ok": True, "probe_ok": True}
 REPORT = {"version": 3, "apply_s": 0.1, "probe_s": 0.2, "probe_max_abs_diff": 0.0}

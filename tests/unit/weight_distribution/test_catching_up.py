@@ -31,6 +31,14 @@ from weight_transfer import (
     TensorBits,
     VersionPublisher,
 )
+from weight_transfer.catalog import (
+    LONGEST_TTL_S,
+    MOST_OF_A_PEER,
+    MOST_READERS,
+    Catalog,
+    Published,
+    ReadLeases,
+)
 from weight_transfer.errors import IndexFormatError, LeaseError
 from weight_transfer.fetch import (
     Caps,
@@ -40,11 +48,8 @@ from weight_transfer.fetch import (
     publisher_client,
 )
 from weight_transfer.fetch.publisher_client import decode_catalog, encode_catalog
-from weight_transfer.format.messages import LONGEST_TTL_S
 from weight_transfer.format.signing import Envelope, Kind
-from weight_transfer.serve.leases import MOST_OF_A_PEER, MOST_READERS, ReadLeases
-from weight_transfer.serve.version_routes import Signer
-from weight_transfer.store.catalog import Catalog, Published
+from weight_transfer.serve import Signer
 
 KEY = SigningKey.generate()
 VERSIONS = 6
@@ -151,7 +156,7 @@ async def test_wrong_weights_are_healed_by_a_newer_base_only(
 async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 3)
+    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 3)
     trainer.publish(1)
     await trainer.retention.settle()
     async with aiohttp.ClientSession() as session:
@@ -187,7 +192,7 @@ def _without_announced(leases: ReadLeases) -> Callable[[float], list[object]]:
 async def test_a_base_in_the_making_does_not_hold_a_version_up(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 1)
+    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
     begun, made = asyncio.Event(), asyncio.Event()
     loop, make = asyncio.get_running_loop(), trainer.publisher.publish_base
 
@@ -211,7 +216,7 @@ async def test_a_base_in_the_making_does_not_hold_a_version_up(
 async def test_what_was_just_announced_waits_for_readers_to_lease_it(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_transfer.store.catalog.MOST_DELTAS", 1)
+    monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
     for version in (1, 2, 3):
         trainer.publish(version)
         await trainer.retention.settle()

@@ -9,8 +9,8 @@ import pytest
 from crash_cluster import CHUNK_BYTES, CHUNKS, KEY, Cluster, tensors
 
 from weight_transfer import ChunkStore, VersionPublisher
+from weight_transfer import serve as forwarding
 from weight_transfer.fetch import download, fetcher
-from weight_transfer.serve import forwarding
 
 ROLES = ("publisher", "relay", "receiver")
 

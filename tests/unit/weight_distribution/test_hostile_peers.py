@@ -23,11 +23,11 @@ from weight_transfer import (
     VerifyKey,
     VersionPublisher,
 )
+from weight_transfer.catalog import ReadLeases
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
 from weight_transfer.fetch import fetcher as fetcher_module
-from weight_transfer.serve.leases import ReadLeases
-from weight_transfer.serve.version_routes import Signer
+from weight_transfer.serve import Signer
 
 KEY = SigningKey.from_hex("08" * 32)
 NO_ADDRESSES = (

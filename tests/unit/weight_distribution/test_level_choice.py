@@ -15,7 +15,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
 from weight_transfer import ChunkStore, SigningKey, TensorBits
 from weight_transfer.format.delta_codec import Level
-from weight_transfer.serve.level import (
+from weight_transfer.publish.level import (
     BURST_BYTES,
     FRESH_S,
     MOST_PEERS,

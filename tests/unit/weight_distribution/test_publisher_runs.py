@@ -415,7 +415,7 @@ def test_a_root_says_which_living_process_has_it(tmp_path: Path) -> None:
 @pytest.fixture
 def few_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have bases made only for versions that no base leads to, though these models are small."""
-    monkeypatch.setattr("weight_transfer.store.catalog.MOST_SHARE", 100.0)
+    monkeypatch.setattr("weight_transfer.catalog.MOST_SHARE", 100.0)
 
 
 def rot(cluster: Cluster, version: int, *, base: bool = False) -> None:

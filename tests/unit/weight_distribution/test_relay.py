@@ -17,10 +17,10 @@ from rose.weight_distribution import Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from rose.weight_distribution.relay_metrics import RelayMetrics
 from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
+from weight_transfer import serve as forwarding
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch.limits import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
 from weight_transfer.fetch.relay_order import Route, order
-from weight_transfer.fetch.traffic import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
-from weight_transfer.serve import forwarding
 
 KEY = SigningKey.generate()
 

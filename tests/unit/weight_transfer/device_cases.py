@@ -15,22 +15,28 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from weight_cases import model, next_model, tensor
 
-from weight_transfer.engine import applier, loader_map, rectangle
+from weight_transfer.apply import loader_map
+from weight_transfer.apply import staging as applier
+from weight_transfer.apply.trace_loader import flat_view
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.chunk import encode_block, encode_chunk
 from weight_transfer.format.delta_codec import Encoding, Level
-from weight_transfer.format.device_tensor import device_bits, device_tensor
 from weight_transfer.format.digest import Block, digest_of
 from weight_transfer.format.signing import SigningKey
-from weight_transfer.format.tensors import Bits, TensorBits, WeightClass, tensor_of
-from weight_transfer.kernels.backend import Change
-from weight_transfer.kernels.cpu.backend import CPU
-from weight_transfer.kernels.triton import exchange as packed
-from weight_transfer.kernels.triton.backend import DEVICE
-from weight_transfer.kernels.triton.device_bits import DeviceBits, to_device
-from weight_transfer.kernels.triton.exchange import PIECE_BYTES
+from weight_transfer.format.tensors import (
+    Bits,
+    DeviceBits,
+    TensorBits,
+    WeightClass,
+    device_bits,
+    device_tensor,
+    tensor_of,
+    to_device,
+)
+from weight_transfer.kernels import cpu, device
+from weight_transfer.kernels.processor import Change
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.store.chunk_store import ChunkStore
 
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 WIDTHS = (1, 2, 4, 8)
@@ -72,8 +78,8 @@ def ranges(draw: st.DrawFn) -> tuple[Bits, Bits]:
 @given(ranges(), st.sampled_from([0, 1, 1 << 33]))
 def test_a_difference_is_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
     old, new = step
-    wanted = CPU.compare(old, new, old.size, first)
-    found = DEVICE.compare(held(old), held(new), old.size, first)
+    wanted = cpu.compare(old, new, old.size, first)
+    found = device.compare(held(old), held(new), old.size, first)
     assert wanted is not None
     assert found is not None
     assert (found.count, found.growth) == (wanted.count, wanted.growth)
@@ -86,7 +92,7 @@ def test_a_difference_is_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
 @given(ranges(), st.sampled_from([0, 5]))
 def test_marks_are_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
     old, new = step
-    wanted, found = CPU.mark(old, new, first), DEVICE.mark(held(old), held(new), first)
+    wanted, found = cpu.mark(old, new, first), device.mark(held(old), held(new), first)
     np.testing.assert_array_equal(found.bitmap, wanted.bitmap)
     np.testing.assert_array_equal(found.codes, wanted.codes)
     assert found.growth == wanted.growth
@@ -98,7 +104,7 @@ def test_more_changes_than_room_are_none(beyond: int) -> None:
     new = old.copy()
     new[::7] = 1
     changed, room = np.count_nonzero(new), np.count_nonzero(new) - beyond
-    for processor, hold in ((CPU, np.asarray), (DEVICE, held)):
+    for processor, hold in ((cpu, np.asarray), (device, held)):
         found = processor.compare(hold(old), hold(new), room, 0)
         assert found is None if beyond else found is not None and found.count == changed
 
@@ -107,12 +113,12 @@ def test_more_changes_than_room_are_none(beyond: int) -> None:
 @given(ranges(), st.sampled_from([0, 3, (1 << 40) + 1]))
 def test_digests_are_the_cpus(step: tuple[Bits, Bits], first: int) -> None:
     bits, _ = step
-    assert DEVICE.digest(held(bits), first) == CPU.digest(bits, first)
+    assert device.digest(held(bits), first) == cpu.digest(bits, first)
 
 
 def test_a_digest_of_many_tiles_wraps_as_the_cpus_does() -> None:
     bits = np.full(40_000, 0xFFFFFFFFFFFFFFFF, "<u8")
-    assert DEVICE.digest(held(bits), 0) == CPU.digest(bits, 0)
+    assert device.digest(held(bits), 0) == cpu.digest(bits, 0)
 
 
 def classed(width: int, size: int) -> tuple[Bits, Bits]:
@@ -129,7 +135,7 @@ def classed(width: int, size: int) -> tuple[Bits, Bits]:
 
 def same_ranks(old: Bits, new: Bits, kind: WeightClass, rare: int) -> int:
     """Compare with the CPU; `rare` classes of each side are one. Returns how many are left."""
-    pair = CPU.compare(old, new, old.size, 0), DEVICE.compare(held(old), held(new), old.size, 0)
+    pair = cpu.compare(old, new, old.size, 0), device.compare(held(old), held(new), old.size, 0)
     wanted, found = (each.class_counts(kind) for each in pair if each)
     np.testing.assert_array_equal(found, wanted)
     changed = np.flatnonzero(wanted)
@@ -155,6 +161,24 @@ def test_ranks_by_class_are_the_cpus_whatever_is_gathered(width: int) -> None:
     assert same_ranks(old, new, WeightClass(0, 0), 0) == 1
 
 
+def test_ranks_are_counted_in_the_tiles_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile is compared with itself: one eight times as wide is eight times the work."""
+    launched: list[int] = []
+    real = device.kernels.rank_changed
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def launch(*args: Any, **shape: int) -> None:
+                launched.append(shape["tile_size"])
+                real[grid](*args, **shape)
+
+            return launch
+
+    monkeypatch.setattr(device.kernels, "rank_changed", Recorded())
+    assert same_ranks(*classed(2, 700), KINDS[2], rare=0) == 7
+    assert launched == [device.RANKED] == [128]
+
+
 def test_ranks_are_counted_over_blocks_in_a_few_classes_and_in_all() -> None:
     old, new = classed(2, 4_200)
     assert same_ranks(old, new, KINDS[2], rare=2) == 3
@@ -172,49 +196,49 @@ def test_an_exchange_writes_and_says_what_the_cpus_does_and_goes_back(
     places = np.random.default_rng(seed).permutation(old.size)[: old.size // 2]
     host, live = old.copy(), held(old.copy())
     change = Change(places, old[places], new[places])
-    one, other = CPU.stage([(host, change)], 0), DEVICE.stage([(live, change)], resident_bytes)
-    np.testing.assert_array_equal(DEVICE.read(live), old, "nothing is written before its time")
+    one, other = cpu.stage([(host, change)], 0), device.stage([(live, change)], resident_bytes)
+    np.testing.assert_array_equal(device.read(live), old, "nothing is written before its time")
     assert not one.run().any()
     assert not other.run().any()
-    np.testing.assert_array_equal(DEVICE.read(live), host)
+    np.testing.assert_array_equal(device.read(live), host)
     stale = np.count_nonzero(old[places] != new[places])
     assert other.run().tolist() == [[stale, 0]], "the old values are not there any more"
-    np.testing.assert_array_equal(DEVICE.read(live), host)
+    np.testing.assert_array_equal(device.read(live), host)
     assert not other.run(back=True).any()
-    np.testing.assert_array_equal(DEVICE.read(live), old)
+    np.testing.assert_array_equal(device.read(live), old)
 
 
 def test_changes_are_cut_into_pieces_and_counted_by_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(device, "PIECE_BYTES", 4096)
     lives = [held(np.zeros(5000, "<u2")) for _ in range(3)]
     every, some = np.arange(5000), np.arange(0, 5000, 5)
     changes = [
         (live, Change(at, np.full(at.size, was, "<u2"), np.full(at.size, 9, "<u2")))
         for live, at, was in zip(lives, (every, some, every[:0]), (0, 1, 0), strict=True)
     ]
-    exchange = DEVICE.stage(changes, 10_000)
+    exchange = device.stage(changes, 10_000)
     assert len(exchange.resident) == 2, "of 4096 bytes each"
     assert len(exchange.streamed) > 8
     assert exchange.run().tolist() == [[0, 0], [1000, 0], [0, 0]]
-    assert DEVICE.read(lives[0]).tolist() == [9] * 5000
-    assert [np.count_nonzero(DEVICE.read(live)) for live in lives] == [5000, 1000, 0]
+    assert device.read(lives[0]).tolist() == [9] * 5000
+    assert [np.count_nonzero(device.read(live)) for live in lives] == [5000, 1000, 0]
 
 
 def test_a_device_holds_no_more_of_an_update_than_it_is_granted() -> None:
     live = held(np.zeros(400_000, "<u2"))
     places = np.arange(400_000)
     change = live, Change(places, np.zeros(400_000, "<u2"), np.ones(400_000, "<u2"))
-    granted = DEVICE.stage([change], 3_200_000)
+    granted = device.stage([change], 3_200_000)
     assert granted.device_bytes == 8 * 400_000 + 16, "a place of four bytes and two values"
-    assert DEVICE.stage([change], 3_199_999).device_bytes == PIECE_BYTES + 16
+    assert device.stage([change], 3_199_999).device_bytes == device.PIECE_BYTES + 16
 
 
-@pytest.mark.parametrize("processor", [CPU, DEVICE])
+@pytest.mark.parametrize("processor", [cpu, device])
 def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) -> None:
     host = np.arange(10, dtype="<u2")
-    live = host if processor is CPU else held(host)
+    live = host if processor is cpu else held(host)
     # One place twice: one of both values cannot be there afterwards.
     change = live, Change(np.array([3, 3]), np.array([3, 3], "<u2"), np.array([7, 8], "<u2"))
     assert processor.stage([change], 1 << 20).run()[0, 1] == 1
@@ -223,7 +247,7 @@ def test_weights_that_do_not_keep_what_is_written_are_noticed(processor: Any) ->
 @pytest.mark.parametrize("place", [-1, 10])
 def test_a_place_outside_is_refused_before_anything_is_written(place: int) -> None:
     bits, places = np.zeros(10, "<u2"), np.array([0, place])
-    for processor, live in ((CPU, bits), (DEVICE, held(bits))):
+    for processor, live in ((cpu, bits), (device, held(bits))):
         change = live, Change(places, np.zeros(2, "<u2"), np.ones(2, "<u2"))
         with pytest.raises(IndexError, match="outside its 10 weights"):
             processor.stage([change], 1 << 20)
@@ -241,7 +265,7 @@ def test_fused_sharded_tied_and_transposed_parameters_become_what_numpy_makes_th
     assert applier.write(applier.place(loader_cases.proved(host, base), update)) == ()
     on_device = loader_cases.proved(live, base)
     # In the interpreter a device's memory is the host's.
-    monkeypatch.setattr(loader_map, "live_bits", lambda t: DeviceBits(rectangle.flat_view(t)))
+    monkeypatch.setattr(loader_map, "live_bits", lambda t: DeviceBits(flat_view(t)))
     strided = [name for name in on_device.names for r in on_device.rectangles(name)
                if r.target_strides != (1,)]  # fmt: skip
     assert strided, "some parameters hold their weights in another order, or with gaps"
@@ -258,11 +282,11 @@ def test_fused_sharded_tied_and_transposed_parameters_become_what_numpy_makes_th
 def test_parameters_with_gaps_between_their_rows_are_written_where_they_are() -> None:
     storage = torch.zeros(8, 16, dtype=torch.bfloat16, device=PLACE.device)
     view = storage[:, 2:7].T
-    bits = DeviceBits(rectangle.flat_view(view))
+    bits = DeviceBits(flat_view(view))
     # Position (column, row) of the view is 16·row + column of its memory.
     places = np.array([0, 1, 16 + 4, 7 * 16 + 4])
     change = bits, Change(places, np.zeros(4, "<u2"), np.full(4, 0x3F80, "<u2"))
-    assert not DEVICE.stage([change], 1 << 20).run().any()
+    assert not device.stage([change], 1 << 20).run().any()
     assert storage.nonzero().tolist() == [[0, 2], [0, 3], [1, 6], [7, 6]]
     assert view.float().sum() == 4
 
@@ -321,8 +345,8 @@ def test_a_snapshot_keeps_what_training_overwrites() -> None:
     live = torch.ones(5, dtype=torch.bfloat16, device=PLACE.device)
     kept, shared = device_tensor("w", live), device_tensor("w", live, copy=False)
     live.zero_()
-    assert DEVICE.read(kept.bits).tolist() == [0x3F80] * 5
-    assert DEVICE.read(shared.bits).tolist() == [0] * 5
+    assert device.read(kept.bits).tolist() == [0x3F80] * 5
+    assert device.read(shared.bits).tolist() == [0] * 5
 
 
 def test_weights_in_two_memories_are_refused_in_one_line() -> None:
@@ -346,4 +370,4 @@ def test_live_weights_that_are_not_contiguous_are_refused_but_may_be_published()
     square = torch.arange(6, dtype=torch.int16, device=PLACE.device).view(2, 3)
     with pytest.raises(TensorFormatError, match="not contiguous"):
         device_bits(square.T)
-    assert DEVICE.read(device_tensor("w", square.T).bits).tolist() == [0, 3, 1, 4, 2, 5]
+    assert device.read(device_tensor("w", square.T).bits).tolist() == [0, 3, 1, 4, 2, 5]

@@ -11,7 +11,8 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weight_transfer.kernels.triton import kernels
+from weight_transfer.kernels import device
+from weight_transfer.kernels import triton_kernels as kernels
 
 WIDTHS = {1: "*i8", 2: "*i16", 4: "*i32", 8: "*i64"}
 ARGUMENTS = {
@@ -56,7 +57,7 @@ def size_of(kernel: object, width: int, capability: int) -> int:
     names = kernel.arg_names  # type: ignore[attr-defined]
     constants = {name: CONSTANTS[name] for name in names if name in CONSTANTS}
     if kernel is kernels.rank_changed:
-        constants["tile_size"] = 128
+        constants["tile_size"] = device.RANKED
     if "width_bits" in names:
         constants["width_bits"] = 8 * width
     types = {n: ARGUMENTS[n] for n in names if n not in constants}

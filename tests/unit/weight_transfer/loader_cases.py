@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weight_transfer.engine.loader_map import LoaderMap
-from weight_transfer.engine.trace_loader import trace_loader
+from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.receiver import Receiver, StagedUpdate
+from weight_transfer.apply.trace_loader import trace_loader
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.store.chunk_store import ChunkStore
 
 HIDDEN, VOCABULARY, PADDED, RANKS = 8, 10, 16, 2
 SHAPES = {

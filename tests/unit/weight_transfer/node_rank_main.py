@@ -13,8 +13,8 @@ from pathlib import Path
 import blake3
 
 from weight_transfer import ChunkStore, Receiver, StagedTensor, VerifiedManifest, WeightError
-from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import NodeCopy
+from weight_transfer.apply.node_copy import NodeCopy
+from weight_transfer.format.checkpoint import Checkpoint
 
 
 def say(**fields: object) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from weight_cases import tensor
 
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.shard_coordinator import ShardCoordinator
-from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import (
     Heads,
     LocalBits,
@@ -30,8 +30,7 @@ from weight_transfer.publish.sharding import (
     vocabulary,
     whole,
 )
-from weight_transfer.receiver import Receiver
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.publish.shards import ShardCoordinator, ShardEncoder, ShardSettings
 
 KEY = SigningKey.from_hex("08" * 32)
 Dense = dict[str, TensorBits]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from weight_transfer.engine.proof.reference import Reference
-from weight_transfer.engine.proof.sight import insist_on_sight
+from weight_transfer.apply.probe import insist_on_sight
+from weight_transfer.apply.reference import Reference
 from weight_transfer.errors import ProbeError
 
 

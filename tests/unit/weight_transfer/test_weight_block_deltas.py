@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from weight_transfer.errors import DeltaFormatError
 from weight_transfer.files.apply import apply_deltas
-from weight_transfer.files.checkpoint import Checkpoint
 from weight_transfer.files.delta_file import MAGIC, Delta, tail_of
 from weight_transfer.files.delta_writer import diff
+from weight_transfer.format.checkpoint import Checkpoint
 from weight_transfer.format.chunk import chunk_id, encode_block
 from weight_transfer.format.digest import Block, Range, digest_of
 from weight_transfer.format.tensors import tensor_bits

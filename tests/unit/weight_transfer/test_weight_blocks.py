@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from weight_cases import stepped, steps, tensor
 
+from weight_transfer.apply.receiver import Receiver
 from weight_transfer.errors import ChunkFormatError, ManifestError, TensorFormatError
 from weight_transfer.format.chunk import HEADER, chunk_id, decode_chunk, encode_block, parse_header
 from weight_transfer.format.delta_codec import Level
@@ -19,7 +20,6 @@ from weight_transfer.format.digest import MODULUS, Block, block_part, digest_of,
 from weight_transfer.format.manifest import CODEC, Manifest, TensorUpdate, check_tiling, hex_digest
 from weight_transfer.format.signing import HEAD_BYTES, SigningKey
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.receiver import Receiver
 
 KEY = SigningKey.from_hex("06" * 32)
 Rectangle = tuple[tuple[int, int], tuple[int, int]]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_transfer.errors import CatalogError
-from weight_transfer.store.catalog import (
+from weight_transfer.catalog import (
     MOST_DELTAS,
     MOST_LEASED,
     Catalog,
@@ -16,6 +15,7 @@ from weight_transfer.store.catalog import (
     Published,
     ReaderPin,
 )
+from weight_transfer.errors import CatalogError
 
 
 def chain(*sizes: int, bases: dict[int, int] | None = None) -> Catalog:

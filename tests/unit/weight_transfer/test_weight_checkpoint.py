@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.files import checkpoint
 from weight_transfer.files.apply import apply_deltas
-from weight_transfer.files.checkpoint import INDEX, Checkpoint
 from weight_transfer.files.delta_writer import diff
+from weight_transfer.format import checkpoint
+from weight_transfer.format.checkpoint import INDEX, Checkpoint
 from weight_transfer.format.tensors import tensor_bits, tensor_of
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -8,7 +8,7 @@ from weight_transfer.format.chunk import HEADER, decode_chunk, encode_chunk, row
 from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.tensors import Bits, TensorBits
-from weight_transfer.kernels.cpu.changes import apply_changes
+from weight_transfer.kernels.cpu import apply_changes
 
 
 def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:

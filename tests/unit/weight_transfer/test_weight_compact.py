@@ -12,9 +12,7 @@ from weight_transfer.format.chunk import decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Encoding, Level
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.tensors import WeightClass
-from weight_transfer.kernels.cpu import range_coder
-from weight_transfer.kernels.cpu import range_coder as kernels
-from weight_transfer.kernels.cpu.backend import CPU
+from weight_transfer.kernels import cpu, range_coder
 
 KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
 
@@ -36,7 +34,7 @@ def test_any_change_of_any_width_comes_back(
     moved = rng.random(size) < density
     moved[rng.integers(0, size)] = True
     new = np.where(moved, old + step, old)
-    found = CPU.compare(old, new, size, 0)
+    found = cpu.compare(old, new, size, 0)
     assert found is not None
     payload = encode_compact(found, KINDS[width])
     indices, values = decode_compact(memoryview(payload), found.count, old)
@@ -62,7 +60,7 @@ def test_an_empty_class_and_a_full_one(  # what a Rice code alone would pay for
     old = np.concatenate([np.full(40_000, 0x3C00, "<u2"), np.full(40_000, 0x4000, "<u2")])
     new = old.copy()
     new[:9_000] += 1
-    found = CPU.compare(old, new, old.size, 0)
+    found = cpu.compare(old, new, old.size, 0)
     assert found is not None
     payload = encode_compact(found, KINDS[2])
     assert len(payload) < 9_000 / 8 * 1.5, "a bit for each sign and next to nothing for places"
@@ -114,10 +112,10 @@ def test_gaps_that_together_pass_the_end_are_refused_at_once(changed: int) -> No
     )
     state, bits = np.zeros(5, np.int64), np.zeros(3, np.int64)
     range_coder.begin(state, coded)
-    odds, seen = range_coder.contexts(kernels.CONTEXTS)
+    odds, seen = range_coder.contexts(range_coder.CONTEXTS)
     out = np.zeros(changed, np.uint32), np.zeros(changed, np.uint16)
-    wrong = kernels.decode_class(*out, 0, size, state, coded, bits, raw, odds, seen)
-    assert wrong == kernels.WRONG
+    wrong = range_coder.decode_class(*out, 0, size, state, coded, bits, raw, odds, seen)
+    assert wrong == range_coder.WRONG
     assert np.count_nonzero(out[0]) <= 2, "nothing after the gap that passes the end is decoded"
     with pytest.raises(ChunkFormatError, match="a gap or a change that cannot be"):
         decode_compact(memoryview(payload), changed, old)

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_transfer.engine.staging import Decoded, Staging
+from weight_transfer.apply.staging import Decoded, Staging
 from weight_transfer.errors import DeviceMemoryError
-from weight_transfer.kernels import processor_of
-from weight_transfer.kernels.backend import Change
-from weight_transfer.kernels.triton import exchange
-from weight_transfer.kernels.triton import exchange as packed
-from weight_transfer.kernels.triton.device_bits import DeviceBits
+from weight_transfer.format.tensors import DeviceBits
+from weight_transfer.kernels import device as exchange
+from weight_transfer.kernels.processor import Change, processor_of
 
 
 class LoggedDevice(TorchDispatchMode):
@@ -29,15 +27,15 @@ class LoggedDevice(TorchDispatchMode):
         self.room = 1 << 40
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, _: torch.device) -> Iterator[None]:
         self.log.append("aside")
         yield
         self.log.append("ended aside")
 
-    def settle(self) -> None:
+    def wait_for_steps(self, _: torch.device) -> None:
         self.log.append("settle")
 
-    def uploaded(self, piece: packed.Packed, device: torch.device) -> torch.Tensor:
+    def uploaded(self, piece: exchange.Packed, device: torch.device) -> torch.Tensor:
         self.log.append("upload")
         self.room -= piece.nbytes
         if self.room < 0:
@@ -61,10 +59,11 @@ class LoggedDevice(TorchDispatchMode):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> LoggedDevice:
     made = LoggedDevice()
-    monkeypatch.setattr(exchange, "order_of", lambda device: made)
+    monkeypatch.setattr(exchange, "aside", made.aside)
+    monkeypatch.setattr(exchange, "wait_for_steps", made.wait_for_steps)
     monkeypatch.setattr(exchange, "launch", made.launch)
     monkeypatch.setattr(exchange, "uploaded", made.uploaded)
-    monkeypatch.setattr(packed, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 4096)
     return made
 
 

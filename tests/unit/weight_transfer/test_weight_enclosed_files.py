@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from weight_transfer.engine.replica_weights import ReplicaWeights
-from weight_transfer.engine.safe_files import Enclosed
-from weight_transfer.engine.staging import Staging
+from weight_transfer.apply.replica_weights import Enclosed, ReplicaWeights
+from weight_transfer.apply.staging import Staging
 from weight_transfer.errors import ChunkMissingError, StoreError
 
 LIMIT = 64

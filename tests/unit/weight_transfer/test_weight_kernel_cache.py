@@ -4,7 +4,7 @@ import numba.core.caching
 import numpy as np
 import pytest
 
-from weight_transfer.kernels.cpu.simd import compiled
+from weight_transfer.kernels.simd import compiled
 
 
 def test_a_kernel_without_a_folder_to_keep_it_in_is_compiled(

@@ -16,15 +16,14 @@ from loader_cases import (
 from loader_cases import proved as prove
 
 from bench.demo.faulty_worker import permuted
-from weight_transfer.engine.applier import OpaqueCopy, place, write, write_back
-from weight_transfer.engine.loader_map import LoaderMap
-from weight_transfer.engine.proof.probe import Audit, judge
-from weight_transfer.engine.proof.reference import overlay
-from weight_transfer.engine.rectangle import UnmappableError, rectangles
-from weight_transfer.engine.trace_loader import trace_loader
+from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.probe import Audit, judge
+from weight_transfer.apply.receiver import Receiver, StagedUpdate
+from weight_transfer.apply.reference import overlay
+from weight_transfer.apply.staging import OpaqueCopy, place, write, write_back
+from weight_transfer.apply.trace_loader import UnmappableError, rectangles, trace_loader
 from weight_transfer.errors import LoaderMapError
 from weight_transfer.format.tensors import TensorBits, tensor_of
-from weight_transfer.receiver import Receiver, StagedUpdate
 
 
 @pytest.fixture

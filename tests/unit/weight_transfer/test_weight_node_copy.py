@@ -27,10 +27,10 @@ from weight_transfer import (
     VersionPublisher,
     WrongBaseError,
 )
-from weight_transfer.files.checkpoint import Checkpoint
-from weight_transfer.node_copy import SILENT_S, NodeCopy
-from weight_transfer.receiver import UpdatePlan
-from weight_transfer.shared_segment import Address, SharedSegment, elect
+from weight_transfer.apply.node_copy import SILENT_S, NodeCopy
+from weight_transfer.apply.receiver import UpdatePlan
+from weight_transfer.apply.shared_segment import Address, SharedSegment, elect
+from weight_transfer.format.checkpoint import Checkpoint
 
 KEY = SigningKey.from_hex("04" * 32)
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from bench.weights.steps import adam_step, rate_for
-from weight_transfer.files.delta_writer import quicker_level
 from weight_transfer.format.delta_codec import Level
+from weight_transfer.publish.level import quicker_level
 
 
 @pytest.mark.parametrize(("link_bytes_s", "level"), [(1e6, Level.COMPACT), (1e12, Level.FAST)])

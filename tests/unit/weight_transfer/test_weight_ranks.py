@@ -12,15 +12,19 @@ from msgspec import structs
 from shard_cases import KEY, Shape, Trainer, cut, dense, rows_only, weights
 from weight_cases import next_model, stepped, tensor
 
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ChunkMissingError, ManifestError, ShardError, StoreError
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.tensors import TensorBits
-from weight_transfer.publish.shard_coordinator import ShardCoordinator, ShardReport
-from weight_transfer.publish.shard_encoder import ShardEncoder, ShardSettings
 from weight_transfer.publish.sharding import LocalBits
-from weight_transfer.receiver import Receiver
-from weight_transfer.store.chunk_store import ChunkStore
+from weight_transfer.publish.shards import (
+    ShardCoordinator,
+    ShardEncoder,
+    ShardReport,
+    ShardSettings,
+)
 
 SHAPE = Shape()
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from weight_cases import model, next_model, stepped
 
+from weight_transfer.apply.receiver import Receiver, StagedUpdate
+from weight_transfer.catalog import ReaderPin
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import (
     ChunkDigestError,
     ChunkFormatError,
@@ -25,9 +28,6 @@ from weight_transfer.format.manifest import Manifest, hex_digest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver, StagedUpdate
-from weight_transfer.store.catalog import ReaderPin
-from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("03" * 32)
 NOW_S = 1000.0

@@ -12,6 +12,8 @@ import pytest
 from msgspec import structs
 from weight_cases import model, next_model, tensor
 
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import (
     ManifestError,
     ManifestExpired,
@@ -25,8 +27,6 @@ from weight_transfer.format.manifest import Manifest, TensorUpdate
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.receiver import Receiver
-from weight_transfer.store.chunk_store import ChunkStore
 
 KEY = SigningKey.from_hex("05" * 32)
 NOW_S = 50.0

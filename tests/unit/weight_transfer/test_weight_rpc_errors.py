@@ -1,6 +1,6 @@
 import pytest
 
-from weight_transfer.engine.replica_weights import names_errors, typed
+from weight_transfer.apply.worker import names_errors, typed
 from weight_transfer.errors import ChunkDigestError, WeightError, WrongBaseError
 
 

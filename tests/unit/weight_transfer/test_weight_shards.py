@@ -11,7 +11,6 @@ from weight_cases import tensor
 
 from weight_transfer.errors import ShardError
 from weight_transfer.format.digest import tiling_fault
-from weight_transfer.publish.shard_encoder import check_fit, hold
 from weight_transfer.publish.sharding import (
     Heads,
     LocalBits,
@@ -25,6 +24,7 @@ from weight_transfer.publish.sharding import (
     share,
     whole,
 )
+from weight_transfer.publish.shards import check_fit, hold
 
 
 def faults(shapes: dict[str, tuple[int, ...]], found: Iterable[Piece]) -> dict[str, str]:

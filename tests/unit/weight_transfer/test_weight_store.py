@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from weight_cases import model, next_model
 
+from weight_transfer.chunk_store import ChunkStore, draft
 from weight_transfer.errors import (
     ChunkDigestError,
     ChunkMissingError,
@@ -15,7 +16,6 @@ from weight_transfer.errors import (
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.version_publisher import VersionPublisher
-from weight_transfer.store.chunk_store import ChunkStore, draft
 
 KEY = SigningKey.from_hex("02" * 32)
 

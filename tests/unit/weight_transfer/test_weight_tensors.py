@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.files.checkpoint import read_model_dir, read_safetensors
+from weight_transfer.format.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 
 

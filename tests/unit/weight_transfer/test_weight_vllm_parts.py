@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from weight_transfer.engine.proof.probe import compare, probe_prompt
-from weight_transfer.engine.proof.reference import layers
-from weight_transfer.engine.replica_weights import merged
+from weight_transfer.apply.probe import compare, probe_prompt
+from weight_transfer.apply.reference import layers
+from weight_transfer.apply.worker import merged
 from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
 
 

@@ -1,0 +1,207 @@
+"""Loader map: where each checkpoint weight lives in this rank's parameters, proved at start.
+
+trace    the model's own loader, without data: rectangles (see `trace_loader`)
+prove    replay the base through them; every byte of every parameter must be what the engine
+         really loaded
+loose    parameters that differ: their loader transforms weights. They must equal, byte for byte,
+         those of a second, fresh load of the base, and every update copies them from one
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weight_transfer.apply.trace_loader import Rectangle, Trace, flat_bits, flat_view, live_bits
+from weight_transfer.errors import LoaderMapError
+from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, bits_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from weight_transfer.format.tensors import Flat
+
+FreshLoad = Callable[[], "torch.nn.Module"]
+"""Makes a second instance of the engine's model, the base loaded into it by its own loader."""
+
+
+class LoaderMap:
+    """Proved places of checkpoint weights in a live model, on one rank."""
+
+    def __init__(
+        self,
+        live: Mapping[str, torch.Tensor],
+        rectangles: Sequence[Rectangle],
+        loose: Sequence[str],
+        transformed: Mapping[str, str],
+    ) -> None:
+        self._live = live
+        self._rectangles: dict[str, list[Rectangle]] = defaultdict(list)
+        for rectangle in rectangles:
+            self._rectangles[rectangle.source].append(rectangle)
+        self.loose = tuple(loose)
+        """Parameters that updates copy from a fresh load, as a whole."""
+        self.transformed = transformed
+        """Checkpoint tensors that no map describes, and why."""
+
+    @classmethod
+    def prove(
+        cls,
+        model: torch.nn.Module,
+        trace: Trace,
+        base: Mapping[str, TensorBits],
+        fresh: FreshLoad,
+    ) -> LoaderMap:
+        """Map `base`, the checkpoint that `model` was loaded from.
+
+        `fresh` is only called when something is loose. Raises LoaderMapError that names the first
+        parameter that is neither what the map says nor what a fresh load says.
+        """
+        _refuse_casts(model, trace, base)
+        live = live_tensors(model, trace)
+        by_target: dict[str, list[Rectangle]] = defaultdict(list)
+        for rectangle in trace.rectangles:
+            by_target[rectangle.target].append(rectangle)
+        loose = [
+            name
+            for name, tensor in live.items()
+            if not _replays(tensor, name, trace, by_target[name], base)
+        ]
+        if loose:
+            _prove_loose(live, loose, live_tensors(fresh(), trace))
+        transformed = dict(trace.transformed)
+        for rectangle in trace.rectangles:
+            if rectangle.target in loose:
+                transformed.setdefault(rectangle.source, f"{rectangle.target} is processed further")
+        kept = [r for r in trace.rectangles if r.target in live and r.target not in loose]
+        return cls(live, kept, loose, transformed)
+
+    def rectangles(self, name: str) -> Sequence[Rectangle]:
+        """Return the places of a checkpoint tensor on this rank, perhaps none."""
+        return self._rectangles.get(name, ())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Checkpoint tensors that live somewhere on this rank."""
+        return tuple(self._rectangles)
+
+    @property
+    def filled(self) -> tuple[str, ...]:
+        """Parameters and buffers with elements that get their values from a checkpoint."""
+        import torch
+
+        mapped = {r.target for rectangles in self._rectangles.values() for r in rectangles}
+        return tuple(
+            name
+            for name, tensor in self._live.items()
+            if tensor.numel() and (name in mapped or isinstance(tensor, torch.nn.Parameter))
+        )
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._live[name]
+
+    def flat(self, name: str) -> torch.Tensor:
+        """A live parameter's memory from its first element on, flat and writable."""
+        return flat_view(self._live[name])
+
+    def bits(self, name: str) -> Flat:
+        """The same as bits that can be written to, where they are."""
+        return live_bits(self.parameter(name))
+
+
+def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor]:
+    """Everything of `model` that a checkpoint may fill, shared ones once.
+
+    All parameters; buffers where a loader was seen to fill them, or might have been.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    filled = {rectangle.target for rectangle in trace.rectangles}
+    persistent = set(model.state_dict()) if trace.transformed else set()
+    for name, buffer in model.named_buffers():
+        if (name in filled or name in persistent) and buffer.numel():
+            tensors[name] = buffer
+    return _once(tensors)
+
+
+def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out names of memory that has another name already (tied weights)."""
+    seen: set[tuple[object, ...]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() == 0 or memory not in seen:
+            kept[name] = tensor
+            seen.add(memory)
+    return kept
+
+
+def _refuse_casts(model: torch.nn.Module, trace: Trace, base: Mapping[str, TensorBits]) -> None:
+    """An engine of another type than the checkpoint would be loaded anew by every update."""
+    total = sum(tensor.bits.size for tensor in base.values())
+    if 2 * sum(base[name].bits.size for name in trace.casts) <= total:
+        return
+    name = next(iter(trace.casts))
+    served = next(parameter.dtype for parameter in model.parameters())
+    raise LoaderMapError(
+        f"{name} is {base[name].dtype} in the checkpoint and {served} in the engine; "
+        f"start it with --dtype {base[name].dtype}"
+    )
+
+
+def _replays(
+    live: torch.Tensor,
+    name: str,
+    trace: Trace,
+    rectangles: Sequence[Rectangle],
+    base: Mapping[str, TensorBits],
+) -> bool:
+    """Return True if the rectangles make every byte of `live` that a checkpoint fills.
+
+    With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
+    holds, no update concerns it. Otherwise it has to be zero.
+    """
+    if trace.shapes.get(name) != (tuple(live.shape), tuple(live.stride())) or not rectangles:
+        return False
+    if any(WIDTHS[base[rect.source].dtype] != live.element_size() for rect in rectangles):
+        return False
+    real = flat_bits(live)
+    replayed = np.zeros_like(real) if trace.transformed else real.copy()
+    for rect in rectangles:
+        view(replayed, rect.target_offset, rect.shape, rect.target_strides)[...] = view(
+            base[rect.source].bits, rect.source_offset, rect.shape, rect.source_strides
+        )
+    return np.array_equal(replayed, real)
+
+
+def view(flat: Bits, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Bits:
+    """The elements of `flat` at offset + Σ position·stride."""
+    steps = [stride * flat.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat[offset:], shape, steps)
+
+
+def _prove_loose(
+    live: Mapping[str, torch.Tensor],
+    loose: Sequence[str],
+    fresh: Mapping[str, torch.Tensor],
+) -> None:
+    for name in loose:
+        if live[name].numel() == 0:
+            raise LoaderMapError(
+                f"{name} is empty: the engine packed its weights away; start it with "
+                "VLLM_PLUGINS=rose_unpacked and ROSE_ROLE=guest or dedicated"
+            )
+        second = fresh.get(name)
+        if second is None or not _same(live[name], second):
+            raise LoaderMapError(
+                f"{name} holds neither the base's weights nor what the engine's loader makes of "
+                "them: the engine serves another checkpoint than this base"
+            )
+
+
+def _same(live: torch.Tensor, fresh: torch.Tensor) -> bool:
+    if (live.shape, live.stride(), live.dtype) != (fresh.shape, fresh.stride(), fresh.dtype):
+        return False
+    return np.array_equal(bits_of(live), bits_of(fresh))

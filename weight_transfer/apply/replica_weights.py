@@ -1,0 +1,366 @@
+"""Weights of one rank of an engine, with the proofs and the report of each activation.
+
+init    map the base, one copy for all ranks of the node; compile the kernels, trace and prove the
+        loader map
+decode  while serving, a thread: settle what was committed before, then the update, once a node
+load    while serving, between steps: a fresh load of the new version, piece by piece
+commit  under the engine's pause: scatter → read back → one probe forward
+        all proofs hold: the new version is active; any fails: the old values go back
+audit   any time between steps: digests of everything that is live
+
+Updates are read from files that whoever asks for an update names. A FIFO would hold its reader up
+for ever, a device has no end and a link leads elsewhere: only regular files of one folder are read,
+no link below it is followed, and the size is known before the first byte.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.node_copy import NodeCopy
+from weight_transfer.apply.probe import Audit, ProbeResult, compare, insist_on_sight
+from weight_transfer.apply.receiver import Receiver, StagedUpdate
+from weight_transfer.apply.reference import (
+    LayerPlan,
+    Reference,
+    load_fresh,
+    overlay,
+    reference_in_pieces,
+)
+from weight_transfer.apply.staging import (
+    Decoded,
+    OpaqueCopy,
+    Prepared,
+    Staging,
+    place,
+    warm_kernels,
+    write,
+    write_back,
+)
+from weight_transfer.apply.trace_loader import trace_loader
+from weight_transfer.errors import ChunkMissingError, StoreError, WrongBaseError
+from weight_transfer.format.checkpoint import Checkpoint
+from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest, VerifiedManifest
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.kernels.device import named_shortage, release_unused
+
+if TYPE_CHECKING:
+    from weight_transfer.apply.reference import EngineModel
+    from weight_transfer.format.signing import VerifyKey
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """Result of a commit; `version` is the version active afterwards.
+
+    `apply_s`: scatter and read-back. `probe_s`: the live model's probe forward and the comparison.
+    `loose`: parameters copied as a whole. `digest_ok`: every overwritten weight was the parent's
+    and reads as the new version's.
+    """
+
+    version: int
+    tensors: int
+    changed_elements: int
+    wire_bytes: int
+    apply_s: float
+    probe_s: float
+    loose: int
+    digest_ok: bool
+    probe_ok: bool
+    probe_max_abs_diff: float
+
+
+class ReplicaWeights:
+    """Receiver, loader map and proofs; the one path by which an engine's weights change."""
+
+    def __init__(
+        self,
+        engine: EngineModel,
+        model_dir: Path,
+        verify_key: VerifyKey | None,
+        weights_dir: Path | None = None,
+        place: Path | None = None,
+    ) -> None:
+        """`weights_dir`: where updates are read from, None for anywhere.
+
+        `place`: where this engine's ranks on this node meet, None for a rank without others.
+        """
+        self._files = Enclosed(weights_dir)
+        self.engine = engine
+        self._verify_key = verify_key
+        self._copy = NodeCopy(Checkpoint.of_model(model_dir), place)
+        base = self._copy.tensors
+        warm_kernels(base, engine.device)
+        self.map, self.load_plan = map_engine(engine, base)
+        insist_on_sight(engine, self.map, lambda: self._reference(base, None))
+        self._receiver = Receiver.over(self._copy)
+        self._shared = place is not None
+        self._staging: Staging | None = None
+        self._unsettled: StagedUpdate | None = None
+        self._settling = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._unsettled.version if self._unsettled else self._receiver.version
+
+    @property
+    def job(self) -> str:
+        """Job of the active version, "" for the model as it was started."""
+        return self._unsettled.job if self._unsettled else self._receiver.job
+
+    def settle(self) -> None:
+        """Bring the checkpoint copy to the active version: what a pause need not wait for."""
+        with self._settling:
+            if self._unsettled is not None:
+                self._receiver.commit(self._unsettled)
+            self._unsettled = None
+
+    def finish(self) -> None:
+        """After the pause: settle beside the engine's steps, and free what the update took."""
+        # Should it fail, whoever settles next is told.
+        threading.Thread(target=self.settle, name="rose-settle").start()
+        release_unused(self.engine.device)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorBits]:
+        """Checkpoint tensors of the version that is settled."""
+        return self._receiver.tensors
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Digest of each checkpoint tensor in the active version."""
+        self.settle()
+        return self._receiver.digests
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """Number of weights of each checkpoint tensor."""
+        return {name: tensor.bits.size for name, tensor in self.tensors.items()}
+
+    def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
+        """Begin to decode versions that follow each other, or return how far this attempt is.
+
+        `attempt`: its name, which all ranks are told; another one forgets what was on its way.
+        Raises StoreError while that is still read: this is the engine's own thread.
+        """
+        if self._staging is not None:
+            if self._staging.attempt == attempt:
+                return self._staging
+            if not self._staging.decoded:
+                raise StoreError("an update is still being read and decoded; ask again later")
+            self._staging.drop()
+        decode = lambda: self._decode(manifest_paths, chunks_dir, attempt)  # noqa: E731
+        self._staging = Staging(decode, self._prepare, attempt)
+        return self._staging
+
+    @property
+    def attempt(self) -> str | None:
+        """The name of the attempt that is on its way, None when there is none."""
+        return self._staging.attempt if self._staging else None
+
+    @property
+    def staging(self) -> Staging:
+        """The update on its way. Raises WrongBaseError when there is none."""
+        if self._staging is None:
+            raise WrongBaseError("no update is on its way; decode one first")
+        return self._staging
+
+    def commit(self) -> CommitReport:
+        """Activate what is staged, or take it back when a proof fails."""
+        prepared = self.staging.prepared
+        if prepared is None:
+            raise WrongBaseError("the update is not loaded to its end; go on loading it")
+        self._staging = None
+        return self._activate(prepared)
+
+    def audit(self) -> Audit:
+        """A new pass over everything that is live; step it between the engine's steps."""
+        return Audit(self.map)
+
+    def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Decoded:
+        self.settle()
+        update = self._verified(manifest_paths, chunks_dir, attempt)
+        return Decoded(update, place(self.map, update))
+
+    def _verified(
+        self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str
+    ) -> StagedUpdate:
+        manifests = self._manifests(manifest_paths)
+        plan = self._receiver.plan(manifests, time.time())
+        if self._shared and self._receiver.job not in ("", plan.job):
+            raise WrongBaseError(
+                "ranks that share a copy do not change jobs; start the engine anew"
+            )
+        chunks = _ChunkFiles(self._files, chunks_dir, [each.manifest for each in manifests])
+        return self._copy.decode(
+            plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
+        )
+
+    def _manifests(self, paths: Sequence[Path]) -> list[VerifiedManifest]:
+        return [
+            VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
+            for path in paths
+        ]
+
+    def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
+        with named_shortage(self.engine.device, "a fresh load of the new version"):
+            reference = yield from self._reference(self.tensors, decoded.update)
+        return Prepared(decoded.update, decoded.placement, reference)
+
+    def _reference(
+        self, tensors: Mapping[str, TensorBits], update: StagedUpdate | None
+    ) -> Generator[None, None, Reference]:
+        return reference_in_pieces(self.engine, tensors, update, self.map.loose, self.load_plan)
+
+    def _activate(self, prepared: Prepared) -> CommitReport:
+        started_s = time.perf_counter()
+        loose = OpaqueCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
+        try:
+            unproven = write(prepared.placement) + loose.write()
+            self._unsettled = prepared.update
+            applied_s = time.perf_counter()
+            probe = compare(self._logits(), prepared.reference.logits)
+        except BaseException:
+            self._revert(prepared, loose)
+            raise
+        probe_s = time.perf_counter() - applied_s
+        if unproven or not probe.ok:
+            self._revert(prepared, loose)
+        return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
+
+    def _logits(self) -> torch.Tensor:
+        return self.engine.prober.logits(self.engine.model)
+
+    def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
+        write_back(prepared.placement)
+        loose.write_back()
+        self._unsettled = None
+
+    def _report(
+        self,
+        prepared: Prepared,
+        apply_s: float,
+        probe_s: float,
+        digest_ok: bool,
+        probe: ProbeResult,
+    ) -> CommitReport:
+        update = prepared.update
+        return CommitReport(
+            version=self.version,
+            tensors=len(update.tensors),
+            changed_elements=update.changed,
+            wire_bytes=update.wire_bytes,
+            apply_s=apply_s,
+            probe_s=probe_s,
+            loose=len(self.map.loose),
+            digest_ok=digest_ok,
+            probe_ok=probe.ok,
+            probe_max_abs_diff=probe.max_abs_diff,
+        )
+
+
+class _ChunkFiles(Mapping[str, bytes]):
+    """Chunks of manifests in a folder, each read when it is asked for; its reader checks it."""
+
+    def __init__(self, files: Enclosed, folder: Path, manifests: Sequence[Manifest]) -> None:
+        self._files, self._folder = files, folder
+        self._refs: dict[str, ChunkRef] = {r.id: r for m in manifests for r in m.chunks}
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._files.read(self._folder / name, self._refs[name].encoded_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
+def map_engine(
+    engine: EngineModel, base: Mapping[str, TensorBits]
+) -> tuple[LoaderMap, LayerPlan | None]:
+    """Trace the engine's own loader and prove the map against its live parameters."""
+    layerwise = engine.layerwise
+    try:
+        traced = engine.skeleton(torch.device("meta"))
+    except NotImplementedError:
+        # Its constructor computes with tensors (slopes of ALiBi), which have no data there.
+        traced, layerwise = engine.skeleton(engine.device), False
+    trace = trace_loader(traced, base)
+
+    def fresh() -> torch.nn.Module:
+        return load_fresh(engine, base, overlay(base, {}))
+
+    plan = LayerPlan.of(trace, traced, engine.model) if layerwise else None
+    return LoaderMap.prove(engine.model, trace, base, fresh), plan
+
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# A FIFO opened like this does not wait for its writer; for a regular file it means nothing.
+_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class Enclosed:
+    """Reads files below `root`; without a root any, for a caller of this process's own."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = None if root is None else _absolute(root)
+
+    def read(self, path: Path, max_bytes: int) -> bytes:
+        """The whole file. StoreError for what is none, lies elsewhere or is larger;
+        ChunkMissingError when there is nothing."""
+        try:
+            descriptor = self._open(path)
+        except FileNotFoundError as error:
+            raise ChunkMissingError(f"{path} is not there; fetch it first") from error
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} cannot be read: {error}; name a file of the store") from error
+        try:
+            return _content(descriptor, path, max_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, path: Path) -> int:
+        if self._root is None:
+            return os.open(path, _FILE)
+        relative = _absolute(path).relative_to(self._root)
+        if not relative.parts:
+            raise ValueError("it is the folder itself")
+        folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in relative.parts[:-1]:
+                inner = os.open(name, _FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            return os.open(relative.parts[-1], _FILE, dir_fd=folder)
+        finally:
+            os.close(folder)
+
+
+def _absolute(path: Path) -> Path:
+    """Without `..`, and without following anything."""
+    return Path(os.path.normpath(path.absolute()))
+
+
+def _content(descriptor: int, path: Path, max_bytes: int) -> bytes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{path} is no regular file; name a file of the store")
+    if status.st_size > max_bytes:
+        raise StoreError(f"{path} has {status.st_size} bytes, at most {max_bytes} are expected")
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        # One more than expected: it may have grown since.
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise StoreError(f"{path} grows while it is read; fetch it again")
+    return content

@@ -1,1 +1,0 @@
-"""Weights inside an engine: map of its parameters, updates while it runs, and their proofs."""

@@ -1,1 +1,0 @@
-"""Proof that the weights an engine computes with are the version it claims."""

@@ -1,1 +1,0 @@
-"""Kernels on the CPU, compiled by numba."""

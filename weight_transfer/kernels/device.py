@@ -1,0 +1,427 @@
+"""Kernel backend on a device: Triton's loops over all weights, then torch over the changed ones.
+
+Triton marks which weights of a range changed, a bit for each, and counts them by tile. Their
+indices, codes, ranks by class and digest sums follow from the marks.
+
+Everything is launched on the device's current stream and waits only where a number or the changes
+come to the host. Temporary memory: an eighth of a byte for each weight and 8 for each changed one;
+classes of the `compact` encoding add 4 for each weight of the chunk.
+
+Exchange of weights on a device: changes are staged there, as far as memory is granted for them.
+
+resident   pieces that wait on the device; under the pause nothing of them is copied
+streamed   pieces beyond that wait in pinned memory and pass one after the other through a slot
+
+A piece is one run of bytes: places, old and new values of a part of a tensor's changes. Staging
+runs beside the engine's steps, an exchange only after they have ended. Under the pause nothing is
+allocated, and the host waits once, for the counts. Where the device has no room, one error names
+the shortage, and nothing was written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weight_transfer.errors import DeviceMemoryError
+from weight_transfer.format.tensors import Bits, DeviceBits, WeightClass, to_device, to_host
+from weight_transfer.kernels import triton_kernels as kernels
+from weight_transfer.kernels.processor import CLASSES, Bytes, Change, Int64s, Marks, check_indices
+
+_BLOCK = 4096
+RANKED = 128
+"""Weights of a block that are compared with each other at once."""
+_MOST_TILE, _TILE_BYTES = 4096, 8192
+_TILE, _TILES = 1024, 8
+# A histogram has a slot for each thread of a warp at least.
+_LEAST_SLOTS = 32
+
+
+def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
+    """Return the slot that counts each of CLASSES: its place in `present`, or one behind all.
+
+    `ends`, `present`: see `Difference.by_class`.
+    """
+    lowest, first, last, highest = (int(end) for end in ends)
+    joined = np.arange(CLASSES)
+    joined[lowest:first] = first
+    joined[last + 1 : highest + 1] = last
+    slots = np.full(CLASSES, present.size, np.int32)
+    slots[present] = np.arange(present.size)
+    found: NDArray[np.int32] = slots[joined]
+    return found
+
+
+def ranks_by_slot(
+    old: DeviceBits, bitmap: torch.Tensor, kind: WeightClass, slots: torch.Tensor, used: int
+) -> torch.Tensor:
+    """Return the rank within its slot of each weight that `bitmap` marks, i32; else anything.
+
+    `slots` i32[CLASSES], of which the first `used` are in use.
+    """
+    slot_count = max(_LEAST_SLOTS, 1 << (used - 1).bit_length())
+    blocks = -(-old.size // _BLOCK)
+    device = old.flat.device
+    # A slot's counts lie side by side: the sum over blocks is as parallel as there are blocks.
+    counts = torch.empty((slot_count, blocks), dtype=torch.int32, device=device)
+    ranks = torch.empty(old.size, dtype=torch.int32, device=device)
+    shape = {"block_size": _BLOCK, "slot_count": slot_count}
+    kernels.count_classes[(blocks,)](
+        old.flat, slots, counts, old.size, kind.shift, kind.mask, **shape
+    )
+    before = torch.cumsum(counts, 1, dtype=torch.int32) - counts
+    kernels.rank_changed[(blocks,)](
+        old.flat, slots, bitmap, before, ranks, old.size, kind.shift, kind.mask,
+        **shape, tile_size=RANKED,
+    )  # fmt: skip
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A bit for each weight, in whole tiles; `starts` i64[tiles]: marked in the tiles before."""
+
+    bitmap: torch.Tensor
+    starts: torch.Tensor
+    count: int
+    tile_size: int
+
+    def indices(self) -> torch.Tensor:
+        """Marked indices, ascending, i64[count]."""
+        indices = torch.empty(self.count, dtype=torch.int64, device=self.bitmap.device)
+        if self.count:
+            kernels.list_marked[(self.starts.numel(),)](
+                self.bitmap, self.starts, indices, tile_size=self.tile_size
+            )
+        return indices
+
+
+def _marked(old: DeviceBits, new: DeviceBits) -> Marked:
+    """Compare two ranges of one size and width."""
+    tile_size = min(_MOST_TILE, _TILE_BYTES // old.itemsize)
+    tiles = -(-old.size // tile_size)
+    device = old.flat.device
+    bitmap = torch.empty(tiles * tile_size // 8, dtype=torch.uint8, device=device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=device)
+    if tiles:
+        kernels.mark[(tiles,)](old.flat, new.flat, bitmap, counts, old.size, tile_size=tile_size)
+    ends = torch.cumsum(counts, 0)
+    count = int(ends[-1]) if tiles else 0
+    return Marked(bitmap, ends - counts, count, tile_size)
+
+
+def total(sums: torch.Tensor) -> int:
+    """Sum of i64, mod 2^64: torch's own wraps."""
+    return int(sums.sum()) % (1 << 64)
+
+
+def digest(bits: DeviceBits, first: int) -> int:
+    """Return what a range that begins at index `first` adds to its tensor's digest."""
+    programs = -(-bits.size // (_TILE * _TILES))
+    if not programs:
+        return 0
+    sums = torch.empty(programs, dtype=torch.int64, device=bits.flat.device)
+    shape = {"width_bits": 8 * bits.itemsize, "tile_size": _TILE, "tiles": _TILES}
+    with torch.cuda.device_of(bits.flat):  # type: ignore[no-untyped-call]
+        kernels.sum_tiles[(programs,)](bits.flat, sums, bits.size, first, **shape)
+    return total(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Changes on the device: `indices` i64, `gaps` i32 (of u32's bits), `codes`, all [n]."""
+
+    indices: torch.Tensor
+    gaps: torch.Tensor
+    codes: torch.Tensor
+    growth: int
+
+
+@dataclass(frozen=True)
+class DeviceDifference:
+    """Changes on the device; they come to the host when asked for, once."""
+
+    old: DeviceBits
+    marked: Marked
+    described: Described
+
+    @property
+    def count(self) -> int:
+        return self.marked.count
+
+    @property
+    def growth(self) -> int:
+        return self.described.growth
+
+    @functools.cached_property
+    def gaps(self) -> NDArray[np.uint32]:
+        return to_host(self.described.gaps).view(np.uint32)
+
+    @functools.cached_property
+    def codes(self) -> Bits:
+        return to_host(self.described.codes)
+
+    def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = (
+            torch.bincount(self._classes(kind), minlength=CLASSES).cpu().numpy()
+        )
+        return counts
+
+    def by_class(
+        self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint32], Bits]:
+        """Return (rank gaps, codes), sorted by class."""
+        slots = slots_of(ends, present)
+        with torch.cuda.device_of(self.old.flat):  # type: ignore[no-untyped-call]
+            where = to_device(slots, self.old.flat)
+            ranks = ranks_by_slot(self.old, self.marked.bitmap, kind, where, int(slots.max()) + 1)
+            keys, order = torch.sort(where[self._classes(kind)], stable=True)
+            ranks = ranks[self.described.indices[order]].to(torch.int64)
+            gaps = ranks.clone()
+            # The first change of a class follows none.
+            gaps[1:] -= torch.where(keys[1:] == keys[:-1], ranks[:-1] + 1, 0)
+            codes = self.described.codes[order]
+            return to_host(gaps.to(torch.int32)).view(np.uint32), to_host(codes)
+
+    def _classes(self, kind: WeightClass) -> torch.Tensor:
+        """Class of each changed weight, i64[count]."""
+        return (self.old.flat[self.described.indices].to(torch.int64) >> kind.shift) & kind.mask
+
+
+def _described(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> Described:
+    """List what `found` marks; the range's first weight has index `first`."""
+    indices = marks.indices()
+    programs = -(-marks.count // _TILE)
+    gaps = torch.empty(marks.count, dtype=torch.int32, device=indices.device)
+    codes = torch.empty(marks.count, dtype=old.flat.dtype, device=indices.device)
+    sums = torch.empty(programs, dtype=torch.int64, device=indices.device)
+    if programs:
+        kernels.describe[(programs,)](
+            old.flat, new.flat, indices, gaps, codes, sums, marks.count, first,
+            width_bits=8 * old.itemsize, tile_size=_TILE,
+        )  # fmt: skip
+    return Described(indices, gaps, codes, total(sums))
+
+
+def compare(old: DeviceBits, new: DeviceBits, room: int, first: int) -> DeviceDifference | None:
+    """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
+    with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
+        marks = _marked(old, new)
+        if marks.count > room:
+            return None
+        return DeviceDifference(old, marks, _described(old, new, marks, first))
+
+
+def mark(old: DeviceBits, new: DeviceBits, first: int) -> Marks:
+    """Compare two ranges however much changed."""
+    with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
+        marks = _marked(old, new)
+        described = _described(old, new, marks, first)
+        bitmap = to_host(marks.bitmap)[: (old.size + 7) // 8]
+        return Marks(bitmap, to_host(described.codes), described.growth)
+
+
+def read(bits: DeviceBits) -> Bits:
+    """Return all weights of a range, in host memory."""
+    return to_host(bits.flat)
+
+
+@contextmanager
+def named_shortage(device: torch.device, what: str) -> Iterator[None]:
+    """Raise DeviceMemoryError, one line, where `what` finds no room; nothing is written then."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        shortage = str(error).splitlines()[0]
+        release_unused(device)
+        raise DeviceMemoryError(
+            f"{device} has no room for {what}; nothing was written, free memory there and send it"
+            f" again ({shortage})"
+        ) from error
+
+
+def release_unused(device: torch.device) -> None:
+    """Give memory that nothing uses any more back: torch would keep it for this process."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Run work beside the engine's steps; all of it has ended when the context does.
+
+    On a stream of its own: streams wait for each other at pauses only. Host memory, in Triton's
+    interpreter, has one order.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+def wait_for_steps(device: torch.device) -> None:
+    """Wait for all that this process has begun on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+PIECE_BYTES = 64 << 20
+_ALIGNED = 16
+_INT32_PLACES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Changes `first` to `end` of the change number `row`: places, old and new values, in line."""
+
+    row: int
+    target: DeviceBits
+    change: Change
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the device."""
+        return self._starts[-1]
+
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        part = slice(self.first, self.end)
+        change = self.change
+        places = change.indices[part].astype(_place_type(self.target))
+        packed = np.zeros(self.nbytes, np.uint8)
+        parts = places, change.old[part], change.new[part]
+        for start, values in zip(self._starts[:3], parts, strict=True):
+            packed[start : start + values.nbytes] = values.view(np.uint8)
+        return packed
+
+    def views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(places, old, new) of the bytes once they are on the device."""
+        place = torch.int32 if _place_type(self.target).itemsize == 4 else torch.int64
+        values = self.target.flat.dtype
+        starts = self._starts
+        return (
+            packed[: self.count * place.itemsize].view(place),
+            packed[starts[1] : starts[1] + self.count * values.itemsize].view(values),
+            packed[starts[2] : starts[2] + self.count * values.itemsize].view(values),
+        )
+
+    @property
+    def _starts(self) -> tuple[int, int, int, int]:
+        """Offsets of places, old and new values, and the end."""
+        places = _aligned(self.count * _place_type(self.target).itemsize)
+        values = _aligned(self.count * self.target.itemsize)
+        return 0, places, places + values, places + 2 * values
+
+
+def pack(changes: Sequence[tuple[DeviceBits, Change]]) -> Iterator[Packed]:
+    """Cut changes into pieces of at most PIECE_BYTES; nothing is copied yet."""
+    for row, (target, change) in enumerate(changes):
+        each = _place_type(target).itemsize + 2 * target.itemsize
+        most = PIECE_BYTES // each - _ALIGNED
+        for first in range(0, change.indices.size, most):
+            yield Packed(row, target, change, first, min(first + most, change.indices.size))
+
+
+def _place_type(target: DeviceBits) -> np.dtype[np.signedinteger]:
+    return np.dtype(np.int32 if target.size <= _INT32_PLACES else np.int64)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExchange:
+    """`counts` i64[changes, 2]; `slot`: room for one streamed piece, empty when there is none."""
+
+    resident: tuple[tuple[Packed, torch.Tensor], ...]
+    streamed: tuple[tuple[Packed, torch.Tensor], ...]
+    slot: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the device that it holds."""
+        held = [packed for _, packed in self.resident]
+        return sum(tensor.nbytes for tensor in (*held, self.slot, self.counts))
+
+    def run(self, *, back: bool = False) -> Int64s:
+        """Write all new values, or all old ones `back`; see `Exchange`."""
+        # Steps that the engine has launched still read what is overwritten here.
+        wait_for_steps(self.counts.device)
+        with torch.cuda.device_of(self.counts):  # type: ignore[no-untyped-call]
+            self.counts.zero_()
+            for piece, packed in self.resident:
+                launch(piece, packed, self.counts, back=back)
+            for piece, host in self.streamed:
+                packed = self.slot[: piece.nbytes]
+                packed.copy_(host, non_blocking=True)
+                launch(piece, packed, self.counts, back=back)
+        # Its answer is the first that the host waits for, and all before it has ended then.
+        counts: Int64s = self.counts.cpu().numpy()
+        return counts.copy()
+
+
+def launch(piece: Packed, packed: torch.Tensor, counts: torch.Tensor, *, back: bool) -> None:
+    """Exchange one piece and read it back, on the device's current stream."""
+    places, old, new = piece.views(packed)
+    old, new = (new, old) if back else (old, new)
+    target, row = piece.target.flat, counts[piece.row]
+    grid = (-(-piece.count // _TILE),)
+    kernels.exchange[grid](target, places, old, new, row, piece.count, tile_size=_TILE)
+    kernels.read_back[grid](target, places, new, row, piece.count, tile_size=_TILE)
+
+
+def stage(changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> DeviceExchange:
+    """Bring changes to their device; of what is beyond `resident_bytes`, a slot takes its turns.
+
+    Any thread may call it while the engine serves. Raises IndexError for an index outside, and
+    DeviceMemoryError where the device has no room; nothing was written then.
+    """
+    check_indices(changes)
+    device = changes[0][0].flat.device
+    pieces = list(pack(changes))
+    kept = _first_within(pieces, resident_bytes)
+    needed = sum(piece.nbytes for piece in pieces[:kept])
+    with named_shortage(device, f"the {needed >> 20} MiB of an update's changes"), aside(device):
+        counts = torch.zeros((len(changes), 2), dtype=torch.int64, device=device)
+        resident = tuple((p, uploaded(p, device)) for p in pieces[:kept])
+        streamed = tuple((p, waiting(p, device)) for p in pieces[kept:])
+        room = PIECE_BYTES if streamed else 0
+        slot = torch.empty(room, dtype=torch.uint8, device=device)
+    return DeviceExchange(resident, streamed, slot, counts)
+
+
+def _first_within(pieces: Sequence[Packed], room: int) -> int:
+    """Return the number of first pieces that have room together."""
+    for number, piece in enumerate(pieces):
+        room -= piece.nbytes
+        if room < 0:
+            return number
+    return len(pieces)
+
+
+def uploaded(piece: Packed, device: torch.device) -> torch.Tensor:
+    """A piece in memory of the device."""
+    return torch.from_numpy(piece.host).to(device)
+
+
+def waiting(piece: Packed, device: torch.device) -> torch.Tensor:
+    """A piece in host memory that the device reads by itself."""
+    host = torch.from_numpy(piece.host)
+    return host.pin_memory() if device.type == "cuda" else host

@@ -1,1 +1,0 @@
-"""Serving of versions over HTTP: routes, leases, forwarding, link rates."""

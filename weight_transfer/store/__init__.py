@@ -1,1 +1,0 @@
-"""Store of chunks and versions on disk, and its catalog."""
