@@ -38,7 +38,7 @@ from weight_transfer.errors import LeaseError, TransferError, WeightError
 from weight_transfer.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
 from weight_transfer.fetch.fetcher import ChunkFetcher
 from weight_transfer.fetch.limits import Asked, Traffic
-from weight_transfer.fetch.nccl import GROUP, Lead
+from weight_transfer.fetch.nccl import GROUP, GroupLead
 from weight_transfer.fetch.publisher_client import (
     CATALOG,
     LEASES,
@@ -77,7 +77,7 @@ class VersionRoutes:
         admit: Callable[[web.Request], None],
         fetcher: ChunkFetcher | None = None,
         leases: ReadLeases | None = None,
-        lead: Lead | None = None,
+        lead: GroupLead | None = None,
         signer: Signer | None = None,
     ) -> None:
         """`admit` raises a web.HTTPException for a caller that may not read."""
@@ -192,7 +192,7 @@ class VersionRoutes:
         joined = await self._leading(request).barrier.join(what, rank)
         return web.Response(text="all" if joined else "not all")
 
-    def _leading(self, request: web.Request) -> Lead:
+    def _leading(self, request: web.Request) -> GroupLead:
         self._admit(request)
         if self._lead is None:
             raise web.HTTPNotFound(text="this node leads no group of GPUs")

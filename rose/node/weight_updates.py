@@ -41,7 +41,7 @@ from weight_transfer import (
 from weight_transfer.catalog import Catalog, FetchPlan
 from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
 from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
-from weight_transfer.fetch.nccl import Lead, Membership, join_group, lead
+from weight_transfer.fetch.nccl import GroupLead, Membership, join_group, lead
 
 # A replica further behind than that finds its way in the publisher's catalog.
 STEPS_KEPT = 4_096
@@ -277,7 +277,9 @@ class WeightNetwork:
         if self._source:
             self._source.fetcher.follow(known.job, known.url, self._source.verify_key)
 
-    async def _join(self, fetcher: ChunkFetcher, mine: Membership, leading: Lead | None) -> None:
+    async def _join(
+        self, fetcher: ChunkFetcher, mine: Membership, leading: GroupLead | None
+    ) -> None:
         """Weights come over HTTP until all members are there."""
         assert self._session is not None
         try:

@@ -14,7 +14,7 @@ from rose.weight_distribution.credentials import OPEN, Credentials
 from weight_transfer import ChunkStore
 from weight_transfer.catalog import ReadLeases
 from weight_transfer.fetch import ChunkFetcher
-from weight_transfer.fetch.nccl import Lead
+from weight_transfer.fetch.nccl import GroupLead
 from weight_transfer.serve import Signer, VersionRoutes
 
 # Readers in the midst of a chunk may finish it.
@@ -35,7 +35,7 @@ class VersionServer(VersionRoutes):
         credentials: Credentials = OPEN,
         host: str = "127.0.0.1",
         leases: ReadLeases | None = None,
-        lead: Lead | None = None,
+        lead: GroupLead | None = None,
         signer: Signer | None = None,
         *,
         insecure: bool = False,

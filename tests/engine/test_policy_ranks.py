@@ -16,7 +16,7 @@ import pytest
 
 from rose.addresses import free_port
 from tests.fakes.memory_store import InMemoryStore
-from tests.unit.weight_distribution.run_cases import JOB, Cluster
+from tests.harness.training_runs import JOB, RunCluster
 from weight_transfer import ChunkStore, SigningKey, TensorBits, read_model_dir, restore
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others, pytest.mark.timeout(300)]
@@ -25,14 +25,14 @@ ENDS_S = 120.0
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path: Path) -> RunCluster:
     """Files of a job, and the checkpoint that its replicas start with."""
     key = SigningKey.generate()
     key.save(tmp_path / "key")
-    return Cluster(tmp_path, InMemoryStore(), free_port(), key)
+    return RunCluster(tmp_path, InMemoryStore(), free_port(), key)
 
 
-async def trained(cluster: Cluster, ranks: int, scenario: str) -> None:
+async def trained(cluster: RunCluster, ranks: int, scenario: str) -> None:
     """Run all ranks to their end, which must be a good one, beside a scheduler."""
     environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     arguments = str(cluster.folder), f"127.0.0.1:{cluster.port}", JOB, str(ranks), scenario
@@ -52,7 +52,7 @@ async def trained(cluster: Cluster, ranks: int, scenario: str) -> None:
     assert json.loads(said) == [0] * ranks, "\n".join(logs)
 
 
-def assert_published(cluster: Cluster, version: int, root: str = "root") -> None:
+def assert_published(cluster: RunCluster, version: int, root: str = "root") -> None:
     """Assert that nodes would get what the trainer gathered, bit for bit."""
     wanted = read_model_dir(cluster.folder / f"gathered-{version}")
     base = read_model_dir(cluster.folder / "checkpoint")
@@ -61,7 +61,7 @@ def assert_published(cluster: Cluster, version: int, root: str = "root") -> None
 
 
 async def test_ranks_publish_their_shards_and_a_trainer_that_comes_next_goes_on(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     await trained(cluster, 2, "sharded")
     assert cluster.numbers == [(4, 4)]
@@ -69,7 +69,7 @@ async def test_ranks_publish_their_shards_and_a_trainer_that_comes_next_goes_on(
         assert_published(cluster, version)
 
 
-async def test_ranks_with_stores_of_their_own_serve_their_shards(cluster: Cluster) -> None:
+async def test_ranks_with_stores_of_their_own_serve_their_shards(cluster: RunCluster) -> None:
     await trained(cluster, 4, "own_stores")
     assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
     for version in (1, 2, 3):
@@ -83,7 +83,7 @@ def assert_equal(found: dict[str, TensorBits], wanted: dict[str, TensorBits]) ->
         np.testing.assert_array_equal(found[name].bits, tensor.bits, name)
 
 
-async def test_the_first_rank_publishes_what_all_gather(cluster: Cluster) -> None:
+async def test_the_first_rank_publishes_what_all_gather(cluster: RunCluster) -> None:
     await trained(cluster, 2, "gathered")
     assert cluster.numbers == [(1, 0), (2, 1)]
     for version in (1, 2):
@@ -91,7 +91,7 @@ async def test_the_first_rank_publishes_what_all_gather(cluster: Cluster) -> Non
 
 
 async def test_weights_that_do_not_fit_are_an_error_on_all_ranks_and_the_next_fit(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     await trained(cluster, 2, "unfit")
     assert cluster.numbers == [(1, 0)]

@@ -89,7 +89,7 @@ class LocalBarrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class GroupLead:
     """The leader's part of a group. `unique_id`: NCCL's name of the group, a row of numbers."""
 
     unique_id: tuple[int, ...]
@@ -137,45 +137,26 @@ class Communicator(Protocol):
         ...
 
 
-class Fanout:
-    """Hands chunks to a fixed group. All members make the same calls in one order."""
+def hand(communicator: Communicator, name: str, body: bytes | None, root: int) -> bytes | None:
+    """Give a chunk from the member `root`, which has its `body`, to all members.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    @property
-    def rank(self) -> int:
-        """Number of this member, from 0."""
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        return self._communicator.size
-
-    def hand(self, name: str, body: bytes | None, root: int) -> bytes | None:
-        """A chunk by name, from the member `root`, which has its `body`, to all.
-
-        None where the root could not get it. Raises ChunkDigestError where what came is not what
-        the name says, GroupBrokenError where what came is no chunk.
-        """
-        if self.rank != root and body is not None:
-            raise FanoutError("only the root of a fan-out hands in the chunk")
-        length = _NOT_HERE if body is None else len(body)
-        head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-        nbytes = int.from_bytes(self._communicator.broadcast(head, root).tobytes(), "little")
-        if nbytes == _NOT_HERE:
-            return None
-        if nbytes > _MOST_BYTES:
-            raise GroupBrokenError(
-                f"a chunk of {nbytes} bytes was announced; the group is out of step"
-            )
-        buffer = np.zeros(nbytes, np.uint8) if body is None else np.frombuffer(body, np.uint8)
-        encoded = self._communicator.broadcast(buffer, root).tobytes()
-        check_id(name, encoded)
-        return encoded
-
-    def abort(self) -> None:
-        self._communicator.abort()
+    All make this call, in the same order. None where the root could not get it. Raises
+    ChunkDigestError where what came is not what the name says, GroupBrokenError where what came is
+    no chunk.
+    """
+    if communicator.rank != root and body is not None:
+        raise FanoutError("only the root of a fan-out hands in the chunk")
+    length = _NOT_HERE if body is None else len(body)
+    head = np.frombuffer(length.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    nbytes = int.from_bytes(communicator.broadcast(head, root).tobytes(), "little")
+    if nbytes == _NOT_HERE:
+        return None
+    if nbytes > _MOST_BYTES:
+        raise GroupBrokenError(f"a chunk of {nbytes} bytes was announced; the group is out of step")
+    buffer = np.zeros(nbytes, np.uint8) if body is None else np.frombuffer(body, np.uint8)
+    encoded = communicator.broadcast(buffer, root).tobytes()
+    check_id(name, encoded)
+    return encoded
 
 
 class NcclCommunicator:
@@ -231,8 +212,10 @@ Result = TypeVar("Result")
 class FixedGroup:
     """One member's view of its group. Its calls are made by one thread, in order."""
 
-    def __init__(self, fanout: Fanout, barrier: Barrier, chunk_s: float = CHUNK_S) -> None:
-        self._fanout = fanout
+    def __init__(
+        self, communicator: Communicator, barrier: Barrier, chunk_s: float = CHUNK_S
+    ) -> None:
+        self._communicator = communicator
         self._barrier = barrier
         self._chunk_s = chunk_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-group")
@@ -256,7 +239,7 @@ class FixedGroup:
             if self.broken:
                 return 0
             version = await receiving.read(partial(_named, manifest))
-            if not await self._barrier.join(version, self._fanout.rank):
+            if not await self._barrier.join(version, self._communicator.rank):
                 return 0
             received: list[int] = []
 
@@ -292,7 +275,7 @@ class FixedGroup:
     ) -> None:
         chunks = {ref.id: ref for ref in manifest.chunks}
         roots = {name: self._root(name) for name in chunks}
-        mine = (ref for name, ref in chunks.items() if roots[name] == self._fanout.rank)
+        mine = (ref for name, ref in chunks.items() if roots[name] == self._communicator.rank)
         coming: dict[str, asyncio.Future[None]] = {}
 
         async def mine_of(name: str) -> bytes | None:
@@ -305,10 +288,10 @@ class FixedGroup:
         refused: StorageError | None = None
         try:
             for name, root in roots.items():
-                own = root == self._fanout.rank
+                own = root == self._communicator.rank
                 body = await mine_of(name) if own else None
                 try:
-                    call = partial(self._fanout.hand, name, body, root)
+                    call = partial(hand, self._communicator, name, body, root)
                     handed = await self._call(call)
                     if handed is not None and not own and refused is None:
                         await receiving.work(partial(receiving.store.put, handed))
@@ -325,7 +308,7 @@ class FixedGroup:
 
     def _root(self, name: str) -> int:
         """Return the rank that owns a chunk, the same on all members."""
-        return int(order(map(str, range(self._fanout.size)), name)[0])
+        return int(order(map(str, range(self._communicator.size)), name)[0])
 
     async def _call(self, call: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
@@ -334,7 +317,7 @@ class FixedGroup:
 
     def _break(self, why: str) -> None:
         self.broken = why
-        self._fanout.abort()
+        self._communicator.abort()
         _log.warning("the group of GPUs hands no chunks around any more: %s", why)
 
 
@@ -372,15 +355,15 @@ class Membership:
     device: int = 0
 
 
-def lead(size: int) -> Lead:
+def lead(size: int) -> GroupLead:
     """Make rank 0's part of a group. Raises FanoutError without CuPy and a GPU."""
-    return Lead(NcclCommunicator.new_id(), LocalBarrier(size))
+    return GroupLead(NcclCommunicator.new_id(), LocalBarrier(size))
 
 
 async def join_group(
     session: aiohttp.ClientSession,
     mine: Membership,
-    leading: Lead | None = None,
+    leading: GroupLead | None = None,
     make: MakeCommunicator = NcclCommunicator,
 ) -> FixedGroup:
     """Return once all members have joined; `leading` is the leader's own. Until then, no group."""
@@ -393,7 +376,7 @@ async def join_group(
             RemoteBarrier(session, mine.leader),
         )
     communicator = await asyncio.to_thread(make, mine.rank, mine.size, name, mine.device)
-    return FixedGroup(Fanout(communicator), barrier)
+    return FixedGroup(communicator, barrier)
 
 
 async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:

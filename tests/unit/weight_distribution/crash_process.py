@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
-from crash_cluster import CHUNK_BYTES, KEY, tensors
+from cluster_cases import CHUNK_BYTES, tensors
 
-from rose.errors import RoseError
 from rose.weight_distribution import VersionServer
-from weight_transfer import ChunkStore, VersionPublisher
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from tests.harness.weight_peers import KEY, fetched, reading
+from weight_transfer import ChunkStore, VersionPublisher, WeightError
+from weight_transfer.fetch import Caps
 
 LINK_BYTES_PER_S = 400_000
 
@@ -32,16 +31,15 @@ async def origin(folder: Path, url: str) -> None:
 
 
 async def member(folder: Path, url: str, at: str, members: list[str]) -> None:
-    async with aiohttp.ClientSession() as session:
-        receiving = DownloadLimits(ChunkStore(folder), Caps(bytes_per_s=LINK_BYTES_PER_S))
-        fetcher = ChunkFetcher(session, receiving, url, members)
-        server = VersionServer(receiving.store, urlsplit(url).port or 0, fetcher=fetcher)
-        await server.start()
+    caps = Caps(bytes_per_s=LINK_BYTES_PER_S)
+    async with reading(folder, members, me=url, caps=caps) as fetcher:
+        port = urlsplit(url).port or 0
+        await VersionServer(fetcher.receiving.store, port, fetcher=fetcher).start()
         say("up")
         while True:
             try:
-                await fetch_version(fetcher, at, "job", 1, KEY.verify_key, lambda _: None, set())
-            except RoseError:
+                await fetched(fetcher, at)
+            except WeightError:
                 await asyncio.sleep(0.05)
             else:
                 break

@@ -1,19 +1,18 @@
 """The same with real processes and SIGKILL: publisher, relay and receiver die in turn."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from crash_cluster import CHUNKS, KEY, tensors
+from cluster_cases import CHUNKS, received, tensors
 
 from tests.harness.processes import Forked
-from weight_transfer import ChunkStore, Receiver
+from tests.harness.waiting import PATIENCE_S, until
+from weight_transfer import ChunkStore
 from weight_transfer.fetch.relay_order import order
 
 HERE = Path(__file__).parent
-PATIENCE_S = 30.0
 
 
 class Processes:
@@ -53,10 +52,7 @@ class Processes:
         return {path.name for n in "ab" for path in self.store(n).chunks_dir.iterdir()}
 
     def until_whole(self, chunks: int) -> None:
-        until_s = time.monotonic() + PATIENCE_S
-        while len(self.whole()) < chunks:
-            assert time.monotonic() < until_s
-            time.sleep(0.005)
+        until(lambda: len(self.whole()) >= chunks, PATIENCE_S, f"{chunks} whole chunks")
 
 
 @pytest.fixture
@@ -85,9 +81,5 @@ def test_killed_in_turn_all_end_bit_exact(processes: Processes) -> None:
         processes.heard(name, "whole")
     for name in "ab":
         store = processes.store(name)
-        manifest = store.get_manifest(1)
-        assert len(manifest.chunks) == CHUNKS
-        chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
-        receiver_of = Receiver(tensors(0))
-        receiver_of.commit(receiver_of.decode(manifest, chunks, KEY.verify_key, 0.0))
-        assert np.array_equal(receiver_of.tensors["w"].bits, tensors(1)["w"].bits)
+        assert len(store.get_manifest(1).chunks) == CHUNKS
+        assert np.array_equal(received(store).bits, tensors(1)["w"].bits)

@@ -1,29 +1,35 @@
-"""Both sides of a weight connection prove who they are, or nothing passes."""
+"""Both sides of a weight connection prove who they are; the token goes to those who were meant."""
 
+import asyncio
 import datetime as dt
 import ipaddress
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from yarl import URL
 
+from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.security import Role
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import Credentials, Relay, VersionServer
+from rose.weight_distribution.credentials import OriginRefused
 from rose.weight_distribution.relay import FollowedJob
 from tests.harness.certificates import Certificates
-from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher
+from tests.harness.weight_peers import KEY, fetched, published, reading, serving
+from weight_transfer import ChunkStore
 from weight_transfer.errors import FetchError
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import PublisherClient
 from weight_transfer.fetch import fetcher as fetcher_module
 
-KEY = SigningKey.generate()
+TOKEN = "s3cret"
 
 
 class Authority:
@@ -91,47 +97,31 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ours")
 
 
-def published(root: Path) -> ChunkStore:
-    bits = np.arange(4_096, dtype=np.uint16)
-    old, new = ({"w": TensorBits("w", "bfloat16", (64, 64), bits + np.uint16(n))} for n in (0, 1))
-    store = ChunkStore(root)
-    VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=1_024).publish(1, 0, old, new)
-    return store
+@pytest.fixture
+def store(tmp_path: Path) -> ChunkStore:
+    return published(tmp_path / "origin")[0]
 
 
-async def fetch(root: Path, url: str, credentials: Credentials) -> int:
-    async with credentials.session() as session:
-        fetcher = ChunkFetcher(session, DownloadLimits(ChunkStore(root), Caps()))
-        fetched = await fetch_version(fetcher, url, "job", 1, KEY.verify_key, lambda _: None, set())
-    return fetched.wire_bytes
+async def fetch(folder: Path, url: str, credentials: Credentials, *members: str) -> int:
+    async with reading(folder, members, credentials=credentials) as fetcher:
+        return (await fetched(fetcher, url)).wire_bytes
 
 
 async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_only(
-    tmp_path: Path, authority: Authority, unused_tcp_port_factory: Callable[[], int]
+    tmp_path: Path, authority: Authority, store: ChunkStore
 ) -> None:
-    store = published(tmp_path / "origin")
-    server = VersionServer(
-        store, unused_tcp_port_factory(), credentials=authority.issue("publisher")
-    )
-    await server.start()
-    relay = Relay(
-        tmp_path / "relay",
-        [FollowedJob("job", server.url, KEY.verify_key)],
-        "127.0.0.1",
-        unused_tcp_port_factory(),
-        credentials=authority.issue("relay"),
-    )
-    async with relay:
-        node = authority.issue("node")
+    async with (
+        serving(store, credentials=authority.issue("publisher")) as server,
+        Relay(
+            tmp_path / "relay",
+            [FollowedJob("job", server.url, KEY.verify_key)],
+            "127.0.0.1",
+            free_port(),
+            credentials=authority.issue("relay"),
+        ) as relay,
+    ):
         assert relay.url.startswith("https://")
-        async with node.session() as session:
-            fetcher = ChunkFetcher(
-                session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", [relay.url]
-            )
-            fetched = await fetch_version(
-                fetcher, server.url, "job", 1, KEY.verify_key, lambda _: None, set()
-            )
-        assert fetched.wire_bytes
+        assert await fetch(tmp_path / "node", server.url, authority.issue("node"), relay.url)
         assert any(relay.fetcher.receiving.store.chunks_dir.iterdir()), "it came through the relay"
         stranger = Authority(tmp_path / "theirs")
         for bad in (
@@ -142,38 +132,31 @@ async def test_weights_pass_from_publisher_to_relay_to_node_between_known_sides_
             with pytest.raises(FetchError) as refused:
                 await fetch(tmp_path / "bad", server.url, bad)
             assert "\n" not in str(refused.value)
-    await server.close()
 
 
 async def test_a_server_of_an_unknown_authority_is_not_believed(
-    tmp_path: Path, authority: Authority, unused_tcp_port: int
+    tmp_path: Path, authority: Authority, store: ChunkStore
 ) -> None:
-    stranger = Authority(tmp_path / "theirs")
     # The server would take our certificate; we do not take its.
-    credentials = stranger.issue("publisher", authority.ca)
-    server = VersionServer(published(tmp_path / "o"), unused_tcp_port, credentials=credentials)
-    await server.start()
-    with pytest.raises(FetchError, match="CERTIFICATE_VERIFY_FAILED"):
-        await fetch(tmp_path / "node", server.url, authority.issue("node"))
-    await server.close()
+    credentials = Authority(tmp_path / "theirs").issue("publisher", authority.ca)
+    async with serving(store, credentials=credentials) as server:
+        with pytest.raises(FetchError, match="CERTIFICATE_VERIFY_FAILED"):
+            await fetch(tmp_path / "node", server.url, authority.issue("node"))
 
 
 async def test_bad_files_are_one_clear_line_at_the_start(
-    tmp_path: Path, authority: Authority, unused_tcp_port: int
+    tmp_path: Path, authority: Authority, store: ChunkStore
 ) -> None:
-    good = authority.issue("node")
-    other = authority.issue("other")
+    good, other = authority.issue("node"), authority.issue("other")
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no certificate")
-    cases = [
-        (Credentials("", tmp_path / "none.pem", good.certificate, good.key), "none.pem is missing"),
-        (Credentials("", good.ca, good.certificate, other.key), "cannot be used for TLS"),
-        (Credentials("", garbage, good.certificate, good.key), "cannot be used for TLS"),
-    ]
-    for credentials, what in cases:
-        server = VersionServer(ChunkStore(tmp_path / "s"), unused_tcp_port, credentials=credentials)
+    for credentials, what in (
+        (replace(good, ca=tmp_path / "none.pem"), "none.pem is missing"),
+        (replace(good, key=other.key), "cannot be used for TLS"),
+        (replace(good, ca=garbage), "cannot be used for TLS"),
+    ):
         with pytest.raises(ConfigError, match=what) as said:
-            await server.start()
+            await VersionServer(store, free_port(), credentials=credentials).start()
         assert "\n" not in str(said.value)
         with pytest.raises(ConfigError, match=what):
             credentials.session()
@@ -194,9 +177,8 @@ def test_a_token_comes_from_a_file_that_holds_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", ""])
 def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
-    tmp_path: Path, host: str
+    tmp_path: Path, store: ChunkStore, host: str
 ) -> None:
-    store = ChunkStore(tmp_path / "store")
     token_alone = Credentials(token="secret")
     with pytest.raises(ConfigError, match="reached from other machines"):
         VersionServer(store, 1, credentials=token_alone, host=host)
@@ -210,20 +192,154 @@ def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_a_role_that_has_no_use_for_weights_reads_none(
-    tmp_path: Path, unused_tcp_port: int, role: Role
+    tmp_path: Path, store: ChunkStore, role: Role
 ) -> None:
     certificates = Certificates(tmp_path / "ca")
     own = Credentials().proving(certificates.of(Role.TRAINER, "job"))
-    server = VersionServer(published(tmp_path / "store"), unused_tcp_port, credentials=own)
-    await server.start()
     caller = Credentials().proving(certificates.of(role, "it"))
-    try:
-        async with (
-            caller.session() as session,
-            session.get(f"{server.url}/manifests/1") as answer,
-        ):
-            said = await answer.text(errors="replace")
-    finally:
-        await server.close()
+    async with (
+        serving(store, credentials=own) as server,
+        caller.session() as session,
+        session.get(f"{server.url}/manifests/1") as answer,
+    ):
+        said = await answer.text(errors="replace")
     assert answer.status == (200 if role in WEIGHT_READERS else 403)
     assert (f"{role} it has no use for weights" in said) is (role not in WEIGHT_READERS)
+
+
+class Listener:
+    """Somebody else's server: remembers what callers showed, sends them on where it was told."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.shown: list[str | None] = []
+        self.sends_to = ""
+        self._port = port
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> "Listener":
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.shown.append(request.headers.get("Authorization"))
+        if self.sends_to:
+            raise web.HTTPFound(self.sends_to)
+        return web.Response(status=404)
+
+
+@pytest.fixture
+async def listeners() -> AsyncIterator[tuple[Listener, Listener]]:
+    async with Listener(free_port()) as one, Listener(free_port()) as other:
+        yield one, other
+
+
+async def ask_everything(folder: Path, credentials: Credentials, url: str, relay: str) -> None:
+    """Ask all that a node asks of an announced publisher and of a relay that was named to it."""
+    async with (
+        credentials.session() as session,
+        reading(folder, [relay], credentials=credentials) as fetcher,
+    ):
+        reader = PublisherClient(session, "node")
+        async with reader.lease(url, "r0", 1):
+            calls = (
+                reader.catalog(url, "job"),
+                fetched(fetcher, url, key=None),
+                session.get(f"{relay}/chunks/{'ab' * 32}"),
+            )
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_an_announced_address_is_shown_no_token(
+    tmp_path: Path, listeners: tuple[Listener, Listener]
+) -> None:
+    publisher, relay = listeners
+    elsewhere = Credentials(TOKEN, origins=frozenset({"http://127.0.0.1:9"}))
+    await ask_everything(tmp_path, elsewhere, publisher.url, relay.url)
+    assert publisher.shown
+    assert relay.shown
+    assert set(publisher.shown + relay.shown) == {None}
+
+
+async def test_origins_of_the_configuration_are_shown_it(
+    tmp_path: Path, listeners: tuple[Listener, Listener]
+) -> None:
+    publisher, relay = listeners
+    named = Credentials(TOKEN).naming([publisher.url + "/some/path", "http://other"])
+    await ask_everything(tmp_path, named, publisher.url, relay.url)
+    assert set(publisher.shown) == {f"Bearer {TOKEN}"}
+    assert set(relay.shown) == {None}
+
+
+async def test_a_redirect_does_not_carry_it(listeners: tuple[Listener, Listener]) -> None:
+    """Nothing here follows redirects; should anything ever, the new address decides."""
+    known, other = listeners
+    known.sends_to = f"{other.url}/x"
+    credentials = Credentials(TOKEN, origins=frozenset({known.url}))
+    async with credentials.session() as session, session.get(known.url) as response:
+        assert response.status == 404
+    assert known.shown == [f"Bearer {TOKEN}"]
+    assert other.shown == [None]
+
+
+async def test_with_certificates_it_goes_to_members_and_never_in_the_clear(
+    tmp_path: Path,
+    authority: Authority,
+    store: ChunkStore,
+    listeners: tuple[Listener, Listener],
+) -> None:
+    node, own = (replace(authority.issue(name), token=TOKEN) for name in ("node", "publisher"))
+    in_the_clear = listeners[0]
+    await ask_everything(tmp_path / "a", node, in_the_clear.url, in_the_clear.url)
+    assert in_the_clear.shown == [], "nobody is even asked"
+    async with serving(store, credentials=own) as server:
+        assert await fetch(tmp_path / "b", server.url, node)
+
+
+@pytest.mark.parametrize(
+    ("url", "bears"),
+    [
+        ("http://10.0.0.7:18700/manifests/1", True),
+        ("http://10.0.0.7:18700", True),
+        ("http://pub/x", True),
+        ("http://PUB:80/x", True),
+        ("http://10.0.0.7:18701/manifests/1", False),
+        ("https://10.0.0.7:18700/manifests/1", False),
+        ("http://10.0.0.7.evil:18700/", False),
+        ("http://10.0.0.7:18700@evil/", False),
+    ],
+)
+def test_an_origin_is_scheme_host_and_port(url: str, bears: bool) -> None:
+    credentials = Credentials(TOKEN).naming(["http://10.0.0.7:18700/x", "http://pub"])
+    assert credentials.bears(URL(url)) is bears
+    assert not Credentials("").naming(["http://pub"]).bears(URL("http://pub"))
+
+
+def test_what_is_no_origin_is_one_line_at_the_start(tmp_path: Path) -> None:
+    for bad in ("pub", "ftp://pub", "http://pub/path", "http://" + "a" * 64, "http://a..b"):
+        with pytest.raises(ConfigError) as said:
+            Credentials(TOKEN, origins=frozenset({bad}))
+        assert "\n" not in str(said.value)
+    with pytest.raises(ConfigError):
+        Relay(
+            tmp_path,
+            [FollowedJob("job", "http://a..b", None)],
+            "127.0.0.1",
+            1,
+            credentials=Credentials(TOKEN),
+        )
+
+
+def test_with_certificates_nothing_but_https_is_spoken(authority: Authority) -> None:
+    node = authority.issue("node")
+    with pytest.raises(OriginRefused, match="only https is spoken"):
+        node.bears(URL("http://127.0.0.1:1/x"))
+    assert not node.bears(URL("https://127.0.0.1:1/x")), "there is no token to show"

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -12,17 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.addresses import free_port
 from rose.weight_distribution import VersionServer
-from weight_transfer import (
-    ChunkStore,
-    Manifest,
-    SigningKey,
-    StoredFile,
-    TensorBits,
-    VersionPublisher,
-)
+from tests.harness.weight_peers import fetched, publisher, serving
+from weight_transfer import ChunkStore, Manifest, StoredFile, TensorBits
 from weight_transfer.errors import CacheFullError
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.fetch.limits import ChunkCache, TokenBucket, evictions
 
 ELEMENTS = 64_000
@@ -66,16 +60,13 @@ def test_the_oldest_go_first_and_never_what_is_needed(
         assert sum(file.size for file in staying) + leaving[-1].size > room, "not one too many"
 
 
-class Trainer:
-    """Publishes versions of one tensor over HTTP."""
+class LimitedReader:
+    """A publisher of versions of one tensor, and a node that fetches them within `caps`."""
 
-    def __init__(self, root: Path, port: int) -> None:
-        self.key = SigningKey.generate()
-        self.store = ChunkStore(root)
-        self.publisher = VersionPublisher(
-            self.store, "job", "trainer", self.key, chunk_bytes=16_384
-        )
-        self.server = VersionServer(self.store, port)
+    def __init__(self, root: Path, caps: Caps) -> None:
+        self.publisher = publisher(root / "from")
+        self.server = VersionServer(ChunkStore(root / "from"), free_port())
+        self.limits = DownloadLimits(ChunkStore(root / "to"), caps)
         self.manifests: list[Manifest] = []
 
     def publish(self) -> Manifest:
@@ -84,76 +75,58 @@ class Trainer:
         self.manifests.append(self.publisher.publish(version, version - 1, old, new))
         return self.manifests[-1]
 
+    async def fetch(self, version: int, hold: set[str]) -> float:
+        """Return the seconds that it took."""
+        began_s = time.monotonic()
+        async with aiohttp.ClientSession() as session:
+            fetcher = ChunkFetcher(session, self.limits)
+            await fetched(fetcher, self.server.url, version, hold=hold)
+        return time.monotonic() - began_s
+
     def _tensors(self, seed: int) -> dict[str, TensorBits]:
         bits = np.random.default_rng(seed).integers(0, 1 << 16, ELEMENTS, dtype=np.uint16)
         return {"w": TensorBits("w", "bfloat16", (64, ELEMENTS // 64), bits)}
 
 
-async def fetch(trainer: Trainer, receiving: DownloadLimits, version: int, hold: set[str]) -> float:
-    """Seconds that it took."""
-    began_s = time.monotonic()
-    async with aiohttp.ClientSession() as session:
-        await fetch_version(
-            *(
-                ChunkFetcher(session, receiving),
-                trainer.server.url,
-                "job",
-                version,
-                trainer.key.verify_key,
-            ),
-            on_reject=lambda _: None,
-            hold=hold,
-        )
-    return time.monotonic() - began_s
+async def test_the_link_is_used_no_faster_than_allowed(tmp_path: Path) -> None:
+    rate = 2 * ELEMENTS // 2
+    capped = LimitedReader(tmp_path / "capped", Caps(bytes_per_s=rate))
+    free = LimitedReader(tmp_path / "free", Caps())
+    async with serving(capped.server), serving(free.server):
+        size = capped.publish().wire_bytes
+        took_s = await capped.fetch(1, set())
+        assert took_s >= (size - max(rate * 0.1, 64 << 10)) / rate * 0.9
+        free.publish()
+        assert await free.fetch(1, set()) < took_s
 
 
-@pytest.fixture
-async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Trainer]:
-    trainer = Trainer(tmp_path / "from", unused_tcp_port)
-    await trainer.server.start()
-    yield trainer
-    await trainer.server.close()
+async def test_the_store_stays_within_its_cap_and_keeps_what_is_in_use(tmp_path: Path) -> None:
+    cap = int(2.5 * 1.1 * 2 * ELEMENTS)
+    reader = LimitedReader(tmp_path, Caps(disk_bytes=cap))
+    store = reader.limits.store
+    sizes = [reader.publish().wire_bytes for _ in range(5)]
+    assert 2 * max(sizes) < cap < 3 * min(sizes)
+    async with serving(reader.server):
+        with reader.limits.cache.hold() as kept:
+            await reader.fetch(1, kept)
+            for version in range(2, 6):
+                with reader.limits.cache.hold() as hold:
+                    await reader.fetch(version, hold)
+                    assert all(store.has(r.id) for r in reader.manifests[version - 1].chunks)
+                assert sum(file.size for file in store.files()) <= cap
+            assert all(store.has(r.id) for r in reader.manifests[0].chunks), "held all the time"
+        gone = reader.manifests[1].chunks
+        assert not any(store.has(ref.id) for ref in gone), "the oldest went"
+        await reader.fetch(2, set())
 
 
-async def test_the_link_is_used_no_faster_than_allowed(trainer: Trainer, tmp_path: Path) -> None:
-    size = trainer.publish().wire_bytes
-    rate = size // 2
-    capped = DownloadLimits(ChunkStore(tmp_path / "capped"), Caps(bytes_per_s=rate))
-    took_s = await fetch(trainer, capped, 1, set())
-    allowed_burst = max(rate * 0.1, 64 << 10)
-    assert took_s >= (size - allowed_burst) / rate * 0.9
-    free = DownloadLimits(ChunkStore(tmp_path / "free"), Caps())
-    assert await fetch(trainer, free, 1, set()) < took_s
-
-
-async def test_the_store_stays_within_its_cap_and_keeps_what_is_in_use(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    size = max(trainer.publish().wire_bytes for _ in range(5))
-    store = ChunkStore(tmp_path / "to")
-    cap = int(2.5 * size)
-    receiving = DownloadLimits(store, Caps(disk_bytes=cap))
-    with receiving.cache.hold() as kept:
-        await fetch(trainer, receiving, 1, kept)
-        for version in range(2, 6):
-            with receiving.cache.hold() as hold:
-                await fetch(trainer, receiving, version, hold)
-                assert all(store.has(ref.id) for ref in trainer.manifests[version - 1].chunks)
-            assert sum(file.size for file in store.files()) <= cap
-        assert all(store.has(ref.id) for ref in trainer.manifests[0].chunks), "held all the time"
-    assert not any(store.has(ref.id) for ref in trainer.manifests[1].chunks), "the oldest went"
-    await fetch(trainer, receiving, 2, set())
-
-
-async def test_a_version_that_cannot_fit_is_refused_before_it_is_fetched(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    trainer.publish()
-    store = ChunkStore(tmp_path / "to")
-    receiving = DownloadLimits(store, Caps(disk_bytes=1_000))
-    with pytest.raises(CacheFullError, match=r"receiver\.disk_bytes"):
-        await fetch(trainer, receiving, 1, set())
-    assert store.files() == []
+async def test_a_version_that_cannot_fit_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
+    reader = LimitedReader(tmp_path, Caps(disk_bytes=1_000))
+    reader.publish()
+    async with serving(reader.server):
+        with pytest.raises(CacheFullError, match=r"receiver\.disk_bytes"):
+            await reader.fetch(1, set())
+    assert reader.limits.store.files() == []
 
 
 def test_a_hold_ends_with_its_block(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""A trainer that starts again goes on from its root, or begins a chain of its own."""
+"""A publication is durable and told; a trainer that starts again goes on, or begins anew."""
 
 import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from run_cases import Cluster, tensors
 
 from rose.addresses import free_port
 from rose.errors import (
@@ -27,24 +27,26 @@ from rose.weight_distribution import WeightPublisher, run_keeper
 from rose.weight_distribution import weight_publisher as publisher
 from rose.weight_distribution.run_root import RunRoot
 from tests.fakes.memory_store import InMemoryStore
+from tests.harness.training_runs import JOB, RunCluster
 from tests.harness.waiting import PATIENCE_S, until_async
+from tests.harness.weight_peers import tensors
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, WeightError
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[tuple[Cluster, SchedulerService]]:
-    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
+async def running(tmp_path: Path) -> AsyncIterator[tuple[RunCluster, SchedulerService]]:
+    cluster = RunCluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
     async with cluster.scheduler() as service:
         yield cluster, service
 
 
 @pytest.fixture
-def cluster(running: tuple[Cluster, SchedulerService]) -> Cluster:
+def cluster(running: tuple[RunCluster, SchedulerService]) -> RunCluster:
     return running[0]
 
 
 @pytest.fixture
-def service(running: tuple[Cluster, SchedulerService]) -> SchedulerService:
+def service(running: tuple[RunCluster, SchedulerService]) -> SchedulerService:
     return running[1]
 
 
@@ -56,8 +58,51 @@ async def publish(trainer: WeightPublisher, version: int) -> None:
     await trainer.publish(version, version - 1, tensors(version - 1), tensors(version))
 
 
+async def test_a_receipt_says_what_the_step_cost(cluster: RunCluster) -> None:
+    async with cluster.trainer() as trainer:
+        receipt = await trainer.publish(1, 0, tensors(0), tensors(1))
+    assert (receipt.version, receipt.full_bytes) == (1, 2 * 64 * 64)
+    assert receipt.density == pytest.approx(1 / 7, rel=0.01)
+    assert receipt.wire_bytes > 0
+    assert ChunkStore(cluster.folder / "root").versions() == (1,)
+    assert cluster.numbers == [(1, 0)]
+
+
+async def test_a_scheduler_that_restarts_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = RunCluster(tmp_path, InMemoryStore(), free_port(), SigningKey.generate())
+    trainer = cluster.trainer()
+    async with cluster.scheduler():
+        await trainer.start()
+    publishing = asyncio.create_task(publish(trainer, 1))
+    await asyncio.sleep(0.1)
+    assert not publishing.done()
+    async with cluster.scheduler():
+        await publishing
+        assert cluster.numbers == [(1, 0)]
+    monkeypatch.setattr(publisher, "ANNOUNCE_TIMEOUT_S", 0.1)
+    with pytest.raises(UnavailableError, match="version 2 is published but"):
+        await publish(trainer, 2)
+    assert trainer._store.versions() == (1, 2)
+    await trainer.close()
+
+
+async def test_a_publisher_signs_its_newest_version_anew_before_that_expires(
+    cluster: RunCluster,
+) -> None:
+    store, began_s = ChunkStore(cluster.folder / "root"), time.time()
+    day_old = VersionPublisher(store, JOB, "t", cluster.key, clock=lambda: began_s - 80_000.0)
+    soon_s = day_old.publish(1, 0, tensors(0), tensors(1)).expires_s
+    async with cluster.trainer():
+        await until_async(
+            lambda: store.get_manifest(1).expires_s > soon_s, PATIENCE_S, "it is signed anew"
+        )
+    assert store.get_manifest(1).expires_s >= began_s + 80_000.0
+
+
 async def test_a_second_training_run_on_the_same_root_goes_on_from_the_first_ones_weights(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
@@ -72,7 +117,7 @@ async def test_a_second_training_run_on_the_same_root_goes_on_from_the_first_one
     assert cluster.chain[-1].url == second.url
 
 
-async def test_the_same_script_again_is_told_where_to_go_on(cluster: Cluster) -> None:
+async def test_the_same_script_again_is_told_where_to_go_on(cluster: RunCluster) -> None:
     async with cluster.trainer() as first:
         await publish(first, 1)
     async with cluster.trainer() as second:
@@ -82,7 +127,7 @@ async def test_the_same_script_again_is_told_where_to_go_on(cluster: Cluster) ->
 
 
 async def test_a_version_that_was_never_announced_is_announced_at_the_next_start(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost(*_: object) -> None:
         raise UnavailableError("killed")
@@ -102,7 +147,7 @@ async def test_a_version_that_was_never_announced_is_announced_at_the_next_start
 
 
 async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(*_: object) -> None:
         raise UnavailableError("no scheduler answers")
@@ -118,7 +163,7 @@ async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
 
 
 async def test_a_version_that_overtakes_the_one_before_is_told_after_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster.trainer() as trainer:
         await trainer.publish_anew(1, tensors(1))
@@ -143,7 +188,7 @@ async def test_a_version_that_overtakes_the_one_before_is_told_after_it(
 
 
 async def test_a_new_root_begins_after_the_newest_version_and_the_old_chain_is_dropped(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer() as first:
         for version in (1, 2, 3):
@@ -155,7 +200,7 @@ async def test_a_new_root_begins_after_the_newest_version_and_the_old_chain_is_d
         with pytest.raises(RefusedError, match=r"cannot follow 3.*anew"):
             await publish(second, 4)
         receipt = await second.publish_anew(4, tensors(9))
-        assert (receipt.version, receipt.full_bytes) == (4, 2_048)
+        assert (receipt.version, receipt.full_bytes) == (4, 2 * 64 * 64)
         assert cluster.numbers == [(4, 4)]
         await second.publish(5, 4, tensors(9), tensors(10))
     async with cluster.trainer() as stale:
@@ -163,7 +208,7 @@ async def test_a_new_root_begins_after_the_newest_version_and_the_old_chain_is_d
         assert "another run announced version 5" in stale.begun.why_anew
 
 
-async def test_starting_anew_on_the_old_root_collects_its_chain(cluster: Cluster) -> None:
+async def test_starting_anew_on_the_old_root_collects_its_chain(cluster: RunCluster) -> None:
     async with cluster.trainer() as first:
         for version in (1, 2):
             await publish(first, version)
@@ -179,7 +224,7 @@ async def test_starting_anew_on_the_old_root_collects_its_chain(cluster: Cluster
 
 
 async def test_until_there_is_a_base_the_checkpoint_is_what_a_run_is_restored_from(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster.trainer() as first:
         await publish(first, 1)
@@ -199,7 +244,7 @@ async def test_until_there_is_a_base_the_checkpoint_is_what_a_run_is_restored_fr
 
 
 async def test_a_root_of_another_job_or_of_another_key_is_not_gone_on_from(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
@@ -211,7 +256,7 @@ async def test_a_root_of_another_job_or_of_another_key_is_not_gone_on_from(
 
 
 async def test_weights_of_version_0_that_were_published_are_no_version_to_resume(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer() as first:
         await first.publish_base(0, tensors(0))
@@ -222,7 +267,7 @@ async def test_weights_of_version_0_that_were_published_are_no_version_to_resume
         assert same(await third.restore(), tensors(1))
 
 
-async def test_a_root_has_one_living_trainer(cluster: Cluster) -> None:
+async def test_a_root_has_one_living_trainer(cluster: RunCluster) -> None:
     async with cluster.trainer(run="sweep-3") as first:
         with pytest.raises(RefusedError, match="close that one first"):
             await cluster.trainer().start()
@@ -234,7 +279,7 @@ async def test_a_root_has_one_living_trainer(cluster: Cluster) -> None:
 async def test_a_scheduler_that_knows_nothing_any_more_is_told_the_newest_version(
     tmp_path: Path,
 ) -> None:
-    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
+    cluster = RunCluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
     async with cluster.scheduler(), cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
         for version in (2, 3):
@@ -255,7 +300,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_two_trainers_of_one_job_the_second_is_refused_or_fences_the_first(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer("a", run="sweep-3") as first:
         await publish(first, 1)
@@ -274,7 +319,7 @@ async def test_two_trainers_of_one_job_the_second_is_refused_or_fences_the_first
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_fenced_trainer_cannot_end_the_others_job(cluster: Cluster) -> None:
+async def test_a_fenced_trainer_cannot_end_the_others_job(cluster: RunCluster) -> None:
     async with cluster.trainer("a") as first, cluster.trainer("b", take_over=True) as second:
         with pytest.raises(RunFencedError):
             await first.end_job()
@@ -283,7 +328,7 @@ async def test_a_fenced_trainer_cannot_end_the_others_job(cluster: Cluster) -> N
 
 
 async def test_after_a_job_was_dropped_its_root_is_not_gone_on_from(
-    cluster: Cluster, service: SchedulerService
+    cluster: RunCluster, service: SchedulerService
 ) -> None:
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
@@ -298,7 +343,7 @@ async def test_after_a_job_was_dropped_its_root_is_not_gone_on_from(
     assert cluster.numbers == [(2, 2)]
 
 
-async def test_a_root_whose_newest_manifest_is_damaged_is_begun_anew(cluster: Cluster) -> None:
+async def test_a_root_whose_newest_manifest_is_damaged_is_begun_anew(cluster: RunCluster) -> None:
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
     ChunkStore(cluster.folder / "root").manifest_path(1, base=True).write_bytes(b"rot")
@@ -308,7 +353,7 @@ async def test_a_root_whose_newest_manifest_is_damaged_is_begun_anew(cluster: Cl
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_fenced_trainer_learns_it_by_its_next_renewal(cluster: Cluster) -> None:
+async def test_a_fenced_trainer_learns_it_by_its_next_renewal(cluster: RunCluster) -> None:
     async with cluster.trainer("a") as first, cluster.trainer("b", take_over=True):
         keeper = first._keeper
         assert keeper is not None
@@ -321,7 +366,7 @@ async def test_a_trainer_with_another_root_waits_until_a_dead_ones_hold_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_keeper, "RETRY_S", 0.05)
-    cluster = Cluster(tmp_path, InMemoryStore(), 0, SigningKey.generate(), run_ttl_s=0.4)
+    cluster = RunCluster(tmp_path, InMemoryStore(), 0, SigningKey.generate(), run_ttl_s=0.4)
     async with cluster.scheduler():
         dead = cluster.trainer("a")
         await dead.start()
@@ -337,7 +382,7 @@ async def test_a_trainer_with_another_root_waits_until_a_dead_ones_hold_is_over(
 
 @pytest.mark.usefixtures("hasty")
 async def test_a_trainer_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, InMemoryStore(), free_port(), SigningKey.generate())
+    cluster = RunCluster(tmp_path, InMemoryStore(), free_port(), SigningKey.generate())
     trainer = cluster.trainer("a")
     async with cluster.scheduler():
         await trainer.start()
@@ -351,7 +396,7 @@ async def test_a_trainer_goes_on_over_a_restart_of_the_scheduler(tmp_path: Path)
             assert second.begun.latest == 2
 
 
-async def test_versions_that_ranks_put_into_the_root_are_announced(cluster: Cluster) -> None:
+async def test_versions_that_ranks_put_into_the_root_are_announced(cluster: RunCluster) -> None:
     async with cluster.trainer() as trainer:
         ranks = VersionPublisher(ChunkStore(cluster.folder / "root"), "grpo", "ranks", cluster.key)
         with pytest.raises(RefusedError, match=r"version 1 is not in .*; publish it there first"):
@@ -418,7 +463,7 @@ def few_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_transfer.catalog.MOST_SHARE", 100.0)
 
 
-def rot(cluster: Cluster, version: int, *, base: bool = False) -> None:
+def rot(cluster: RunCluster, version: int, *, base: bool = False) -> None:
     """Overwrite the first chunk of a version by zeros, as a lost write leaves it."""
     store = ChunkStore(cluster.folder / "root")
     path = store.chunks_dir / store.get_manifest(version, base=base).chunks[0].id
@@ -426,7 +471,7 @@ def rot(cluster: Cluster, version: int, *, base: bool = False) -> None:
 
 
 @pytest.mark.usefixtures("few_bases")
-async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: Cluster) -> None:
+async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: RunCluster) -> None:
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
         for version in (2, 3):
@@ -443,7 +488,7 @@ async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: 
 
 @pytest.mark.usefixtures("few_bases")
 async def test_a_rotten_version_that_was_never_announced_gives_way_to_the_one_before(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost(*_: object) -> None:
         raise UnavailableError("killed")
@@ -464,7 +509,9 @@ async def test_a_rotten_version_that_was_never_announced_gives_way_to_the_one_be
 
 
 @pytest.mark.usefixtures("few_bases")
-async def test_a_cut_manifest_neither_ends_the_catalog_nor_what_follows(cluster: Cluster) -> None:
+async def test_a_cut_manifest_neither_ends_the_catalog_nor_what_follows(
+    cluster: RunCluster,
+) -> None:
     async with cluster.trainer() as first, aiohttp.ClientSession() as session:
         await first.publish_anew(1, tensors(1))
         await publish(first, 2)
@@ -478,7 +525,7 @@ async def test_a_cut_manifest_neither_ends_the_catalog_nor_what_follows(cluster:
 
 @pytest.mark.usefixtures("few_bases")
 async def test_a_doubt_at_a_publisher_drops_a_rotten_base_and_the_next_version_brings_one(
-    cluster: Cluster,
+    cluster: RunCluster,
 ) -> None:
     async with cluster.trainer() as first, aiohttp.ClientSession() as session:
         await first.publish_anew(1, tensors(1))

@@ -1,99 +1,70 @@
-"""A stand-alone relay: a folder, an origin, fixed members; who waits in its line hears so."""
+"""A stand-alone relay: a folder, an origin, fixed members; which member relays an object."""
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
+from rose.addresses import free_port
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
 from rose.weight_distribution import Relay, VersionServer
 from rose.weight_distribution.relay import FollowedJob, followed_jobs
 from rose.weight_distribution.relay_metrics import RelayMetrics
-from weight_transfer import ChunkStore, Manifest, SigningKey, TensorBits, VersionPublisher
-from weight_transfer import serve as forwarding
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from tests.harness.weight_peers import KEY, fetched, published, reading, serving
+from weight_transfer import SigningKey
+from weight_transfer import serve as serve_module
 from weight_transfer.fetch.limits import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
-from weight_transfer.fetch.relay_order import Route, order
+from weight_transfer.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, Route, order
 
-KEY = SigningKey.generate()
-
-
-def published(
-    root: Path, chunk_bytes: int = 100_000, job: str = "job", key: SigningKey = KEY
-) -> tuple[ChunkStore, Manifest]:
-    rng = np.random.default_rng(len(job))
-    old, new = (
-        {"w": TensorBits("w", "bfloat16", (400, 500), rng.integers(0, 1 << 16, 200_000, "<u2"))}
-        for _ in range(2)
-    )
-    store = ChunkStore(root)
-    return store, VersionPublisher(store, job, "trainer", key, chunk_bytes).publish(1, 0, old, new)
+NOWHERE = "http://127.0.0.1:9"
 
 
-async def test_relays_with_fixed_members_share_the_origin(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
+def relay_in(folder: Path, *jobs: FollowedJob, members: tuple[str, ...] = ()) -> Relay:
+    """Return a relay at the first member's address, or at any."""
+    port = int(members[0].rsplit(":", 1)[1]) if members else free_port()
+    return Relay(folder / str(port), jobs, "127.0.0.1", port, members)
+
+
+async def test_relays_with_fixed_members_share_the_origin(tmp_path: Path) -> None:
     store, manifest = published(tmp_path / "origin")
-    origin = VersionServer(store, unused_tcp_port_factory())
-    await origin.start()
-    ports = [unused_tcp_port_factory() for _ in range(2)]
-    members = [f"http://127.0.0.1:{port}" for port in ports]
-    relays = [
-        Relay(
-            tmp_path / str(port),
-            [FollowedJob("job", origin.url, KEY.verify_key)],
-            "127.0.0.1",
-            port,
-            members,
-        )
-        for port in ports
-    ]
-    async with relays[0], relays[1], aiohttp.ClientSession() as session:
-        assert [relay.url for relay in relays] == members
-        fetcher = ChunkFetcher(
-            session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", members
-        )
-        fetched = await fetch_version(
-            fetcher, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
-        )
-        assert fetched.wire_bytes == manifest.wire_bytes + len(manifest.to_bytes())
+    one, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    async with AsyncExitStack() as stack:
+        origin = await stack.enter_async_context(serving(store))
+        job = FollowedJob("job", origin.url, KEY.verify_key)
+        relays = [
+            await stack.enter_async_context(relay_in(tmp_path, job, members=members))
+            for members in ((one, other), (other, one))
+        ]
+        assert [relay.url for relay in relays] == [one, other]
+        fetcher = await stack.enter_async_context(reading(tmp_path / "node", [one, other]))
+        found = await fetched(fetcher, origin.url)
+        assert found.wire_bytes == manifest.wire_bytes + len(manifest.to_bytes())
         for relay in relays:
-            mine = {r.id for r in manifest.chunks if order(members, r.id)[0] == relay.url}
+            mine = {r.id for r in manifest.chunks if order([one, other], r.id)[0] == relay.url}
             held = {path.name for path in relay.fetcher.receiving.store.chunks_dir.iterdir()}
             assert held == mine, "each fetched its share, and nothing else"
-    await origin.close()
 
 
-async def test_a_relay_counts_what_crosses_it(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
+async def test_a_relay_counts_what_crosses_it(tmp_path: Path) -> None:
     store, manifest = published(tmp_path / "origin")
-    origin = VersionServer(store, unused_tcp_port_factory())
-    await origin.start()
-    port = unused_tcp_port_factory()
-    relay = Relay(
-        tmp_path / "relay",
-        [FollowedJob("job", origin.url, KEY.verify_key)],
-        "127.0.0.1",
-        port,
-    )
-    async with relay, aiohttp.ClientSession() as session:
+    async with (
+        serving(store) as origin,
+        relay_in(tmp_path, FollowedJob("job", origin.url, KEY.verify_key)) as relay,
+        aiohttp.ClientSession() as session,
+    ):
         for reader in ("one", "two"):
-            limits = DownloadLimits(ChunkStore(tmp_path / reader), Caps())
-            fetcher = ChunkFetcher(session, limits, "", [relay.url])
-            await fetch_version(
-                fetcher, origin.url, "job", 1, KEY.verify_key, lambda _: None, set()
-            )
+            async with reading(tmp_path / reader, [relay.url]) as fetcher:
+                await fetched(fetcher, origin.url)
         async with session.get(f"{relay.url}/chunks/{'0' * 64}") as answer:
             assert answer.status == 404
-    await origin.close()
     traffic = relay.fetcher.receiving.traffic
     assert traffic.fetched_bytes == {Source.PUBLISHER: manifest.wire_bytes}
     assert traffic.served_bytes == 2 * manifest.wire_bytes
@@ -120,52 +91,26 @@ def test_readers_are_those_of_the_last_minute_and_bounded() -> None:
     assert traffic.answers[Asked.MANIFEST, Answer.FAILED] == 1
 
 
-async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
-    jobs = {"grpo": SigningKey.generate(), "a/b ä": SigningKey.generate()}
-    origins, manifests = [], {}
-    for number, (job, key) in enumerate(jobs.items()):
-        store, manifests[job] = published(tmp_path / f"origin-{number}", job=job, key=key)
-        origins.append(VersionServer(store, unused_tcp_port_factory()))
-        await origins[-1].start()
-    follows = [
-        FollowedJob(job, origin.url, key.verify_key)
-        for origin, (job, key) in zip(origins, jobs.items(), strict=True)
-    ]
-    port = unused_tcp_port_factory()
-    members = [f"http://127.0.0.1:{port}"]
-    first, *others = follows
-    relay = Relay(
-        tmp_path / "relay",
-        [*others, first],
-        "127.0.0.1",
-        port,
-        members,
-    )
-    async with relay, aiohttp.ClientSession() as session:
-        receiving = DownloadLimits(ChunkStore(tmp_path / "node"), Caps())
-        fetcher = ChunkFetcher(session, receiving, "", members)
+async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(tmp_path: Path) -> None:
+    keys = {"grpo": SigningKey.generate(), "a/b ä": SigningKey.generate()}
+    manifests, follows = {}, []
+    async with AsyncExitStack() as stack:
+        for number, (job, key) in enumerate(keys.items()):
+            store, manifests[job] = published(tmp_path / f"origin-{number}", job=job, key=key)
+            origin = await stack.enter_async_context(serving(store))
+            follows.append(FollowedJob(job, origin.url, key.verify_key))
+        relay = await stack.enter_async_context(relay_in(tmp_path, *follows[::-1]))
         for _ in range(2):  # once from the relay's memory, once from its folder as well
-            for each in follows:
-                # An object that the relay lacks would come from here, where nothing listens.
-                fetched = await fetch_version(
-                    fetcher,
-                    "http://127.0.0.1:9",
-                    each.job,
-                    1,
-                    each.verify_key,
-                    lambda _: None,
-                    set(),
-                )
-                assert fetched.manifest.job == each.job
-                assert fetched.manifest.chunks == manifests[each.job].chunks
-            fetcher = ChunkFetcher(session, receiving, "", members)
-        async with session.get(f"{members[0]}/manifests/1?job=nobodys") as answer:
+            async with reading(tmp_path / "node", [relay.url]) as fetcher:
+                for job, key in keys.items():
+                    # An object that the relay lacks would come from where nothing listens.
+                    found = await fetched(fetcher, NOWHERE, job=job, key=key)
+                    assert found.manifest.job == job
+                    assert found.manifest.chunks == manifests[job].chunks
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with session.get(f"{relay.url}/manifests/1?job=nobodys") as answer:
             assert answer.status == 404
             assert "of job 'nobodys'" in await answer.text()
-    for origin in origins:
-        await origin.close()
 
 
 def test_each_job_of_a_relay_has_its_origin_and_its_key() -> None:
@@ -183,27 +128,20 @@ def test_each_job_of_a_relay_has_its_origin_and_its_key() -> None:
 
 
 async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
-    tmp_path: Path,
-    unused_tcp_port_factory: Callable[[], int],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarding, "IN_LINE_S", 0.05)
+    monkeypatch.setattr(serve_module, "IN_LINE_S", 0.05)
     store, manifest = published(tmp_path / "origin")
-    origin = VersionServer(store, unused_tcp_port_factory())
-    await origin.start()
-    ref, port = manifest.chunks[0], unused_tcp_port_factory()
-    url = f"http://127.0.0.1:{port}"
-    async with aiohttp.ClientSession() as session:
-        relay = ChunkFetcher(
-            session, DownloadLimits(ChunkStore(tmp_path / "relay"), Caps()), url, [url]
-        )
-        server = VersionServer(relay.receiving.store, port, fetcher=relay)
-        await server.start()
+    ref, url = manifest.chunks[0], f"http://127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+        origin = await stack.enter_async_context(serving(store))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        relay = await stack.enter_async_context(reading(tmp_path / "relay", [url], me=url))
+        node = await stack.enter_async_context(reading(tmp_path / "node", [url]))
+        server = VersionServer(relay.receiving.store, int(url.rsplit(":", 1)[1]), fetcher=relay)
+        await stack.enter_async_context(serving(server))
         await relay.manifest("job", 1, origin.url, None)
-        node = ChunkFetcher(
-            session, DownloadLimits(ChunkStore(tmp_path / "node"), Caps()), "", [url]
-        )
-        await node.manifest("job", 1, "http://127.0.0.1:9", None)
+        await node.manifest("job", 1, NOWHERE, None)
         for _ in range(4):
             await relay._gate.acquire()  # Four others cross the slow link.
         waiting = asyncio.create_task(node.obtain(ref))
@@ -213,11 +151,6 @@ async def test_who_waits_in_line_is_neither_refused_nor_sent_to_the_origin(
         for _ in range(4):
             relay._gate.release()
         assert await waiting == ref.encoded_bytes
-        for fetcher in (relay, node):
-            await fetcher.close()
-            fetcher.receiving.close()
-        await server.close()
-    await origin.close()
 
 
 def test_a_route_asks_up_first_then_the_two_below_then_the_origin() -> None:
@@ -265,29 +198,75 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, unused_tcp_
     process.stderr.close()
 
 
-async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
+async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(tmp_path: Path) -> None:
     """A restart forgets every manifest: the caller names the one that it means."""
     store, manifest = published(tmp_path / "origin")
-    origin = VersionServer(store, unused_tcp_port_factory())
-    await origin.start()
-    port = unused_tcp_port_factory()
+    name = manifest.chunks[0].id
     async with (
-        Relay(
-            tmp_path / "relay", [FollowedJob("job", origin.url, None)], "127.0.0.1", port
-        ) as relay,
+        serving(store) as origin,
+        relay_in(tmp_path, FollowedJob("job", origin.url, None)) as relay,
         aiohttp.ClientSession() as session,
     ):
-        name = manifest.chunks[0].id
-        async with session.get(
-            f"{relay.url}/chunks/{name}", headers={"Rose-Manifest": "manifests/1"}
-        ) as answer:
-            assert await answer.read() == store.get(name)
-        for path in ("manifests/1", "../manifests/1"):
-            name = "00" * 32
-            async with session.get(
-                f"{relay.url}/chunks/{name}", headers={"Rose-Manifest": path}
-            ) as answer:
-                assert answer.status == 404
-    await origin.close()
+        for chunk, path, status in (
+            (name, "manifests/1", 200),
+            ("00" * 32, "manifests/1", 404),
+            ("00" * 32, "../manifests/1", 404),
+        ):
+            headers = {"Rose-Manifest": path}
+            async with session.get(f"{relay.url}/chunks/{chunk}", headers=headers) as answer:
+                assert answer.status == status
+                assert status != 200 or await answer.read() == store.get(name)
+
+
+MEMBERS = [f"http://node-{n}:1" for n in range(8)]
+
+
+@given(st.sets(st.sampled_from(MEMBERS), min_size=2), st.text(max_size=9), st.data())
+def test_a_member_that_goes_moves_nothing_of_the_others(
+    members: set[str], name: str, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(members)))
+    before = order(members, name)
+    assert order(members - {gone}, name) == [member for member in before if member != gone]
+
+
+def test_objects_spread_evenly() -> None:
+    firsts = [order(MEMBERS, f"chunk-{n}")[0] for n in range(4_000)]
+    counts = [firsts.count(member) for member in MEMBERS]
+    assert min(counts) > 400
+    assert max(counts) < 600
+
+
+def test_who_failed_is_asked_last_for_a_while_and_longer_each_time() -> None:
+    scores = PeerScores()
+    scores.failed("a", 10.0)
+    assert scores.ordered(["a", "b"], 10.1) == ["b", "a"]
+    assert scores.ordered(["a", "b"], 10.6) == ["a", "b"]
+    scores.failed("a", 10.6)
+    assert scores.ordered(["a", "b"], 11.5) == ["b", "a"]
+    scores.served("a", 100, 1.0, 10.6)
+    scores.failed("a", 20.0)
+    assert scores.ordered(["a", "b"], 20.6) == ["a", "b"], "forgiven once it served"
+
+
+def test_who_sent_wrong_bytes_is_avoided_for_minutes() -> None:
+    scores = PeerScores()
+    scores.corrupt("a", 0.0)
+    assert scores.ordered(["a", "b"], CORRUPT_PAUSE_S - 1) == ["b", "a"]
+    assert scores.ordered(["a"], 1.0) == ["a"], "better than nobody"
+
+
+def test_slow_is_said_only_beside_an_origin_that_is_fast_meanwhile() -> None:
+    scores = PeerScores()
+    assert not scores.dawdles("a", 1.0, "origin", 0.0)
+    scores.served("b", 1_000_000, 1.0, 1.0)
+    assert not scores.dawdles("a", 1.0, "origin", 0.0), "b may have had what a waits for"
+    scores.served("origin", 1_000_000, 1.0, 2.0)
+    assert scores.dawdles("a", 50_000, "origin", 1.0)
+    assert not scores.dawdles("a", 500_000, "origin", 1.0)
+    assert not scores.dawdles("a", 50_000, "origin", 2.0), "then nobody else was on the link"
+    scores.served("origin", 1_000_000, 10.0, 3.0)
+    assert not scores.dawdles("a", 50_000, "origin", 1.0), "many share it now"
+    assert not scores.dawdles("origin", 1.0, "origin", 1.0), "nobody is behind it"
+    scores.served("origin", 1_000, 1e-6, 9.0)
+    assert not scores.dawdles("a", 50_000, "origin", 8.0), "a buffer on the way took that"

@@ -1,4 +1,4 @@
-"""A publisher, a slow link and three members of a cluster, each of which can be killed and revived.
+"""A publisher, a slow link and members of a cluster, each of which can be killed and revived.
 
 To kill is to abort every connection and to drop everything but the files.
 """
@@ -14,45 +14,51 @@ import numpy as np
 from aiohttp import web
 
 from rose.weight_distribution import VersionServer
-from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
+from tests.harness.weight_peers import KEY, fetched
+from weight_transfer import ChunkStore, Manifest, Receiver, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, fetch_version
+from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.fetch.relay_order import order
 
-KEY = SigningKey.from_hex("06" * 32)
 CHUNK_BYTES, CHUNKS = 100_000, 5
 PIECE_BYTES = 8_192
 TRIES = 40
 
 
-def tensors(step: int) -> dict[str, TensorBits]:
-    bits = np.random.default_rng(step).integers(0, 1 << 16, CHUNKS * CHUNK_BYTES // 2, dtype="<u2")
-    return {"w": TensorBits("w", "bfloat16", (CHUNKS * 50, 1_000), bits)}
+def tensors(step: int, chunks: int = CHUNKS) -> dict[str, TensorBits]:
+    """Return weights that have nothing to do with those of another step."""
+    bits = np.random.default_rng(step).integers(0, 1 << 16, chunks * CHUNK_BYTES // 2, dtype="<u2")
+    return {"w": TensorBits("w", "bfloat16", (chunks * 50, 1_000), bits)}
 
 
 class CountingStore(ChunkStore):
-    """Says when a chunk is whole here."""
+    """Store that says when a chunk is whole in it."""
 
-    def __init__(self, root: Path, told: Callable[[], None]) -> None:
+    def __init__(self, root: Path, on_whole: Callable[[], None]) -> None:
         super().__init__(root)
-        self._told_whole = told
+        self._on_whole = on_whole
 
     def adopt(self, name: str, part: BinaryIO) -> None:
         super().adopt(name, part)
-        self._told_whole()
+        self._on_whole()
 
 
-class Origin:
+class SlowOrigin:
     """The publisher's server: counts each chunk's bytes as they go onto the slow link."""
 
-    def __init__(self, root: Path, port: int, rate: float) -> None:
+    def __init__(self, root: Path, port: int, chunks: int = CHUNKS) -> None:
         self.store = ChunkStore(root)
         publisher = VersionPublisher(self.store, "job", "trainer", KEY, chunk_bytes=CHUNK_BYTES)
-        self.manifest: Manifest = publisher.publish(1, 0, tensors(0), tensors(1))
+        self.manifest: Manifest = publisher.publish(1, 0, tensors(0, chunks), tensors(1, chunks))
         self.url = f"http://127.0.0.1:{port}"
         self.sent = dict.fromkeys((ref.id for ref in self.manifest.chunks), 0)
+        self.rate: float | None = None
+        """Bytes a second of each connection, None for any."""
+        self.break_after: dict[str, int] = {}
+        """Number of a chunk's bytes after which its next connection breaks."""
+        self.go_on: asyncio.Event | None = None
+        """While it is not set, the last third of a chunk is held back."""
         self._port = port
-        self._rate = rate
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -68,44 +74,62 @@ class Origin:
         await abort(self._runner)
 
     async def _manifest(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.store.manifest_path(1).read_bytes())
+        body = self.store.manifest_path(1).read_bytes()
+        self.sent["manifest"] = self.sent.get("manifest", 0) + len(body)
+        return web.Response(body=body)
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         name, at = request.match_info["name"], request.http_range.start or 0
-        body = self.store.get(name)
+        body = (self.store.chunks_dir / name).read_bytes()
         response = web.StreamResponse(status=206 if at else 200)
         response.content_length = len(body) - at
         await response.prepare(request)
+        stop = self.break_after.pop(name, len(body))
         for start in range(at, len(body), PIECE_BYTES):
-            piece = body[start : start + PIECE_BYTES]
+            if self.go_on and start > len(body) * 2 // 3:
+                await self.go_on.wait()
+            piece = body[start : min(start + PIECE_BYTES, stop)]
+            if not piece:
+                assert request.transport
+                request.transport.abort()
+                break
             self.sent[name] += len(piece)
             await response.write(piece)
-            await asyncio.sleep(len(piece) / self._rate)
+            if self.rate:
+                await asyncio.sleep(len(piece) / self.rate)
         return response
 
 
-class Member:
+class ClusterMember:
     """One node; `live` again and again on the same folder."""
 
-    def __init__(self, folder: Path, port: int, origin: Origin, told: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, port: int, origin: SlowOrigin, on_whole: Callable[[], None]
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.store = CountingStore(folder, told)
+        self.store = CountingStore(folder, on_whole)
         self.rejected: list[str] = []
+        self.lives = False
         self._origin = origin
         self._port = port
-        self._members: list[str] = []
         self._fetching: asyncio.Task[None] | None = None
 
     async def live(self, members: list[str]) -> None:
-        self._members = members
         self._session = aiohttp.ClientSession()
-        self.fetcher = ChunkFetcher(
-            self._session, DownloadLimits(self.store, Caps()), self.url, members
-        )
+        limits = DownloadLimits(self.store, Caps())
+        self.fetcher = ChunkFetcher(self._session, limits, self.url, members)
         self._server = VersionServer(self.store, self._port, fetcher=self.fetcher)
         await self._server.start()
+        self.lives = True
 
-    def fetch(self) -> None:
+    async def fetch(self) -> None:
+        """Fetch version 1 once."""
+        await fetched(self.fetcher, self._origin.url, rejected=self.rejected)
+        for ref in self._origin.manifest.chunks:
+            self.store.get(ref.id)
+
+    def begin(self) -> None:
+        """Fetch it again and again until it is here."""
         self._fetching = asyncio.create_task(self._fetch())
 
     async def done(self) -> None:
@@ -115,15 +139,7 @@ class Member:
     async def _fetch(self) -> None:
         for _ in range(TRIES):
             try:
-                await fetch_version(
-                    self.fetcher,
-                    self._origin.url,
-                    "job",
-                    1,
-                    KEY.verify_key,
-                    self.rejected.append,
-                    set(),
-                )
+                await self.fetch()
             except FetchError:
                 await asyncio.sleep(0.05)
             else:
@@ -131,6 +147,9 @@ class Member:
         raise AssertionError("never fetched")
 
     async def kill(self) -> None:
+        if not self.lives:
+            return
+        self.lives = False
         assert self._server._listening
         port, self._server._listening = self._server._listening, None
         assert port._listener is not None
@@ -145,20 +164,20 @@ class Member:
         self.fetcher.receiving.close()
 
     def landed(self, name: str) -> int:
-        """Bytes of a chunk that are on its disk."""
+        """Return the bytes of a chunk that are on its disk."""
         # In this order: a part may become the whole chunk at any moment.
         for path in (self.store.part_path(name), self.store.chunks_dir / name):
             with suppress(FileNotFoundError):
                 return path.stat().st_size
         return 0
 
-    def weights(self) -> dict[str, TensorBits]:
-        """Return the weights of an engine at version 0 after this node's version 1."""
-        manifest = self.store.get_manifest(1)
-        receiver = Receiver(tensors(0))
-        chunks = {ref.id: self.store.get(ref.id) for ref in manifest.chunks}
-        receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, manifest.created_s))
-        return dict(receiver.tensors)
+
+def received(store: ChunkStore) -> TensorBits:
+    """Return the weights of an engine at version 0 after a store's version 1."""
+    manifest, receiver = store.get_manifest(1), Receiver(tensors(0))
+    chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
+    receiver.commit(receiver.decode(manifest, chunks, KEY.verify_key, manifest.created_s))
+    return receiver.tensors["w"]
 
 
 async def abort(runner: web.AppRunner) -> None:
@@ -173,14 +192,14 @@ async def abort(runner: web.AppRunner) -> None:
     await runner.cleanup()
 
 
-class Cluster:
-    """`at_boundary` runs once, when so many chunks are whole somewhere."""
+class SlowCluster:
+    """An origin and its readers, of which each may be asked by the others."""
 
-    def __init__(self, folder: Path, ports: list[int], rate: float = 4e6) -> None:
+    def __init__(self, folder: Path, ports: list[int], chunks: int = CHUNKS) -> None:
         self._loop = asyncio.get_running_loop()
-        self.origin = Origin(folder / "origin", ports[0], rate)
+        self.origin = SlowOrigin(folder / "origin", ports[0], chunks)
         self.members = [
-            Member(folder / f"node-{n}", port, self.origin, self._told)
+            ClusterMember(folder / f"node-{n}", port, self.origin, self._on_whole)
             for n, port in enumerate(ports[1:])
         ]
         self._boundary = asyncio.Event()
@@ -200,23 +219,20 @@ class Cluster:
             await member.end()
         await self.origin.kill()
 
-    def whole(self) -> set[str]:
-        """Chunks that somebody has."""
-        names = self.origin.sent
-        return {name for name in names if any(m.store.has(name) for m in self.members)}
-
     async def boundary(self, chunks: int) -> None:
         """Wait until so many chunks are whole somewhere."""
         self._at = chunks
         self._look()
         await self._boundary.wait()
 
-    def relay_of(self, name: str) -> Member:
+    def relay_of(self, name: str) -> ClusterMember:
         return next(m for m in self.members if m.url == order(self.urls, name)[0])
 
-    def _told(self) -> None:
+    def _on_whole(self) -> None:
         self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
-        if self._at >= 0 and len(self.whole()) >= self._at:
+        names = (ref.id for ref in self.origin.manifest.chunks)
+        whole = {name for name in names if any(m.store.has(name) for m in self.members)}
+        if self._at >= 0 and len(whole) >= self._at:
             self._boundary.set()

@@ -1,4 +1,4 @@
-"""Whatever a peer says or sends ends one fetch or one request, never the process that hears it."""
+"""A version arrives whole or not at all; whatever a peer sends ends one fetch or one request."""
 
 import asyncio
 import contextlib
@@ -7,64 +7,35 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import pytest
 
+from bench.demo.faulty_trainer import CorruptServer
 from rose.addresses import free_port
 from rose.weight_distribution import Credentials, VersionServer
 from tests.harness.waiting import PATIENCE_S
+from tests.harness.weight_peers import (
+    KEY,
+    fetched,
+    published,
+    reading,
+    serving,
+    tensors,
+)
 from weight_transfer import (
     ChunkRef,
     ChunkStore,
     Manifest,
     SignatureError,
     SigningKey,
-    TensorBits,
     VerifyKey,
     VersionPublisher,
+    WeightError,
 )
 from weight_transfer.catalog import ReadLeases
 from weight_transfer.errors import FetchError
-from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
+from weight_transfer.fetch import ChunkFetcher, PublisherClient
 from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.serve import Signer
-
-KEY = SigningKey.from_hex("08" * 32)
-NO_ADDRESSES = (
-    "http://" + "a" * 64 + "/",
-    "http://a..b",
-    "http://.",
-    "http://[::1",
-    "http://host:99999",
-    "http://",
-    "",
-    "x",
-    "unix:///tmp/x",
-    "http://\ufffd",
-    "http://127.0.0.1:1/\x00",
-    "http://%zz",
-)
-
-
-def tensors(step: int) -> dict[str, TensorBits]:
-    bits = np.arange(64 * 64, dtype="<u2")
-    bits[::5] += np.uint16(step)
-    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
-
-
-class Publishing:
-    """A publisher's store, and its server."""
-
-    def __init__(self, root: Path) -> None:
-        self.now_s = time.time()
-        self.store = ChunkStore(root)
-        self.publisher = VersionPublisher(
-            self.store, "job", "trainer", KEY, chunk_bytes=1_024, clock=lambda: self.now_s
-        )
-        self.publisher.publish_base(1, tensors(1))
-        self.server = VersionServer(
-            self.store, free_port(), leases=ReadLeases(0.0), signer=Signer("job", KEY)
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -74,27 +45,95 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.2)
 
 
+async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
+    store, manifest = published(tmp_path / "from")
+    server, rejected = CorruptServer(store, free_port()), list[str]()
+    server.every = 2
+    async with serving(server), reading(tmp_path / "to") as fetcher:
+        found = await fetched(fetcher, server.url, rejected=rejected)
+        assert rejected, "the control corrupts some chunks"
+        assert all(fetcher.receiving.store.has(ref.id) for ref in manifest.chunks)
+    assert found.wire_bytes > manifest.wire_bytes
+
+
+class JoblessStore(ChunkStore):
+    """Store that serves whichever version has the number."""
+
+    def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
+        return super().manifest_bytes("", version, base=base)
+
+
+class LongStore(ChunkStore):
+    """Store whose chunks are longer than their manifests say."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        for path in self.chunks_dir.iterdir():
+            path.write_bytes(path.read_bytes() + bytes(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("store", "asked", "kind", "said"),
+    [
+        (ChunkStore, {"key": SigningKey.generate()}, SignatureError, "does not match key"),
+        (ChunkStore, {"version": 9}, FetchError, "cannot be fetched"),
+        (ChunkStore, {"job": "mine"}, FetchError, "HTTP 404"),
+        (JoblessStore, {"job": "mine"}, FetchError, "version 1 of mine, was given one of job"),
+        (LongStore, {}, FetchError, "sends more than"),
+    ],
+    ids=["another trainer", "not there", "another job", "a server without jobs", "too long"],
+)
+async def test_another_version_than_was_asked_for_is_refused_in_one_line(
+    tmp_path: Path, store: type[ChunkStore], asked: dict, kind: type[WeightError], said: str
+) -> None:
+    published(tmp_path / "from")
+    async with serving(store(tmp_path / "from")) as server, reading(tmp_path / "to") as fetcher:
+        with pytest.raises(kind, match=said) as refused:
+            await fetched(fetcher, server.url, **asked)
+    assert "\n" not in str(refused.value)
+
+
+class Publishing:
+    """A publisher of a base, and its server, which is to be started."""
+
+    def __init__(self, root: Path) -> None:
+        self.now_s = time.time()
+        self.store = ChunkStore(root)
+        self.publisher = VersionPublisher(
+            self.store, "job", "trainer", KEY, chunk_bytes=1_024, clock=lambda: self.now_s
+        )
+        self.publisher.publish_base(1, tensors(1))
+        signer = Signer("job", KEY)
+        self.server = VersionServer(self.store, free_port(), leases=ReadLeases(0.0), signer=signer)
+
+
 @pytest.fixture
 async def publishing(tmp_path: Path) -> AsyncIterator[Publishing]:
     publishing = Publishing(tmp_path / "origin")
-    await publishing.server.start()
-    yield publishing
-    await publishing.server.close()
+    async with serving(publishing.server):
+        yield publishing
 
 
-@contextlib.asynccontextmanager
-async def fetcher_at(folder: Path) -> AsyncIterator[ChunkFetcher]:
-    async with aiohttp.ClientSession() as session:
-        fetcher = ChunkFetcher(session, DownloadLimits(ChunkStore(folder), Caps()))
-        yield fetcher
-        await fetcher.close()
-        fetcher.receiving.close()
-
-
-@pytest.mark.parametrize("url", NO_ADDRESSES)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://" + "a" * 64 + "/",
+        "http://a..b",
+        "http://.",
+        "http://[::1",
+        "http://host:99999",
+        "http://",
+        "",
+        "x",
+        "unix:///tmp/x",
+        "http://\ufffd",
+        "http://127.0.0.1:1/\x00",
+        "http://%zz",
+    ],
+)
 async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_path: Path) -> None:
-    async with fetcher_at(tmp_path) as fetcher:
-        key = KEY.verify_key
+    key = KEY.verify_key
+    async with reading(tmp_path) as fetcher:
         with pytest.raises(FetchError, match="cannot be fetched") as said:
             await fetcher.manifest("job", 1, url, key)
         assert "\n" not in str(said.value)
@@ -113,13 +152,18 @@ async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_pa
 async def following_many(
     publishing: Publishing, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ChunkFetcher]:
-    """A fetcher that follows a job of eight versions and keeps the manifests of three."""
+    """Have a fetcher that follows a job of eight versions and keeps the manifests of three."""
     monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
     for version in range(2, 9):
         publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
-    async with fetcher_at(folder) as fetcher:
+    async with reading(folder) as fetcher:
         fetcher.follow("job", publishing.server.url, KEY.verify_key)
         yield fetcher
+
+
+async def ask_for_others(fetcher: ChunkFetcher) -> None:
+    for version in range(2, 9):
+        assert await fetcher.known_manifest(f"manifests/{version}")
 
 
 async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
@@ -127,21 +171,18 @@ async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
 ) -> None:
     """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
     async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
-        url = publishing.server.url
+        url, store = publishing.server.url, fetcher.receiving.store
         with fetcher.keeping("job", 1, base=True):
             manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
             first, *rest = manifest.chunks
             await fetcher.obtain(first)
-            for version in range(2, 9):
-                assert await fetcher.known_manifest(f"manifests/{version}")
+            await ask_for_others(fetcher)
             for ref in rest:
                 await fetcher.obtain(ref)
         assert await fetcher.known_manifest("manifests/8")
-        store = fetcher.receiving.store
         for ref in manifest.chunks:
             (store.chunks_dir / ref.id).unlink()
-        for version in range(2, 9):
-            assert await fetcher.known_manifest(f"manifests/{version}")
+        await ask_for_others(fetcher)
         with pytest.raises(FetchError, match="no manifest that is known here"):
             await fetcher.obtain(first)
 
@@ -150,20 +191,17 @@ async def test_a_version_that_is_fetched_stays_known_until_it_is_here(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
-        url = publishing.server.url
-        obtain, asked = fetcher.obtain, iter([range(2, 9)])
+        obtain, asked = fetcher.obtain, list[ChunkRef]()
 
         async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
-            for version in next(asked, ()):
-                assert await fetcher.known_manifest(f"manifests/{version}")
+            asked.append(ref)
+            if len(asked) == 1:
+                await ask_for_others(fetcher)
             return await obtain(ref, on_reject)
 
         monkeypatch.setattr(fetcher, "obtain", crowded)
-        fetched = await fetch_version(
-            fetcher, url, "job", 1, KEY.verify_key, lambda _: None, set(), base=True
-        )
-        store = fetcher.receiving.store
-        assert all(store.has(ref.id) for ref in fetched.manifest.chunks)
+        found = await fetched(fetcher, publishing.server.url, base=True)
+        assert all(fetcher.receiving.store.has(ref.id) for ref in found.manifest.chunks)
 
 
 async def test_a_neighbour_that_sends_another_manifest_is_passed_over(
@@ -171,29 +209,24 @@ async def test_a_neighbour_that_sends_another_manifest_is_passed_over(
 ) -> None:
     """Only the publisher's own word that a version is not signed ends the matter."""
     forged = Publishing(tmp_path / "forged")
-    stranger = SigningKey.generate()
-    manifest = forged.store.get_manifest(1, base=True).signed(stranger)
+    manifest = forged.store.get_manifest(1, base=True).signed(SigningKey.generate())
     forged.store.manifest_path(1, base=True).write_bytes(manifest.to_bytes())
-    await forged.server.start()
-    async with fetcher_at(tmp_path / "node") as fetcher:
-        fetcher.enrol([forged.server.url])
+    async with serving(forged.server), reading(tmp_path / "node", [forged.server.url]) as fetcher:
         url = publishing.server.url
         found, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
         assert found == publishing.store.get_manifest(1, base=True)
         with pytest.raises(SignatureError):
             await fetcher.manifest("job", 1, forged.server.url, KEY.verify_key, base=True)
-    await forged.server.close()
 
 
 async def test_what_nobody_expected_of_a_peer_ends_one_fetch(
     publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fetcher_at(tmp_path) as fetcher:
+    def broken(raw: bytes, verify_key: VerifyKey | None = None) -> Manifest:
+        raise RuntimeError("two\nlines")
+
+    async with reading(tmp_path / "node") as fetcher:
         url, key = publishing.server.url, KEY.verify_key
-
-        def broken(raw: bytes, verify_key: VerifyKey | None = None) -> Manifest:
-            raise RuntimeError("two\nlines")
-
         with monkeypatch.context() as patch:
             patch.setattr(Manifest, "from_bytes", broken)
             with pytest.raises(FetchError, match="RuntimeError"):
@@ -207,35 +240,23 @@ async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
     """A day without a new version: a replica that starts now gets to the newest all the same."""
     publishing.now_s -= 3 * 24 * 3600.0
     publishing.publisher.publish(2, 1, tensors(1), tensors(2))
-    url, key = publishing.server.url, KEY.verify_key
-    async with fetcher_at(tmp_path / "relay") as relay:
-        relay.follow("job", url, key)
-        server = VersionServer(relay.receiving.store, free_port(), fetcher=relay)
-        await server.start()
-        held = await fetch_version(
-            relay, url, "job", 2, key, lambda _: None, set(), on_the_way=True
-        )
+    url = publishing.server.url
+    async with (
+        reading(tmp_path / "relay") as relay,
+        serving(relay.receiving.store, fetcher=relay) as server,
+        reading(tmp_path / "node", [server.url]) as node,
+    ):
+        relay.follow("job", url, KEY.verify_key)
+        held = await fetched(relay, url, 2, on_the_way=True)
         assert time.time() > held.manifest.expires_s
         publishing.now_s = time.time()
         assert publishing.publisher.renew() == (2,)
-        async with fetcher_at(tmp_path / "node") as node:
-            node.enrol([server.url])
-            fetched = await fetch_version(node, url, "job", 2, key, lambda _: None, set())
-            assert fetched.manifest.expires_s > time.time()
-        await server.close()
+        assert (await fetched(node, url, 2)).manifest.expires_s > time.time()
 
 
-SAID = {
-    "another token": b"Bearer other",
-    "no UTF-8": b"Bearer \xff\xfe",
-    "no ASCII": "Bearer ü".encode(),
-    "nothing": b"",
-}
-
-
-async def answer_to(port: int, request: bytes) -> bytes:
-    """The first line of what a server answers to these bytes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def answer_to(server: VersionServer, request: bytes) -> bytes:
+    """Return the first line of the answer to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.url.rsplit(":", 1)[1])
     writer.write(request)
     async with asyncio.timeout(PATIENCE_S):
         line = await reader.readline()
@@ -243,14 +264,11 @@ async def answer_to(port: int, request: bytes) -> bytes:
     return line
 
 
-@pytest.mark.parametrize("shown", SAID.values(), ids=SAID)
+@pytest.mark.parametrize("shown", [b"Bearer other", b"Bearer \xff\xfe", "Bearer ü".encode(), b""])
 async def test_a_token_that_is_no_text_is_a_wrong_one(shown: bytes, tmp_path: Path) -> None:
-    port = free_port()
-    server = VersionServer(ChunkStore(tmp_path), port, credentials=Credentials("tok"))
-    await server.start()
     request = b"GET /catalog HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\r\n\r\n" % shown
-    assert b" 401 " in await answer_to(port, request)
-    await server.close()
+    async with serving(ChunkStore(tmp_path), credentials=Credentials("tok")) as server:
+        assert b" 401 " in await answer_to(server, request)
 
 
 @pytest.mark.parametrize(
@@ -258,15 +276,13 @@ async def test_a_token_that_is_no_text_is_a_wrong_one(shown: bytes, tmp_path: Pa
     ["manifests/1%0a", "manifests/\u0661", "chunks/" + "a" * 64 + "%0a", "chunks/..%2f..%2fx"],
 )
 async def test_paths_that_name_nothing_are_not_found(path: str, publishing: Publishing) -> None:
-    port = int(publishing.server.url.rsplit(":", 1)[1])
     request = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-    assert (await answer_to(port, request))[9:12] in (b"400", b"404")
+    assert (await answer_to(publishing.server, request))[9:12] in (b"400", b"404")
 
 
 async def test_what_is_no_http_is_answered_and_leaves_no_traceback(
     publishing: Publishing, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = int(publishing.server.url.rsplit(":", 1)[1])
     request = b"GET /catalog HTTP/1.1\r\nname without colon\r\n\r\n"
-    assert (await answer_to(port, request))[9:12] == b"400"
+    assert (await answer_to(publishing.server, request))[9:12] == b"400"
     assert not caplog.records

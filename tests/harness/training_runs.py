@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rose.addresses import free_port
 from rose.logs.eventlog import EventLog
 from rose.rpc.channel import make_server
@@ -17,19 +15,13 @@ from rose.scheduler import SchedulerCore, SchedulerService
 from rose.scheduler.persistence import VersionRecord, load
 from rose.weight_distribution import PublisherSettings, WeightPublisher
 from tests.fakes.memory_store import InMemoryStore
-from weight_transfer import SigningKey, TensorBits
+from weight_transfer import SigningKey
 
 JOB = "grpo"
 
 
-def tensors(step: int) -> dict[str, TensorBits]:
-    bits = np.arange(1_024, dtype=np.uint16)
-    bits[::8] += np.uint16(step)
-    return {"w": TensorBits("w", "bfloat16", (32, 32), bits)}
-
-
 @dataclass
-class Cluster:
+class RunCluster:
     """Parts that outlive a trainer: the scheduler, its store, the job's key."""
 
     folder: Path
