@@ -19,9 +19,7 @@ from rose.contract.gateway import (
     Aborted,
     Choosing,
     Explanation,
-    GatewayFault,
     GatewayHealthReport,
-    GatewayRefusal,
     JobVersion,
     NamesBody,
     SessionFinished,
@@ -33,13 +31,13 @@ from rose.gateway import stats as metrics
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
-from rose.gateway.apis.wire import clean, encode, error_body, vllm_error
+from rose.gateway.apis.wire import clean, error_body, vllm_error
 from rose.gateway.authentication import Authenticator, caller_of, held_to, own_job
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.delivery import Delivery
-from rose.gateway.errors import BadRequest, TurnError, Unauthorized
+from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.http_requests import JSON, Bodies, Route, answered, json_answer, refusal_headers
 from rose.gateway.replicas.dispatcher import Dispatcher
-from rose.gateway.request_limits import Bodies
 from rose.gateway.stats import GatewayHealth, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
@@ -53,8 +51,6 @@ SWEEP_S = 0.1
 # rest
 # of a turn counts as TURN_TOKENS.
 STEP_TOKENS, TURN_TOKENS = 32_768, 512
-JSON = "application/json"
-CONTINUE = "100-continue"
 
 
 _decode_names = msgspec.json.Decoder(NamesBody)
@@ -192,29 +188,20 @@ class GatewayServer:
     async def answer(
         self,
         http: web.BaseRequest,
-        routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        routed: Route,
     ) -> web.StreamResponse:
-        """Return the route's answer, every failure in the one shape.
+        """Return the route's answer, every failure in vLLM's shape."""
+        return await answered(
+            http,
+            routed,
+            self._authenticator.admit,
+            lambda error: _refusal(error, vllm_error(error)),
+            self._fault,
+        )
 
-        Some failures are raised before a middleware is called.
-        """
-        try:
-            if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
-                raise web.HTTPExpectationFailed  # noqa: TRY301 - as aiohttp would for text
-            self._authenticator.admit(http)
-            return await routed(http)
-        except TurnError as error:
-            return _refusal(error, vllm_error(error))
-        except web.HTTPException as error:
-            said = clean(f"{http.method} {http.path}: {error.reason}")
-            fault = GatewayFault(said, error.reason, None, error.status)
-            return _json(GatewayRefusal(fault), error.status)
-        except ConnectionError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
-            self._on_event("fault", path=clean(http.path)[:200], reason=repr(error)[:500])
-            broken = TurnError("the gateway failed at this request; its log says how")
-            return _refusal(broken, vllm_error(broken))
+    def _fault(self, http: web.BaseRequest, error: Exception) -> TurnError:
+        self._on_event("fault", path=clean(http.path)[:200], reason=repr(error)[:500])
+        return TurnError("the gateway failed at this request; its log says how")
 
     async def _pool(self, http: web.Request) -> web.Response:
         """Answer a call of a model that is not generative."""
@@ -253,7 +240,7 @@ class GatewayServer:
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
         scope = caller_of(http).scope
         aborted = [name for name in wanted if self._turns.cancel(scope + name, job)]
-        return _json(Aborted(aborted))
+        return json_answer(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
         """Answer the end of a trajectory: none of its turns may run on."""
@@ -266,7 +253,7 @@ class GatewayServer:
         aborted = self._turns.finish_session(job, scope + session)
         # An aborted turn leaves nothing behind, so everything known is forgotten here.
         self._dispatcher.forget(scope + session, job)
-        return _json(SessionFinished(session, aborted))
+        return json_answer(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Answer with the placements of a request's or trajectory's turns, and their reasons."""
@@ -280,7 +267,7 @@ class GatewayServer:
             Choosing(now_s - each.at_s, each.request_id.removeprefix(scope), *each[2:])
             for each in decisions
         ]
-        return _json(Explanation(subject, rows))
+        return json_answer(Explanation(subject, rows))
 
     async def _versions(self, http: web.Request) -> web.Response:
         """Answer with the served versions, of all jobs or of the caller's one."""
@@ -289,7 +276,7 @@ class GatewayServer:
         newest = sorted(self._dispatcher.newest.items())
         jobs = tuple(JobVersion(*each) for each in newest if job in ("", each[0]))
         rows = [row.served() for row in self._dispatcher.entries if job in ("", row.job)]
-        return _json(Versions(jobs, tuple(sorted(rows, key=lambda row: row.id))))
+        return json_answer(Versions(jobs, tuple(sorted(rows, key=lambda row: row.id))))
 
     async def _models(self, http: web.Request) -> web.Response:
         cards: list[dict[str, object]] = [
@@ -309,7 +296,7 @@ class GatewayServer:
 
     async def _health(self, http: web.Request) -> web.Response:
         now, turns = self._health_now(), self._dispatcher
-        return _json(
+        return json_answer(
             GatewayHealthReport(
                 now.status, tuple(now.troubles), now.log_dropped, turns.usable, turns.attached
             )
@@ -325,7 +312,7 @@ class GatewayServer:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _show_stats(self, http: web.Request) -> web.Response:
-        return _json(
+        return json_answer(
             metrics.snapshot(self._stats, self._dispatcher.live_turns(), self._dispatcher.waiting)
         )
 
@@ -345,13 +332,5 @@ async def _delivered(
 def _refusal(
     error: TurnError, body: bytes, more: Mapping[str, str] = MappingProxyType({})
 ) -> web.Response:
-    headers = dict(more)
-    if error.retry_after_s:
-        headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == Unauthorized.status:
-        headers["WWW-Authenticate"] = "Bearer"
+    headers = {**more, **refusal_headers(error)}
     return web.Response(status=error.status, body=body, content_type=JSON, headers=headers)
-
-
-def _json(answer: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=encode(answer), content_type=JSON)

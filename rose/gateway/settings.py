@@ -141,15 +141,11 @@ class GatewaySettings:
                 raise ConfigError(f"{kind}: {twice} is given twice; once is enough")
 
     def _check_times(self) -> None:
-        waits_s = (self.version_wait_s, self.queue_wait_s, self.batch_wait_s, self.slow_reader_s)
-        callers_s = (self.head_timeout_s, self.body_timeout_s, self.text_timeout_s)
-        if min(self.stall_s, self.table_ttl_s, *waits_s, *callers_s) <= 0:
-            raise ConfigError(
-                "--stall-s, --table-ttl-s, --version-wait-s, --queue-wait-s, --batch-wait-s, "
-                "--slow-reader-s, --head-timeout-s, --body-timeout-s, --text-timeout-s: above 0"
-            )
-        if min(self.resume_grace_s, self.anonymous_grace_s, self.shutdown_s) < 0:
-            raise ConfigError("--resume-grace-s, --anonymous-grace-s, --shutdown-s: not below 0")
+        positive = [option for option in TIMES if option not in MAY_BE_ZERO]
+        for options, word in ((positive, "above 0"), (MAY_BE_ZERO, "not below 0")):
+            values_s = [getattr(self, option.replace("-", "_")) for option in options]
+            if min(values_s) < 0 or (0 in values_s and options is positive):
+                raise ConfigError(f"{', '.join(f'--{option}' for option in options)}: {word}")
 
 
 MAX_DIGITS = 9
@@ -167,6 +163,7 @@ TIMES = (
     "body-timeout-s",
     "text-timeout-s",
 )
+MAY_BE_ZERO = ("resume-grace-s", "anonymous-grace-s", "shutdown-s")
 COUNTS = (
     "max-waiting",
     "max-completions",

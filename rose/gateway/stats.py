@@ -165,43 +165,41 @@ class GatewayStatus:
     hedged_groups: int
 
 
+COUNTERS: Final = (
+    ("turns", "rose_gateway_turns_total", "Turns that were delivered whole."),
+    ("failed", "rose_gateway_failed_turns_total", "Turns that ended with an error."),
+    (
+        "continuations",
+        "rose_gateway_continuations_total",
+        "Turns that went on at another replica.",
+    ),
+    ("attempts", "rose_gateway_attempts_total", "Times that a turn was sent to a replica."),
+    (
+        "repeated",
+        "rose_gateway_repeated_requests_total",
+        "Requests that were answered from an earlier answer.",
+    ),
+    (
+        "slow_readers",
+        "rose_gateway_slow_readers_total",
+        "Streams that were ended because nobody read them.",
+    ),
+    ("hedges", "rose_gateway_hedges_total", "Second copies of turns."),
+    ("hedge_wins", "rose_gateway_hedge_wins_total", "Second copies that answered first."),
+)
+"""Counters of `GatewayStats` that are numbers, with their metrics and what those say."""
+
+
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> GatewayCounters:
     """Return the body of `/rose/v1/stats`."""
     return GatewayCounters(
         tokens=dict(stats.tokens),
         live_turns=live,
-        turns=stats.turns,
-        failed=stats.failed,
-        continuations=stats.continuations,
-        attempts=stats.attempts,
-        repeated=stats.repeated,
-        slow_readers=stats.slow_readers,
-        hedges=stats.hedges,
-        hedge_wins=stats.hedge_wins,
         waiting=waiting,
         loop_lag_max_s=stats.loop_lag.max_s,
         loop_busy_max_s=stats.loop_lag.busy_max_s,
+        **{name: getattr(stats, name) for name, *_ in COUNTERS},
     )
-
-
-HELP: Final = {
-    "rose_gateway_tokens_total": "Tokens that came from a replica and are in the journal.",
-    "rose_gateway_attempt_ends_total": "Attempts of turns, by how they ended.",
-    "rose_gateway_live_turns": "Turns that run at a replica now.",
-    "rose_gateway_turns_total": "Turns that were delivered whole.",
-    "rose_gateway_failed_turns_total": "Turns that ended with an error.",
-    "rose_gateway_continuations_total": "Turns that went on at another replica.",
-    "rose_gateway_attempts_total": "Times that a turn was sent to a replica.",
-    "rose_gateway_repeated_requests_total": "Requests that were answered from an earlier answer.",
-    "rose_gateway_slow_readers_total": "Streams that were ended because nobody read them.",
-    "rose_gateway_hedges_total": "Second copies of turns.",
-    "rose_gateway_hedge_wins_total": "Second copies that answered first.",
-    "rose_gateway_waiting_turns": "Turns that have no replica yet.",
-    "rose_gateway_log_dropped_total": "Records that found no room in a log's queue, and are lost.",
-    "rose_gateway_task_restarts_total": "Background tasks that died and were started again.",
-    "rose_certificate_not_before_timestamp_seconds": "When the process's own certificate begins.",
-    "rose_certificate_not_after_timestamp_seconds": "When the process's own certificate is over.",
-}
 
 
 def exposition(
@@ -213,31 +211,51 @@ def exposition(
     """
     tokens = {replica: count for replica, count in stats.tokens.items() if replica in live}
     lines = [
-        *_family("rose_gateway_tokens_total", "counter", _by("replica", tokens)),
-        *_family("rose_gateway_attempt_ends_total", "counter", _by("end", stats.ends)),
-        *_family("rose_gateway_live_turns", "gauge", _by("replica", live)),
-        *_family("rose_gateway_turns_total", "counter", {"": stats.turns}),
-        *_family("rose_gateway_failed_turns_total", "counter", {"": stats.failed}),
-        *_family("rose_gateway_continuations_total", "counter", {"": stats.continuations}),
-        *_family("rose_gateway_attempts_total", "counter", {"": stats.attempts}),
-        *_family("rose_gateway_repeated_requests_total", "counter", {"": stats.repeated}),
-        *_family("rose_gateway_slow_readers_total", "counter", {"": stats.slow_readers}),
-        *_family("rose_gateway_hedges_total", "counter", {"": stats.hedges}),
-        *_family("rose_gateway_hedge_wins_total", "counter", {"": stats.hedge_wins}),
-        *_family("rose_gateway_waiting_turns", "gauge", {"": waiting}),
+        *_family(
+            "rose_gateway_tokens_total",
+            "Tokens that came from a replica and are in the journal.",
+            _by("replica", tokens),
+        ),
+        *_family(
+            "rose_gateway_attempt_ends_total",
+            "Attempts of turns, by how they ended.",
+            _by("end", stats.ends),
+        ),
+        *_family(
+            "rose_gateway_live_turns", "Turns that run at a replica now.", _by("replica", live)
+        ),
+    ]
+    for name, metric, text in COUNTERS:
+        lines += _family(metric, text, {"": getattr(stats, name)})
+    lines += [
+        *_family("rose_gateway_waiting_turns", "Turns that have no replica yet.", {"": waiting}),
         *stats.loop_lag.exposition(),
-        *_family("rose_gateway_log_dropped_total", "counter", {"": health.log_dropped}),
-        *_family("rose_gateway_task_restarts_total", "counter", _by("task", health.restarted)),
+        *_family(
+            "rose_gateway_log_dropped_total",
+            "Records that found no room in a log's queue, and are lost.",
+            {"": health.log_dropped},
+        ),
+        *_family(
+            "rose_gateway_task_restarts_total",
+            "Background tasks that died and were started again.",
+            _by("task", health.restarted),
+        ),
     ]
     if health.certificate is not None:
-        for name, at_s in zip(CERTIFICATE, health.certificate, strict=True):
-            lines += _family(name, "gauge", {"": at_s})
+        for (name, text), at_s in zip(CERTIFICATE, health.certificate, strict=True):
+            lines += _family(name, text, {"": at_s})
     return "\n".join(lines) + "\n"
 
 
 CERTIFICATE: Final = (
-    "rose_certificate_not_before_timestamp_seconds",
-    "rose_certificate_not_after_timestamp_seconds",
+    (
+        "rose_certificate_not_before_timestamp_seconds",
+        "When the process's own certificate begins.",
+    ),
+    (
+        "rose_certificate_not_after_timestamp_seconds",
+        "When the process's own certificate is over.",
+    ),
 )
 
 
@@ -249,9 +267,9 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _family(name: str, kind: str, values: Mapping[str, float]) -> list[str]:
+def _family(name: str, text: str, values: Mapping[str, float]) -> list[str]:
     return [
-        f"# HELP {name} {HELP[name]}",
-        f"# TYPE {name} {kind}",
+        f"# HELP {name} {text}",
+        f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
         *(f"{name}{label} {value}" for label, value in values.items()),
     ]

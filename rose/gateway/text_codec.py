@@ -6,7 +6,7 @@ characters are final, for every reader.
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from rose.tokenizer_pool.worker import (
     ParseTools,
     Setup,
     ToolSetup,
-    Variable,
     packed,
     unpacked,
 )
@@ -50,17 +49,6 @@ class TextLimits:
     time_s: float = 5.0
     max_chars: int = 4 << 20
     memory_bytes: int = TEXT_MEMORY_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """Options for rendering a conversation; `variables` are the template's own."""
-
-    variables: Mapping[str, Variable]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: bytes = b"null"
-    documents: list[dict[str, str]] | None = None
 
 
 def _quiet(event: str, **fields: object) -> None:
@@ -154,28 +142,17 @@ class TextCodec:
         done = await self._run(Encode([text], add_special_tokens, strings=True))
         return unpacked(done.token_ids[0]), done.strings
 
-    async def chat(
-        self, messages: bytes, options: ChatOptions, strings: bool = False
-    ) -> tuple[list[int], list[str] | None]:
-        """Return a conversation's token ids, and its tokens if `strings` asks for them.
+    async def chat(self, job: Chat) -> tuple[list[int], list[str] | None]:
+        """Return a conversation's token ids, and its tokens if `job.strings` asks for them.
 
         Raises TurnError for a refusal of the template or beyond the limits.
         """
-        with_tools = options.tools != b"null"
+        with_tools = job.tools != b"null"
         if self._templates[with_tools] is None:
             for_what = "default" if not with_tools and self._templates[True] else "chat"
             raise BadRequest(f"this tokenizer has no {for_what} template: use /v1/completions")
-        documents = sum(len(t) for each in options.documents or () for t in each.values())
-        self._check_chars(len(messages) + len(options.tools) + documents)
-        job = Chat(
-            messages,
-            dict(options.variables),
-            options.add_generation_prompt,
-            options.continue_final_message,
-            strings,
-            options.tools,
-            options.documents,
-        )
+        documents = sum(len(t) for each in job.documents or () for t in each.values())
+        self._check_chars(len(job.messages) + len(job.tools) + documents)
         done = await self._run(job)
         return unpacked(done.token_ids[0]), done.strings
 

@@ -6,7 +6,7 @@ may call tools are answered when they are whole, streams too.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,15 +27,14 @@ from rose.gateway.apis.frontend import (
 from rose.gateway.apis.tools import (
     FOUND,
     FoundTools,
-    ToolCall,
     ToolChoice,
     checked_tools,
     found_tools,
 )
 from rose.gateway.errors import BadRequest
-from rose.gateway.text_codec import ChatOptions, ServedModel
+from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
-from rose.tokenizer_pool.worker import Variable
+from rose.tokenizer_pool.worker import Chat, Variable
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_VARIABLES = 32
@@ -61,15 +60,13 @@ RESERVED = frozenset(
 )
 
 
-def chat_options(
+def chat_job(
+    messages: msgspec.Raw,
     variables: Mapping[str, Variable] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: bytes | None = None,
-    documents: list[dict[str, str]] | None = None,
     reasoning_effort: str | None = None,
-) -> ChatOptions:
-    """Return the options. Raises BadRequest for variables that are not the template's."""
+    **options: Any,  # noqa: ANN401 - further fields of `Chat`
+) -> Chat:
+    """Return the conversation to render. Raises BadRequest for variables beside the template's."""
     given = dict(variables or {})
     if reasoning_effort is not None:
         given.setdefault("enable_thinking", reasoning_effort != "none")
@@ -85,13 +82,9 @@ def chat_options(
             raise _refused(f"{name} has more than {MAX_VARIABLE_CHARS} characters")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise _refused(f"{name} is a number of at most 64 bits")
-    return ChatOptions(
-        given,
-        add_generation_prompt and not continue_final_message,
-        continue_final_message,
-        tools or b"null",
-        documents,
-    )
+    job = Chat(bytes(messages), given, **options)
+    job.add_generation_prompt &= not job.continue_final_message
+    return job
 
 
 def _refused(why: str) -> BadRequest:
@@ -150,15 +143,16 @@ class ChatFrontend(ApiFrontend):
 
     async def _prompt(self, asked: _Body, tools: bytes | None) -> list[int]:
         codec = self._model.need_codec("a conversation")
-        options = chat_options(
+        job = chat_job(
+            asked.messages,
             asked.chat_template_kwargs,
-            asked.add_generation_prompt is not False,
-            bool(asked.continue_final_message),
-            tools,
-            asked.documents,
             asked.reasoning_effort,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            tools=tools or b"null",
+            documents=asked.documents,
         )
-        return (await codec.chat(bytes(asked.messages), options))[0]
+        return (await codec.chat(job))[0]
 
 
 def _check(asked: _Body, max_completions: int) -> None:
@@ -197,7 +191,7 @@ class _Message(msgspec.Struct, gc=False):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[dict[str, object]] | msgspec.UnsetType = msgspec.UNSET
     reasoning: None = None
 
 

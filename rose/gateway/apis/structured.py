@@ -8,6 +8,7 @@ text: engines parse it.
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import structs
 
 from rose.contract.replica import StructuredOutputs
 from rose.gateway.apis.frontend import NOTHING
@@ -67,21 +68,16 @@ def structured_of(
     return found[0] if found else None
 
 
-def _of_vllm(asked: StructuredBody | None) -> StructuredOutputs | None:
+def _of_vllm(
+    asked: StructuredBody | None, field: str = "structured_outputs"
+) -> StructuredOutputs | None:
     if asked is None:
         return None
-    found = StructuredOutputs(
-        json=_text(asked.json, "json"),
-        regex=asked.regex,
-        choice=asked.choice,
-        grammar=asked.grammar,
-        json_object=asked.json_object,
-        structural_tag=_text(asked.structural_tag, "structural_tag"),
-        whitespace_pattern=asked.whitespace_pattern,
-        disable_any_whitespace=asked.disable_any_whitespace,
-        disable_additional_properties=asked.disable_additional_properties,
-    )
-    return checked(found, "structured_outputs")
+    given = structs.asdict(asked)
+    del given["disable_fallback"]
+    for kind in ("json", "structural_tag"):
+        given[kind] = _text(given[kind], kind)
+    return checked(StructuredOutputs(**given), field)
 
 
 def _of_format(form: msgspec.Raw) -> StructuredOutputs | None:
@@ -114,18 +110,10 @@ def _of_guided(kind: str, raw: msgspec.Raw) -> StructuredOutputs | None:
         return None
     field = f"guided_{kind}"
     try:
-        match kind:
-            case "json":
-                return checked(StructuredOutputs(json=_text(raw, field)), field)
-            case "choice":
-                choice = msgspec.json.decode(raw, type=tuple[str, ...])
-                return checked(StructuredOutputs(choice=choice), field)
-            case "regex":
-                regex = msgspec.json.decode(raw, type=str)
-                return checked(StructuredOutputs(regex=regex), field)
-        return checked(StructuredOutputs(grammar=msgspec.json.decode(raw, type=str)), field)
+        asked = msgspec.json.decode(b'{"%b":%b}' % (kind.encode(), bytes(raw)), type=StructuredBody)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"{field}: {error}", field) from error
+    return _of_vllm(asked, field)
 
 
 def checked(found: StructuredOutputs, field: str) -> StructuredOutputs:

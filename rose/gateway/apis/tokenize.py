@@ -3,7 +3,7 @@
 import msgspec
 
 from rose.gateway.apis import wire
-from rose.gateway.apis.chat import chat_options
+from rose.gateway.apis.chat import chat_job
 from rose.gateway.apis.frontend import NOTHING, read_json
 from rose.gateway.apis.tools import checked_tools
 from rose.gateway.errors import BadRequest
@@ -38,8 +38,7 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
     asked = read_json(_decode_tokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/tokenize")
-    conversation = bytes(asked.messages)
-    if (asked.prompt is None) == (conversation == b"null"):
+    if (asked.prompt is None) == (bytes(asked.messages) == b"null"):
         raise BadRequest("send either prompt or messages")
     strings = bool(asked.return_token_strs)
     if asked.prompt is not None:
@@ -49,13 +48,15 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
         else:
             tokens, names = (await codec.encode([asked.prompt], special))[0], None
     else:
-        options = chat_options(
+        job = chat_job(
+            asked.messages,
             asked.chat_template_kwargs,
-            asked.add_generation_prompt,
-            asked.continue_final_message,
-            checked_tools(model, asked.tools, "none"),
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            strings=strings,
+            tools=checked_tools(model, asked.tools, "none") or b"null",
         )
-        tokens, names = await codec.chat(conversation, options, strings)
+        tokens, names = await codec.chat(job)
     return wire.encode(
         {
             "count": len(tokens),

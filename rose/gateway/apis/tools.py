@@ -66,42 +66,15 @@ def checked_tools(
     return data
 
 
-class ToolFunction(msgspec.Struct, gc=False):
-    """A function's name, and its arguments as JSON in text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, gc=False):
-    """A tool call in OpenAI's form."""
-
-    id: str
-    type: str
-    function: ToolFunction
-
-
-class ToolCallDelta(msgspec.Struct, gc=False):
-    """A tool call in a stream."""
-
-    index: int
-    id: str
-    type: str
-    function: ToolFunction
-
-
 class FoundTools(msgspec.Struct, gc=False):
     """An output with its calls: the text beside them, null if there is none."""
 
     content: str | None
-    calls: list[ToolCall]
+    calls: list[dict[str, object]]
 
-    def deltas(self) -> list[ToolCallDelta]:
+    def deltas(self) -> list[dict[str, object]]:
         """Return the calls, for a stream."""
-        return [
-            ToolCallDelta(index, call.id, call.type, call.function)
-            for index, call in enumerate(self.calls)
-        ]
+        return [{"index": index, **call} for index, call in enumerate(self.calls)]
 
 
 async def found_tools(
@@ -125,7 +98,8 @@ async def found_tools(
     return FoundTools(text if text or not found else None, found)
 
 
-def _call(name: str, index: int, number: int, call: FoundCall) -> ToolCall:
-    # Equal each time the same turn is requested.
+def _call(name: str, index: int, number: int, call: FoundCall) -> dict[str, object]:
+    """Return a tool call in OpenAI's form; its id is equal each time the turn is requested."""
     drawn = hashlib.blake2b(f"{name}\n{index}\n{number}".encode(), digest_size=12).hexdigest()
-    return ToolCall(f"call_{drawn}", "function", ToolFunction(call.name, call.arguments))
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{drawn}", "type": "function", "function": function}

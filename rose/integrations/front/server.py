@@ -2,33 +2,36 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
 from aiohttp import web
 
 from rose.contract.gateway import ABORT, GatewayHealthReport
-from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
+from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.gateway.apis.frontend import read_json
-from rose.gateway.apis.wire import clean, encode, error_body
+from rose.gateway.apis.wire import clean, error_body
 from rose.gateway.authentication import OPEN_ROUTES, Authenticator, caller_of, own_job
-from rose.gateway.errors import TurnError, Unauthorized
-from rose.gateway.request_limits import Bodies
+from rose.gateway.errors import BadRequest, TurnAborted, TurnError
+from rose.gateway.http_requests import (
+    JSON,
+    Bodies,
+    Route,
+    answered,
+    json_answer,
+    refusal_headers,
+)
 from rose.integrations.front import control_calls as calls
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.front.updates import CheckpointUpdates
 from rose.process.http_port import HEAD_S, Connections, LimitLog, connections_allowed
 
-JSON = "application/json"
 MAX_CONTROL_BYTES = 64 << 10
 BODY_S, HEALTH_S = 20.0, 5.0
-RETRY_S = 1
 MOST_A_MINUTE = 60
 GENERATE = "/generate"
 WORKER = "rose"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FrontServer:
@@ -90,29 +93,15 @@ class FrontServer:
     async def answer(
         self,
         http: web.BaseRequest,
-        routed: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        routed: Route,
     ) -> web.StreamResponse:
         """Return the route's answer, every failure in the one shape."""
-        try:
-            self._authenticator.admit(http)
-            if http.path not in OPEN_ROUTES:
-                own_job(caller_of(http), self._settings.trainer.job)
-            return await routed(http)
-        except TurnError as error:
-            return _refusal(str(error), error.status, error.kind)
-        except UnavailableError as error:
-            return _refusal(str(error), 503, "ServiceUnavailableError")
-        except (RefusedError, ConfigError) as error:
-            return _refusal(str(error), 400, "BadRequestError")
-        except web.HTTPException as error:
-            said = f"{http.method} {http.path}: {error.reason}"
-            return _refusal(said, error.status, error.reason)
-        except ConnectionError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
-            line = f"the front failed at this request: {type(error).__name__}: {error}"
-            tell(line)
-            return _refusal(line, 500, "InternalServerError")
+        return await answered(http, routed, self._admit, _refusal, _fault)
+
+    def _admit(self, http: web.BaseRequest) -> None:
+        self._authenticator.admit(http)
+        if http.path not in OPEN_ROUTES:
+            own_job(caller_of(http), self._settings.trainer.job)
 
     # ---- updates ----
 
@@ -131,7 +120,7 @@ class FrontServer:
             self._complain(f"{body.folder!r:.300} is not in force: {error}")
             raise
         tell(f"{body.folder} is version {done.version}, and served")
-        return _json(
+        return json_answer(
             {
                 "success": True,
                 "status": "ok",
@@ -153,7 +142,7 @@ class FrontServer:
         except RoseError as error:
             self._complain(f"{body.source_dir!r:.300} is not pulled: {error}")
             raise
-        return _json({"success": True, "message": "Success."})
+        return json_answer({"success": True, "message": "Success."})
 
     def _complain(self, line: str) -> None:
         """Print a line for the operator, within a bound."""
@@ -167,17 +156,19 @@ class FrontServer:
     async def _done(self, http: web.Request) -> web.Response:
         if http.path in calls.PAUSES | calls.RESUMES:
             self._paused = http.path in calls.PAUSES
-        return _json(calls.DONE[http.path])
+        return json_answer(calls.DONE[http.path])
 
     async def _refused(self, http: web.Request) -> web.Response:
         status, why = calls.REFUSED[http.path]
-        return _refusal(f"{http.path}: {why}", status, "BadRequestError")
+        error = BadRequest(f"{http.path}: {why}")
+        error.status = status
+        return _refusal(error)
 
     async def _abort(self, http: web.Request) -> web.StreamResponse:
         """Abort all turns here, since only this front knows which came through it."""
         raw = await self._bodies.read(http)
         if read_json(calls.decode_abort, raw or b"{}").abort_all:
-            return _json({"aborted": self._forwarding.abort(GENERATE)})
+            return json_answer({"aborted": self._forwarding.abort(GENERATE)})
         status, answer = await self._forwarding.post(http, ABORT, raw, HEALTH_S)
         return web.Response(status=status, body=answer, content_type=JSON)
 
@@ -193,16 +184,16 @@ class FrontServer:
             raise UnavailableError(
                 f"the gateway answers {status} and has {replicas} replicas; ask `rose status`"
             )
-        return _json({"status": "ok", "replicas": replicas})
+        return json_answer({"status": "ok", "replicas": replicas})
 
     async def _server_info(self, http: web.Request) -> web.Response:
         settings = self._settings
         model, label = str(settings.trainer.checkpoint), self._updates.in_force.label
-        return _json(calls.server_info(model, label, settings.tp_size, settings.pp_size))
+        return json_answer(calls.server_info(model, label, settings.tp_size, settings.pp_size))
 
     async def _model_info(self, http: web.Request) -> web.Response:
         model = str(self._settings.trainer.checkpoint)
-        return _json(
+        return json_answer(
             {
                 "model_path": model,
                 "tokenizer_path": model,
@@ -213,18 +204,18 @@ class FrontServer:
 
     async def _weight_version(self, http: web.Request) -> web.Response:
         now = self._updates.in_force
-        return _json({"weight_version": now.label, "version": now.version})
+        return json_answer({"weight_version": now.label, "version": now.version})
 
     async def _is_paused(self, http: web.Request) -> web.Response:
-        return _json({"is_paused": self._paused})
+        return json_answer({"is_paused": self._paused})
 
     async def _world_size(self, http: web.Request) -> web.Response:
-        return _json({"world_size": self._settings.tp_size * self._settings.pp_size})
+        return json_answer({"world_size": self._settings.tp_size * self._settings.pp_size})
 
     async def _loads(self, http: web.Request) -> web.Response:
         running = self._forwarding.running(GENERATE)
         load = {"num_running_reqs": running, "num_waiting_reqs": 0, "num_total_reqs": running}
-        return _json({"loads": [load]})
+        return json_answer({"loads": [load]})
 
     # ---- the front as a router, whose only engine is itself ----
 
@@ -236,7 +227,7 @@ class FrontServer:
             "is_healthy": True,
             "load": self._forwarding.running(GENERATE),
         }
-        return _json({"workers": [worker], "total": 1})
+        return json_answer({"workers": [worker], "total": 1})
 
     async def _register(self, http: web.Request) -> web.Response:
         asked = read_json(calls.decode_worker, await self._bodies.read(http))
@@ -245,13 +236,15 @@ class FrontServer:
                 f"a worker of type {asked.worker_type!r:.80} is not taken; prefill and decode are"
                 " not split here"
             )
-        return _json({"status": "accepted", "worker_id": WORKER, "id": WORKER, "url": asked.url})
+        return json_answer(
+            {"status": "accepted", "worker_id": WORKER, "id": WORKER, "url": asked.url}
+        )
 
     async def _unregister(self, http: web.Request) -> web.Response:
-        return _json({"status": "accepted", "worker_id": WORKER})
+        return json_answer({"status": "accepted", "worker_id": WORKER})
 
     async def _list_workers(self, http: web.Request) -> web.Response:
-        return _json({"urls": [f"{http.scheme}://{http.host}"]})
+        return json_answer({"urls": [f"{http.scheme}://{http.host}"]})
 
     # ---- all others ----
 
@@ -260,8 +253,8 @@ class FrontServer:
         if answer is not None:
             return answer
         if http.path == GENERATE:
-            return _json(calls.aborted_turn(self._updates.in_force.label))
-        return _refusal("the turn was aborted", 409, "ConflictError")
+            return json_answer(calls.aborted_turn(self._updates.in_force.label))
+        return _refusal(TurnAborted("the turn was aborted"))
 
 
 def tell(what: str, **fields: object) -> None:
@@ -273,17 +266,16 @@ def tell(what: str, **fields: object) -> None:
         sys.stdout.flush()
 
 
-def _json(answer: object, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=encode(answer), content_type=JSON)
+def _fault(http: web.BaseRequest, error: Exception) -> TurnError:
+    line = f"the front failed at this request: {type(error).__name__}: {error}"
+    tell(line)
+    return TurnError(line)
 
 
-def _refusal(line: str, status: int, kind: str) -> web.Response:
+def _refusal(error: TurnError) -> web.Response:
     """Return one line, in the field that each of the engines' clients reads."""
-    said = clean(line)
-    fault = {"message": said, "type": kind, "param": None, "code": status}
-    response = _json({"success": False, "message": said, "error": fault}, status)
-    if status == Unauthorized.status:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    if status == 503:
-        response.headers["Retry-After"] = str(RETRY_S)
+    said = clean(str(error))
+    fault = {"message": said, "type": error.kind, "param": None, "code": error.status}
+    response = json_answer({"success": False, "message": said, "error": fault}, error.status)
+    response.headers.update(refusal_headers(error))
     return response
