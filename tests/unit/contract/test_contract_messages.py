@@ -13,7 +13,7 @@ import pytest
 from elastic_scheduler import Segment
 from rose.contract import gateway, replica, weights
 from weight_transfer import OnUpdate
-from weight_transfer.format import messages
+from weight_transfer.fetch import publisher_client
 
 HERE = Path(__file__).parent
 SCHEMA = replica.StructuredOutputs(json='{"type":"object"}', disable_any_whitespace=True)
@@ -131,9 +131,9 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     gateway.JobVersion("j", 7),
     gateway.Versions((gateway.JobVersion("j", 7),), (SERVED,)),
     gateway.GatewayHealthReport("degraded", ("no tokenizer",), 1, 2, {"e0": "vllm"}),
-    messages.Listing("j", 60.0, ((0, 900),), ((1, 0, 90), (2, 1, 80))),
-    messages.LeaseBody("n1/g0", 1, 60.0),
-    messages.LeaseGranted(60.0),
+    publisher_client.CatalogPayload("j", 60.0, ((0, 900),), ((1, 0, 90), (2, 1, 80))),
+    publisher_client.LeaseBody("n1/g0", 1, 60.0),
+    publisher_client.LeaseGranted(60.0),
 )
 
 
@@ -149,7 +149,7 @@ def test_a_message_is_written_and_read_as_its_golden_file_has_it(message: msgspe
 def test_every_message_has_a_golden_file() -> None:
     declared = {
         kind
-        for module in (replica, gateway, weights, messages)
+        for module in (replica, gateway, weights, publisher_client)
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     }
@@ -174,8 +174,11 @@ def test_what_is_at_its_default_is_left_out_of_a_stream() -> None:
         (replica.GenerateBody, b'{"request_id":"r","token_ids":[1],"sampling":{"top_k":1e99}}'),
         (replica.EpochBody, b'{"epoch":-1}'),
         (replica.ReplicaState, b'{"policy_version":0,"admitting":true,"epoch":0}'),
-        (messages.LeaseBody, b'{"reader":"r","version":-1,"ttl_s":1.0}'),
-        (messages.Listing, b'{"job":"j","expires_s":1.0,"bases":[],"deltas":[],"more":1}'),
+        (publisher_client.LeaseBody, b'{"reader":"r","version":-1,"ttl_s":1.0}'),
+        (
+            publisher_client.CatalogPayload,
+            b'{"job":"j","expires_s":1.0,"bases":[],"deltas":[],"more":1}',
+        ),
     ],
 )
 def test_what_is_beyond_a_limit_is_refused(kind: type[msgspec.Struct], bad: bytes) -> None:
