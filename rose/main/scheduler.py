@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -221,26 +221,19 @@ def parser(prog: str = "rose scheduler") -> Parser:
 def settings_of(argv: Sequence[str]) -> SchedulerSettings:
     """Parse options. Raises `ConfigError`."""
     args = parser().parse_args(argv)
-    return SchedulerSettings(
-        args.host,
-        args.port,
-        taken_store(args),
-        args.log_dir,
-        HarvestMode[args.harvest],
-        args.cooldown_s,
-        args.policy,
-        taken_log_limits(vars(args)),
-        args.insecure,
-        args.advertise,
-        taken_certificates(vars(args)),
-        args.metrics_port,
-        args.metrics_host,
-        args.hold_s,
-        standing_jobs(args.job),
-        args.kubernetes or args.kubeconfig is not None,
-        args.kubeconfig,
-        taken_dashboard(args),
-    )
+    options = vars(args)
+    names = {field.name for field in fields(SchedulerSettings)}
+    given = {name: value for name, value in options.items() if name in names}
+    given |= {
+        "store": taken_store(args),
+        "harvest": HarvestMode[args.harvest],
+        "log_limits": taken_log_limits(options),
+        "certificates": taken_certificates(options),
+        "jobs": standing_jobs(args.job),
+        "kubernetes": args.kubernetes or args.kubeconfig is not None,
+        "dashboard": taken_dashboard(args),
+    }
+    return SchedulerSettings(**given)
 
 
 def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:

@@ -11,6 +11,7 @@ from rose.rpc import rose_pb2 as pb
 
 # Starts of an engine after which they are no accident.
 MANY_RESTARTS: Final = 3
+Named = tuple[str, Finding]
 
 
 def diagnose_fleet(client: PolicyClient) -> Iterator[Finding]:
@@ -21,106 +22,92 @@ def diagnose_fleet(client: PolicyClient) -> Iterator[Finding]:
 
 def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Finding]:
     """Return findings about one snapshot of a cluster, from the scheduler down to its engines."""
-    yield from _scheduler(fleet)
-    yield from _policies(fleet, policies)
-    yield from _nodes(fleet)
-    yield from _hosts(fleet)
-    yield from _jobs(fleet)
-    yield from _engines(fleet)
+    for checks in (
+        _scheduler(fleet),
+        _policies(fleet, policies),
+        _nodes(fleet),
+        _hosts(fleet),
+        _jobs(fleet),
+        _engines(fleet),
+    ):
+        for subject, finding in checks:
+            yield finding.about(subject)
 
 
-def _scheduler(fleet: Fleet) -> Iterator[Finding]:
-    yield ok("scheduler", f"leads, release {fleet.release or 'before 0.3'}")
+def _scheduler(fleet: Fleet) -> Iterator[Named]:
+    yield "scheduler", ok(f"leads, release {fleet.release or 'before 0.3'}")
     for trouble in fleet.troubles:
-        yield wrong("scheduler", trouble, "see its event log")
+        yield "scheduler", wrong(trouble, "see its event log")
     if fleet.store_stalled_s:
-        yield wrong(
-            "store",
-            f"a write has waited for {ago(fleet.store_stalled_s)}: nothing new is leased",
-            "look at its disk, or at etcd",
-        )
+        what = f"a write has waited for {ago(fleet.store_stalled_s)}: nothing new is leased"
+        yield "store", wrong(what, "look at its disk, or at etcd")
 
 
-def _policies(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Finding]:
+def _policies(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Named]:
     for view in policies:
         if view.halted:
-            yield wrong(
-                f"policy {view.name}",
-                f"its canary is halted: {view.halted}",
-                "mend that, then apply the policy again",
-            )
+            halted = f"its canary is halted: {view.halted}"
+            yield f"policy {view.name}", wrong(halted, "mend that, then apply the policy again")
     if not policies:
-        yield note("policies", "none is in force: nothing is lent", "rose policy apply FILE")
+        yield "policies", note("none is in force: nothing is lent", "rose policy apply FILE")
         return
-    yield ok("policies", f"{len(policies)} in force")
+    yield "policies", ok(f"{len(policies)} in force")
     if fleet.harvest is Mode.OFF:
-        yield note(
+        yield (
             "harvest",
-            "nothing is lent: every policy only advises, or an operator has stopped it",
-            "rose policy explain says which; rose resume ends a stop",
+            note(
+                "nothing is lent: every policy only advises, or an operator has stopped it",
+                "rose policy explain says which; rose resume ends a stop",
+            ),
         )
     elif fleet.harvest is not Mode.ACTIVE:
-        yield note("harvest", f"the operator's stop is {fleet.harvest}", "rose resume ends it")
+        yield "harvest", note(f"the operator's stop is {fleet.harvest}", "rose resume ends it")
 
 
-def _nodes(fleet: Fleet) -> Iterator[Finding]:
+def _nodes(fleet: Fleet) -> Iterator[Named]:
     by = {state: [n for n in fleet.nodes if n.state is state] for state in NodeState}
-    there = by[NodeState.ATTACHED]
-    if there:
-        yield ok("nodes", f"{len(there)} attached")
+    if there := by[NodeState.ATTACHED]:
+        yield "nodes", ok(f"{len(there)} attached")
     else:
-        yield wrong("nodes", "none is attached", "start `rose node` with this --scheduler")
+        yield "nodes", wrong("none is attached", "start `rose node` with this --scheduler")
     for state, what in ((NodeState.SILENT, "silent"), (NodeState.AWAY, "not attached")):
         if by[state]:
-            yield wrong(
-                "nodes",
-                f"{len(by[state])} are {what}: {names(by[state])}",
-                "on each of them: rose doctor --config FILE",
-            )
+            what = f"{len(by[state])} are {what}: {names(by[state])}"
+            yield "nodes", wrong(what, "on each of them: rose doctor --config FILE")
     if skewed := fleet.skewed:
-        yield note(
-            "releases",
-            f"{len(skewed)} nodes are not of {fleet.release}: {names(skewed)}",
-            "upgrade them: releases next to each other work together, no others",
-        )
+        what = f"{len(skewed)} nodes are not of {fleet.release}: {names(skewed)}"
+        do = "upgrade them: releases next to each other work together, no others"
+        yield "releases", note(what, do)
 
 
-def _hosts(fleet: Fleet) -> Iterator[Finding]:
+def _hosts(fleet: Fleet) -> Iterator[Named]:
     hostless = [n for n in fleet.nodes if n.state is NodeState.ATTACHED and not n.hosts]
     if hostless:
-        yield note(
-            "hosts",
-            f"{len(hostless)} nodes have none: {names(hostless)}",
-            "start the host with its plugin, where guests shall run beside one",
-        )
+        do = "start the host with its plugin, where guests shall run beside one"
+        yield "hosts", note(f"{len(hostless)} nodes have none: {names(hostless)}", do)
     missed = [node for node in fleet.nodes if node.strain > 1.0]
     if missed:
-        yield wrong(
-            "latency",
-            f"{len(missed)} hosts miss a target: {names(missed)}",
-            "rose top shows which; rose hold stops new leases",
-        )
+        what = f"{len(missed)} hosts miss a target: {names(missed)}"
+        yield "latency", wrong(what, "rose top shows which; rose hold stops new leases")
 
 
-def _jobs(fleet: Fleet) -> Iterator[Finding]:
+def _jobs(fleet: Fleet) -> Iterator[Named]:
     if not fleet.jobs:
-        yield note("jobs", "none is registered: nobody needs what is lent", "start a trainer")
+        yield "jobs", note("none is registered: nobody needs what is lent", "start a trainer")
     for job in fleet.jobs:
         if job.run is not None and job.run.state == "silent":
-            yield note(
-                f"job {job.name}",
-                f"its trainer was heard {ago(job.run.silent_s)} ago",
-                f"see {job.run.holder}, or `rose jobs end {job.name}`",
-            )
+            what = f"its trainer was heard {ago(job.run.silent_s)} ago"
+            do = f"see {job.run.holder}, or `rose jobs end {job.name}`"
+            yield f"job {job.name}", note(what, do)
 
 
-def _engines(fleet: Fleet) -> Iterator[Finding]:
+def _engines(fleet: Fleet) -> Iterator[Named]:
     for replica in fleet.replicas:
         engine = replica.engine
         if engine is None:
             continue
-        where = f"on node {replica.node}: rose doctor --config FILE, and the engine's log"
+        do = f"on node {replica.node}: rose doctor --config FILE, and the engine's log"
         if engine.state == "failed":
-            yield wrong(replica.name, "its engine was given up", where)
+            yield replica.name, wrong("its engine was given up", do)
         elif engine.restarts >= MANY_RESTARTS:
-            yield note(replica.name, f"its engine was started {engine.restarts} times again", where)
+            yield replica.name, note(f"its engine was started {engine.restarts} times again", do)

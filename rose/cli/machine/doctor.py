@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 from executor import ControlPage, PageError
 from executor.control_page.page import BEAT_STALE_NS, LAYOUT_VERSION, check_folder, on_disk
@@ -68,33 +68,50 @@ class Finding:
     """One line: `what`, and unless it is OK the next thing to do."""
 
     level: Severity
-    subject: str
     what: str
     do: str = ""
+    subject: str = ""
 
     def __str__(self) -> str:
         return f"{self.level:<6} {self.subject}: {self.what}" + (f"; {self.do}" if self.do else "")
 
-
-def ok(subject: str, what: str) -> Finding:
-    return Finding(Severity.OK, subject, what)
-
-
-def note(subject: str, what: str, do: str) -> Finding:
-    return Finding(Severity.NOTE, subject, what, do)
+    def about(self, subject: str) -> "Finding":
+        return replace(self, subject=subject)
 
 
-def wrong(subject: str, what: str, do: str) -> Finding:
-    return Finding(Severity.WRONG, subject, what, do)
+def ok(what: str) -> Finding:
+    return Finding(Severity.OK, what)
 
 
-def checked(subject: str, check: Callable[[], Finding]) -> Finding:
+def note(what: str, do: str) -> Finding:
+    return Finding(Severity.NOTE, what, do)
+
+
+def wrong(what: str, do: str) -> Finding:
+    return Finding(Severity.WRONG, what, do)
+
+
+def refused(error: Exception | str, otherwise: str = "") -> Finding:
+    """Return an error as a finding; its text may say what to do after a semicolon."""
+    what, _, do = str(error).partition("; ")
+    return wrong(what, do or otherwise)
+
+
+Args = ParamSpec("Args")
+
+
+def checked(
+    subject: str, check: Callable[Args, Finding], *args: Args.args, **more: Args.kwargs
+) -> Finding:
     """Return the check's finding, even if the check itself fails."""
     try:
-        return check()
+        return check(*args, **more).about(subject)
+    except RoseError as error:
+        return refused(error, "look at it").about(subject)
     except Exception as error:  # noqa: BLE001 -- whatever a broken machine throws is a finding
         first = (str(error).splitlines() or ["no message"])[0]
-        return wrong(subject, f"cannot be checked ({type(error).__name__}: {first})", "look at it")
+        what = f"cannot be checked ({type(error).__name__}: {first})"
+        return wrong(what, "look at it").about(subject)
 
 
 # Grants are written fifty times a second; a host in a step writes at its end, which may be late.
@@ -104,15 +121,15 @@ _NS = 1e9
 
 
 def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Finding]:
-    yield checked("page", partial(_page, host))
+    yield checked("page", _page, host)
     if not host.name:  # one that was found holds its seat
-        yield checked("host", partial(_alive, host))
+        yield checked("host", _alive, host)
     if host.page.exists():
-        yield checked("host seat", partial(_seat, host))
-        yield checked("host heartbeat", partial(_heartbeat, host))
+        yield checked("host seat", _seat, host)
+        yield checked("host heartbeat", _heartbeat, host)
         if daemon_runs:
-            yield checked("grant heartbeat", partial(_grant, host))
-    yield checked("clock", partial(_clock, host.pid))
+            yield checked("grant heartbeat", _grant, host)
+    yield checked("clock", _clock, host.pid)
 
 
 def _open(host: HostConfig) -> ControlPage:
@@ -124,13 +141,12 @@ def _page(host: HostConfig) -> Finding:
     try:
         check_folder(path.parent)
         if not path.exists():
-            return note("page", f"none at {path}", "whoever starts first, host or node, makes it")
+            return note(f"none at {path}", "whoever starts first, host or node, makes it")
         with _open(host) as page:
             owner = f"layout {LAYOUT_VERSION}, made by process {page.owner_pid}"
-            return ok("page", f"{path}, {owner}, {_access(path)}")
+            return ok(f"{path}, {owner}, {_access(path)}")
     except PageError as error:
-        what, _, do = str(error).partition("; ")
-        return wrong("page", what, do or "delete it, then start host and node again")
+        return refused(error, "delete it, then start host and node again")
 
 
 def _access(path: Path) -> str:
@@ -148,19 +164,17 @@ def _access(path: Path) -> str:
 def _alive(host: HostConfig) -> Finding:
     pid = host.pid
     if pid is None:
-        return note(
-            "host", "no pid is given", "set host.pid, or any engine on the page is the host"
-        )
+        return note("no pid is given", "set host.pid, or any engine on the page is the host")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return wrong("host", f"process {pid} is gone", "start the host, write its pid to host.pid")
+        return wrong(f"process {pid} is gone", "start the host, write its pid to host.pid")
     except PermissionError:
         if not host.page_group:
             do = "run the node as that user, or name a host.page_group that both are in"
-            return wrong("host", f"process {pid} is another user's", do)
-        return ok("host", f"process {pid} lives, as another user's")
-    return ok("host", f"process {pid} lives")
+            return wrong(f"process {pid} is another user's", do)
+        return ok(f"process {pid} lives, as another user's")
+    return ok(f"process {pid} lives")
 
 
 _NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
@@ -190,39 +204,38 @@ def _seat(host: HostConfig) -> Finding:
             f"look at the host's log: an untested {_NAMES[host.engine]}, a ROSE_ variable it cannot"
             f" read, {_BREAKS[host.engine]}, or a second engine core"
         )
-        return wrong("host seat", what, do)
+        return wrong(what, do)
     if not view.seated:
         what = "no process publishes on this page; guests are frozen"
         do = (
             f"start the host with {_PUBLISHES[host.engine]};"
             " start it again if the page was deleted since"
         )
-        return wrong("host seat", what, do)
+        return wrong(what, do)
     seat = view.seat
     if doubt := HostProcess(host.pid).doubt(seat):
         do = "write to host.pid the process that started the host, and start the node again"
-        return wrong("host seat", f"who publishes is not the host ({doubt})", do)
-    return ok("host seat", f"held by process {seat.pid}" if seat else "held")
+        return wrong(f"who publishes is not the host ({doubt})", do)
+    return ok(f"held by process {seat.pid}" if seat else "held")
 
 
 def _heartbeat(host: HostConfig) -> Finding:
-    subject = "host heartbeat"
     with _open(host) as page:
         state, seat = page.host.read(), page.seat.read()
     if state is None or seat is None:
         do = f"start it with {_PUBLISHES[host.engine]}"
-        return wrong(subject, "the host has never written to its page", do)
+        return wrong("the host has never written to its page", do)
     now_ns = time.monotonic_ns()
     beat_s = (now_ns - seat.beat_ns) / _NS
     if beat_s * _NS > BEAT_STALE_NS:
         do = "look at the host's log: it hangs, or its plugin gave up; guests are frozen"
-        return wrong(subject, f"its process is silent for {beat_s:.0f} s", do)
+        return wrong(f"its process is silent for {beat_s:.0f} s", do)
     age_s = (now_ns - state.heartbeat_ns) / _NS
     if not state.idle and age_s > HOST_STALE_S:
         what = f"busy, and silent for {age_s:.0f} s"
-        return wrong(subject, what, "look at the host's log: it hangs, or its plugin gave up")
+        return wrong(what, "look at the host's log: it hangs, or its plugin gave up")
     what = "idle" if state.idle else f"{state.running} running, {state.waiting} waiting"
-    return ok(subject, f"{what}, last written {max(0.0, age_s):.1f} s ago")
+    return ok(f"{what}, last written {max(0.0, age_s):.1f} s ago")
 
 
 def _grant(host: HostConfig) -> Finding:
@@ -231,22 +244,22 @@ def _grant(host: HostConfig) -> Finding:
     age_s = (time.monotonic_ns() - grant.heartbeat_ns) / _NS if grant else float("inf")
     if grant is None or age_s > GRANT_STALE_S:
         do = "is it stopped? `kill -CONT` it or start the node again; its guest is frozen meanwhile"
-        return wrong("grant heartbeat", f"the daemon is silent for {age_s:.1f} s", do)
-    return ok("grant heartbeat", f"{grant.mode.name.lower()}: {explained(grant.reason)}")
+        return wrong(f"the daemon is silent for {age_s:.1f} s", do)
+    return ok(f"{grant.mode.name.lower()}: {explained(grant.reason)}")
 
 
 def _clock(pid: int | None) -> Finding:
     if time.time() < os.path.getmtime(__file__) - 86_400:
-        return wrong("clock", "the wall clock is wrong", "set it: manifests expire by it")
+        return wrong("the wall clock is wrong", "set it: manifests expire by it")
     if pid is None:
-        return ok("clock", "plausible")
+        return ok("plausible")
     theirs, ours = (_time_namespace(p) for p in (str(pid), "self"))
     if theirs is None:
-        return note("clock", "the host's time namespace cannot be read", "run as the host's user")
+        return note("the host's time namespace cannot be read", "run as the host's user")
     if theirs != ours:
         do = "share the host's time namespace: times on the page are CLOCK_MONOTONIC"
-        return wrong("clock", "host and node count time differently", do)
-    return ok("clock", "shared with the host")
+        return wrong("host and node count time differently", do)
+    return ok("shared with the host")
 
 
 def _time_namespace(pid: str) -> str | None:
@@ -270,51 +283,50 @@ def daemon_of(config: NodeConfig) -> int | None:
 def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
     """Check everything but the host and the GPUs."""
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
-    yield checked("daemon", partial(_daemon, config))
-    yield checked("kill switch", partial(_kill_switch, config))
-    yield checked("certificates", partial(_certificates, config))
-    yield checked("scheduler", partial(_scheduler, config))
+    yield checked("daemon", _daemon, config)
+    yield checked("kill switch", _kill_switch, config)
+    yield checked("certificates", _certificates, config)
+    yield checked("scheduler", _scheduler, config)
     for replica in config.replicas:
         host = config.host if replica.kind == "guest" else None
         headroom = host.headroom_bytes if host else 0
         runs = replica.id in running
-        yield checked(replica.id, partial(_replica, replica, headroom, runs, gpus))
+        yield checked(replica.id, _replica, replica, headroom, runs, gpus)
     for python, extra_env, engine in _interpreters(config):
-        yield checked("plugins", partial(_plugins, python, extra_env, engine))
+        yield checked("plugins", _plugins, python, extra_env, engine)
     if config.replicas:
-        yield checked("proxy", partial(_proxy, config))
-    yield checked("placement", partial(_placement, config))
+        yield checked("proxy", _proxy, config)
+    yield checked("placement", _placement, config)
     if config.metrics_port and daemon_of(config) is None:
-        yield checked("metrics", partial(_port, "metrics", config.metrics_port))
-    yield checked("disk", partial(_disk, config))
+        yield checked("metrics", _port, config.metrics_port)
+    yield checked("disk", _disk, config)
 
 
 def _daemon(config: NodeConfig) -> Finding:
     pid = daemon_of(config)
     if pid is None:
-        return note("daemon", "none runs", "start `rose node --config FILE`")
-    return ok("daemon", f"process {pid}")
+        return note("none runs", "start `rose node --config FILE`")
+    return ok(f"process {pid}")
 
 
 def _kill_switch(config: NodeConfig) -> Finding:
     if config.kill_file.exists():
         what = f"{config.kill_file} is set: no guest runs"
-        return wrong("kill switch", what, f"take it back with `rose unkill {config.run_dir}`")
+        return wrong(what, f"take it back with `rose unkill {config.run_dir}`")
     if (config.host or config.discover) and on_disk(config.run_dir):
         what = f"{config.run_dir} is on a disk: while it hangs, `rose kill` waits and guests freeze"
-        return wrong("kill switch", what, "put run_dir beside the page, weights_dir on the disk")
-    return ok("kill switch", "not set")
+        return wrong(what, "put run_dir beside the page, weights_dir on the disk")
+    return ok("not set")
 
 
 def _certificates(config: NodeConfig) -> Finding:
     files = config.certificates.files
     if files is None:
-        return note("certificates", "none", "fine on loopback; see `certificates` elsewhere")
+        return note("none", "fine on loopback; see `certificates` elsewhere")
     troubles = files.troubles()
     if troubles:
-        what, _, do = troubles[0].partition("; ")
-        return wrong("certificates", what, do)
-    return ok("certificates", f"{files.identity}, until {files.until}")
+        return refused(troubles[0])
+    return ok(f"{files.identity}, until {files.until}")
 
 
 def _scheduler(config: NodeConfig) -> Finding:
@@ -323,28 +335,23 @@ def _scheduler(config: NodeConfig) -> Finding:
         SchedulerClient(address, SCHEDULER_TIMEOUT_S, config.certificates.files).snapshot()
     except RefusedError:
         # A node's certificate may not read a snapshot, so an answer is all that is checked.
-        return ok("scheduler", f"{address} answers")
+        return ok(f"{address} answers")
     except RoseError as error:
-        what, _, do = str(error).partition("; ")
-        return wrong("scheduler", what, do or "check `scheduler` in the node's file")
-    return ok("scheduler", f"{address} answers")
+        return refused(error, "check `scheduler` in the node's file")
+    return ok(f"{address} answers")
 
 
 def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Finding:
-    try:
-        check_model(replica.model_dir)
-        if runs:
-            return ok(replica.id, f"runs on port {replica.port}")
-        if replica.device is None:
-            needed = engine_bytes(replica.model_dir, replica.kv_bytes)
-            check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
-        else:
-            check_memory(f"{replica.id}: processes", MIN_FREE_BYTES_PER_ENGINE, headroom)
-            gpus.insist_room(replica, headroom)
-    except RoseError as error:
-        what, _, do = str(error).partition("; ")
-        return wrong(replica.id, what, do)
-    return _port(replica.id, replica.port)
+    check_model(replica.model_dir)
+    if runs:
+        return ok(f"runs on port {replica.port}")
+    if replica.device is None:
+        needed = engine_bytes(replica.model_dir, replica.kv_bytes)
+        check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
+    else:
+        check_memory(f"{replica.id}: processes", MIN_FREE_BYTES_PER_ENGINE, headroom)
+        gpus.insist_room(replica, headroom)
+    return _port(replica.port)
 
 
 def _interpreters(
@@ -363,7 +370,7 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> F
     """Check that an engine's plugins, ROSE's and others', can be imported in its interpreter."""
     broken, name = broken_plugins(python, extra_env, engine), _NAMES[engine]
     if not broken:
-        return ok("plugins", f"all plugins of {name} load in {python}")
+        return ok(f"all plugins of {name} load in {python}")
     first = broken[0]
     others = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
     what = (
@@ -374,7 +381,7 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> F
         f"install {first.distribution} again for {python}, or delete its stale *.egg-info in"
         f" {first.folder}"
     )
-    return wrong("plugins", what, do)
+    return wrong(what, do)
 
 
 def _proxy(config: NodeConfig) -> Finding:
@@ -383,20 +390,20 @@ def _proxy(config: NodeConfig) -> Finding:
     if proxy is None:
         hosts = [address.rpartition(":")[0] for address in config.scheduler.split(",")]
         if all(is_loopback(host.strip("[]")) for host in hosts):
-            return ok("proxy", "none: scheduler and gateways are on this machine")
+            return ok("none: scheduler and gateways are on this machine")
         do = "name an address of this machine in `proxy`, where gateways are on others"
-        return note("proxy", "none: gateways of other machines do not reach its replicas", do)
+        return note("none: gateways of other machines do not reach its replicas", do)
     if daemon_of(config) is None:
-        return _port("proxy", proxy.port, proxy.host)
+        return _port(proxy.port, proxy.host)
     try:
         socket.create_connection((proxy.host, proxy.port), SCHEDULER_TIMEOUT_S).close()
     except OSError as error:
         what = f"{proxy.host} port {proxy.port}: {error.strerror or error}"
-        return wrong("proxy", what, f"{config.log_dir / 'proxy.log'} says why")
-    return ok("proxy", f"listens on {proxy.host} port {proxy.port}")
+        return wrong(what, f"{config.log_dir / 'proxy.log'} says why")
+    return ok(f"listens on {proxy.host} port {proxy.port}")
 
 
-def _port(owner: str, port: int, host: str = "127.0.0.1") -> Finding:
+def _port(port: int, host: str = "127.0.0.1") -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -404,8 +411,8 @@ def _port(owner: str, port: int, host: str = "127.0.0.1") -> Finding:
             probe.bind((host, port))
         except OSError as error:
             what = f"port {port}: {error.strerror}"
-            return wrong(owner, what, "end what listens there (`ss -ltnp`) or choose another port")
-    return ok(owner, f"can be started on port {port}")
+            return wrong(what, "end what listens there (`ss -ltnp`) or choose another port")
+    return ok(f"can be started on port {port}")
 
 
 def _placement(config: NodeConfig) -> Finding:
@@ -423,33 +430,33 @@ def _placement(config: NodeConfig) -> Finding:
     idle, nice = map(int, attempt.stdout.split())
     if not idle and nice <= 0:
         do = "allow sched_setscheduler or setpriority (seccomp, capabilities), or a cgroup"
-        return wrong("placement", "a guest cannot be put behind the host", do)
+        return wrong("a guest cannot be put behind the host", do)
     share = "SCHED_IDLE" if idle else f"nice {nice}"
     if config.cgroup is None:
-        return ok("placement", f"{share}, no cgroup of its own")
+        return ok(f"{share}, no cgroup of its own")
     try:
         guest_cgroup(config.cgroup, "rose-doctor").rmdir()
     except CgroupRefusedError as error:
-        return wrong("placement", f"{share}; {error}", "or guests run without one")
-    return ok("placement", f"{share} and a cgroup below {config.cgroup}")
+        return wrong(f"{share}; {error}", "or guests run without one")
+    return ok(f"{share} and a cgroup below {config.cgroup}")
 
 
 def _disk(config: NodeConfig) -> Finding:
     for folder in (config.run_dir, config.weights.parent, config.log_dir):
         if not folder.is_dir():
-            return note("disk", f"{folder} is not there yet", "the daemon makes it")
+            return note(f"{folder} is not there yet", "the daemon makes it")
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            return wrong("disk", f"{folder}: {error.strerror}", "give it to the node's user")
+            return wrong(f"{folder}: {error.strerror}", "give it to the node's user")
     weights = config.weights
     kept = sum(path.stat().st_size for path in weights.rglob("*") if path.is_file())
     needed = max(MIN_FREE_DISK_BYTES, (config.receiver.disk_bytes or 0) - kept)
     free = shutil.disk_usage(weights.parent).free
     if free < needed:
         what = f"{free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} GiB may be needed"
-        return wrong("disk", what, "make room or lower `receiver.disk_bytes`")
-    return ok("disk", f"{free / 2**30:.0f} GiB free, {_megabytes(weights, kept)}")
+        return wrong(what, "make room or lower `receiver.disk_bytes`")
+    return ok(f"{free / 2**30:.0f} GiB free, {_megabytes(weights, kept)}")
 
 
 def _megabytes(weights: Path, kept: int) -> str:
@@ -472,57 +479,52 @@ def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
         named.append(config.host.device)
     if not named:
         return
-    yield checked("gpu", partial(_usable, config, gpus))
+    yield checked("gpu", _usable, config, gpus)
     for device in dict.fromkeys(device for device in named if device is not None):
         try:
             card = gpus.card(device)
         except RoseError:
             continue  # That is what is wrong above.
-        yield checked(f"gpu {device}", partial(_card, f"gpu {device}", card))
-        yield checked(
-            f"gpu {device} load", partial(_load, f"gpu {device} load", config, gpus, card)
-        )
+        yield checked(f"gpu {device}", _card, card)
+        yield checked(f"gpu {device} load", _load, config, gpus, card)
     for replica in replicas:
-        yield checked(f"{replica.id} mps", partial(_mps, replica))
+        yield checked(f"{replica.id} mps", _mps, replica)
         if replica.kind == "guest":
-            yield checked(f"{replica.id} gives back", partial(_gives_back, replica))
+            yield checked(f"{replica.id} gives back", _gives_back, replica)
             if replica.core is not None:
-                yield _pinned(replica)
+                yield checked(f"{replica.id} core", _pinned, replica)
 
 
 def _usable(config: NodeConfig, gpus: Gpus) -> Finding:
     try:
         gpus.insist_all(config)
     except RoseError as error:
-        what, _, do = str(error).partition("; ")
-        return wrong("gpu", what, do or "see what nvidia-smi says")
-    return ok("gpu", "every replica has a card that it can run on")
+        return refused(error, "see what nvidia-smi says")
+    return ok("every replica has a card that it can run on")
 
 
-def _card(subject: str, card: Card) -> Finding:
+def _card(card: Card) -> Finding:
     what = f"{card.name}, driver {card.driver}, CUDA {version_text(card.cuda)}, {card.uuid}"
     if card.persistence is False:
-        return note(
-            subject, f"{what}, persistence off", "its owner may turn it on: starts are slow"
-        )
-    return ok(subject, what)
+        return note(f"{what}, persistence off", "its owner may turn it on: starts are slow")
+    return ok(what)
 
 
-def _load(subject: str, config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
+def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
     """Check for other processes on the card beside host and guests, as far as the driver tells."""
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)
     if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
         do = "run the node in the machine's process namespace, or the ladder goes by pages alone"
-        return note(subject, f"{what}, and none of its processes is seen from here", do)
+        return note(f"{what}, and none of its processes is seen from here", do)
     others = _others(config, clients)
     if others:
         pids = ", ".join(map(str, others))
         do = "end it, or expect less: it is neither gated nor asked for memory"
-        return note(subject, f"{what}, and another process is on it (pid {pids})", do)
+        return note(f"{what}, and another process is on it (pid {pids})", do)
     if usage.slowed:
-        return note(subject, f"{what}, slowed by {', '.join(usage.slowed)}", "look at power, heat")
-    return ok(subject, what)
+        return note(f"{what}, slowed by {', '.join(usage.slowed)}", "look at power, heat")
+    return ok(what)
 
 
 def _free(card: Card, usage: Usage) -> str:
@@ -538,28 +540,22 @@ def _others(config: NodeConfig, clients: tuple[Client, ...]) -> list[int]:
 
 
 def _mps(replica: ReplicaConfig) -> Finding:
-    subject = f"{replica.id} mps"
     if replica.wants_mps:
-        try:
-            pipes = insist_mps(replica)
-        except RoseError as error:
-            what, _, do = str(error).partition("; ")
-            return wrong(subject, what, do)
+        pipes = insist_mps(replica)
         do = "know that a fatal fault of one client ends every client of that GPU, the host too"
-        return note(subject, f"a client of the control daemon at {pipes}", do)
+        return note(f"a client of the control daemon at {pipes}", do)
     pipes = pipe_folder({})
     if control_daemon_at(pipes):
         what = f"a control daemon is at {pipes}, and this replica is no client of it"
         if replica.kind == "guest":
-            return note(subject, what, "it then takes turns with the host; see mps_priority")
-    return ok(subject, "off")
+            return note(what, "it then takes turns with the host; see mps_priority")
+    return ok("off")
 
 
 def _gives_back(replica: ReplicaConfig) -> Finding:
-    subject = f"{replica.id} gives back"
     if replica.kv_backend != "cuda":
         what = f"kv_backend is {replica.kv_backend}: it gives no KV memory of a GPU back"
-        return note(subject, what, 'set "kv_backend": "cuda", which gates its start as well')
+        return note(what, 'set "kv_backend": "cuda", which gates its start as well')
     python = str(replica.engine_python or sys.executable)
     found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
         [python, "-c", _LOOK_FOR_CUDA],
@@ -571,13 +567,13 @@ def _gives_back(replica: ReplicaConfig) -> Finding:
     )
     if found.stdout.strip() != "True":
         what = f"{python} has no cuda-bindings, which kv_backend cuda needs"
-        return wrong(subject, what, "install rose-rollout[cuda] there")
-    return ok(subject, "KV pages, through cuda-bindings")
+        return wrong(what, "install rose-rollout[cuda] there")
+    return ok("KV pages, through cuda-bindings")
 
 
 def _pinned(replica: ReplicaConfig) -> Finding:
     what = f"it is pinned to core {replica.core}: its launches wait for that core alone"
-    return note(f"{replica.id} core", what, "leave `core` out on a GPU")
+    return note(what, "leave `core` out on a GPU")
 
 
 def parser(prog: str) -> Parser:
@@ -644,23 +640,22 @@ def discovery_checks(
     """Check the hosts in a shared folder; return the node without them."""
     seen = look(discover.folder, discover.page_group)
     for page, reason in seen.unusable.items():
-        what, _, do = reason.partition("; ")
-        yield wrong(f"host {page.stem!r}", what, do or "its host serves on, and has no guest")
+        unusable = refused(reason, "its host serves on, and has no guest")
+        yield unusable.about(f"host {page.stem!r}")
     if not seen.hosts:
         do = "give hosts ROSE_ROLE=host and ROSE_HOST_DIR, the folder as they see it"
-        yield note("hosts", f"none in {discover.folder}", do)
+        yield note(f"none in {discover.folder}", do).about("hosts")
     daemon_runs = daemon_of(config) is not None
     for slot, found in enumerate(seen.hosts.values()):
-        yield ok("hosts", f"{found.name} serves {found.said.model}")
+        yield ok(f"{found.name} serves {found.said.model}").about("hosts")
         if not found.alone:
             do = "give each host a GPU of its own"
-            yield wrong(f"{found.name} guest", "another host is on its GPU", do)
+            yield wrong("another host is on its GPU", do).about(f"{found.name} guest")
         host = found.config(discover)
         for finding in host_checks(host, daemon_runs=daemon_runs and bool(config.guests)):
-            yield replace(finding, subject=f"{found.name} {finding.subject}")
+            yield finding.about(f"{found.name} {finding.subject}")
         try:
             yield from gpu_checks(config.with_host(host, slot), gpus)
         except RoseError as error:
-            what, _, do = str(error).partition("; ")
-            yield wrong(f"{found.name} guest", what, do or "it is watched, and has no guest")
+            yield refused(error, "it is watched, and has no guest").about(f"{found.name} guest")
     return config.with_host(None)
