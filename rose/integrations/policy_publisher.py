@@ -11,7 +11,7 @@ The first rank publishes; the others take part, and raise what it raises.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +21,7 @@ from rose.client.client import RolloutClient
 from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.named_weights import Named, NamedWeights, ties_embeddings
+from rose.integrations.ranks import from_first, rank
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import PublisherSettings, Receipt, WeightPublisher
 from weight_transfer import TensorBits, WeightError, read_model_dir
@@ -121,15 +122,13 @@ class PolicyPublisher:
         # Before anything may raise: gathering is collective.
         weights.take(named, keep=rank() == 0 and failed is None)
 
-        def work() -> None:
+        def work() -> tuple[int, int]:
             if failed is not None:
                 raise failed
             self._publish(weights.finish(), wait=wait)
+            return self.known
 
-        if collective:
-            _on_first_rank(self, work)
-        else:
-            work()
+        self.known = from_first(work, "the first rank published nothing") if collective else work()
         return self._version
 
     def restore(self) -> Mapping[str, TensorBits]:
@@ -281,38 +280,6 @@ class PolicyPublisher:
                 f"version {version} is published and not served after"
                 f" {self.settings.timeout_s:g} s: {seen}; ask `rose status`"
             ) from None
-
-
-def rank() -> int:
-    """This process's rank in the trainer's group, 0 where there is none."""
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _on_first_rank(publisher: PolicyPublisher, work: Callable[[], None]) -> None:
-    """Do it there; the others learn which version came of it, or raise what it raised."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        work()
-        return
-    failed: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - raised below, once the others know
-            failed = error
-    trouble = failed and (str(failed) or repr(failed))
-    message: list[object] = [(trouble, *publisher.known)]
-    dist.broadcast_object_list(message, src=0)
-    if failed is not None:
-        raise failed
-    (received,) = message
-    assert isinstance(received, tuple)
-    if received[0] is not None:
-        raise RefusedError(f"the first rank published nothing: {received[0]}")
-    publisher.known = received[1:]
 
 
 def _layout(tensors: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...]]]:

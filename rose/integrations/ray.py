@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -97,60 +97,57 @@ class NodeActor:
 
 
 @dataclass(slots=True)
-class _Member:
+class _PoolMember:
     node: PoolNode
     actor: Any
     group: Any
 
 
+@dataclass(eq=False)
 class DedicatedPool:
     """Replicas of one job alone, on resources of a Ray cluster.
 
     Use it as a context manager, or `drain` it. It belongs to its driver: its replicas end when that
-    ends, in any way.
+    ends, in any way. It starts `replicas` of them; `wait_healthy` waits for their engines.
+
+    num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. node: as in a node's file
+    (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
+    `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. replica: as there,
+    without `id`, `kind`, `port` and `device`. proxy: as there, without `host` and `port`, {} with
+    certificates; gateways of other machines reach replicas through it, and without one only those
+    of their own machine.
+    placement: of replicas that are started together. With all but PACK Ray has their resources back
+    once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
+    Raises `ConfigError`, and `UnavailableError` if Ray has no room.
     """
 
-    def __init__(
-        self,
-        replicas: int,
-        num_gpus: int = 1,
-        *,
-        node: Mapping[str, Any],
-        replica: Mapping[str, Any],
-        proxy: Mapping[str, Any] | None = None,
-        placement: Placement = "PACK",
-        num_cpus: float = 1,
-        name: str = "rose",
-        max_restarts: int = 16,
-        timeout_s: float = 300.0,
-    ) -> None:
-        """Start `replicas` of them; `wait_healthy` waits for their engines.
+    replicas: InitVar[int]
+    num_gpus: int = 1
+    _: KW_ONLY
+    node: Mapping[str, Any]
+    replica: Mapping[str, Any]
+    proxy: Mapping[str, Any] | None = None
+    placement: Placement = "PACK"
+    num_cpus: float = 1
+    name: str = "rose"
+    max_restarts: int = 16
+    timeout_s: float = 300.0
+    _members: list[_PoolMember] = field(default_factory=list, init=False)
 
-        num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. node: as in a node's file
-        (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
-        `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. replica: as
-        there, without `id`, `kind`, `port` and `device`. proxy: as there, without `host` and
-        `port`, {} with certificates; gateways of other machines reach replicas through it, and
-        without one only those of their own machine.
-        placement: of replicas that are started together. With all but PACK Ray has their resources
-        back once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
-        Raises `ConfigError`, and `UnavailableError` if Ray has no room.
-        """
-        if placement not in get_args(Placement):
+    def __post_init__(self, replicas: int) -> None:
+        if self.placement not in get_args(Placement):
+            known = ", ".join(get_args(Placement))
+            raise ConfigError(f"placement {self.placement!r} is none of {known}")
+        if self.num_gpus not in (0, 1):
             raise ConfigError(
-                f"placement {placement!r} is none of {', '.join(get_args(Placement))}"
+                f"{self.num_gpus} GPUs for a replica; a dedicated replica has one, or none"
             )
-        if num_gpus not in (0, 1):
-            raise ConfigError(
-                f"{num_gpus} GPUs for a replica; a dedicated replica has one, or none"
-            )
-        PoolNode(f"{name}-0", node, replica, proxy).check()
-        self._node, self._replica, self._proxy = dict(node), dict(replica), proxy
-        self._gpus, self._cpus, self._placement = num_gpus, num_cpus, placement
-        self._name, self._restarts, self._timeout_s = name, max_restarts, timeout_s
-        self._members: list[_Member] = []
+        self._pool_node(f"{self.name}-0").check()
         self._actor = ray.remote(NodeActor)
         self.scale(replicas)
+
+    def _pool_node(self, name: str) -> PoolNode:
+        return PoolNode(name, dict(self.node), dict(self.replica), self.proxy)
 
     def __enter__(self) -> Self:
         return self
@@ -183,15 +180,15 @@ class DedicatedPool:
 
     def wait_healthy(self) -> None:
         """Return once all engines answer. Raises `UnavailableError` that names the others."""
-        until_s = time.monotonic() + self._timeout_s
+        until_s = time.monotonic() + self.timeout_s
         waits = list(self._members)
         while waits:
             waits = [m for m in waits if not self._asked(m.actor.healthy.remote(), False)]
             if waits and time.monotonic() > until_s:
                 names = ", ".join(member.node.name for member in waits)
                 raise UnavailableError(
-                    f"{names} not healthy after {self._timeout_s:g} s; see node.log and the"
-                    f" engines' logs in {self._node['run_dir']} and {self._node['log_dir']}"
+                    f"{names} not healthy after {self.timeout_s:g} s; see node.log and the"
+                    f" engines' logs in {self.node['run_dir']} and {self.node['log_dir']}"
                 )
             time.sleep(LOOK_S if waits else 0)
 
@@ -201,55 +198,55 @@ class DedicatedPool:
 
     # ---- actors ----
 
-    def _begin(self, count: int) -> list[_Member]:
+    def _begin(self, count: int) -> list[_PoolMember]:
         bundles = self._bundles(count)
         taken = {member.node.name for member in self._members}
         names = (
-            name for k in range(count + len(taken)) if (name := f"{self._name}-{k}") not in taken
+            name for k in range(count + len(taken)) if (name := f"{self.name}-{k}") not in taken
         )
         made = []
         for group, index in bundles:
-            node = PoolNode(next(names), self._node, self._replica, self._proxy)
+            node = self._pool_node(next(names))
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor = self._actor.options(
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
+                num_cpus=self.num_cpus,
+                num_gpus=self.num_gpus,
                 scheduling_strategy=strategy,
-                max_restarts=self._restarts,
+                max_restarts=self.max_restarts,
                 # A drain waits while other calls ask.
                 max_concurrency=4,
-            ).remote(node, self._gpus)
-            made.append(_Member(node, actor, group))
+            ).remote(node, self.num_gpus)
+            made.append(_PoolMember(node, actor, group))
         return made
 
     def _bundles(self, count: int) -> list[tuple[Any, int]]:
         """Return places for `count` replicas: (placement group, bundle in it)."""
-        bundle = {"CPU": self._cpus} | ({"GPU": self._gpus} if self._gpus else {})
+        bundle = {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
         # Groups of one are packed too, and each is returned with its replica.
-        sizes = [1] * count if self._placement == "PACK" else [count]
-        groups = [placement_group([bundle] * size, strategy=self._placement) for size in sizes]
-        until_s = time.monotonic() + self._timeout_s
+        sizes = [1] * count if self.placement == "PACK" else [count]
+        groups = [placement_group([bundle] * size, strategy=self.placement) for size in sizes]
+        until_s = time.monotonic() + self.timeout_s
         if not all(group.wait(max(0.1, until_s - time.monotonic())) for group in groups):
             has = ray.available_resources()
             for group in groups:
                 remove_placement_group(group)
             raise UnavailableError(
-                f"Ray has no room for {count} times {bundle} ({self._placement}) after"
-                f" {self._timeout_s:g} s; it has {has}"
+                f"Ray has no room for {count} times {bundle} ({self.placement}) after"
+                f" {self.timeout_s:g} s; it has {has}"
             )
         return [(group, index) for group in groups for index in range(group.bundle_count)]
 
-    def _end(self, members: list[_Member]) -> None:
-        asked = [(m, m.actor.drain.remote(self._timeout_s)) for m in members]
+    def _end(self, members: list[_PoolMember]) -> None:
+        asked = [(m, m.actor.drain.remote(self.timeout_s)) for m in members]
         for member, answer in asked:
-            self._asked(answer, None, self._timeout_s)
+            self._asked(answer, None, self.timeout_s)
             ray.kill(member.actor)
         used = [member.group for member in self._members]
         for group in {member.group.id: member.group for member in members}.values():
             if all(group.id != each.id for each in used):
                 remove_placement_group(group)
 
-    def _lives(self, member: _Member) -> bool:
+    def _lives(self, member: _PoolMember) -> bool:
         """Return True if Ray has it, or starts it again."""
         try:
             ray.get(member.actor.place.remote(), timeout=ANSWER_S)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rose.addresses import free_port
 from rose.client.blocking import LoopThread
-from rose.errors import RefusedError, RoseError
+from rose.errors import RefusedError
 from rose.integrations.named_weights import SHOWN, UnfitWeightsError, checkpoint_name
-from rose.integrations.policy_publisher import PolicyPublisher, PolicyReceipt, rank
+from rose.integrations.policy_publisher import PolicyPublisher, PolicyReceipt
+from rose.integrations.ranks import everywhere, from_first, rank
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import OPEN
-from weight_transfer import ChunkStore, Manifest, TensorBits, WeightError
+from weight_transfer import ChunkStore, Manifest, TensorBits
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CheckpointFacts:
     """Facts of the checkpoint that all ranks need: shapes by name, the dtype of weights, sizes."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -44,7 +45,7 @@ class _Layout:
     full_bytes: int
 
     @classmethod
-    def of(cls, base: Mapping[str, TensorBits]) -> "_Layout":
+    def of(cls, base: Mapping[str, TensorBits]) -> "_CheckpointFacts":
         """Raises `RefusedError` for weights of several dtypes."""
         dtypes = sorted({each.dtype for each in base.values() if "float" in each.dtype})
         if len(dtypes) != 1:
@@ -67,7 +68,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
     def __init__(self, settings: TrainerSettings, *, own_stores: bool = False) -> None:
         super().__init__(settings)
         self._own_stores = own_stores
-        self._layout: _Layout | None = None
+        self._layout: _CheckpointFacts | None = None
         self._sharded: ShardedPublisher | None = None
         self._ranks: Ranks | None = None
         self._server: VersionServer | None = None
@@ -86,20 +87,20 @@ class ShardedPolicyPublisher(PolicyPublisher):
         """
         began_s = time.perf_counter()
         if self._layout is None:
-            self._layout = _from_first(self._begun_layout)
-            _from_first(lambda: self.known, self._take_known)
+            self._layout = from_first(self._begun_layout)
+            self.known = from_first(lambda: self.known)
         layout = self._layout
-        fitting = _everywhere(lambda: _fitting(state, layout))
+        fitting = everywhere(lambda: _fitting(state, layout))
         with self._adding():
-            manifest = _everywhere(lambda: self._put_shards(fitting, layout))
+            manifest = everywhere(lambda: self._put_shards(fitting, layout))
         self._unannounced.append((manifest.version, manifest.parent))
-        _from_first(self._announce)
+        from_first(self._announce)
         self._version = manifest.version
-        if _from_first(lambda: self._on_loop(lambda own: own.base_due(layout.full_bytes))):
+        if from_first(lambda: self._on_loop(lambda own: own.base_due(layout.full_bytes))):
             self._publish_base()
         announced_s = time.perf_counter()
         if wait:
-            _from_first(lambda: self.wait_served(manifest.version))
+            from_first(lambda: self.wait_served(manifest.version))
         self._note(manifest, layout, announced_s - began_s, time.perf_counter() - announced_s)
         return manifest.version
 
@@ -114,7 +115,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
 
     # ---- on every rank ----
 
-    def _put_shards(self, state: "Mapping[str, torch.Tensor]", layout: _Layout) -> Manifest:
+    def _put_shards(
+        self, state: "Mapping[str, torch.Tensor]", layout: _CheckpointFacts
+    ) -> Manifest:
         import torch
 
         from weight_transfer.torch import Ranks, ShardedPublisher
@@ -124,7 +127,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
         settings = self.settings
         if self._ranks is None:
             self._ranks = Ranks(timeout_s=settings.timeout_s)
-        store, origin = _everywhere(self._opened_store)
+        store, origin = everywhere(self._opened_store)
         made = ShardedPublisher(
             store,
             settings.job,
@@ -144,7 +147,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
         assert self._sharded is not None
         sharded = self._sharded
         with self._adding():
-            _everywhere(sharded.publish_base)
+            everywhere(sharded.publish_base)
 
     def _opened_store(self) -> tuple[ChunkStore, str]:
         """Return this rank's store, and its address: "" for the first rank's."""
@@ -174,20 +177,17 @@ class ShardedPolicyPublisher(PolicyPublisher):
             entered.append(self._publisher.adding())
             self._on_loop(lambda _: entered[0].__aenter__())
 
-        _from_first(enter)
+        from_first(enter)
         try:
             yield
         finally:
             if entered:
                 self._on_loop(lambda _: entered[0].__aexit__(None, None, None))
 
-    def _take_known(self, known: tuple[int, int]) -> None:
-        self.known = known
-
     # ---- on the first rank ----
 
-    def _begun_layout(self) -> _Layout:
-        return _Layout.of(self._of_base())
+    def _begun_layout(self) -> _CheckpointFacts:
+        return _CheckpointFacts.of(self._of_base())
 
     def _announce(self) -> None:
         """Announce the version, and any that could not be announced before."""
@@ -201,7 +201,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
         assert self._publisher is not None
         return self._thread.call(ask(self._publisher))
 
-    def _note(self, manifest: Manifest, layout: _Layout, publish_s: float, served_s: float) -> None:
+    def _note(
+        self, manifest: Manifest, layout: _CheckpointFacts, publish_s: float, served_s: float
+    ) -> None:
         if rank() != 0:
             return
         wire = manifest.wire_bytes + manifest.size
@@ -211,7 +213,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
         )
 
 
-def _fitting(state: "Mapping[str, torch.Tensor]", layout: _Layout) -> "dict[str, torch.Tensor]":
+def _fitting(
+    state: "Mapping[str, torch.Tensor]", layout: _CheckpointFacts
+) -> "dict[str, torch.Tensor]":
     """Return the checkpoint's tensors of a trainer's state. Raises `UnfitWeightsError`."""
     named = {checkpoint_name(name): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in named.items() if name in layout.shapes}
@@ -236,57 +240,6 @@ def _place(tensor: "torch.Tensor") -> object:
     """Return the address of its storage: tied names share it; None for a rank without any."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.data_ptr() if local.numel() else None
-
-
-def _from_first(work: Callable[[], T], take: Callable[[T], None] | None = None) -> T:
-    """Return the first rank's result on all ranks; all raise its error."""
-    made = _shared(work if rank() == 0 else None)
-    if take is not None:
-        take(made)
-    return made
-
-
-def _everywhere(work: Callable[[], T]) -> T:
-    """Return each rank's result; if one fails all raise."""
-    import torch.distributed as dist
-
-    failed: Exception | None = None
-    made: T | None = None
-    try:
-        made = work()
-    except (RoseError, WeightError, OSError) as error:
-        failed = error
-    if dist.is_available() and dist.is_initialized():
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if failed is None else str(failed))
-        others = [f"rank {at}: {what}" for at, what in enumerate(said) if what is not None]
-        if failed is None and others:
-            raise RefusedError(f"nothing is published, {others[0]}")
-    if isinstance(failed, WeightError | OSError):
-        raise RefusedError(f"nothing is published: {failed}") from failed
-    if failed is not None:
-        raise failed
-    return made  # type: ignore[return-value]
-
-
-def _shared(work: Callable[[], T] | None) -> T:
-    import torch.distributed as dist
-
-    said: list[Any] = [None, None]
-    failed: Exception | None = None
-    if work is not None:
-        try:
-            said[0] = work()
-        except (RoseError, WeightError, OSError) as error:
-            failed, said[1] = error, str(error) or repr(error)
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(said, src=0)
-    if failed is not None:
-        raise failed
-    if said[1] is not None:
-        raise RefusedError(f"the first rank could not go on: {said[1]}")
-    found: T = said[0]
-    return found
 
 
 def _made(settings: TrainerSettings, own_stores: bool) -> ShardedPolicyPublisher:

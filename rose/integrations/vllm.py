@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rose.errors import ConfigError
-from rose.integrations.policy_publisher import PolicyPublisher, rank
+from rose.integrations.policy_publisher import PolicyPublisher
+from rose.integrations.ranks import rank
 from rose.integrations.settings import TrainerSettings
 
 BACKEND = "rose"

@@ -349,7 +349,7 @@ def _first_of(part: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChainVerdict:
     """Result of `verify`: records of the unbroken chain, and its first fault or ""."""
 
     records: int
@@ -372,7 +372,7 @@ def read(path: Path) -> Iterator[tuple[str, bytes]]:
             raise ConfigError(f"{part} cannot be read ({error.strerror})") from error
 
 
-def verify(path: Path, known: tuple[int, str] | None = None) -> Verdict:
+def verify(path: Path, known: tuple[int, str] | None = None) -> ChainVerdict:
     """Follow the chain from its oldest kept record. known: a number and hash kept elsewhere."""
     head = _saved_head(path.with_suffix(".head"))
     found, prev, records, lost = Head(0, START, 0), "", 0, 0
@@ -381,12 +381,12 @@ def verify(path: Path, known: tuple[int, str] | None = None) -> Verdict:
         try:
             record = opened(line)
         except ValueError as error:
-            return Verdict(records, found, lost, f"{place}: {error}")
+            return ChainVerdict(records, found, lost, f"{place}: {error}")
         if records == 0:
             first = record.n
             prev = START if first == 1 else record.prev
         if record.n != first + records or record.prev != prev:
-            return Verdict(
+            return ChainVerdict(
                 records,
                 found,
                 lost,
@@ -395,13 +395,13 @@ def verify(path: Path, known: tuple[int, str] | None = None) -> Verdict:
             )
         if known is not None and record.n == known[0]:
             if record.hash != known[1]:
-                return Verdict(
+                return ChainVerdict(
                     records, found, lost, f"{place}: record {record.n} is not the one you know"
                 )
             seen_known = True
         found, prev = Head(record.n, record.hash, first), record.hash
         records, lost = records + 1, lost + record.lost
-    return Verdict(records, found, lost, _missing(path, head, found, known, seen_known))
+    return ChainVerdict(records, found, lost, _missing(path, head, found, known, seen_known))
 
 
 def _missing(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from rose.cli.machine.doctor import Finding, note, ok, wrong
+from rose.cli.machine.doctor import Diagnosis, note, ok, wrong
 from rose.command_line.output import ago
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import Fleet, Mode, NodeState, fleet_of, names
@@ -11,16 +11,16 @@ from rose.rpc import rose_pb2 as pb
 
 # Starts of an engine after which they are no accident.
 MANY_RESTARTS: Final = 3
-Named = tuple[str, Finding]
+Named = tuple[str, Diagnosis]
 
 
-def diagnose_fleet(client: PolicyClient) -> Iterator[Finding]:
+def diagnose_fleet(client: PolicyClient) -> Iterator[Diagnosis]:
     """Ask the scheduler, and check its answer. Raises `UnavailableError` if none answers."""
     snapshot = client.snapshot()
     yield from fleet_checks(fleet_of(snapshot), client.policies())
 
 
-def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Finding]:
+def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Diagnosis]:
     """Return findings about one snapshot of a cluster, from the scheduler down to its engines."""
     for checks in (
         _scheduler(fleet),

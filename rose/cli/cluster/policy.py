@@ -139,7 +139,7 @@ def _fields_table(policy: dict[str, Any]) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FieldChange:
     """A field that would change; empty for a policy that is new, or whose halt would end."""
 
     policy: str
@@ -297,12 +297,12 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: A
         yield from _leaves(each, f"{path}.{key}" if path else key)
 
 
-def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[Difference]:
+def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[FieldChange]:
     """Return the changes that putting a policy in force would make, defaults included."""
     from elastic_scheduler.capacity import parse_policy
 
     if view is None:
-        return [Difference(wanted.name, what="new")]
+        return [FieldChange(wanted.name, what="new")]
     now, then = (
         {path: json.dumps(value) for path, value in _leaves(dumped)}
         for dumped in (
@@ -311,13 +311,13 @@ def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[D
         )
     )
     found = [
-        Difference(wanted.name, path, now.get(path, "–"), then.get(path, "–"))
+        FieldChange(wanted.name, path, now.get(path, "–"), then.get(path, "–"))
         for path in sorted(now.keys() | then.keys())
         if now.get(path) != then.get(path)
     ]
     if view.halted:
         what = f"applying it ends the halt of its canary: {view.halted}"
-        found.append(Difference(wanted.name, what=what))
+        found.append(FieldChange(wanted.name, what=what))
     return found
 
 

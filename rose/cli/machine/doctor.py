@@ -64,7 +64,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One line: `what`, and unless it is OK the next thing to do."""
 
     level: Severity
@@ -75,23 +75,23 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.level:<6} {self.subject}: {self.what}" + (f"; {self.do}" if self.do else "")
 
-    def about(self, subject: str) -> "Finding":
+    def about(self, subject: str) -> "Diagnosis":
         return replace(self, subject=subject)
 
 
-def ok(what: str) -> Finding:
-    return Finding(Severity.OK, what)
+def ok(what: str) -> Diagnosis:
+    return Diagnosis(Severity.OK, what)
 
 
-def note(what: str, do: str) -> Finding:
-    return Finding(Severity.NOTE, what, do)
+def note(what: str, do: str) -> Diagnosis:
+    return Diagnosis(Severity.NOTE, what, do)
 
 
-def wrong(what: str, do: str) -> Finding:
-    return Finding(Severity.WRONG, what, do)
+def wrong(what: str, do: str) -> Diagnosis:
+    return Diagnosis(Severity.WRONG, what, do)
 
 
-def refused(error: Exception | str, otherwise: str = "") -> Finding:
+def refused(error: Exception | str, otherwise: str = "") -> Diagnosis:
     """Return an error as a finding; its text may say what to do after a semicolon."""
     what, _, do = str(error).partition("; ")
     return wrong(what, do or otherwise)
@@ -101,8 +101,8 @@ Args = ParamSpec("Args")
 
 
 def checked(
-    subject: str, check: Callable[Args, Finding], *args: Args.args, **more: Args.kwargs
-) -> Finding:
+    subject: str, check: Callable[Args, Diagnosis], *args: Args.args, **more: Args.kwargs
+) -> Diagnosis:
     """Return the check's finding, even if the check itself fails."""
     try:
         return check(*args, **more).about(subject)
@@ -120,7 +120,7 @@ HOST_STALE_S = 30.0
 _NS = 1e9
 
 
-def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Finding]:
+def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Diagnosis]:
     yield checked("page", _page, host)
     if not host.name:  # one that was found holds its seat
         yield checked("host", _alive, host)
@@ -136,7 +136,7 @@ def _open(host: HostConfig) -> ControlPage:
     return ControlPage.open(host.page, host.page_group)
 
 
-def _page(host: HostConfig) -> Finding:
+def _page(host: HostConfig) -> Diagnosis:
     path = host.page
     try:
         check_folder(path.parent)
@@ -161,7 +161,7 @@ def _access(path: Path) -> str:
     return f"for group {group} (mode {stat.S_IMODE(status.st_mode):o})"
 
 
-def _alive(host: HostConfig) -> Finding:
+def _alive(host: HostConfig) -> Diagnosis:
     pid = host.pid
     if pid is None:
         return note("no pid is given", "set host.pid, or any engine on the page is the host")
@@ -194,7 +194,7 @@ _BREAKS = {
 }
 
 
-def _seat(host: HostConfig) -> Finding:
+def _seat(host: HostConfig) -> Diagnosis:
     """Check that a live process publishes here, and that no other serves unobserved."""
     with _open(host) as page:
         view = page.host_view()
@@ -219,7 +219,7 @@ def _seat(host: HostConfig) -> Finding:
     return ok(f"held by process {seat.pid}" if seat else "held")
 
 
-def _heartbeat(host: HostConfig) -> Finding:
+def _heartbeat(host: HostConfig) -> Diagnosis:
     with _open(host) as page:
         state, seat = page.host.read(), page.seat.read()
     if state is None or seat is None:
@@ -238,7 +238,7 @@ def _heartbeat(host: HostConfig) -> Finding:
     return ok(f"{what}, last written {max(0.0, age_s):.1f} s ago")
 
 
-def _grant(host: HostConfig) -> Finding:
+def _grant(host: HostConfig) -> Diagnosis:
     with _open(host) as page:
         grant = page.grant.read()
     age_s = (time.monotonic_ns() - grant.heartbeat_ns) / _NS if grant else float("inf")
@@ -248,7 +248,7 @@ def _grant(host: HostConfig) -> Finding:
     return ok(f"{grant.mode.name.lower()}: {explained(grant.reason)}")
 
 
-def _clock(pid: int | None) -> Finding:
+def _clock(pid: int | None) -> Diagnosis:
     if time.time() < os.path.getmtime(__file__) - 86_400:
         return wrong("the wall clock is wrong", "set it: manifests expire by it")
     if pid is None:
@@ -280,7 +280,7 @@ def daemon_of(config: NodeConfig) -> int | None:
     return holder_of(config.run_dir / "daemon.lock")
 
 
-def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
+def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
     """Check everything but the host and the GPUs."""
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", _daemon, config)
@@ -302,14 +302,14 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
     yield checked("disk", _disk, config)
 
 
-def _daemon(config: NodeConfig) -> Finding:
+def _daemon(config: NodeConfig) -> Diagnosis:
     pid = daemon_of(config)
     if pid is None:
         return note("none runs", "start `rose node --config FILE`")
     return ok(f"process {pid}")
 
 
-def _kill_switch(config: NodeConfig) -> Finding:
+def _kill_switch(config: NodeConfig) -> Diagnosis:
     if config.kill_file.exists():
         what = f"{config.kill_file} is set: no guest runs"
         return wrong(what, f"take it back with `rose unkill {config.run_dir}`")
@@ -319,7 +319,7 @@ def _kill_switch(config: NodeConfig) -> Finding:
     return ok("not set")
 
 
-def _certificates(config: NodeConfig) -> Finding:
+def _certificates(config: NodeConfig) -> Diagnosis:
     files = config.certificates.files
     if files is None:
         return note("none", "fine on loopback; see `certificates` elsewhere")
@@ -329,7 +329,7 @@ def _certificates(config: NodeConfig) -> Finding:
     return ok(f"{files.identity}, until {files.until}")
 
 
-def _scheduler(config: NodeConfig) -> Finding:
+def _scheduler(config: NodeConfig) -> Diagnosis:
     address = config.scheduler
     try:
         SchedulerClient(address, SCHEDULER_TIMEOUT_S, config.certificates.files).snapshot()
@@ -341,7 +341,7 @@ def _scheduler(config: NodeConfig) -> Finding:
     return ok(f"{address} answers")
 
 
-def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Finding:
+def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Diagnosis:
     check_model(replica.model_dir)
     if runs:
         return ok(f"runs on port {replica.port}")
@@ -366,7 +366,7 @@ def _interpreters(
     return found.values()
 
 
-def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> Finding:
+def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> Diagnosis:
     """Check that an engine's plugins, ROSE's and others', can be imported in its interpreter."""
     broken, name = broken_plugins(python, extra_env, engine), _NAMES[engine]
     if not broken:
@@ -384,7 +384,7 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> F
     return wrong(what, do)
 
 
-def _proxy(config: NodeConfig) -> Finding:
+def _proxy(config: NodeConfig) -> Diagnosis:
     """Check the way from gateways to this node's replicas."""
     proxy = config.proxy
     if proxy is None:
@@ -403,7 +403,7 @@ def _proxy(config: NodeConfig) -> Finding:
     return ok(f"listens on {proxy.host} port {proxy.port}")
 
 
-def _port(port: int, host: str = "127.0.0.1") -> Finding:
+def _port(port: int, host: str = "127.0.0.1") -> Diagnosis:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -415,7 +415,7 @@ def _port(port: int, host: str = "127.0.0.1") -> Finding:
     return ok(f"can be started on port {port}")
 
 
-def _placement(config: NodeConfig) -> Finding:
+def _placement(config: NodeConfig) -> Diagnosis:
     share = "background" if any(r.device is None for r in config.replicas) else "aside"
     attempt = subprocess.run(  # noqa: S603 -- our own program, placed as a guest is
         [
@@ -441,7 +441,7 @@ def _placement(config: NodeConfig) -> Finding:
     return ok(f"{share} and a cgroup below {config.cgroup}")
 
 
-def _disk(config: NodeConfig) -> Finding:
+def _disk(config: NodeConfig) -> Diagnosis:
     for folder in (config.run_dir, config.weights.parent, config.log_dir):
         if not folder.is_dir():
             return note(f"{folder} is not there yet", "the daemon makes it")
@@ -471,7 +471,7 @@ _LOOK_FOR_CUDA = (
 )
 
 
-def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
+def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
     """Check every GPU that the node's file names."""
     replicas = [replica for replica in config.replicas if replica.device is not None]
     named = [replica.device for replica in replicas]
@@ -495,7 +495,7 @@ def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Finding]:
                 yield checked(f"{replica.id} core", _pinned, replica)
 
 
-def _usable(config: NodeConfig, gpus: Gpus) -> Finding:
+def _usable(config: NodeConfig, gpus: Gpus) -> Diagnosis:
     try:
         gpus.insist_all(config)
     except RoseError as error:
@@ -503,14 +503,14 @@ def _usable(config: NodeConfig, gpus: Gpus) -> Finding:
     return ok("every replica has a card that it can run on")
 
 
-def _card(card: Card) -> Finding:
+def _card(card: Card) -> Diagnosis:
     what = f"{card.name}, driver {card.driver}, CUDA {version_text(card.cuda)}, {card.uuid}"
     if card.persistence is False:
         return note(f"{what}, persistence off", "its owner may turn it on: starts are slow")
     return ok(what)
 
 
-def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Finding:
+def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Diagnosis:
     """Check for other processes on the card beside host and guests, as far as the driver tells."""
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)
@@ -539,7 +539,7 @@ def _others(config: NodeConfig, clients: tuple[Client, ...]) -> list[int]:
     return [client.pid for client in clients if client.pid not in known]
 
 
-def _mps(replica: ReplicaConfig) -> Finding:
+def _mps(replica: ReplicaConfig) -> Diagnosis:
     if replica.wants_mps:
         pipes = insist_mps(replica)
         do = "know that a fatal fault of one client ends every client of that GPU, the host too"
@@ -552,7 +552,7 @@ def _mps(replica: ReplicaConfig) -> Finding:
     return ok("off")
 
 
-def _gives_back(replica: ReplicaConfig) -> Finding:
+def _gives_back(replica: ReplicaConfig) -> Diagnosis:
     if replica.kv_backend != "cuda":
         what = f"kv_backend is {replica.kv_backend}: it gives no KV memory of a GPU back"
         return note(what, 'set "kv_backend": "cuda", which gates its start as well')
@@ -571,7 +571,7 @@ def _gives_back(replica: ReplicaConfig) -> Finding:
     return ok("KV pages, through cuda-bindings")
 
 
-def _pinned(replica: ReplicaConfig) -> Finding:
+def _pinned(replica: ReplicaConfig) -> Diagnosis:
     what = f"it is pinned to core {replica.core}: its launches wait for that core alone"
     return note(what, "leave `core` out on a GPU")
 
@@ -594,7 +594,7 @@ def parser(prog: str) -> Parser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    subjects: list[tuple[str, Iterator[Finding]]] = []
+    subjects: list[tuple[str, Iterator[Diagnosis]]] = []
     if args.config is not None:
         config = NodeConfig.load(args.config, args.discover)
         subjects.append((f"node {config.node}", diagnose(config)))
@@ -603,7 +603,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(sum(_reported(*subject) for subject in subjects) > 0)
 
 
-def _of_cluster(args: argparse.Namespace) -> Iterator[Finding]:
+def _of_cluster(args: argparse.Namespace) -> Iterator[Diagnosis]:
     # Imported here: it is built on the findings above.
     from rose.cli.cluster.fleet_doctor import diagnose_fleet
 
@@ -611,9 +611,9 @@ def _of_cluster(args: argparse.Namespace) -> Iterator[Finding]:
     return diagnose_fleet(PolicyClient(args.scheduler or DEFAULT_SCHEDULER, 5.0, certificates))
 
 
-def _reported(subject: str, findings: Iterator[Finding]) -> bool:
+def _reported(subject: str, findings: Iterator[Diagnosis]) -> bool:
     """Print each finding as it comes; return True if something is wrong."""
-    found = list[Finding]()
+    found = list[Diagnosis]()
     for finding in findings:
         found.append(finding)
         sys.stdout.write(f"{finding}\n")
@@ -623,7 +623,7 @@ def _reported(subject: str, findings: Iterator[Finding]) -> bool:
     return wrong > 0
 
 
-def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
+def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Diagnosis]:
     """Check everything; this changes nothing and raises nothing."""
     gpus = gpus or Gpus()
     if config.discover:
@@ -636,7 +636,7 @@ def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Finding]:
 
 def discovery_checks(
     config: NodeConfig, discover: DiscoverConfig, gpus: Gpus
-) -> Generator[Finding, None, NodeConfig]:
+) -> Generator[Diagnosis, None, NodeConfig]:
     """Check the hosts in a shared folder; return the node without them."""
     seen = look(discover.folder, discover.page_group)
     for page, reason in seen.unusable.items():

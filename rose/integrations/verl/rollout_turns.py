@@ -11,14 +11,15 @@ are returned as aborted, and nothing starts until `resume`.
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from rose.client import RolloutClient, Sampling, TokenChunk, Turn, VersionNotServed
 from rose.errors import RefusedError
 from rose.integrations.settings import TrainerSettings
-from rose.integrations.verl.trajectories import Trajectories
 from rose.integrations.verl.turns import (
     Lengths,
     PolicySteps,
@@ -40,7 +41,7 @@ class _Names(TypedDict):
 
 
 @dataclass(slots=True)
-class _Part:
+class _PartialTurn:
     """Tokens of a turn so far."""
 
     tokens: list[int] = field(default_factory=list)
@@ -65,8 +66,8 @@ class RolloutTurns:
         """lag: versions that a turn may be behind the newest when it starts."""
         self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
         self._steps = PolicySteps(lag)
-        self._trajectories = Trajectories()
-        self._running: dict[asyncio.Task[Turn], _Part] = {}
+        self._sessions = TokenSessions()
+        self._running: dict[asyncio.Task[Turn], _PartialTurn] = {}
         self._admits = asyncio.Event()
         self._admits.set()
         self._rejects = False
@@ -91,9 +92,9 @@ class RolloutTurns:
                 raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
         prompt = [int(token) for token in prompt_ids]
         sampling = turn_sampling(sampling_params, self._lengths, len(prompt))
-        session = self._trajectories.session_of(prompt)
+        session = self._sessions.session_of(prompt)
         output = await self._served(prompt, sampling, session, request_id, priority)
-        self._trajectories.ended(session, [*prompt, *output["token_ids"]])
+        self._sessions.ended(session, [*prompt, *output["token_ids"]])
         return output
 
     async def _served(
@@ -124,7 +125,7 @@ class RolloutTurns:
         client = await self._opened()
         if not self._ends_turns:
             return output_of(await client.generate(prompt, sampling, **names), self._steps)
-        part = _Part()
+        part = _PartialTurn()
         stream = client.stream(prompt, sampling, **names)
         task = asyncio.ensure_future(stream.into(part.take))
         return await self._until_aborted(task, part)
@@ -166,7 +167,9 @@ class RolloutTurns:
             self._client = await client.__aenter__()
         return self._client
 
-    async def _until_aborted(self, task: "asyncio.Task[Turn]", part: _Part) -> dict[str, Any]:
+    async def _until_aborted(
+        self, task: "asyncio.Task[Turn]", part: _PartialTurn
+    ) -> dict[str, Any]:
         self._running[task] = part
         try:
             return output_of(await task, self._steps)
@@ -178,3 +181,61 @@ class RolloutTurns:
         finally:
             del self._running[task]
             task.cancel()
+
+
+# ---- sessions ----
+
+BLOCK = 16
+# Ended turns to remember: several times as many as an agent loop runs at once.
+MOST = 65_536
+_Key = tuple[int, tuple[int, ...]]
+
+
+class TokenSessions:
+    """Sessions by the tokens that they ended with, since verl gives each turn an id of its own.
+
+    A turn whose prompt begins with all tokens of an earlier turn belongs to its session, and goes
+    to the replica that has its prefix. Prompts are hashed in blocks, a chain of them; the remainder
+    is compared. A wrong match costs a prefix that is computed again. The oldest are forgotten.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._ended: OrderedDict[_Key, str] = OrderedDict()
+        # Lengths of the remainders for each chain: most have one.
+        self._rests: dict[int, list[int]] = {}
+
+    def session_of(self, prompt: Sequence[int]) -> str:
+        """Return the session that continues with this prompt, or a new one."""
+        for chain, at in reversed([*_chains(prompt)]):
+            for length in sorted(self._rests.get(chain, ()), reverse=True):
+                key = chain, tuple(prompt[at : at + length])
+                if session := self._ended.get(key):
+                    return session
+        return uuid.uuid4().hex
+
+    def ended(self, session: str, tokens: Sequence[int]) -> None:
+        """Record all tokens of a session's ended turn, prompt included."""
+        chain, at = [*_chains(tokens)][-1]
+        key = chain, tuple(tokens[at:])
+        if key not in self._ended:
+            self._rests.setdefault(chain, []).append(len(key[1]))
+        self._ended[key] = session
+        self._ended.move_to_end(key)
+        if len(self._ended) > self._most:
+            self._forget(self._ended.popitem(last=False)[0])
+
+    def _forget(self, key: _Key) -> None:
+        lengths = self._rests[key[0]]
+        lengths.remove(len(key[1]))
+        if not lengths:
+            del self._rests[key[0]]
+
+
+def _chains(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return the hash of each number of whole blocks, and their tokens, none first."""
+    chain = 0
+    yield chain, 0
+    for at in range(BLOCK, len(tokens) + 1, BLOCK):
+        chain = hash((chain, *tokens[at - BLOCK : at]))
+        yield chain, at

@@ -17,7 +17,8 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
 from rose.errors import RefusedError
-from rose.integrations.policy_publisher import PolicyPublisher, rank
+from rose.integrations.policy_publisher import PolicyPublisher
+from rose.integrations.ranks import rank
 from rose.integrations.settings import TrainerSettings
 from rose.integrations.verl.configuration import overlaid, refuse_unfit, settings_of
 from rose.integrations.verl.replica import SERVER
@@ -29,16 +30,8 @@ if TYPE_CHECKING:
 Weights = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterator[tuple[str, "torch.Tensor"]]
 
 
-class _Shared:
-    """Publisher of this process; a job has one for all callers."""
-
-    publisher: PolicyPublisher | None = None
-
-    @classmethod
-    def of(cls, settings: TrainerSettings) -> PolicyPublisher:
-        if cls.publisher is None:
-            cls.publisher = PolicyPublisher(settings)
-        return cls.publisher
+# A job has one publisher in a process, for all callers.
+_publishers: dict[str, PolicyPublisher] = {}
 
 
 async def publish(
@@ -48,7 +41,9 @@ async def publish(
 
     Not in a thread: gathering uses the device that this one has chosen.
     """
-    publisher = _Shared.of(settings)
+    if settings.job not in _publishers:
+        _publishers[settings.job] = PolicyPublisher(settings)
+    publisher = _publishers[settings.job]
     named = [pair async for pair in weights] if isinstance(weights, AsyncIterator) else weights
     version = publisher.publish(named, wait=wait)
     if rank() != 0:

@@ -17,7 +17,7 @@ import pytest
 from executor import ControlPage, Veto
 from rose.addresses import free_port
 from rose.cli.machine.doctor import (
-    Finding,
+    Diagnosis,
     Severity,
     _proxy,
     check_memory,
@@ -45,7 +45,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await bench.close()
 
 
-async def findings(bench: Bench) -> dict[str, Finding]:
+async def findings(bench: Bench) -> dict[str, Diagnosis]:
     return {f.subject: f for f in await asyncio.to_thread(lambda: list(diagnose(bench.config)))}
 
 
@@ -190,7 +190,7 @@ async def test_a_plugin_that_does_not_load_is_named_with_who_brought_it(
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:
-    def breaks() -> Finding:
+    def breaks() -> Diagnosis:
         raise OSError(5, "Input/output error")
 
     assert "cannot be checked (OSError" in str(checked("disk", breaks))

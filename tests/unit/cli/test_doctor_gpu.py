@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rose.cli.machine.doctor import Finding, Severity, gpu_checks
+from rose.cli.machine.doctor import Diagnosis, Severity, gpu_checks
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.guest.memory_gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
@@ -29,7 +29,7 @@ def node(tmp_path: Path, **changes: Any) -> NodeConfig:
     )
 
 
-def found(config: NodeConfig, open_reader: Callable[[], CardReader]) -> dict[str, Finding]:
+def found(config: NodeConfig, open_reader: Callable[[], CardReader]) -> dict[str, Diagnosis]:
     findings = list(gpu_checks(config, Gpus(open_reader)))
     for finding in findings:
         assert "\n" not in str(finding)

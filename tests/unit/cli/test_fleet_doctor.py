@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rose.cli.cluster.fleet_doctor import fleet_checks
-from rose.cli.machine.doctor import Finding, Severity
+from rose.cli.machine.doctor import Diagnosis, Severity
 from rose.cli.main import main
 from rose.operate.fleet import fleet_of
 from rose.rpc import rose_pb2 as pb
@@ -21,7 +21,7 @@ WHOLE: dict[str, Any] = {
 POLICY = pb.PolicyView(name="chat", policy="{}")
 
 
-def found(*policies: pb.PolicyView, **changes: Any) -> list[Finding]:
+def found(*policies: pb.PolicyView, **changes: Any) -> list[Diagnosis]:
     fleet = fleet_of(pb.SnapshotReply(**{**WHOLE, **changes}))
     return [each for each in fleet_checks(fleet, policies) if each.level is not Severity.OK]
 

@@ -6,13 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rose.client import VersionNotServed
 from rose.errors import ConfigError, RefusedError
 from rose.integrations import TrainerSettings
 from rose.integrations.verl import rollout_turns
 from rose.integrations.verl.configuration import overlaid, refuse_unfit
-from rose.integrations.verl.rollout_turns import RolloutTurns
+from rose.integrations.verl.rollout_turns import RolloutTurns, TokenSessions
 from rose.integrations.verl.turns import Lengths
 from tests.fakes.gateway import StandInGateway, until
 
@@ -165,3 +167,54 @@ def test_verls_configuration_goes_before_the_environment(
     assert overlaid({"max_staleness": 3}).max_staleness == 3
     with pytest.raises(ConfigError, match="no setting 'jobb'"):
         overlaid({"jobb": "x"})
+
+
+# ---- sessions by their tokens ----
+
+Tokens = st.lists(st.integers(0, 3), max_size=70)
+
+
+def test_a_turn_that_goes_on_keeps_its_session() -> None:
+    found = TokenSessions()
+    for turns in range(1, 40):
+        prompt = [5] * 3
+        session = found.session_of(prompt)
+        for _ in range(turns):
+            found.ended(session, prompt)
+            prompt = [*prompt, 7, turns]
+            assert found.session_of(prompt) == session
+
+
+def test_samples_of_one_prompt_are_apart() -> None:
+    found = TokenSessions()
+    prompt = [1] * 32
+    sessions = [found.session_of(prompt) for _ in range(4)]
+    assert len(set(sessions)) == 4
+    for k, session in enumerate(sessions):
+        found.ended(session, [*prompt, 10 + k])
+    for k, session in enumerate(sessions):
+        assert found.session_of([*prompt, 10 + k, 2, 3]) == session
+    assert found.session_of([*prompt, 99]) not in sessions
+
+
+@given(st.lists(Tokens, min_size=1, max_size=6), Tokens)
+def test_the_longest_end_that_the_prompt_begins_with_is_its_trajectory(
+    ends: list[list[int]], prompt: list[int]
+) -> None:
+    found = TokenSessions()
+    for index, tokens in enumerate(ends):
+        found.ended(str(index), tokens)
+    fits = [tokens for tokens in ends if prompt[: len(tokens)] == tokens]
+    session = found.session_of(prompt)
+    if fits:
+        assert ends[int(session)] == max(fits, key=len)
+    else:
+        assert len(session) == 32
+
+
+def test_the_oldest_ends_are_forgotten() -> None:
+    found = TokenSessions(most=8)
+    for index in range(20):
+        found.ended(str(index), [index] * 20)
+    kept = [k for k in range(20) if found.session_of([k] * 20) == str(k)]
+    assert kept == list(range(12, 20))
