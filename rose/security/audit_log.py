@@ -377,31 +377,31 @@ def verify(path: Path, known: tuple[int, str] | None = None) -> ChainVerdict:
     head = _saved_head(path.with_suffix(".head"))
     found, prev, records, lost = Head(0, START, 0), "", 0, 0
     seen_known = known is None or known[0] == 0
+    wrong = ""
     for place, line in read(path):
         try:
             record = opened(line)
         except ValueError as error:
-            return ChainVerdict(records, found, lost, f"{place}: {error}")
+            wrong = f"{place}: {error}"
+            break
         if records == 0:
             first = record.n
             prev = START if first == 1 else record.prev
         if record.n != first + records or record.prev != prev:
-            return ChainVerdict(
-                records,
-                found,
-                lost,
+            wrong = (
                 f"{place}: record {record.n} does not follow record {found.n}: lines are missing"
-                " or were swapped",
+                " or were swapped"
             )
+            break
         if known is not None and record.n == known[0]:
-            if record.hash != known[1]:
-                return ChainVerdict(
-                    records, found, lost, f"{place}: record {record.n} is not the one you know"
-                )
             seen_known = True
+            if record.hash != known[1]:
+                wrong = f"{place}: record {record.n} is not the one you know"
+                break
         found, prev = Head(record.n, record.hash, first), record.hash
         records, lost = records + 1, lost + record.lost
-    return ChainVerdict(records, found, lost, _missing(path, head, found, known, seen_known))
+    wrong = wrong or _missing(path, head, found, known, seen_known)
+    return ChainVerdict(records, found, lost, wrong)
 
 
 def _missing(

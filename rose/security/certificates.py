@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import math
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,12 +30,14 @@ from cryptography.hazmat.primitives.serialization import (
 from rose.errors import ConfigError
 from rose.security.keys import kind_of
 from rose.security.roles import Identity, Role, server_name
+from rose.security.watched_files import WatchedFiles, read_bounded
 
 if TYPE_CHECKING:
     # Imported where it is used: a trainer's client does not need it.
     import grpc
 
 EXPIRED = "the certificate of {} has expired; connect again with a newer one"
+MISSING = "TLS file {} is missing"
 MAX_PEM_BYTES = 1 << 20
 # OpenSSL refuses shorter keys, and says so only once a server starts.
 LEAST_RSA_BITS = 2_048
@@ -76,7 +77,7 @@ QUIET_S = 0.05
 MOST_WAIT_S = 30.0
 
 
-class _Turn:
+class _CredentialsChange:
     """Change of a server's credentials to newer files; handshakes ask it one after the other."""
 
     def __init__(self, shown: Material) -> None:
@@ -109,25 +110,12 @@ class CertificateFiles:
     def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
         """Read the files. Raises ConfigError for files that cannot be used."""
         self._paths = ca, certificate, key
-        self._lock = threading.Lock()
-        self._trouble = ""
-        self._seen = self._stamps()
-        self._material = self._read()
+        self._files = WatchedFiles(self._paths, self._read, MISSING)
         self._contexts: dict[bool, tuple[Material, ssl.SSLContext]] = {}
 
     def material(self) -> Material:
         """Return the content of the files, or the last usable one."""
-        with self._lock:
-            try:
-                stamps = self._stamps()
-                if stamps != self._seen:
-                    self._material = self._read()
-                    self._seen = stamps
-                self._trouble = ""
-            except ConfigError as error:
-                # Certificate and key are replaced one after the other: try again at the next call.
-                self._trouble = str(error)
-            return self._material
+        return self._files.newest()
 
     @property
     def paths(self) -> tuple[Path, Path, Path]:
@@ -163,7 +151,7 @@ class CertificateFiles:
     def troubles(self) -> list[str]:
         """Return the faults that an operator should mend, a line each."""
         material = self.material()
-        lines = [f"certificates: {self._trouble}"] if self._trouble else []
+        lines = [f"certificates: {self._files.trouble}"] if self._files.trouble else []
         left_s = material.not_after_s - time.time()
         if left_s <= 0:
             lines.append(f"{self._paths[1]} has expired; issue another one")
@@ -191,14 +179,14 @@ class CertificateFiles:
         """Return a server's credentials, which require certificates and use the newest files."""
         import grpc
 
-        turn = _Turn(self.material())
+        change = _CredentialsChange(self.material())
 
         def newest() -> "grpc.ServerCertificateConfiguration | None":
             now = self.material()
-            return _configuration(now) if turn.is_due(now, time.monotonic()) else None
+            return _configuration(now) if change.is_due(now, time.monotonic()) else None
 
         credentials = grpc.dynamic_ssl_server_credentials(
-            _configuration(turn.shown),
+            _configuration(change.shown),
             cast("Callable[[], grpc.ServerCertificateConfiguration]", newest),
             require_client_authentication=True,
         )
@@ -261,14 +249,10 @@ class CertificateFiles:
 
     def _new_context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
         # Trust the cluster's own CA alone, not the system's authorities.
-        protocol = (
-            ssl.PROTOCOL_TLS_SERVER
-            if purpose is ssl.Purpose.CLIENT_AUTH
-            else ssl.PROTOCOL_TLS_CLIENT
-        )
-        context = ssl.SSLContext(protocol)
+        serves = purpose is ssl.Purpose.CLIENT_AUTH
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if purpose is ssl.Purpose.CLIENT_AUTH:
+        if serves:
             # A resumed session is not verified again, by any CA, so issue no tickets for one.
             context.num_tickets = 0
         self._load(context)
@@ -285,9 +269,6 @@ class CertificateFiles:
             ) from error
 
     # ---- files ----
-
-    def _stamps(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(_stamp(path) for path in self._paths)
 
     def _read(self) -> Material:
         ca, certificate, key = self._paths
@@ -412,20 +393,8 @@ def _life_s(leaf: x509.Certificate) -> float:
     return (leaf.not_valid_after_utc - leaf.not_valid_before_utc).total_seconds()
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"TLS file {path} is missing ({error.strerror})") from error
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
 def _bytes_of(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PEM_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"TLS file {path} is missing ({error.strerror})") from error
+    data = read_bounded(path, MAX_PEM_BYTES, MISSING)
     if len(data) > MAX_PEM_BYTES:
         raise ConfigError(f"TLS file {path} is longer than {MAX_PEM_BYTES} bytes; give a PEM file")
     return data

@@ -13,7 +13,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -34,19 +34,6 @@ _CERTIFICATE = "x509_pem_cert"
 
 CALLING: ContextVar[str] = ContextVar("calling", default="")
 """Caller of the current call: `operator ada`; empty without certificates, and between calls."""
-
-
-class _Handler(Protocol):
-    """Handler of one method in gRPC's registry; exactly one of its four callables is set."""
-
-    request_streaming: bool
-    response_streaming: bool
-    request_deserializer: Any
-    response_serializer: Any
-    unary_unary: Any
-    unary_stream: Any
-    stream_unary: Any
-    stream_stream: Any
 
 
 class RefusedPeerError(RoseError):
@@ -83,24 +70,23 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Wrap the handler: the caller's certificate is known only there."""
         handler = await continuation(handler_call_details)
-        return handler and self._checked(
-            handler_call_details.method.rpartition("/")[2], cast(Any, handler)
-        )
+        return handler and self._checked(handler_call_details.method.rpartition("/")[2], handler)
 
-    def _checked(self, method: str, handler: _Handler) -> "grpc.RpcMethodHandler[Any, Any]":
-        coders = handler.request_deserializer, handler.response_serializer
-        if handler.request_streaming and handler.response_streaming:
-            both = self._stream(method, handler.stream_stream, streams_in=True)
-            return grpc.stream_stream_rpc_method_handler(both, *coders)
-        if handler.request_streaming:
-            taking = self._stream(method, handler.stream_unary, streams_in=True)
-            return grpc.stream_unary_rpc_method_handler(taking, *coders)
-        if handler.response_streaming:
-            giving = self._stream(method, handler.unary_stream, streams_in=False)
-            return grpc.unary_stream_rpc_method_handler(giving, *coders)
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler.unary_unary), *coders
+    def _checked(self, method: str, handler: Any) -> "grpc.RpcMethodHandler[Any, Any]":  # noqa: ANN401 - gRPC's four kinds
+        takes, gives = (
+            "stream" if streams else "unary"
+            for streams in (handler.request_streaming, handler.response_streaming)
         )
+        call = getattr(handler, f"{takes}_{gives}")
+        checked = (
+            self._unary(method, call)
+            if takes == gives == "unary"
+            else self._stream(method, call, streams_in=handler.request_streaming)
+        )
+        wrapped: grpc.RpcMethodHandler[Any, Any] = getattr(
+            grpc, f"{takes}_{gives}_rpc_method_handler"
+        )(checked, handler.request_deserializer, handler.response_serializer)
+        return wrapped
 
     def _unary(self, method: str, call: Handler) -> Handler:
         async def checked(request: object, context: "Context[Any, Any]") -> object:

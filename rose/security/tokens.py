@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from rose.errors import ConfigError, RefusedError, decoded
 from rose.security.callers import TRAINER, Caller
 from rose.security.keys import check_no_key, public_key
+from rose.security.watched_files import WatchedFiles, read_bounded
 
 if TYPE_CHECKING:
     # Gateways and clients do not need its codecs.
@@ -57,6 +58,7 @@ class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jti: str
 
 
+Keys = tuple[Ed25519PublicKey, ...]
 _CLAIMS = msgspec.json.Decoder(Claims)
 
 
@@ -97,12 +99,12 @@ class TokenVerifier:
         self, keys: Path, audience: str = AUDIENCE, clock: Callable[[], float] = time.time
     ) -> None:
         """Read the keys. Raises ConfigError for a file without keys."""
-        self._file = keys
         self._audience = audience
         self._clock = clock
-        self._stamp = _stamp_of(keys)
-        self._keys = _keys_of(keys)
-        self._known: dict[str, Claims] = {}
+        # Keys, and the claims that one of them signed.
+        self._keys = WatchedFiles[tuple[Keys, dict[str, Claims]]](
+            (keys,), lambda: (_keys_of(keys), {})
+        )
 
     def caller(self, token: str) -> Caller:
         """Return the token's caller. Raises TokenRefusedError, which quotes none of the token."""
@@ -125,26 +127,13 @@ class TokenVerifier:
 
     def _signed(self, token: str) -> Claims:
         """Return the token's claims if one of the keys signed it."""
-        self._reload()
-        known = self._known.get(token)
-        if known is not None:
-            return known
-        claims = _claims_of(token, self._keys)
-        if len(self._known) >= REMEMBERED:
-            self._known.clear()
-        self._known[token] = claims
-        return claims
-
-    def _reload(self) -> None:
-        try:
-            stamp = _stamp_of(self._file)
-            if stamp == self._stamp:
-                return
-            self._keys = _keys_of(self._file)
-        except ConfigError:
-            return  # the old keys stay until there are usable ones
-        self._stamp = stamp
-        self._known.clear()
+        keys, known = self._keys.newest()
+        if token not in known:
+            claims = _claims_of(token, keys)
+            if len(known) >= REMEMBERED:
+                known.clear()
+            known[token] = claims
+        return known[token]
 
 
 class TokenFile:
@@ -152,23 +141,14 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         """Read the token. Raises ConfigError for a file without one."""
-        self._path = path
-        self._stamp = _stamp_of(path)
-        self._token = _token_of(path)
+        self._file = WatchedFiles((path,), lambda: _token_of(path))
 
     def token(self) -> str:
         """Return the newest token."""
-        try:
-            stamp = _stamp_of(self._path)
-            if stamp != self._stamp:
-                self._token = _token_of(self._path)
-                self._stamp = stamp
-        except ConfigError:
-            pass  # half written: the old one until it can be read
-        return self._token
+        return self._file.newest()
 
 
-def _claims_of(token: str, keys: tuple[Ed25519PublicKey, ...]) -> Claims:
+def _claims_of(token: str, keys: Keys) -> Claims:
     parts = token.split(".")
     if len(token) > MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != PREFIX:
         raise TokenRefusedError("this is no token of ROSE: issue one with `rose token issue`")
@@ -210,20 +190,9 @@ def _data(text: str) -> bytes:
     return data
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
 def _lines_of(path: Path) -> list[str]:
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).decode("ascii")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+        text = read_bounded(path, MAX_FILE_BYTES).decode("ascii")
     except UnicodeDecodeError:
         raise ConfigError(
             f"{path} is no text; keys are lines of hex, a token is one line"
@@ -231,7 +200,7 @@ def _lines_of(path: Path) -> list[str]:
     return [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
 
 
-def _keys_of(path: Path) -> tuple[Ed25519PublicKey, ...]:
+def _keys_of(path: Path) -> Keys:
     lines = _lines_of(path)
     if not 0 < len(lines) <= MAX_KEYS:
         raise ConfigError(

@@ -10,7 +10,14 @@ import pytest
 from rose.cli.main import main
 from rose.errors import ConfigError, RefusedError
 from rose.security import CertificateFiles, Identity, Role
-from rose.security.certificates import MOST_WAIT_S, QUIET_S, _Turn, files_of, identity_of, leaf_of
+from rose.security.certificates import (
+    MOST_WAIT_S,
+    QUIET_S,
+    _CredentialsChange,
+    files_of,
+    identity_of,
+    leaf_of,
+)
 from rose.security.development_ca import DevelopmentCa, Issued
 
 
@@ -181,7 +188,7 @@ async def test_a_server_shows_its_newest_certificate_and_trusts_the_newest_ca(
 
 def test_credentials_of_a_server_change_in_a_pause_or_after_a_while(ca: DevelopmentCa) -> None:
     own = files(ca, ca.issue(Role.SCHEDULER, "s"))
-    turn = _Turn(own.material())
+    turn = _CredentialsChange(own.material())
     assert not turn.is_due(own.material(), 1.0)
     ca.issue(Role.SCHEDULER, "s")
     newer = own.material()

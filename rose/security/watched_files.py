@@ -1,0 +1,62 @@
+"""WatchedFiles: a value of files that other programs replace, read again when one changes."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rose.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def read_bounded(path: Path, most_bytes: int, otherwise: str = "{} cannot be read") -> bytes:
+    """Return a file's content, at most a byte more than `most_bytes`. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{otherwise.format(path)} ({error.strerror})") from error
+
+
+class WatchedFiles(Generic[T]):
+    """The value that `read` returns for the files; any thread may ask for the newest.
+
+    Files are replaced one after the other, so while they cannot be read the last value stays, and
+    `trouble` says why.
+    """
+
+    def __init__(
+        self, paths: tuple[Path, ...], read: Callable[[], T], otherwise: str = "{} cannot be read"
+    ) -> None:
+        """Read the files. otherwise: error for one that is not there. Raises ConfigError."""
+        self.trouble = ""
+        self._paths = paths
+        self._read = read
+        self._otherwise = otherwise
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self._value = read()
+
+    def newest(self) -> T:
+        """Return the value of the files, or the last usable one."""
+        with self._lock:
+            try:
+                stamps = self._stamps()
+                if stamps != self._seen:
+                    self._value = self._read()
+                    self._seen = stamps
+                self.trouble = ""
+            except ConfigError as error:
+                self.trouble = str(error)
+            return self._value
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        stamps = []
+        for path in self._paths:
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise ConfigError(f"{self._otherwise.format(path)} ({error.strerror})") from error
+            stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+        return stamps
