@@ -101,9 +101,35 @@ def test_a_card_that_cannot_be_used_is_wrong(
     assert len(wrongs) == 1, "said once"
 
 
-def test_persistence_off_is_a_note(tmp_path: Path) -> None:
-    finding = found(node(tmp_path), lambda: reader(card(persistence=False)))["gpu 0"]
-    assert (finding.level, "persistence off" in finding.what) == (Severity.NOTE, True)
+@pytest.mark.parametrize(
+    ("changes", "open_reader", "subject", "told", "do"),
+    [
+        ({}, lambda: reader(card(persistence=False)), "gpu 0", "persistence off", ""),
+        (
+            # A container hides them.
+            {},
+            lambda: reader(used_bytes=60 * GIB),
+            "gpu 0 load",
+            "none of its processes is seen from here",
+            "process namespace",
+        ),
+        ({}, lambda: reader(slowed=("power cap",)), "gpu 0 load", "slowed by power cap", ""),
+        ({}, reader, "g0 gives back", "kv_backend is auto", ""),
+        ({"core": 3}, reader, "g0 core", "pinned to core 3", ""),
+    ],
+)
+def test_a_card_that_works_with_something_to_know_is_a_note(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    open_reader: Callable[[], CardReader],
+    subject: str,
+    told: str,
+    do: str,
+) -> None:
+    finding = found(node(tmp_path, **changes), open_reader)[subject]
+    assert finding.level is Severity.NOTE
+    assert told in finding.what
+    assert do in finding.do
 
 
 def test_another_process_on_the_card_is_named_and_the_host_is_none(tmp_path: Path) -> None:
@@ -116,18 +142,6 @@ def test_another_process_on_the_card_is_named_and_the_host_is_none(tmp_path: Pat
     assert found(node(tmp_path), lambda: busy)["gpu 0 load"].level is Severity.OK
 
 
-def test_a_driver_that_hides_processes_says_what_that_costs(tmp_path: Path) -> None:
-    """A container hides them."""
-    finding = found(node(tmp_path), lambda: reader(used_bytes=60 * GIB))["gpu 0 load"]
-    assert "none of its processes is seen from here" in finding.what
-    assert "process namespace" in finding.do
-
-
-def test_clocks_that_are_held_down_are_a_note(tmp_path: Path) -> None:
-    finding = found(node(tmp_path), lambda: reader(slowed=("power cap",)))["gpu 0 load"]
-    assert "slowed by power cap" in finding.what
-
-
 def test_a_card_that_stops_answering_does_not_end_the_doctor(tmp_path: Path) -> None:
     mute = reader()
     mute.listed = None
@@ -136,7 +150,9 @@ def test_a_card_that_stops_answering_does_not_end_the_doctor(tmp_path: Path) -> 
     assert "g0 mps" in told
 
 
-def test_mps_that_is_wanted_and_not_there_is_wrong(tmp_path: Path, no_mps: Path) -> None:
+def test_mps_is_wrong_where_it_is_wanted_and_a_note_where_it_is_there(
+    tmp_path: Path, no_mps: Path
+) -> None:
     config = node(tmp_path, mps_priority="low")
     assert found(config, reader)["g0 mps"].level is Severity.WRONG
     no_mps.mkdir()
@@ -144,18 +160,8 @@ def test_mps_that_is_wanted_and_not_there_is_wrong(tmp_path: Path, no_mps: Path)
     finding = found(config, reader)["g0 mps"]
     assert finding.level is Severity.NOTE
     assert "a fatal fault of one client ends every client" in finding.do
-
-
-def test_mps_that_is_there_and_not_wanted_is_a_note(tmp_path: Path, no_mps: Path) -> None:
-    no_mps.mkdir()
-    os.mkfifo(no_mps / "control")
     finding = found(node(tmp_path), reader)["g0 mps"]
     assert (finding.level, "no client of it" in finding.what) == (Severity.NOTE, True)
-
-
-def test_a_guest_that_can_give_nothing_back_is_told(tmp_path: Path) -> None:
-    finding = found(node(tmp_path), reader)["g0 gives back"]
-    assert (finding.level, "kv_backend is auto" in finding.what) == (Severity.NOTE, True)
 
 
 def test_missing_cuda_bindings_are_wrong(tmp_path: Path) -> None:
@@ -167,8 +173,3 @@ def test_missing_cuda_bindings_are_wrong(tmp_path: Path) -> None:
     assert finding.level is Severity.WRONG
     assert "has no cuda-bindings" in finding.what
     assert "rose-rollout[cuda]" in finding.do
-
-
-def test_a_guest_that_is_pinned_is_told(tmp_path: Path) -> None:
-    finding = found(node(tmp_path, core=3), reader)["g0 core"]
-    assert "pinned to core 3" in finding.what

@@ -1,21 +1,19 @@
 """`rose jobs` says whose a job is and what is served, and forgets one when it is told to."""
 
-from collections.abc import Iterator
-from concurrent import futures
-
 import grpc
 import pytest
 
 from rose.cli.main import main
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from rose.rpc.rose_pb2_grpc import SchedulerServicer
+from tests.unit.cli.conftest import Serve
 
 RUN = pb.RunView(
     run="4f1c", holder="run sweep-3 on h1, process 11", since_s=1.7e9, silent_s=2.0, live=True
 )
 
 
-class StandInScheduler(SchedulerServicer):  # type: ignore[misc]
+class JobsScheduler(SchedulerServicer):  # type: ignore[misc]
     """Knows one job with a run that lives, one that stands by, and one of an earlier release."""
 
     def Snapshot(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
@@ -45,13 +43,8 @@ class StandInScheduler(SchedulerServicer):  # type: ignore[misc]
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    add_SchedulerServicer_to_server(StandInScheduler(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait()
+def address(serve: Serve) -> str:
+    return serve(JobsScheduler())
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[str]:

@@ -1,22 +1,26 @@
 """Whatever a person types: one line, and an exit code."""
 
 import io
+import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from types import ModuleType
 
 import grpc
 import pytest
 
+from rose.cli import main as cli
 from rose.cli.cluster import stops
-from rose.cli.main import main
+from rose.cli.completion import SHELLS, script
+from rose.cli.exit_codes import ExitCode, code_of
+from rose.cli.main import commands_of, main, make_parser, parser_of
 from rose.cli.tables import summary
-from rose.errors import ConfigError
+from rose.command import set_kill_switch
+from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.operate.fleet import fleet_of
 from rose.rpc import rose_pb2 as pb
-from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from rose.rpc.rose_pb2_grpc import SchedulerServicer
+from tests.unit.cli.conftest import Serve
 
 
 class AnsweringScheduler(SchedulerServicer):  # type: ignore[misc]
@@ -72,14 +76,9 @@ class AnsweringScheduler(SchedulerServicer):  # type: ignore[misc]
 
 
 @pytest.fixture
-def scheduler() -> Iterator[tuple[AnsweringScheduler, str]]:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
+def scheduler(serve: Serve) -> tuple[AnsweringScheduler, str]:
     fake = AnsweringScheduler()
-    add_SchedulerServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield fake, f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    return fake, serve(fake)
 
 
 @pytest.mark.parametrize(
@@ -257,3 +256,106 @@ def test_a_name_that_the_terminal_has_no_letters_for_is_written_all_the_same(
     assert main(["support-bundle", "--out", str(tmp_path / "модель.tar.gz")]) == 0
     screen.flush()
     assert b".tar.gz: 1 files" in screen.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+# ---- exit codes ----
+
+
+def test_codes_stay_what_scripts_know() -> None:
+    assert {code.name: int(code) for code in ExitCode} == {
+        "DONE": 0,
+        "FOUND": 1,
+        "BAD_INPUT": 2,
+        "UNPROVED": 3,
+        "NOBODY_ANSWERS": 4,
+        "INTERRUPTED": 130,
+    }
+    assert all(code.meaning for code in ExitCode)
+    for error in (UnavailableError("x"), NotAnnouncedError("x")):
+        assert code_of(error) is ExitCode.NOBODY_ANSWERS, "to ask again may help"
+    assert code_of(RefusedError("x")) is code_of(ConfigError("x")) is ExitCode.BAD_INPUT
+
+
+# ---- `rose kill` acts before it imports ----
+
+ACT = """
+import sys
+before = set(sys.modules)
+from rose.command import set_kill_switch
+set_kill_switch(sys.argv[1:])
+print(*(name for name in set(sys.modules) - before if name.startswith("rose.")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "set_"),
+    [
+        (["kill", "RUN"], True),
+        (["kill", "RUN", "--within", "2"], True),
+        (["kill", "--within", "2", "RUN"], True),
+        (["kill", "RUN", "--dry-run"], False),
+        (["kill", "--help", "RUN"], False),
+        (["kill"], False),
+        (["unkill", "RUN"], False),
+        (["status", "RUN"], False),
+    ],
+)
+def test_the_switch_is_set_for_a_kill_alone(tmp_path: Path, words: list[str], set_: bool) -> None:
+    set_kill_switch([str(tmp_path) if word == "RUN" else word for word in words])
+    assert (tmp_path / "KILL").exists() == set_
+
+
+def test_nothing_else_of_rose_is_imported_before(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", ACT, "kill", str(tmp_path)]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["rose.command"]
+    assert (tmp_path / "KILL").exists()
+
+
+# ---- completion ----
+
+LIGHT = ("status", "hold", "stop-all", "policy", "completion")
+
+
+@pytest.fixture
+def light_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands take seconds to import; `scripts/cli-reference` makes the whole tree."""
+    light = make_parser()
+    commands_of(light).update({name: parser_of(name) for name in LIGHT})
+    monkeypatch.setattr(cli, "whole_parser", lambda: light)
+
+
+@pytest.mark.usefixtures("light_parser")
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_a_script_of_all_commands(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    for word in ("stop-all", "policy", "explain", "dry-run", "scheduler", "hold"):
+        assert word in text
+
+
+@pytest.mark.usefixtures("light_parser")
+def test_bash_completes_commands_options_and_choices(tmp_path: Path) -> None:
+    (tmp_path / "rose.bash").write_text(script(cli.whole_parser(), "bash"))
+
+    def completed(*words: str) -> set[str]:
+        typed = " ".join(f"'{word}'" for word in ("rose", *words))
+        ask = (
+            f"source {tmp_path}/rose.bash; COMP_WORDS=({typed}); COMP_CWORD={len(words)};"
+            " $(complete -p rose | sed 's/.*-F \\([^ ]*\\).*/\\1/') rose; echo ${COMPREPLY[@]}"
+        )
+        done = subprocess.run(
+            ["bash", "--norc", "-c", ask], capture_output=True, text=True, timeout=20
+        )
+        return set(done.stdout.split())
+
+    assert completed("stop") == {"stop-all"}
+    assert {"get", "set", "apply", "diff", "explain", "delete"} <= completed("policy", "")
+    assert {"--within", "--dry-run", "--scheduler"} <= completed("stop-all", "--")
+    assert completed("status", "-o", "") == {"table", "json", "yaml"}
+
+
+def test_a_processes_parser_is_had_without_running_it() -> None:
+    assert set(commands_of(parser_of("token"))) == {"key", "issue"}
