@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
-from rose.tracing.context import TraceContext, current_trace, parsed
+from rose.tracing import TraceContext, current_trace, parsed
 
 
 @dataclass(frozen=True, slots=True)

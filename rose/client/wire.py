@@ -22,7 +22,7 @@ from rose.contract.gateway import (
     Versions,
 )
 from rose.errors import decoded
-from rose.tracing.context import trace_of
+from rose.tracing import trace_of
 
 encode = msgspec.json.Encoder().encode
 _ANSWER = msgspec.json.Decoder(TurnAnswer)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from rose.addresses import checked_url
+from rose.addresses import checked_addresses, checked_url
 from rose.client.blocking import BlockingRolloutClient
 from rose.client.credentials import GatewayCredentials
 from rose.errors import ConfigError
-from rose.rpc.addresses import checked_addresses
 from rose.security.certificates import CertificateFiles, files_of
 from rose.security.keys import signing_key
 from weight_transfer import SigningKey

@@ -21,7 +21,7 @@ import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.drf import HOLD_S
-from rose.addresses import check_exposure, host_port
+from rose.addresses import check_exposure, host_port, is_address
 from rose.command_line.parser import Parser, add_log_limits, taken_log_limits
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import KubeApi
@@ -39,7 +39,6 @@ from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
 from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background
 from rose.process.http_port import connections_allowed, raise_descriptor_limit
-from rose.rpc.addresses import is_address
 from rose.rpc.channel import make_server
 from rose.scheduler.core.job_registry import with_standing
 from rose.scheduler.core.leasing import LeaseTimes

@@ -36,7 +36,7 @@ from rose.contract.replica import (
     Refusal,
 )
 from rose.contract.weights import APPLY, AUDIT
-from rose.tracing.context import TraceContext, parsed
+from rose.tracing import TraceContext, parsed
 
 _encode = msgspec.json.Encoder().encode
 _JSON = (b"content-type", b"application/json")

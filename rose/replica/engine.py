@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from rose.contract.replica import GenerateBody, StreamLine
 from rose.replica.token_versions import KvStaleness
-from rose.tracing.context import TraceContext
+from rose.tracing import TraceContext
 
 
 class RequestRefusedError(Exception):

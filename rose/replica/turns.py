@@ -16,7 +16,7 @@ from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
 from rose.replica.engine import EngineRequest, ReplicaEngine, RequestRefusedError
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
-from rose.tracing.context import TraceContext
+from rose.tracing import TraceContext
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 

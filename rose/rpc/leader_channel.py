@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc
 import grpc.aio
 
+from rose.addresses import checked_addresses, is_address
 from rose.errors import UnavailableError
-from rose.rpc.addresses import checked_addresses, is_address
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security.certificates import CertificateFiles, Material

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose.addresses import checked_addresses
 from rose.errors import ConfigError
-from rose.rpc.addresses import checked_addresses
 from rose.store.etcd import EtcdStore
 from rose.store.etcd_link import EtcdAccess
 from rose.store.protocol import Store

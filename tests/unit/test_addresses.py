@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from yarl import URL
 
 import rose.addresses
-from rose.addresses import checked_url, host_port
+from rose.addresses import checked_url, host_port, is_address
 from rose.errors import ConfigError
-from rose.rpc.addresses import is_address
 
 GOOD = [
     "http://127.0.0.1:8000",

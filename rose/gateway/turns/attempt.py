@@ -23,8 +23,7 @@ from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
 from rose.gateway.text_codec import TextTrack
 from rose.gateway.turn_request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
-from rose.tracing import NO_SPANS, Spans
-from rose.tracing.spans import Attributes
+from rose.tracing import NO_SPANS, Attributes, Spans
 
 REST_OF_ANSWER_S = 1.0
 # Statuses about the request itself: another replica would return the same.

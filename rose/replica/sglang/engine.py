@@ -11,7 +11,7 @@ from rose.contract.replica import GenerateBody
 from rose.replica.engine import MOST_WARM_UP_TOKENS, WarmUpSizes
 from rose.replica.sglang.requests import EngineRequest, SglangError
 from rose.replica.token_versions import KvStaleness
-from rose.tracing.context import TraceContext
+from rose.tracing import TraceContext
 from weight_transfer.apply.shared_segment import ranks_folder
 
 KEPT_TOKENS: Final = 6

@@ -14,7 +14,7 @@ from rose.replica.engine import MOST_WARM_UP_TOKENS, WarmUpSizes
 from rose.replica.token_versions import KvStaleness
 from rose.replica.vllm.requests import ENGINE_FAILURES, EngineRequest
 from rose.replica.vllm.stamps import stamps_of
-from rose.tracing.context import TraceContext
+from rose.tracing import TraceContext
 from weight_transfer.apply.shared_segment import ranks_folder
 
 

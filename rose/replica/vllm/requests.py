@@ -30,7 +30,7 @@ from rose.contract.replica import (
 from rose.replica.engine import OutputDelta, RequestRefusedError
 from rose.replica.token_versions import KvStaleness, Start, split_spans
 from rose.replica.vllm.stamps import stamps_of
-from rose.tracing.context import TraceContext
+from rose.tracing import TraceContext
 
 
 class _NeverRaisedError(Exception):
