@@ -33,8 +33,11 @@ COMMANDS: Final = {
         "pass weights on inside a cluster, without a scheduler",
     ),
     "weights": ("rose.cli.machine.weights", "write, apply and check changes of checkpoints"),
-    "certs": ("rose.cli.machine.certs", "make a CA for development, issue and show certificates"),
-    "token": ("rose.cli.machine.token", "make keys and job tokens for callers of gateways"),
+    "certs": (
+        "rose.cli.machine.credentials",
+        "make a CA for development, issue and show certificates",
+    ),
+    "token": ("rose.cli.machine.credentials", "make keys and job tokens for callers of gateways"),
     "store": ("rose.cli.machine.store", "back up and restore the store of schedulers"),
     "compare": ("rose.cli.cluster.compare", "measure what lending costs hosts"),
     "audit": ("rose.cli.cluster.audit", "check and read the audit log of a scheduler or node"),

@@ -29,7 +29,7 @@ from rose.integrations.front.updates import CheckpointUpdates
 from rose.integrations.front.watch import CheckpointWatcher
 from rose.integrations.named_weights import Named
 from rose.process.http_port import guarded
-from tests.fuzz.target_gateway import Wire, answers_of
+from tests.fuzz.wire import Wire, answers_of
 
 ROUTES = (
     *sorted(calls.UPDATES),

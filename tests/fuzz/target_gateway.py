@@ -7,8 +7,7 @@ Each `run_…` takes one input and raises AssertionError where the gateway is at
 import asyncio
 import functools
 import json
-import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -25,8 +24,9 @@ from rose.gateway.server import GatewayServer
 from rose.gateway.stats import GatewayHealth, GatewayStats
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line
-from rose.process.http_port import Connection, guarded
+from rose.process.http_port import guarded
 from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
+from tests.fuzz.wire import Wire, answers_of
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
 MODEL = ServedModel("rose-policy", 4_096)
@@ -60,7 +60,6 @@ HEADERS = (
     "Content-Type",
 )
 GOOD = b'{"token_ids":[1],"sampling_params":{"max_tokens":2}}'
-STEPS = 40
 BUDGET = 64
 
 
@@ -136,69 +135,6 @@ class _Full(Dispatcher):
         raise QueueFull(f"{need.prompt_tokens} tokens find no place here")
 
 
-class _Transport(asyncio.Transport):
-    """A connection that is read by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = bytearray()
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        self.sent += data
-
-    def writelines(self, list_of_data: Any) -> None:
-        self.sent += b"".join(list_of_data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None:
-        """Nothing more comes anyway."""
-
-    def resume_reading(self) -> None:
-        """Nothing more comes anyway."""
-
-
-class Wire:
-    """Connections of a server, without sockets."""
-
-    def __init__(self, connect: Callable[[], Connection]) -> None:
-        self._connect = connect
-
-    async def sent_for(self, data: bytes) -> bytes:
-        """All that the server answers."""
-        transport = _Transport()
-        connection = self._connect()
-        connection.connection_made(transport)
-        connection.data_received(data)
-        await _steps(connection, transport)
-        connection.connection_lost(None)
-        await asyncio.sleep(0)
-        return bytes(transport.sent)
-
-
-def answers_of(sent: bytes) -> Iterator[tuple[int, bytes]]:
-    """Status and body of each answer; nothing else was sent."""
-    while sent.startswith(b"HTTP/"):
-        head, _, rest = sent.partition(b"\r\n\r\n")
-        status = int(head.split()[1])
-        length = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
-        size = int(length[1]) if length else 0
-        body, sent = rest[:size], rest[size:]
-        if status != 100:
-            yield status, body
-    assert not sent, sent[:200]
-
-
 def _healthy() -> GatewayHealth:
     return GatewayHealth([], 0, {})
 
@@ -224,14 +160,6 @@ class _Gateway:
     def _note(self, event: str, **fields: object) -> None:
         if event == "fault":
             self.faults.append((event, fields))
-
-
-async def _steps(connection: Connection, transport: _Transport) -> None:
-    for _ in range(STEPS):
-        await asyncio.sleep(0)
-        if transport.closed:
-            return
-    assert connection.transport is transport
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from rose.proxy.callers import CallerConnection, Door, EngineConnection, EnginePool
 from rose.proxy.requests import PATHS
+from tests.fuzz.wire import FuzzTransport
 
 PORTS: Final = {b"g0": 7001, b"a/b": 7002}
 GOOD: Final = (
@@ -31,33 +32,10 @@ HEAD: Final = re.compile(
 )
 
 
-class _Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = b""
-        self.closed = False
-
+class _Strict(FuzzTransport):
     def write(self, data: Any) -> None:
         assert not self.closed, "nothing is said to somebody who hung up"
-        self.sent += bytes(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        """Not needed."""
-
-    def resume_reading(self) -> None:
-        """Not needed."""
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        super().write(data)
 
 
 class _Pool(EnginePool):
@@ -65,11 +43,11 @@ class _Pool(EnginePool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transports: list[_Transport] = []
+        self.transports: list[_Strict] = []
         self.taken: list[EngineConnection] = []
 
     def take(self, port: int) -> EngineConnection:
-        connection, transport = EngineConnection([]), _Transport()
+        connection, transport = EngineConnection([]), _Strict()
         connection.connection_made(transport)
         self.taken.append(connection)
         self.transports.append(transport)
@@ -82,7 +60,7 @@ class _Bench:
     def __init__(self) -> None:
         self.pool = _Pool()
         door = Door(PORTS, None, lambda: 0.0, lambda who, why: None, engines=self.pool)
-        self.caller, self.transport = CallerConnection(door), _Transport()
+        self.caller, self.transport = CallerConnection(door), _Strict()
         self.caller.connection_made(self.transport)
 
     def feed(self, data: bytes) -> None:
@@ -92,7 +70,7 @@ class _Bench:
     def end(self) -> None:
         self.caller.connection_lost(None)
         for transport in self.pool.transports:
-            _insist_whole(transport.sent)
+            _insist_whole(bytes(transport.sent))
 
 
 def run_request(data: bytes) -> None:

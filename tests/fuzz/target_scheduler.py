@@ -46,7 +46,7 @@ UNARY: tuple[type[Message], ...] = (
 )
 
 
-class Scheduler:
+class FuzzedScheduler:
     """A core with a job, two nodes and a clock, and a store that is durable at once."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Scheduler:
 
 def run_messages(data: bytes) -> None:
     """Feed one input. Raises nothing: what a peer can say wrong is refused inside."""
-    scheduler = Scheduler()
+    scheduler = FuzzedScheduler()
     for kind, frame in _frames(data):
         with contextlib.suppress(ConfigError, RefusedError, DecodeError):
             event = _read(kind, frame)

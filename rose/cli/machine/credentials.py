@@ -1,7 +1,10 @@
-"""`rose certs init|issue|show`: a development CA, and the content of a certificate.
+"""`rose certs init|issue|show` and `rose token key|issue`: the credentials of a cluster.
 
-A cluster with cert-manager or SPIRE does not need it: any CA works whose certificates have the URI
-and the DNS name of docs/security.md.
+Certificates are of a development CA: a cluster with cert-manager or SPIRE does not need it, since
+any CA works whose certificates have the URI and the DNS name of docs/security.md.
+
+A token of one job, for gateways, is a secret: it is printed to standard output, or written to a
+file of mode 0600, and never passed as an argument, which every user of the machine could read.
 """
 
 import argparse
@@ -11,15 +14,30 @@ from pathlib import Path
 from rose.command_line.output import say
 from rose.command_line.parser import Parser, duration_s
 from rose.errors import ConfigError
+from rose.security.callers import TRAINER
 from rose.security.certificates import identity_of, leaf_of
-from rose.security.development_ca import CA_LIFE_S, LIFE_S, LOOPBACK, DevelopmentCa
+from rose.security.development_ca import (
+    CA_LIFE_S,
+    LIFE_S,
+    LOOPBACK,
+    DevelopmentCa,
+    write_private,
+)
+from rose.security.keys import signing_key
 from rose.security.roles import Identity, Role
+from rose.security.tokens import AUDIENCE, issue
+from rose.security.tokens import LIFE_S as TOKEN_LIFE_S
+from weight_transfer import SigningKey
 
-DEFAULT_DIR = Path("certs")
+DEFAULT_DIR, DEFAULT_KEY = Path("certs"), Path("token.key")
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose certs` and its commands."""
+    """Return the parser of `rose certs` or `rose token`, with their commands."""
+    return _token_parser(prog) if prog == "rose token" else _certs_parser(prog)
+
+
+def _certs_parser(prog: str) -> Parser:
     made = Parser(prog, description="Make and show certificates of a cluster.")
     commands = made.add_commands()
     init = commands.add_parser("init", help="make a CA for development in a folder")
@@ -88,3 +106,49 @@ def _span(seconds: float) -> str:
         if seconds >= unit_s:
             return f"{seconds / unit_s:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+# ---- tokens ----
+
+
+def _token_parser(prog: str) -> Parser:
+    whole = Parser(prog, description="Make keys and tokens for callers of gateways.")
+    commands = whole.add_commands()
+    key = commands.add_parser("key", help="make a signing key, and FILE.pub for --token-keys")
+    key.add_argument("--out", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
+    key.set_defaults(run=_key)
+    made = commands.add_parser("issue", help="sign a token of one job")
+    made.add_argument("--job", required=True, metavar="JOB")
+    made.add_argument(
+        "--ttl", type=duration_s, default=TOKEN_LIFE_S, metavar="TIME", help="1h; 24h most"
+    )
+    made.add_argument(
+        "--subject", default=TRAINER, metavar="NAME", help="whose turns are its own (trainer)"
+    )
+    made.add_argument("--audience", default=AUDIENCE, metavar="NAME", help=AUDIENCE)
+    made.add_argument("--key", type=Path, default=DEFAULT_KEY, metavar="FILE", help="token.key")
+    made.add_argument("--out", type=Path, metavar="FILE", help="replaced whole; else printed")
+    made.set_defaults(run=_issue_token)
+    return whole
+
+
+def _key(args: argparse.Namespace) -> int:
+    key, public = SigningKey.generate(), args.out.with_name(args.out.name + ".pub")
+    try:
+        key.save(args.out)
+    except FileExistsError as error:
+        raise ConfigError(f"{args.out} exists; give another --out, or remove it") from error
+    except OSError as error:
+        raise ConfigError(f"{args.out} cannot be written ({error.strerror})") from error
+    write_private(public, f"{key.verify_key.hex}\n".encode())
+    say(f"{args.out}: keep it; gateways take --token-keys {public}")
+    return 0
+
+
+def _issue_token(args: argparse.Namespace) -> int:
+    token = issue(signing_key(args.key), args.job, args.subject, args.audience, args.ttl)
+    if args.out is None:
+        say(token)
+    else:
+        write_private(args.out, f"{token}\n".encode())
+    return 0
