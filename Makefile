@@ -109,10 +109,10 @@ bench-proxy: install
 	$(BIN)/python -m bench.micro.proxy --out out/bench/proxy.json $(ARGS)
 
 bench-cli: install
-	$(BIN)/python -m bench.operators.cli_answers --out out/bench/cli.json $(ARGS)
+	$(BIN)/python -m bench.micro.cli_answers --out out/bench/cli.json $(ARGS)
 
 bench-tracing: install
-	$(BIN)/python -m bench.operators.tracing --out out/bench/tracing.json $(ARGS)
+	$(BIN)/python -m bench.micro.tracing --out out/bench/tracing.json $(ARGS)
 
 # Tables and pictures of docs/evaluation.md; FULL=1 also the paper's set-ups, TRACE=FILE your users.
 evaluation: install

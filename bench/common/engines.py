@@ -9,14 +9,17 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 from rose.engines import EngineProcess, EngineSpec
-from rose.errors import EngineStartError
+from rose.errors import ConfigError, EngineStartError
 
 _ROUNDS = 5
 _PRIORITY = os.sched_param(0)
+# Made by `make install-sglang`.
+SGLANG_PYTHON: Final = Path(".venv-sglang/bin/python")
 
 
 def pin(pid: int, cores: Collection[int]) -> None:
@@ -122,4 +125,13 @@ async def await_all(engines: Mapping[str, EngineProcess], timeout_s: float, logs
         names = ", ".join(sorted(task.get_name() for task in late))
         raise EngineStartError(
             f"not ready after {timeout_s:.0f} s: {names}; see {logs}/engine-*.log"
+        )
+
+
+def check_sglang_python(python: Path) -> None:
+    """Raise ConfigError where there is no such interpreter."""
+    if not python.is_file():
+        raise ConfigError(
+            f"--sglang-python {python}: no such file; run `make install-sglang`, or name an"
+            " interpreter that has SGLang"
         )

@@ -6,12 +6,15 @@ alone loads torch.
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from weight_transfer import TensorBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,24 @@ def _save_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer = Tokenizer(WordLevel(table, unk_token="<0>"))  # noqa: S106 - a word, no secret
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>").save_pretrained(folder)  # noqa: S106
+
+
+def write_safetensors(path: Path, tensors: Iterable["TensorBits"]) -> None:
+    """Write a safetensors file of these tensors, which may be too many for torch's memory."""
+    tensors = list(tensors)
+    words = {"bfloat16": "BF16", "float32": "F32"}
+    header, at = {}, 0
+    for tensor in tensors:
+        end = at + tensor.bits.nbytes
+        offsets = {"data_offsets": [at, end]}
+        header[tensor.name] = {"dtype": words[tensor.dtype], "shape": tensor.shape, **offsets}
+        at = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors:
+            file.write(tensor.bits.data)
 
 
 def main() -> None:

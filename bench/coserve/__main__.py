@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path) -> int:
-    from bench.coserve.plots import draw_all
+    from bench.coserve.result import draw_all
 
     result = write_result(folder)
     draw_all(result, folder)

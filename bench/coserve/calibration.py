@@ -9,13 +9,18 @@ from dataclasses import dataclass, field, replace
 from bench.coserve.plan import CALIBRATION, HOST, BenchSettings, Cell, PlanBlock
 from bench.coserve.player import ClosedLoop, Player
 from bench.coserve.records import Calibration, CoserveBlockRecord
-from bench.load.arrivals import MOST_RATE_PER_S, LoadShape, generate_segment
-from bench.load.protocol import Request
+from bench.load.protocol import MOST_RATE_PER_S, LoadShape, Request, generate_segment
 from rose.errors import RoseError
 from slo import percentile
 
 CLOSE_ENOUGH = 0.02
 _EDGE = 0.01
+PACE_TIMEOUT_S = 60.0
+CAPACITY_WARM_UP_S = 1.5
+TARGET_OVER_ALONE_P99 = 3.0
+TARGETS_FROM = (
+    f"{TARGET_OVER_ALONE_P99:g} × the p99 of the host alone at the highest load of the calibration"
+)
 
 
 @dataclass(slots=True)
@@ -60,14 +65,6 @@ class RateSearch:
 
     def _rate(self, request_s: float) -> float:
         return -math.log(1 - self.target) / request_s
-
-
-PACE_TIMEOUT_S = 60.0
-CAPACITY_WARM_UP_S = 1.5
-TARGET_OVER_ALONE_P99 = 3.0
-TARGETS_FROM = (
-    f"{TARGET_OVER_ALONE_P99:g} × the p99 of the host alone at the highest load of the calibration"
-)
 
 
 async def measure_capacity(

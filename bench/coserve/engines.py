@@ -1,20 +1,27 @@
 """Host, ROSE guest and stock guest: engine cores on one core, everything else on the other."""
 
+import asyncio
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
+import numpy as np
 import psutil
 
 from bench.common.engines import EngineSet, pin
 from bench.common.tiny_models import TinyModel
 from bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
+from bench.coserve.player import Drill
 from executor.step_log import STEP_LOG
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
-from rose.errors import EngineStartError
-from weight_transfer import SigningKey
+from rose.errors import EngineStartError, RefusedError, UnavailableError
+from rose.logs.eventlog import JsonlLog
+from rose.node.replica_client import ReplicaClient
+from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_model_dir
 
 START_TIMEOUT_S = 300.0
 HOST_SEQUENCES = 64
@@ -43,6 +50,10 @@ STOCK_ARGS: Final = {
 CORES: Final = "EngineCore", "sglang::scheduler"
 # The host is started again with other targets once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
+# Events happen after this share of their window: before it the guest runs as usual.
+WHEN = 1 / 3
+# A step of training changes this share of the weights, by one unit in the last place.
+CHANGED_SHARE = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,3 +186,88 @@ class Engines(EngineSet):
         found = module_path(self.settings.out.resolve() / METADATA)
         python = self.settings.sglang_python.absolute()
         return {"engine": engine, "python": python, "extra_env": {**env, "PYTHONPATH": found}}
+
+
+@dataclass(slots=True)
+class CoserveDrills:
+    """Drills of the event arms; `events.jsonl` gets their outcome."""
+
+    engines: Engines
+    session: aiohttp.ClientSession
+    store: Path
+    log: JsonlLog
+    event_s: float
+
+    def of(self, name: str) -> Drill | None:
+        """Return the drill of an arm, None for the arm without an event."""
+        drills: dict[str, Drill] = {
+            "weight_apply": self.apply,
+            "guest_kill": self.kill,
+            "guest_start": self.start,
+        }
+        return drills.get(name)
+
+    def publish(self, key: SigningKey, model: Path, seed: int) -> None:
+        """Make version 1, which every life of the guest can apply to the model it started from."""
+        base = read_model_dir(model)
+        rng = np.random.default_rng(seed)
+        publisher = VersionPublisher(ChunkStore(self.store), "bench", "rose-bench", key)
+        publisher.publish(1, 0, base, {name: _stepped(t, rng) for name, t in base.items()})
+
+    async def apply(self, block: int) -> None:
+        """Apply version 1."""
+        await asyncio.sleep(WHEN * self.event_s)
+        began_s = time.monotonic()
+        store = ChunkStore(self.store)
+        client = ReplicaClient(
+            self.session, self.engines.url(GUEST), lambda: self.engines.headers(GUEST)
+        )
+        try:
+            applied = await client.apply([store.manifest_path(1)], store.chunks_dir)
+        except (RefusedError, UnavailableError) as error:
+            self._write("weight_apply", block, began_s, ok=False, message=str(error))
+            return
+        self._write(
+            "weight_apply",
+            block,
+            began_s,
+            ok=applied.ok,
+            pause_s=applied.pause_s,
+            apply_s=applied.apply_s,
+            changed=applied.changed_elements,
+            wire_bytes=applied.wire_bytes,
+        )
+
+    async def kill(self, block: int) -> None:
+        """Kill the guest."""
+        await asyncio.sleep(WHEN * self.event_s)
+        began_s = time.monotonic()
+        await self.engines.kill_guest()
+        self._write("guest_kill", block, began_s, ok=True)
+
+    async def start(self, block: int) -> None:
+        """Start the guest; the window covers as much of the start as fits."""
+        began_s = time.monotonic()
+        await self.engines.begin_guest()
+        await self.engines.await_guest()
+        self._write("guest_start", block, began_s, ok=True, window_s=self.event_s)
+
+    def _write(self, event: str, block: int, began_s: float, *, ok: bool, **detail: object) -> None:
+        now_s = time.monotonic()
+        self.log.write(
+            {
+                "t_s": began_s,
+                "source": "bench",
+                "event": event,
+                "block": block,
+                "took_s": now_s - began_s,
+                "ok": ok,
+                "detail": detail,
+            }
+        )
+
+
+def _stepped(tensor: TensorBits, rng: np.random.Generator) -> TensorBits:
+    moved = rng.random(tensor.bits.size) < CHANGED_SHARE
+    bits = np.where(moved, tensor.bits ^ tensor.bits.dtype.type(1), tensor.bits)
+    return TensorBits(tensor.name, tensor.dtype, tensor.shape, bits.astype(tensor.bits.dtype))

@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.common.sglang import SGLANG_PYTHON, check_sglang_python
+from bench.common.engines import SGLANG_PYTHON, check_sglang_python
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.engines import EngineKind
 from rose.errors import ConfigError
 
 HOST, GUEST, NAIVE = "host", "guest", "naive"
+BUSY_TARGETS = (0.3, 0.6, 0.9)
+# The first window of a weight apply, a guest kill and a guest start has this load.
+EVENT_BUSY = 0.6
+# Below this share a policy lends nothing that is worth measuring.
+LEAST_HOST_BUSY = 0.1
+EVENTS = ("weight_apply", "guest_kill", "guest_start")
+# Streams fill up before a block's load begins, and the host runs empty after it.
+BLOCK_OVERHEAD_S = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +39,6 @@ class GuestLoad:
     prompt_tokens: int
     output_tokens: int
     token_budget: int
-
-
-BUSY_TARGETS = (0.3, 0.6, 0.9)
-# The first window of a weight apply, a guest kill and a guest start has this load.
-EVENT_BUSY = 0.6
-# Below this share a policy lends nothing that is worth measuring.
-LEAST_HOST_BUSY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,15 @@ class BenchSettings:
         return tuple(kind for kind in both if self.only_traffic in (None, kind))
 
     @property
+    def guest_load(self) -> GuestLoad:
+        return GuestLoad(
+            self.guest_streams,
+            self.guest_prompt_tokens,
+            self.guest_output_tokens,
+            self.guest_token_budget,
+        )
+
+    @property
     def targets_given(self) -> bool:
         return self.ttft_target_s is not None
 
@@ -129,9 +139,6 @@ def quick_settings(out: Path, **changes: object) -> BenchSettings:
 
 
 Guest = Literal["none", "rose", "naive"]
-EVENTS = ("weight_apply", "guest_kill", "guest_start")
-# Streams fill up before a block's load begins, and the host runs empty after it.
-BLOCK_OVERHEAD_S = 1.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,18 @@ _SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
 # counts the latter when their request ends.
 PREEMPTIONS = "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
 TOKENS = "vllm:generation_tokens_total", "sglang:generation_tokens_total"
+TOKEN_IDS = (3, 250)
+RETRY_S = 0.2
+# Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
+# policies differ.
+KV_HIGH, KV_LOW = 0.12, 0.08
+# Streams fill the guest's batch before the host's load begins.
+FILL_S = 0.7
+POLL_S = 0.02
+HTTP_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0
+EMPTY_PATIENCE_S = 5.0
+NONE, NORMAL, SCHED_IDLE = "none", "normal", "SCHED_IDLE"
 
 
 def metric(text: str, names: Iterable[str]) -> float:
@@ -73,10 +85,6 @@ async def read_counters(
         guest_tokens=guest_state.tokens_total if guest_state else 0,
         naive_tokens=round(metric(naive, TOKENS)),
     )
-
-
-TOKEN_IDS = (3, 250)
-RETRY_S = 0.2
 
 
 class ClosedLoop:
@@ -137,18 +145,12 @@ class ClosedLoop:
                 await asyncio.sleep(RETRY_S)
 
 
-# Shares of the host's KV memory that a loaded bench host crosses again and again, so that the two
-# policies differ.
-KV_HIGH, KV_LOW = 0.12, 0.08
-
-
-def guard_config(arm: Arm, token_budget: int, max_sequences: int) -> GuardConfig:
+def guard_config(arm: Arm, load: GuestLoad) -> GuardConfig:
     """Return the arm's limits."""
     policy = PressurePolicy(arm.policy or PressurePolicy.ADAPTIVE)
     pressure = PressureLimits(policy, high=KV_HIGH, low=KV_LOW)
-    return GuardConfig(
-        token_budget, max_sequences, slack_share=arm.slack_share or 0.0, pressure=pressure
-    )
+    share = arm.slack_share or 0.0
+    return GuardConfig(load.token_budget, load.streams, slack_share=share, pressure=pressure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +193,14 @@ class Granting:
         # Loads begin and end in one thread, the guard asks in its own.
         self._holding = threading.Lock()
 
-    def rule(self, arm: Arm, host_pid: int | None, token_budget: int, max_sequences: int) -> None:
+    def rule(self, arm: Arm, host_pid: int | None, load: GuestLoad) -> None:
         """Grant by the arm's rules from now on."""
-        self._end()
-        config = guard_config(arm, token_budget, max_sequences)
+        self.stop()
         self._arm += 1
         self._guard = GuardThread(
             _LentGuest(arm.name, lambda: self._lease_epoch(arm), self._break, self._stall),
             GuardedHost(self._page, self._watch, host_pid),
-            GrantController(config, self._uncapped()),
+            GrantController(guard_config(arm, load), self._uncapped()),
             KillSwitch(self._logs / "KILL"),
             self._samples,
             self._events,
@@ -225,9 +226,6 @@ class Granting:
 
     def stop(self) -> None:
         """Stop granting."""
-        self._end()
-
-    def _end(self) -> None:
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
@@ -256,14 +254,6 @@ class Granting:
     def _break(self) -> None:
         self._broken = True
 
-
-# Streams fill the guest's batch before the host's load begins.
-FILL_S = 0.7
-POLL_S = 0.02
-HTTP_TIMEOUT_S = 60.0
-READY_TIMEOUT_S = 60.0
-EMPTY_PATIENCE_S = 5.0
-NONE, NORMAL, SCHED_IDLE = "none", "normal", "SCHED_IDLE"
 
 Drill = Callable[[int], Awaitable[None]]
 
@@ -370,7 +360,7 @@ class Player:
             place = make_foreground if self._isolation(arm) == NORMAL else make_background
             for pid in family(guest):
                 place(pid)
-        self.granting.rule(arm, self.engines.pid(HOST), self.guest.token_budget, self.guest.streams)
+        self.granting.rule(arm, self.engines.pid(HOST), self.guest)
 
     def _isolation(self, arm: Arm) -> str:
         lent = arm.guest == "rose" and bool(arm.slack_share)

@@ -24,6 +24,8 @@ Ints = NDArray[np.int64]
 Span = tuple[float, float]
 _KIND, _BEGIN, _END, _CPU, _SAMPLED = 0, 1, 2, 3, 6
 _NS = 1e9
+RUN, BLOCKS, EVENTS = "run.json", "blocks.jsonl", "events.jsonl"
+CLIENT_REQUESTS, HOST_LATENCY = "client_requests.jsonl", "host_latency.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,6 @@ def _ns(span: Span) -> tuple[int, int]:
     return round(span[0] * _NS), round(span[1] * _NS)
 
 
-RUN, BLOCKS, EVENTS = "run.json", "blocks.jsonl", "events.jsonl"
-CLIENT_REQUESTS, HOST_LATENCY = "client_requests.jsonl", "host_latency.jsonl"
-
-
 class Counters(msgspec.Struct, frozen=True):
     """Engines' own counters at one moment: they only grow while an engine lives."""
 
@@ -228,15 +226,20 @@ class CoserveRecords:
     guest: list[GuestSample]
 
 
+def read_requests(folder: Path) -> list[Request]:
+    """Return all host requests that are recorded in a folder."""
+    return join_requests(
+        read_lines(folder / CLIENT_REQUESTS, ClientRequest),
+        read_lines(folder / HOST_LATENCY, HostLatency),
+    )
+
+
 def read_run(folder: Path) -> CoserveRecords:
     """Read all raw records of a run. Raises RoseError when one is missing or malformed."""
     return CoserveRecords(
         run=read_json(folder / RUN, CoserveRunInfo, "name the folder of a finished run"),
         blocks=read_lines(folder / BLOCKS, CoserveBlockRecord),
-        requests=join_requests(
-            read_lines(folder / CLIENT_REQUESTS, ClientRequest),
-            read_lines(folder / HOST_LATENCY, HostLatency),
-        ),
+        requests=read_requests(folder),
         events=read_lines(folder / EVENTS, CoserveEvent),
         steps={role: read_steps(folder, role) for role in ("host", "guest")},
         guest=read_lines(folder / GUEST_SAMPLES, GuestSample),

@@ -1,23 +1,136 @@
 """`coserve.json` and its page of text: computed from the raw records, and again to verify them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import matplotlib.patches
 import msgspec
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Verdict, number, text_table, worst
+from bench.common.report import ALARM, DPI, GRID, INK
 from bench.common.stats import FieldDifference, compare, read_json
 from bench.coserve.busy_hold import OFF, limit_of
-from bench.coserve.plan import ROSE_ARMS
-from bench.coserve.records import CoserveEvent, CoserveRecords, read_run
-from bench.coserve.rows import Analysis, Row, arm_of
+from bench.coserve.plan import ALONE, ROSE_ARMS
+from bench.coserve.records import CoserveRecords, read_run
+from bench.coserve.rows import (
+    MIN_IDLE_EFFICIENCY,
+    MIN_SPARE_EFFICIENCY,
+    RATIO_LIMIT,
+    Analysis,
+    Row,
+    arm_of,
+)
 
 HEAD = (
     *("busy", "traffic", "mode", "share", "n", "ttft p90", "× alone", "tpot p90", "× alone"),
     *("attain", "guest/s", "idle eff", "spare eff", "held", "pressed", "kv MiB", "verdict"),
 )
+RESULT = "coserve.json"
+COLORS = {
+    "alone_again": "#9aa3ad",
+    "naive": ALARM,
+    "paper-0.0": "#2a7f9e",
+    "paper-0.7": "#7fb8cc",
+    "adaptive-0.0": "#e0a83a",
+    "adaptive-0.7": "#f0d49a",
+    "weight_apply": "#8d6cab",
+    "guest_kill": "#58b19f",
+    "guest_start": "#3d5a80",
+}
+WIDTH = 0.11
+Result = dict[str, Any]
+
+
+Mark = Callable[[Axes, float, Row, str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One of the two panels of a picture. mark: draws a row at a place, in its arm's color."""
+
+    title: str
+    unit: str
+    mark: Mark
+    line: float
+    log: bool = True
+
+
+def _ratio_mark(metric: str) -> Mark:
+    def point(axes: Axes, x: float, row: Row, color: str) -> None:
+        value, ci95 = row["ratio_to_alone"][metric], row["ratio_to_alone_ci95"][metric]
+        if value is not None:
+            low, high = (end or value for end in ci95 or (value, value))
+            ends = [[value - low], [high - value]]
+            axes.errorbar([x], [value], yerr=ends, fmt="o", color=color, capsize=2, markersize=4)
+
+    return point
+
+
+def _share(which: str) -> Mark:
+    name = f"{which}_efficiency"
+    return lambda axes, x, row, color: axes.bar([x], [row[name] or 0.0], WIDTH * 0.9, color=color)
+
+
+def _span(metric: str) -> Mark:
+    def span(axes: Axes, x: float, row: Row, color: str) -> None:
+        values = [row["host"][f"{metric}_p{percent}_s"] for percent in (50, 90, 99)]
+        known = [value * 1e3 for value in values if value is not None]
+        axes.plot([x] * len(known), known, "_-", color=color, markersize=7)
+
+    return span
+
+
+def pictures(result: Result) -> dict[str, list[Panel]]:
+    """Return the panels of each picture: ratios to alone, guest's harvest, host's latencies."""
+    run = result["run"]
+    return {
+        "ratios.png": [
+            Panel(f"Host {m.upper()} p90, × alone", "ratio", _ratio_mark(f"{m}_p90"), RATIO_LIMIT)
+            for m in ("tpot", "ttft")
+        ],
+        "harvest.png": [
+            Panel(f"{w.capitalize()} efficiency", "guest ÷ ideal", _share(w), limit, log=False)
+            for w, limit in (("idle", MIN_IDLE_EFFICIENCY), ("spare", MIN_SPARE_EFFICIENCY))
+        ],
+        "latency.png": [
+            Panel(
+                f"Host {m.upper()}: p50, p90, p99 (dashed: target)", "ms", _span(m),
+                run[f"{m}_target_s"] * 1e3,
+            )
+            for m in ("tpot", "ttft")
+        ],
+    }  # fmt: skip
+
+
+def draw_all(result: Result, folder: Path) -> None:
+    """Draw and save every picture: a group of marks for each load, one mark for each arm."""
+    rows = result["rows"]
+    loads = list(dict.fromkeys((row["busy_target"], row["traffic"]) for row in rows))
+    for name, panels in pictures(result).items():
+        arms = ({ALONE.name: INK} if name == "latency.png" else {}) | COLORS
+        places = {arm: (at - (len(arms) - 1) / 2) * WIDTH * 0.85 for at, arm in enumerate(arms)}
+        with mpl.rc_context(GRID):
+            figure = Figure(figsize=(11, 6.4))
+            for axes, panel in zip(figure.subplots(2, 1), panels, strict=True):
+                for row in rows:
+                    if (arm := arm_of(row).name) in arms:
+                        group = loads.index((row["busy_target"], row["traffic"]))
+                        panel.mark(axes, group + places[arm], row, arms[arm])
+                axes.axhline(panel.line, color=INK, linewidth=1, linestyle="--")
+                axes.set_yscale("log" if panel.log else "linear")
+                axes.set(title=panel.title, ylabel=panel.unit)
+                axes.set_xticks(
+                    range(len(loads)), [f"busy {busy:g}\n{traffic}" for busy, traffic in loads]
+                )
+            handles = [mpl.patches.Patch(color=color, label=arm) for arm, color in arms.items()]
+            figure.legend(handles=handles, ncols=5, loc="outside upper right")
+            figure.savefig(folder / name, dpi=DPI)
 
 
 def render(result: dict[str, Any]) -> str:
@@ -88,9 +201,6 @@ def _ratio(value: float | None, ci95: Sequence[float | None] | None) -> str:
     return f"{number(value, 2)} [{number(ci95[0], 2)}, {number(ci95[1], 2)}]"
 
 
-RESULT = "coserve.json"
-
-
 def build_result(records: CoserveRecords) -> dict[str, Any]:
     """Return the whole result in plain JSON values."""
     rows = Analysis(records).rows()
@@ -98,7 +208,9 @@ def build_result(records: CoserveRecords) -> dict[str, Any]:
     return {
         "run": run,
         "rows": rows,
-        "events": [msgspec.to_builtins(event) for event in records.events if _told(event)],
+        "events": [
+            msgspec.to_builtins(event) for event in records.events if event.source == "bench"
+        ],
         "danger": danger(rows),
         "verdicts": _counts(rows),
         "verdict": overall(rows),
@@ -135,10 +247,6 @@ def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
         arm[row["verdict"]] = arm.get(row["verdict"], 0) + 1
     order = [arm.name for arm in ROSE_ARMS]
     return dict(sorted(counts.items(), key=lambda item: item[0] not in order))
-
-
-def _told(event: CoserveEvent) -> bool:
-    return event.source == "bench"
 
 
 def verify(folder: Path) -> list[FieldDifference]:

@@ -23,13 +23,13 @@ from bench.coserve.calibration import (
     find_rates,
     measure_capacity,
 )
-from bench.coserve.drills import CoserveDrills
 from bench.coserve.engines import (
     GUEST_MODEL,
     HOST_MODEL,
     HOST_SEQUENCES,
     METADATA,
     MODELS,
+    CoserveDrills,
     Engines,
 )
 from bench.coserve.plan import (
@@ -40,7 +40,6 @@ from bench.coserve.plan import (
     WARM_UP,
     BenchSettings,
     Cell,
-    GuestLoad,
     PlanBlock,
     fit_rounds,
     make_events,
@@ -53,20 +52,20 @@ from bench.coserve.records import (
     BLOCKS,
     CLIENT_REQUESTS,
     EVENTS,
-    HOST_LATENCY,
     RUN,
     Calibration,
     CoserveRunInfo,
+    read_requests,
 )
 from bench.coserve.result import RESULT
-from bench.load.protocol import ClientRequest, HostLatency, LoadConfig, join_requests
+from bench.load.protocol import LoadConfig
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
 from executor.step_log import HEADER, used_bytes
 from rose.azure_trace import read_trace
 from rose.engines import EngineKind, check_host
 from rose.errors import ConfigError, RoseError
-from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
+from rose.logs.eventlog import KEEP_ALL, JsonlLog
 from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
 
@@ -157,14 +156,14 @@ class _Run:
         async with engine_http() as session:
             try:
                 # A guest that never sees a grant ends itself.
-                granting.rule(EVENT_ALONE, None, 1, 1)
+                granting.rule(EVENT_ALONE, None, settings.guest_load)
                 self._say("engines start")
                 await engines.start_all()
                 load = await start_load(
                     self._load_config(engines), self._logs / "load.log", scratch, engines.cores[1]
                 )
                 player = Player(
-                    settings.seed, _guest_load(settings), engines, page, granting, load, session,
+                    settings.seed, settings.guest_load, engines, page, granting, load, session,
                     blocks, lent_priority=settings.lent_priority,
                 )  # fmt: skip
                 drills = CoserveDrills(
@@ -221,11 +220,8 @@ class _Run:
             for record in player.records
             if record.arm == CALIBRATION.name and record.rate_per_s in found
         }
-        requests = join_requests(
-            read_lines(self._out / CLIENT_REQUESTS, ClientRequest),
-            read_lines(self._out / HOST_LATENCY, HostLatency),
-        )
-        return choose_targets([request for request in requests if request.block in blocks])
+        requests = [each for each in read_requests(self._out) if each.block in blocks]
+        return choose_targets(requests)
 
     def _write_run(
         self, capacity_rps: float, rates: list[Calibration], targets: tuple[float, float]
@@ -271,15 +267,6 @@ class _Run:
     def _say(self, what: str) -> None:
         sys.stdout.write(f"{time.monotonic() - self._began_s:7.1f} s  {what}\n")
         sys.stdout.flush()
-
-
-def _guest_load(settings: BenchSettings) -> GuestLoad:
-    return GuestLoad(
-        settings.guest_streams,
-        settings.guest_prompt_tokens,
-        settings.guest_output_tokens,
-        settings.guest_token_budget,
-    )
 
 
 async def _make_models(out: Path) -> None:

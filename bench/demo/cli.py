@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from bench.common.sglang import SGLANG_PYTHON, check_sglang_python
+from bench.common.engines import SGLANG_PYTHON, check_sglang_python
 from rose.command_line.parser import Parser
 from rose.errors import RoseError
 
@@ -32,6 +32,16 @@ MAX_SEED = 9_999
 PORTS_TAKEN = 32
 MIN_PORT = 1_024
 MAX_PORT = 65_535
+DEFAULT_OUT = Path("out/demo")
+EPILOG = """\
+The demo runs the whole loop on this machine: a host engine under bursty load, a guest beside it on
+the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
+For a minute the guest lends the host's idle time; it is revoked in mid-turn, then killed.
+--accept measures instead: every claim of docs/demo.md, in about six minutes.
+--jobs 2 trains two policies that have nothing but the guest, and share its time.
+All end with report.md, report.json and pictures in --out, all computed from raw records there.
+Exit code: 0 when no claim fails, 1 when one does (of --control: when none does), 2 for bad input.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +127,6 @@ class DemoSettings:
             for key, value in asdict(self).items()
         }
         return given | {"quickstart": self.quickstart}
-
-
-DEFAULT_OUT = Path("out/demo")
-EPILOG = """\
-The demo runs the whole loop on this machine: a host engine under bursty load, a guest beside it on
-the same core, a dedicated one, and a trainer whose every step publishes new weights to both.
-For a minute the guest lends the host's idle time; it is revoked in mid-turn, then killed.
---accept measures instead: every claim of docs/demo.md, in about six minutes.
---jobs 2 trains two policies that have nothing but the guest, and share its time.
-All end with report.md, report.json and pictures in --out, all computed from raw records there.
-Exit code: 0 when no claim fails, 1 when one does (of --control: when none does), 2 for bad input.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,10 +10,8 @@ import signal
 import time
 
 from bench.demo.plan import STORM_STEPS, ExperimentBlock, Plan
-from bench.demo.processes import cpu_seconds, engine_pid
 from bench.demo.report.records import BlockStats
-from bench.demo.stack import GUEST, Stack
-from bench.demo.watcher import Watcher, replica_of
+from bench.demo.stack import GUEST, Stack, Watcher, cpu_seconds, engine_pid, replica_of
 from rose.errors import UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.process.child import JsonlProcess
@@ -24,6 +22,8 @@ TRIES_A_REVOCATION = 3
 WAIT_FOR_TURNS_S = 4.0
 SETTLE_S = 0.15
 DRILL_POLL_S = 0.01
+SWITCH_TIMEOUT_S = 10.0
+POLL_S = 0.02
 
 
 class Drills:
@@ -85,10 +85,6 @@ class Drills:
             await asyncio.sleep(DRILL_POLL_S)
         self._events.write("drill_skipped", why="the guest held no turns")
         return False
-
-
-SWITCH_TIMEOUT_S = 10.0
-POLL_S = 0.02
 
 
 class Conductor:

@@ -20,6 +20,21 @@ from bench.demo.cli import Control, DemoSettings
 
 SEEDS = 3
 MAX_DIFFERENCE = 0.08
+BLOCK_S = 8.0
+PAIRS = 12
+CEILINGS = 4
+# Pairs of the control that needs latencies, and nothing else.
+CONTROL_PAIRS = 5
+# The first versions change little: a guest that ignores them is seen after a few steps.
+WEIGHTS_STEPS = 12
+LEARNING_STEPS = 40
+QUICKSTART_S = 20.0
+# Jobs that take turns differ by one turn at most: several of them make that a small part.
+SHARING_S = 120.0
+SHARING_STEPS = 2
+# After the guest was killed training goes on without it.
+STORM_STEPS = 2
+REVOCATIONS = 13
 
 
 def run_compare(settings: DemoSettings, run_demo: Callable[[DemoSettings], int]) -> int:
@@ -51,22 +66,6 @@ def run_compare(settings: DemoSettings, run_demo: Callable[[DemoSettings], int])
 
 
 Arm = Literal["leased", "frozen", "ceiling", "unmeasured"]
-
-BLOCK_S = 8.0
-PAIRS = 12
-CEILINGS = 4
-# Pairs of the control that needs latencies, and nothing else.
-CONTROL_PAIRS = 5
-# The first versions change little: a guest that ignores them is seen after a few steps.
-WEIGHTS_STEPS = 12
-LEARNING_STEPS = 40
-QUICKSTART_S = 20.0
-# Jobs that take turns differ by one turn at most: several of them make that a small part.
-SHARING_S = 120.0
-SHARING_STEPS = 2
-# After the guest was killed training goes on without it.
-STORM_STEPS = 2
-REVOCATIONS = 13
 
 
 @dataclass(frozen=True, slots=True)

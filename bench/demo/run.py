@@ -17,18 +17,26 @@ from bench.demo.cli import DemoSettings
 from bench.demo.conductor import Conductor, Drills
 from bench.demo.frozen_lake.models import Models
 from bench.demo.plan import Plan, plan_of
-from bench.demo.processes import level_with_host, sample_memory, yield_to_trainer
 from bench.demo.report.claims import exit_code
 from bench.demo.report.records import RunLayout
 from bench.demo.report.report import print_report, write_report
-from bench.demo.stack import DEDICATED, GUEST, START_TIMEOUT_S, Ports, Stack
+from bench.demo.stack import (
+    DEDICATED,
+    GUEST,
+    START_TIMEOUT_S,
+    Ports,
+    Stack,
+    Watcher,
+    level_with_host,
+    memory_bytes,
+    yield_to_trainer,
+)
 from bench.demo.view import Board, JobProgress, draw
-from bench.demo.watcher import Watcher
 from rose.azure_trace import read_trace
 from rose.engines import check_host
 from rose.engines.launch import check_model
 from rose.errors import EngineStartError, RoseError, UnavailableError
-from rose.logs.eventlog import KEEP_ALL, EventLog
+from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.process.child import ManagedProcess, ProcessSpec
 from rose.rpc import rose_pb2
 
@@ -39,6 +47,8 @@ EVALUATION_TIMEOUT_S = 120.0
 PACE_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 180.0
 POLL_S = 0.25
+# Reading the map of a process with torch in it takes milliseconds: seldom enough not to matter.
+SAMPLE_INTERVAL_S = 5.0
 # Only the bars use it before an engine answers; nothing waits for it.
 USUAL_START_S = 60.0
 # The fraction of the time in which the host would be busy if it served one request at a time.
@@ -149,6 +159,16 @@ async def _wait_replica(stack: Stack, watcher: Watcher, name: str) -> None:
     )
 
 
+async def sample_memory(stack: Stack, layout: RunLayout, board: Board) -> None:
+    """Write `memory.jsonl` until cancelled."""
+    with JsonlLog(layout.out / "memory.jsonl", KEEP_ALL) as log:
+        while True:
+            sizes = await asyncio.to_thread(memory_bytes, stack.roots)
+            board.memory_bytes = sum(sizes.values())
+            log.write({"t_s": time.monotonic(), "bytes": sizes})
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
 async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
     """Cancel tasks, wait for them, and return the errors other than their cancellation."""
     tasks = tuple(tasks)
@@ -188,7 +208,7 @@ class _Run:
             await self._play()
         report = write_report(self._layout.out)
         print_report(report, self._layout.out)
-        return exit_code(report.verdicts, self._settings.control)
+        return exit_code(report["verdicts"], self._settings.control)
 
     async def _play(self) -> None:
         self._board.stage = "preparing models"

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bench.demo.stack import GUEST
-from bench.demo.watcher import GatewayFigures, Watcher
+from bench.demo.stack import GUEST, GatewayFigures, Watcher
 from rose.errors import UnavailableError
 from rose.node.guest.supervisor import EngineState
 from rose.rpc import rose_pb2

@@ -11,23 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from bench.gpu.machine import (
     REHEARSAL_LOGS,
     REHEARSAL_OUT,
     REHEARSAL_PLACE,
+    ROOT,
     StandInCard,
     chosen,
     insist_alone,
     remarks,
     revision_of,
 )
-from bench.gpu.piece_process import ROOT, Measure, measure_apart
-from bench.gpu.pieces import GpuPiece, pieces_of
+from bench.gpu.measure import Measure, measure_apart
+from bench.gpu.pieces import REHEARSAL, GpuPiece, ServingSizes, Sizes, pieces_of
 from bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
-from bench.gpu.sizes import REHEARSAL, ServingSizes, Sizes
 from rose.errors import ConfigError, RoseError
 from rose.nvml import CardReader, Nvml, insist_usable
 
@@ -45,7 +43,11 @@ def main(
         if args.list:
             return _list(args)
         if args.draw:
-            return _drawn(args.draw)
+            if not _draw(args.draw):
+                raise ConfigError(
+                    f"nothing to draw in {args.draw}; name a folder that has results of pieces"
+                )
+            return 0
         if args.rehearse:
             return _rehearse(args)
         return _run(args, open_reader(), measure)
@@ -60,9 +62,9 @@ def main(
 def _list(args: argparse.Namespace) -> int:
     sizes = _sizes(args)
     for piece in _pieces(args):
-        gib = piece.memory(sizes) / (1 << 30)
         _say(
-            f"{piece.name:<8} about {piece.takes_s(sizes):3.0f} s, {gib:3.0f} GiB: {piece.what}"
+            f"{piece.name:<8} about {piece.takes_s(sizes):3.0f} s,"
+            f" {piece.memory(sizes) / (1 << 30):3.0f} GiB: {piece.what}"
             + (f" ({missing})" if (missing := piece.missing()) else "")
         )
     return 0
@@ -105,12 +107,6 @@ def _run(args: argparse.Namespace, reader: CardReader, measure: Measure) -> int:
     return int(not all(outcome.good for outcome in outcomes))
 
 
-def _drawn(folder: Path) -> int:
-    if not _draw(folder):
-        raise ConfigError(f"nothing to draw in {folder}; name a folder that has results of pieces")
-    return 0
-
-
 def _draw(folder: Path) -> Path | None:
     try:
         from bench.gpu.plot import draw
@@ -129,21 +125,16 @@ def _pieces(args: argparse.Namespace) -> tuple[GpuPiece, ...]:
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
-    serving = REHEARSAL if args.rehearse else ServingSizes()
-    given: dict[str, Any] = {
-        name: value
-        for name, value in (
-            ("arm_s", args.arm_s),
-            ("rounds", args.arm_rounds),
-            ("azure", args.azure and str(args.azure.absolute())),
-            ("kv_backend", args.kv_backend),
-            ("seed", args.seed),
-        )
-        if value is not None
+    given = {
+        "arm_s": args.arm_s,
+        "rounds": args.arm_rounds,
+        "azure": args.azure and str(args.azure.absolute()),
+        "kv_backend": args.kv_backend,
+        "seed": args.seed,
     }
-    return Sizes(
-        gib=args.gib, density=args.density, rounds=args.rounds, serving=replace(serving, **given)
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    serving = replace(REHEARSAL if args.rehearse else ServingSizes(), **given)
+    return Sizes(gib=args.gib, density=args.density, rounds=args.rounds, serving=serving)
 
 
 def _say(line: str) -> None:
@@ -154,43 +145,34 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     sizes = Sizes()
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="show the pieces, measure nothing")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="the picture of results, no more")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PIECE", help="these alone")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--list", action="store_true", help="show the pieces, measure nothing")
+    add("--draw", type=Path, metavar="DIR", help="the picture of results, no more")
+    add("--only", nargs="+", default=[], metavar="PIECE", help="these alone")
+    add(
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="skip what this commit measured before (default)",
     )
-    parser.add_argument("--budget-s", type=float, metavar="S", help="begin nothing that ends later")
-    parser.add_argument("--gpu", type=int, metavar="INDEX", help="needed where there are several")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
-    parser.add_argument("--logs", type=Path, default=DEFAULT_LOGS, metavar="DIR")
-    parser.add_argument("--commit", default="", metavar="HASH", help="for a copy without git")
-    parser.add_argument("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
-    parser.add_argument("--density", type=float, default=sizes.density, help="share of changes")
-    parser.add_argument("--rounds", type=int, default=sizes.rounds)
-    _add_serving(parser)
+    add("--budget-s", type=float, metavar="S", help="begin nothing that ends later")
+    add("--gpu", type=int, metavar="INDEX", help="needed where there are several")
+    add("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
+    add("--logs", type=Path, default=DEFAULT_LOGS, metavar="DIR")
+    add("--commit", default="", metavar="HASH", help="for a copy without git")
+    add("--gib", type=float, default=sizes.gib, help="size of each timed tensor")
+    add("--density", type=float, default=sizes.density, help="share of changes")
+    add("--rounds", type=int, default=sizes.rounds)
+    add("--rehearse", action="store_true", help="pieces with engines, tiny, on CPUs: no figures")
+    add("--arm-s", type=float, metavar="S", help="load of an arm in one round")
+    add("--arm-rounds", type=int, metavar="N", help="at most, where time is left")
+    add("--azure", type=Path, metavar="CSV", help="bursts of this trace")
+    add("--kv-backend", metavar="NAME", help="the guest's: auto, cuda or madvise")
+    add("--seed", type=int, metavar="N", help="of arrivals and of orders")
     return parser
 
 
-def _add_serving(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rehearse", action="store_true", help="pieces with engines, tiny, on CPUs: no figures"
-    )
-    parser.add_argument("--arm-s", type=float, metavar="S", help="load of an arm in one round")
-    parser.add_argument("--arm-rounds", type=int, metavar="N", help="at most, where time is left")
-    parser.add_argument("--azure", type=Path, metavar="CSV", help="bursts of this trace")
-    parser.add_argument("--kv-backend", metavar="NAME", help="the guest's: auto, cuda or madvise")
-    parser.add_argument("--seed", type=int, metavar="N", help="of arrivals and of orders")
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Leave as after an error: the piece's process is ended on the way out."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
+    # The piece's process is ended on the way out, as after an error.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

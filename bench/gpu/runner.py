@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.gpu.machine import MachineWatch, environment, insist_alone, insist_room
-from bench.gpu.piece_process import Answered, Measure, PieceOrder
-from bench.gpu.pieces import MOST_S, GpuPiece
-from bench.gpu.sizes import Sizes
+from bench.gpu.measure import Answered, Measure, PieceOrder
+from bench.gpu.pieces import MOST_S, GpuPiece, Sizes
 from rose.errors import ConfigError
 from rose.nvml import Card, CardError, CardReader, Usage
 
@@ -28,7 +28,6 @@ Say = Callable[[str], None]
 KEYS = {"piece", "sizes", "environment", "measured", "checks"}
 # A driver takes memory back a moment after its process has ended.
 SETTLED_S, SETTLED_BYTES, POLL_S = 10.0, 64 << 20, 0.1
-MIB = 1 << 20
 FEW_CHECKS = 3
 NO_CLAIM = "a rehearsal on CPUs with tiny models: no figure in here says anything about a GPU"
 
@@ -154,18 +153,23 @@ class Runner:
 
         A shared process may be ended from outside, so each piece's result is written at once.
         """
+        request, first = self._request, pieces[0]
         try:
             before = self._reader.usage(self._card)
-            facts = environment(self._card, before, self._request.revision)
+            facts = environment(self._card, before, request.revision)
             insist_alone(self._card, before)
             self._insist_room(before, pieces)
         except CardError as error:
-            yield self._kept(Answered(pieces[0], failed=str(error)), {})
+            yield self._kept(Answered(first, failed=str(error)), {})
             return
+        seconds = min(MOST_S, self._left_s) if first.served else first.limit_s
+        order = PieceOrder(
+            tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
+        )
         found: list[tuple[Answered, Record]] = []
         with MachineWatch(self._reader, self._card) as watch:
             began_s = time.monotonic()
-            for answer in self._measure(self._order(pieces)):
+            for answer in self._measure(order):
                 record: Record = {"took_s": time.monotonic() - began_s, "environment": facts}
                 found.append((answer, record))
                 if len(pieces) > 1 and not answer.failed:
@@ -173,13 +177,6 @@ class Runner:
         left = self._left_on_card(before)
         for answer, record in found:
             yield self._kept(answer, record | {"during": watch.summary()}, left)
-
-    def _order(self, pieces: list[GpuPiece]) -> PieceOrder:
-        request, first = self._request, pieces[0]
-        seconds = min(MOST_S, self._left_s) if first.served else first.limit_s
-        return PieceOrder(
-            tuple(pieces), request.sizes, self._card, seconds, request.logs, self._folder
-        )
 
     def _kept(self, answer: Answered, record: Record, left: str = "") -> Outcome:
         """Write a measurement or a failure; `left` names what stayed on the card."""
@@ -194,10 +191,8 @@ class Runner:
             _write(_failed(self._folder, piece.name), record | {"failed": failed})
             return Outcome(piece.name, "failed", failed)
         assert answer.measured is not None
-        record |= {
-            "measured": answer.measured,
-            "checks": [asdict(check) for check in piece.checks(answer.measured)],
-        }
+        checks = [asdict(check) for check in piece.checks(answer.measured)]
+        record |= {"measured": answer.measured, "checks": checks}
         path = write_done(self._folder, record)
         return Outcome(piece.name, "done", f"{record['took_s']:.0f} s, {path}", record)
 
@@ -214,7 +209,7 @@ class Runner:
                 return ""
             if time.monotonic() >= deadline_s:
                 return (
-                    f"the card is not as it was found: {max(0, kept_bytes) // MIB} MiB more in use,"
+                    f"the card is not as it was found: {max(0, kept_bytes) >> 20} MiB more in use,"
                     f" processes {list(now.processes)}; end what is left of the piece"
                 )
             time.sleep(POLL_S)
@@ -255,12 +250,11 @@ def _failed(folder: Path, piece: str) -> Path:
 
 def _write(path: Path, record: Record) -> None:
     """Replace the file as a whole: a machine that is taken away leaves the last one."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(json.dumps(record, indent=1, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -273,24 +267,22 @@ def _write(path: Path, record: Record) -> None:
 def line_of(outcome: Outcome) -> str:
     """Return the outcome as one line with its limits; of many limits only those that fail."""
     checks = outcome.record["checks"] if outcome.record else []
-    told = [
-        f"{c['name']} {_shown(c['value'])} (limit {c['limit']:g}) {c['verdict']}" for c in checks
-    ]
+    told = {
+        f"{c['name']} {'unknown' if c['value'] is None else format(c['value'], '.3g')}"
+        f" (limit {c['limit']:g}) {c['verdict']}": c["verdict"]
+        for c in checks
+    }
+    shown = list(told)
     if len(checks) > FEW_CHECKS:
-        verdicts = [check["verdict"] for check in checks]
-        counts = [f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(sorted(verdicts))]
-        failed = [line for line, kind in zip(told, verdicts, strict=True) if kind == "FAILS"]
-        told = [", ".join(counts), *failed]
-    return "; ".join([f"{outcome.piece:<8} {outcome.state}: {outcome.said}", *told])
-
-
-def _shown(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"
+        counts = Counter(sorted(check["verdict"] for check in checks))
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        shown = [counted, *(line for line, verdict in told.items() if verdict == "FAILS")]
+    return "; ".join([f"{outcome.piece:<8} {outcome.state}: {outcome.said}", *shown])
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
     """Count the outcomes."""
-    states = [outcome.state for outcome in outcomes]
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    again = "; run it again for what is left" if "left" in states else ""
-    return f"{len(states)} pieces: {counted}{again}"
+    states = Counter(outcome.state for outcome in outcomes)
+    counted = ", ".join(f"{count} {state}" for state, count in states.items())
+    again = "; run it again for what is left" if states["left"] else ""
+    return f"{states.total()} pieces: {counted}{again}"

@@ -20,15 +20,18 @@ import aiohttp
 import msgspec
 from pydantic import ValidationError
 
-from bench.load.arrivals import Arrival, generate_segment, rescale_trace, trace_segment
 from bench.load.protocol import (
+    Arrival,
     ClientRequest,
     LoadCommand,
     LoadConfig,
     Paced,
     Stats,
     Traffic,
+    generate_segment,
     make_prompt,
+    rescale_trace,
+    trace_segment,
 )
 from rose.azure_trace import read_trace
 from rose.errors import BAD_BYTES, RoseError
@@ -37,6 +40,12 @@ _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _DONE = b"data: [DONE]"
 # The usage message and the end mark together are about 400 bytes.
 _TAIL_BYTES = 2_048
+# Requests sent one after another to learn how long the host takes for one; the first warm it up.
+PACE_WARM_UP, PACE_REQUESTS = 3, 12
+STATS_PERIOD_S = 1.0
+# vLLM's server closes idle connections after 5 s; let go of them first.
+KEEPALIVE_S = 2.0
+MAX_COMMAND_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +149,6 @@ async def complete(
     digest = _digest(bytes(kept)) if kept and status == "ok" else None
     return Completion(status, ttft_s, end_s - arrival_s, tokens, digest)
 
-
-# Requests sent one after another to learn how long the host takes for one; the first warm it up.
-PACE_WARM_UP, PACE_REQUESTS = 3, 12
 
 SegmentSource = Callable[[int], Sequence[Arrival]]
 
@@ -301,12 +307,6 @@ class LoadGenerator:
         self.stats.done += 1
         self.stats.errors += record.status != "ok"
         self._records.write(self._encoder.encode(record) + b"\n")
-
-
-STATS_PERIOD_S = 1.0
-# vLLM's server closes idle connections after 5 s; let go of them first.
-KEEPALIVE_S = 2.0
-MAX_COMMAND_BYTES = 4_096
 
 
 def _say(message: object) -> None:

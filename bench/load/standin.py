@@ -1,7 +1,8 @@
 """A stand-in for engines: answers at a fixed pace, computes nothing. One process, several ports.
 
 `python -m bench.load.standin PORT…` speaks ROSE's replica lines and, as server-sent events, vLLM's
-completions and SGLang's `/generate`. A port given as `sPORT` is a stock engine's: no replica lines.
+completions and SGLang's `/generate`. A port given as `sPORT` is a stock engine's: no replica lines;
+turns at `fPORT` fail as their request ids say: `WAY-NUMBER`.
 Bare sockets: a web framework would cost more than the router that is measured.
 """
 
@@ -14,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self, cast
 
+import uvloop
+
 from bench.common.processes import BenchProcess, answers, python
-from bench.load.caller import LAST_CHUNK
-from bench.load.wires import as_logprob
+from bench.load.streams import LAST_CHUNK, as_logprob
 from rose.errors import EngineStartError
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -30,9 +32,20 @@ MODELS = b'{"object":"list","data":[{"id":"policy","object":"model","max_model_l
 VERSION = b'{"version":"0.32.0"}'
 ANSWERS = {b"/rose/v1/state": STATE, b"/v1/models": MODELS, b"/version": VERSION}
 JSON = "application/json"
+# Marks of a port's kind.
+STOCK, FAULTY = "s", "f"
 DONE = "data: [DONE]\n\n"
 STREAMS = (b"/rose/v1/generate", b"/rose/v1/generate_batch", b"/v1/completions", b"/generate")
 LINES, BATCH, TEXT, SGLANG = STREAMS
+
+# The gateway's name of an attempt is the turn's id, `.copyN` for a second copy, and its number.
+_ATTEMPT = re.compile(rb'"request_id":"([a-z_]+)-[^"]*\.(\d+)"')
+# Refused by every replica alike.
+STATUSES = {b"refused": 400, b"failing": 500}
+# The first attempt meets this; the next one, on another replica, goes well.
+FIRST_STATUSES = {b"draining": 503, b"faulty": 500}
+REVOKED, DIES, SILENT, GARBAGE = b"revoked", b"dies", b"silent", b"garbage"
+AFTER_CHUNKS = 2
 
 
 class Pace:
@@ -167,6 +180,41 @@ class StandInConnection(asyncio.Protocol):
         return asyncio.get_running_loop()
 
 
+class FaultyConnection(StandInConnection):
+    """One connection; a turn's id decides its end."""
+
+    def _begin(self, body: bytes, path: bytes) -> None:
+        named = _ATTEMPT.search(body)
+        way, number = (named.group(1), int(named.group(2))) if named else (b"", 0)
+        status = STATUSES.get(way) or (FIRST_STATUSES.get(way) if number == 1 else None)
+        if status is not None:
+            self._transport.write(b"HTTP/1.1 %d No\r\nContent-Length: 2\r\n\r\n{}" % status)
+            return
+        # A turn that is revoked again and again is whole on its fourth replica.
+        again = b"revoked_again"
+        self._fault = REVOKED if way == again and number < 4 else way if number == 1 else b""
+        self._chunks = 0
+        super()._begin(body, path)
+
+    def _chunk(self) -> None:
+        self._chunks += 1
+        if self._chunks <= AFTER_CHUNKS or self._fault not in (REVOKED, DIES, SILENT, GARBAGE):
+            super()._chunk()
+            return
+        self._timer = None
+        if self._fault == REVOKED:
+            line, places = b'{"finish_reason":"revoked"}', range(len(self._budgets))
+            batch = b"".join(b"[%d,%b]\n" % (place, line) for place in places)
+            self._write_line(batch if self._path == BATCH else line + b"\n", LAST_CHUNK)
+        elif self._fault == GARBAGE:
+            self._write_line(b'{"token_ids": [1, \n')
+        elif self._fault == DIES:
+            self._transport.abort()
+
+    def _write_line(self, line: bytes, end: bytes = b"") -> None:
+        self._transport.write(b"%x\r\n%b\r\n%b" % (len(line), line, end))
+
+
 class StandInEngine(BenchProcess):
     """Process of stand-in engines. Half of the ports are ROSE replicas, half stock engines."""
 
@@ -178,7 +226,7 @@ class StandInEngine(BenchProcess):
         """Return the process, started and serving. Raises EngineStartError."""
         half = (len(ports) + 1) // 2
         replicas, stock = ports[:half], ports[half:]
-        names = [*map(str, replicas), *(f"s{port}" for port in stock)]
+        names = [*map(str, replicas), *(f"{STOCK}{port}" for port in stock)]
         argv = python("bench.load.standin", *names)
         engine = cls("stand-in engine", argv, log, core, piped=True).start()
         engine.urls = [f"http://127.0.0.1:{port}" for port in replicas]
@@ -193,16 +241,24 @@ class StandInEngine(BenchProcess):
             raise EngineStartError("the stand-in engine does not take its pace")
 
 
+async def listen(
+    pace: Pace, port: int = 0, *, stock: bool = False, faulty: bool = False
+) -> asyncio.Server:
+    """Serve in this process; port 0 for any."""
+    make = partial(FaultyConnection if faulty else StandInConnection, pace, stock)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(make, "127.0.0.1", port, backlog=4096)
+
+
 async def _serve(ports: list[str]) -> None:
-    loop, pace = asyncio.get_running_loop(), Pace(0.02, 0.01, 8)
+    pace = Pace(0.002, 0.002, 4) if FAULTY in "".join(ports) else Pace(0.02, 0.01, 8)
     for port in ports:
-        stock = port.startswith("s")
-        make = partial(StandInConnection, pace, stock)
-        await loop.create_server(make, "127.0.0.1", int(port.lstrip("s")), backlog=4096)
+        number = int(port.strip(STOCK + FAULTY))
+        await listen(pace, number, stock=STOCK in port, faulty=FAULTY in port)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1:]))
+    (uvloop if FAULTY in "".join(sys.argv[1:]) else asyncio).run(_serve(sys.argv[1:]))

@@ -8,24 +8,283 @@ import asyncio
 import gc
 import itertools
 import random
+import re
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
 from bench.common.processes import BenchProcess, python
 from bench.common.stats import quantiles
-from bench.load.caller import HUNG_UP, HttpCaller, Tls
-from bench.load.wires import WIRES, Wire
 from rose.errors import UnavailableError
 
 STREAMS = (1, 10, 100, 500, 1000, 2000)
 # From this many streams on each goes at its full pace; fewer go faster, or there were few turns.
 PACED_STREAMS = 200
+# Stamps are seconds since boot; anything below is a token's real logprob, zero here.
+SMALLEST_STAMP_S = 1.0
+ERRORS_KEPT = 5
+QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+# Tokens of the smallest model that is measured.
+VOCABULARY = 90
+CONNECT_AT_ONCE = 50
+LAST_CHUNK = b"0\r\n\r\n"
+HUNG_UP = 0
+# Kept of an answer whose pieces go to a callback: its end mark, and what an error says.
+_TAIL_BYTES = 200
+# Name of the model at stand-in and real engines.
+MODEL = "policy"
+_LOGPROB = re.compile(rb"-([\d.]+)")
+_LINE_LOGPROBS = re.compile(rb'"logprobs":\[([^\]]*)\]')
+_EVENT_LOGPROB = re.compile(rb'"logprob":-([\d.]+)')
+_TEXT = re.compile(rb'"text":"([\d.]+) ([\d.]+)')
+# Gateways look at logprobs: a time is a small negative number there.
+_LOGPROB_S = 1e6
+# The context of a new connection, and the name that its server has to prove.
+Tls = Callable[[], tuple[ssl.SSLContext, str]]
+
+
+class HttpAnswer(NamedTuple):
+    """`status` is HUNG_UP where the connection ended before the answer did, whoever ended it."""
+
+    status: int
+    body: bytes
+
+
+def request_of(path: str, body: bytes, method: str = "POST", more_head: bytes = b"") -> bytes:
+    """Return the bytes of one request; `more_head`: further lines of its head, with their ends."""
+    return (
+        b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n%b\r\n%b"
+        % (method.encode(), path.encode(), len(body), more_head, body)
+    )
+
+
+class HttpCaller:
+    """One connection to `url`, opened when it is needed and anew after it was closed.
+
+    on_body: called with each piece of an answer's body, chunk marks included, and the time of its
+    arrival; the answer then keeps only its end.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        on_body: Callable[[bytes, float], None] | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "", address.port or 80
+        self._tls = tls if address.scheme == "https" else None
+        self.on_body = on_body
+        self._transport: asyncio.Transport | None = None
+        self._pending: asyncio.Future[HttpAnswer] | None = None
+        self._body = self._hang_up_at = b""
+        self._status, self._missing = 0, -1
+
+    async def open(self) -> None:
+        """Connect, unless it is connected. Raises OSError."""
+        if self._transport is None:
+            context, name = self._tls() if self._tls else (None, None)
+            await asyncio.get_running_loop().create_connection(
+                lambda: _Line(self), self._host, self._port, ssl=context, server_hostname=name
+            )
+
+    async def ask(
+        self, request: bytes, *, hang_up_after_s: float | None = None, hang_up_at: bytes = b""
+    ) -> HttpAnswer:
+        """Send a request and return its answer.
+
+        The connection is closed after `hang_up_after_s` seconds, or at `hang_up_at` in an answer.
+        """
+        await self.open()
+        assert self._transport is not None
+        loop = asyncio.get_running_loop()
+        pending: asyncio.Future[HttpAnswer] = loop.create_future()
+        self._pending = pending
+        self._body, self._hang_up_at = b"", hang_up_at
+        self._status, self._missing = 0, -1
+        self._transport.write(request)
+        timer = None
+        if hang_up_after_s is not None:
+            timer = loop.call_later(hang_up_after_s, self.hang_up)
+        answer = await pending
+        if timer is not None:
+            timer.cancel()
+        return answer
+
+    async def post(self, path: str, body: bytes, **how: Any) -> HttpAnswer:  # noqa: ANN401 - as ask's
+        """Post a JSON body, as `ask`."""
+        return await self.ask(request_of(path, body), **how)
+
+    async def get(self, path: str) -> HttpAnswer:
+        """Get a path, as `ask`."""
+        return await self.ask(request_of(path, b"", "GET"))
+
+    def hang_up(self) -> None:
+        """Close the connection, whatever it still waits for."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        self._answer(HUNG_UP)
+
+    def opened(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def lost(self, transport: asyncio.Transport) -> None:
+        """Take note that a connection has ended; it may be an earlier one."""
+        if transport is self._transport:
+            self.hang_up()
+
+    def received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        if self._pending is None:
+            return
+        if not self._status:
+            head, mark, data = (self._body + data).partition(b"\r\n\r\n")
+            if not mark:
+                self._body = head
+                return
+            self._body = b""
+            _, counted, rest = head.lower().partition(b"content-length: ")
+            self._missing = int(rest.split(b"\r\n", 1)[0]) if counted else -1
+            self._status = int(head.split(b" ", 2)[1])
+        chunked = self._missing < 0
+        self._body += data
+        if not chunked:
+            self._missing = max(0, self._missing - len(data))
+        over = self._body.endswith(LAST_CHUNK) if chunked else self._missing == 0
+        if self.on_body is not None:
+            if data:
+                self.on_body(data, now_s)
+            self._body = self._body[-_TAIL_BYTES:]
+        if self._hang_up_at and self._hang_up_at in self._body:
+            self.hang_up()
+        elif over:
+            self._answer(self._status)
+
+    def _answer(self, status: int) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done():
+            pending.set_result(HttpAnswer(status, self._body))
+
+
+class _Line(asyncio.Protocol):
+    """One connection of a caller."""
+
+    def __init__(self, caller: HttpCaller) -> None:
+        self._caller = caller
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._caller.opened(self._transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._caller.lost(self._transport)
+        del self._transport
+
+    def data_received(self, data: bytes) -> None:
+        self._caller.received(data)
+
+
+Body = Callable[[str, Sequence[int], int], dict[str, object]]
+Stamps = Callable[[bytes], list[float]]
+
+
+def as_logprob(stamp_s: float) -> str:
+    """Return a time as the stand-in engine writes it in a logprob's place."""
+    return f"{-stamp_s / _LOGPROB_S:.13f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One API. `stamps` finds all times in a piece of an answer, any number of times each.
+
+    whole: answers come in one piece. real_chunk: a word that every chunk of a real engine has once;
+    of such an engine only the arrival of its chunks is known.
+    """
+
+    name: str
+    path: str
+    body: Body
+    stamps: Stamps
+    whole: bool = False
+    real_chunk: bytes = b""
+
+    def request(
+        self,
+        request_id: str,
+        session: str,
+        prompt: Sequence[int],
+        budget: int,
+        more_head: bytes = b"",
+    ) -> bytes:
+        """Return all bytes of one request for `budget` tokens."""
+        body = msgspec.json.encode(self.body(request_id, prompt, budget))
+        head = f"X-Session-ID: {session}\r\n".encode() + more_head
+        return request_of(self.path, body, more_head=head)
+
+
+def _replica_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    sampling = {"temperature": 1.0, "max_tokens": budget}
+    return {"request_id": request_id, "token_ids": prompt, "sampling": sampling}
+
+
+def _tokens_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    sampling = {"temperature": 1.0, "max_tokens": budget, "logprobs": 1}
+    return {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
+
+
+def _token_stream_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    return _tokens_body(request_id, prompt, budget) | {"stream": True}
+
+
+def _completion_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    del request_id
+    return {"model": MODEL, "prompt": prompt, "max_tokens": budget, "stream": True}
+
+
+def _trainer_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    """Return the body of a trainer that asks an engine directly, as the gateway always asks it."""
+    asked = _completion_body(request_id, prompt, budget)
+    return asked | {"logprobs": 0, "return_token_ids": True}
+
+
+def _sglang_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
+    sampling = {"temperature": 1.0, "max_new_tokens": budget}
+    return {"rid": request_id, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+
+
+def _of_lines(data: bytes) -> list[float]:
+    found = _LINE_LOGPROBS.findall(data)
+    return [_LOGPROB_S * float(number) for each in found for number in _LOGPROB.findall(each)]
+
+
+def _of_events(data: bytes) -> list[float]:
+    return [_LOGPROB_S * float(number) for number in _EVENT_LOGPROB.findall(data)]
+
+
+def _of_text(data: bytes) -> list[float]:
+    return [float(number) for found in _TEXT.findall(data) for number in found]
+
+
+REPLICA = Wire("replica lines", "/rose/v1/generate", _replica_body, _of_lines)
+TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_events, whole=True)
+TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
+COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
+SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
+REAL_TEXT = replace(
+    COMPLETIONS, name="completions, real", body=_trainer_body, real_chunk=b'"text":"'
+)
+REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", real_chunk=b'"token_ids":[')
+_ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_TEXT, REAL_TOKENS)
+WIRES = {wire.name: wire for wire in _ALL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +317,6 @@ class StreamLoad:
     def as_json(self) -> dict[str, object]:
         """Return all of it as a record."""
         return {**asdict(self), "gap_s": self.gap_s, "turn_s": self.turn_s}
-
-
-# Stamps are seconds since boot; anything below is a token's real logprob, zero here.
-SMALLEST_STAMP_S = 1.0
 
 
 @dataclass(slots=True)
@@ -126,10 +381,6 @@ class Stream:
             times.chunks += [(now_s, now_s - written_s) for written_s in written]
 
 
-ERRORS_KEPT = 5
-QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-
-
 def figures(
     turns: Iterable[TurnTimes], wire: Wire, start_s: float, stop_s: float
 ) -> dict[str, Any]:
@@ -161,11 +412,6 @@ def figures(
         "errors": len(errors),
         "errors_kept": errors[:ERRORS_KEPT],
     }
-
-
-# Tokens of the smallest model that is measured.
-VOCABULARY = 90
-CONNECT_AT_ONCE = 50
 
 
 async def run(urls: Sequence[str], wire: Wire, load: StreamLoad, seed: int = 0) -> dict[str, Any]:

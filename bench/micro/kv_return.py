@@ -28,8 +28,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from bench.common.engines import SGLANG_PYTHON
 from bench.common.report import machine, put
-from bench.common.sglang import SGLANG_PYTHON
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port

@@ -35,8 +35,7 @@ from bench.common.processes import BenchProcess, ProcessFleet, cores, python
 from bench.common.report import machine, put, reported
 from bench.common.stats import rounded
 from bench.load.standin import StandInEngine
-from bench.load.streams import Stream, block
-from bench.load.wires import REPLICA
+from bench.load.streams import REPLICA, Stream, block
 from rose.addresses import free_ports
 from rose.errors import EngineStartError
 from rose.gateway.backends.http_pool import ClusterTls

@@ -18,16 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import msgspec
 
 from bench.common.processes import BenchProcess, scheduler_command
 from bench.common.report import machine, put
-from bench.micro.scheduler_rpc import channel_to
+from bench.micro.scheduler_scale import StandInNode, channel_to
 from rose.addresses import free_port
 from rose.cli.exit_codes import ExitCode
 from rose.errors import UnavailableError
@@ -64,27 +63,24 @@ class StopRound(msgspec.Struct, frozen=True):
         return self.in_time and self.named and counted and self.exit_code == code
 
 
-class StoppableNode:
+class StoppableNode(StandInNode):
     """A node whose guest works until its stop. Unless it `speaks`, it reads nothing."""
 
+    report_s = REPORT_S
+
     def __init__(self, address: str, number: int, dice: random.Random) -> None:
-        self.name = f"n{number:03}"
+        super().__init__(address, f"n{number:03}")
         self._guest = f"guest-{number:03}"
-        self._stub = SchedulerStub(channel_to(address))
         self._dice = dice
         self.speaks = asyncio.Event()
         self.speaks.set()
         self._gone_s: float | None = None
-        self._due: list[pb.NodeReport] = []
-        self._wake = asyncio.Event()
 
-    async def run(self) -> None:
-        with suppress(grpc.aio.AioRpcError):
-            async for command in self._stub.Attach(self._reports()):
-                await self.speaks.wait()
-                self._obey(command)
+    def hello(self) -> pb.Hello:
+        return pb.Hello(protocol=2, obeys=True, takes_caps=True)
 
-    def _obey(self, command: pb.NodeCommand) -> None:
+    async def obey(self, command: pb.NodeCommand) -> None:
+        await self.speaks.wait()
         if not command.HasField("harvest"):
             return
         harvest = command.harvest
@@ -94,27 +90,18 @@ class StoppableNode:
         elif not stopped:
             self._gone_s = None
         if harvest.order:
-            self._due.append(pb.NodeReport(node=self.name, obeyed=pb.Obeyed(order=harvest.order)))
-        self._wake.set()
+            self.due.append(self.report(obeyed=pb.Obeyed(order=harvest.order)))
+        self.wake()
 
-    async def _reports(self) -> AsyncIterator[pb.NodeReport]:
-        hello = pb.Hello(protocol=2, obeys=True, takes_caps=True)
-        yield pb.NodeReport(node=self.name, hello=hello)
-        while True:
-            self._wake.clear()
-            if self.speaks.is_set():
-                due, self._due = self._due, []
-                for report in (*due, *self._state()):
-                    yield report
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
-                    await self._wake.wait()
-
-    def _state(self) -> Iterator[pb.NodeReport]:
+    def state(self) -> Iterator[pb.NodeReport]:
+        if not self.speaks.is_set():
+            return
+        due, self.due = self.due, []
+        yield from due
         offer = pb.Offer(
             replica=self._guest, kind=pb.REPLICA_KIND_GUEST, url="http://127.0.0.1:9", ttl_s=3.0
         )
-        yield pb.NodeReport(node=self.name, offers=pb.Offers(offers=[offer]))
+        yield self.report(offers=pb.Offers(offers=[offer]))
         gone = self._gone_s is not None and time.monotonic() > self._gone_s
         guest = pb.GuestTelemetry(
             replica=self._guest,
@@ -122,7 +109,7 @@ class StoppableNode:
             duty=0.0 if gone else 0.6,
             held_bytes=None if self._gone_s is None else 0 if gone else 8 << 30,
         )
-        yield pb.NodeReport(node=self.name, telemetry=pb.Telemetry(guests=[guest]))
+        yield self.report(telemetry=pb.Telemetry(guests=[guest]))
 
 
 @asynccontextmanager

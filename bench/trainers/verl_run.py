@@ -55,6 +55,16 @@ ON_CPU = (
     "+ray_kwargs.ray_init.include_dashboard=False",
     "+ray_kwargs.ray_init.object_store_memory=200000000",
 )
+SHOWN = {
+    "score": "critic/score/mean",
+    "probs diff mean": "training/rollout_probs_diff_mean",
+    "probs diff max": "training/rollout_probs_diff_max",
+    "staleness max": "training/off_policy/trajectory_staleness/max",
+    "step s": "timing_s/step",
+    "gen s": "timing_s/gen",
+    "actor s": "timing_s/update_actor",
+    "weights s": "timing_s/update_weights",
+}
 
 
 class VerlRun:
@@ -148,18 +158,6 @@ class VerlRun:
             if time.monotonic() > deadline_s:
                 raise UnavailableError(f"{len(members)} processes of verl do not end")
         self.process.kill()
-
-
-SHOWN = {
-    "score": "critic/score/mean",
-    "probs diff mean": "training/rollout_probs_diff_mean",
-    "probs diff max": "training/rollout_probs_diff_max",
-    "staleness max": "training/off_policy/trajectory_staleness/max",
-    "step s": "timing_s/step",
-    "gen s": "timing_s/gen",
-    "actor s": "timing_s/update_actor",
-    "weights s": "timing_s/update_weights",
-}
 
 
 def main() -> int:

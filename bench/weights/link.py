@@ -34,6 +34,15 @@ from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.format.tensors import WIDTHS, unsigned
 
 JOB = "bench"
+ORIGIN_ADDRESS, CLUSTER_ADDRESS = "10.231.77.1", "10.231.77.2"
+_BURST_BYTES = 262_144
+_QUEUE_MS = 50
+# Slow enough that the cores of one small machine can play the machines on both sides of it.
+MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
+RECEIVERS = (1, 4, 8)
+TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024
+CHUNK_BYTES = 1 << 20
+PORT = 18_900
 
 
 async def _origin(folder: Path, url: str) -> None:
@@ -110,11 +119,6 @@ def main(words: Sequence[str]) -> None:
         asyncio.run(_receive(Path(folder), url, rest[0], rest[1:]))
 
 
-ORIGIN_ADDRESS, CLUSTER_ADDRESS = "10.231.77.1", "10.231.77.2"
-_BURST_BYTES = 262_144
-_QUEUE_MS = 50
-
-
 class LinkUnavailableError(Exception):
     """This machine cannot shape a link; the message says why."""
 
@@ -185,14 +189,6 @@ def _must(*argv: str) -> None:
 
 def _tool(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 -- ip and tc
-
-
-# Slow enough that the cores of one small machine can play the machines on both sides of it.
-MBIT, DELAY_MS, LOSS_PERCENT = 25, 20, 0.1
-RECEIVERS = (1, 4, 8)
-TENSORS, ROWS, COLUMNS = 16, 1_024, 1_024
-CHUNK_BYTES = 1 << 20
-PORT = 18_900
 
 
 def link_figures(seed: int) -> dict[str, object]:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.common.processes import BenchProcess, python
-from bench.weights.steps import adam_step, rate_for
+from bench.weights.codec import adam_step, rate_for
 from weight_transfer import (
     ChunkStore,
     Receiver,

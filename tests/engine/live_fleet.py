@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from pool import Started
 
-from bench.chaos.fleet import ChaosFleet, ChaosReplica
+from bench.chaos import ChaosFleet, ChaosReplica
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ from engine_specs import LEFT, RIGHT
 from live_fleet import fleet_of
 from pool import Started
 
-from bench.chaos.fleet import ChaosFleet
-from bench.chaos.run import chaos, prompts
+from bench.chaos import ChaosFleet, chaos, prompts
 from bench.common.tiny_models import FLEET_MODEL
 from rose.client import RolloutClient, Sampling, Turn
 

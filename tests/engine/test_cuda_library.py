@@ -32,8 +32,8 @@ def test_bodies_for_a_device_hold_through_the_real_bindings(tmp_path: Path) -> N
 BENCH = """
 import json
 from executor.cuda.driver import open_driver
-from bench.gpu.work.page_guest import OPENER
-from bench.gpu.work.pages import measure, measure_balloon
+from bench.gpu.pages import OPENER
+from bench.gpu.pages import measure, measure_balloon
 print(json.dumps([measure(OPENER, 3, 32 << 20), measure_balloon(open_driver(), 16, 3)]))
 """
 

@@ -14,7 +14,7 @@ from live_fleet import fleet_of
 from pool import Started
 from tiny_model import VOCABULARY
 
-from bench.chaos.fleet import ChaosFleet, ChaosReplica
+from bench.chaos import ChaosFleet, ChaosReplica
 from elastic_scheduler import ReplicaKind
 from rose.client import RolloutClient, Sampling, Turn
 from rose.gateway import Gateway, GatewaySettings, StaticReplica

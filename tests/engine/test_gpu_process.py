@@ -10,10 +10,8 @@ import pytest
 
 from bench.gpu.__main__ import main
 from bench.gpu.machine import REHEARSAL_PLACE, StandInCard
-from bench.gpu.measure import reason
-from bench.gpu.piece_process import MARK, Answered, PieceOrder, measure_apart
-from bench.gpu.pieces import PieceError, pieces_of
-from bench.gpu.sizes import REHEARSAL, Sizes
+from bench.gpu.measure import MARK, Answered, PieceOrder, measure_apart, reason
+from bench.gpu.pieces import REHEARSAL, PieceError, Sizes, pieces_of
 from tests.fakes.gpu import CARD, StandInReader
 from tests.harness.processes import left_behind
 
@@ -80,7 +78,7 @@ def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "bench.gpu.piece_process._environment",
+        "bench.gpu.measure.environment_of",
         lambda card: {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     arguments = ["--out", str(tmp_path), "--logs", str(tmp_path / "logs"), "--only", "copy"]
@@ -96,7 +94,7 @@ def test_without_a_gpu_every_piece_says_so_and_the_next_one_is_tried(
 def test_one_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.gpu.piece_process.GRACE_S", 0.0)
+    monkeypatch.setattr("bench.gpu.measure.GRACE_S", 0.0)
     (answer,) = answers(tmp_path, "hangs", limit_s=1.0)
     assert answer.failed.startswith("took longer than its 1 s and was ended; see ")
     child = int((tmp_path / "hangs.log").read_text().split()[-1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kill.trials import trials
+from bench.kill.__main__ import trials
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 TRIALS = 2

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.weights.__main__ import rank_checks
 from bench.weights.ranks import SIZES, rank_memory
-from bench.weights.report import rank_checks
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 

@@ -17,7 +17,7 @@ from bench.demo.plan import (
     accept_plan,
     sharing_plan,
 )
-from bench.load.arrivals import LoadShape, generate_segment
+from bench.load.protocol import LoadShape, generate_segment
 
 T0_S = 1000.0
 FROZEN_STEP_S = BLOCK_S / 2

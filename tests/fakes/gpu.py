@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.coserve.plan import ALONE, ALONE_AGAIN, NAIVE_ARM, ROSE_ARMS, Arm
-from bench.gpu.piece_process import Answered, PieceOrder
+from bench.gpu.measure import Answered, PieceOrder
 from tests.fakes.nvml import CARD, IDLE, StandInLibrary, StandInReader, card, usage
 
 __all__ = [

@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.piece_process import Answered, PieceOrder
-from bench.gpu.pieces import pieces_of
+from bench.gpu.measure import Answered, PieceOrder
+from bench.gpu.pieces import Sizes, pieces_of
 from bench.gpu.runner import Outcome, Runner, RunRequest
-from bench.gpu.sizes import Sizes
 from tests.fakes.gpu import MEASURED, StandInReader, card
 
 COPY, KERNELS, UPDATE = pieces_of(("copy", "kernels", "update"))

@@ -28,6 +28,7 @@ from rose.client import Sampling
 from rose.errors import UnavailableError
 
 CARELESS_SHARE = 0.5
+AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,6 @@ def _beeline(position: int, rng: random.Random) -> list[int]:
     moves = [1] * (goal_row - row) + [2] * (goal_column - column)
     rng.shuffle(moves)
     return moves
-
-
-AT_ONCE = 128
 
 
 async def evaluate(

@@ -25,6 +25,9 @@ from bench.demo.frozen_lake import vocab
 
 MAX_POSITIONS = 1024
 HOST_VOCABULARY = 320
+REPORT_EVERY = 0.02
+MAX_THREADS = 2
+WARM_START_FILE = "warm_start.json"
 
 
 def policy_config() -> Qwen2Config:
@@ -93,11 +96,6 @@ def _tokenizer(words: tuple[str, ...], size: int, end: str) -> PreTrainedTokeniz
     )
 
 
-REPORT_EVERY = 0.02
-MAX_THREADS = 2
-WARM_START_FILE = "warm_start.json"
-
-
 @dataclass(frozen=True, slots=True)
 class Models:
     """Folders in Hugging Face's layout: the policy's version 0, and the host's model."""
@@ -164,7 +162,7 @@ def _recipe_hash() -> str:
     demo = Path(__file__).parents[1]
     sources = (
         *("frozen_lake/vocab", "frozen_lake/task", "frozen_lake/data", "frozen_lake/models"),
-        *("training/forward", "training/warm_start", "training/local_policy", "training/rollouts"),
+        *("training/forward", "training/warm_start", "training/rollouts"),
     )
     content = b"".join((demo / f"{name}.py").read_bytes() for name in sources)
     return hashlib.sha256(content).hexdigest()[:12]

@@ -1,30 +1,35 @@
-"""Measures of a run: training, harvest and host impact, computed from the raw records.
+"""Measures of a run: training, harvest, host impact and sharing, computed from the raw records.
 
-Training: reward, trajectories, tokens, logprob gap, weights, faults. Harvest: throughput that the
-borrowed capacity gave, leased against frozen blocks, and its ceiling. Host impact: latencies of the
-same replayed arrivals, leased against frozen.
+Harvest: throughput that the borrowed capacity gave, leased against frozen blocks, and its ceiling.
+Host impact: latencies of the same replayed arrivals, leased against frozen. Sharing: the time of
+several jobs' leases of a guest, in blocks in which it was lent and every job wanted it.
 
-Each function is pure: records in, one frozen figure out. A figure that the records cannot give is
-None, never a guess.
+Each function is pure: records in, figures out, by the names that `report.json` has them under. A
+figure that the records cannot give is None, never a guess.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from bench.common.pairing import METRICS, Pair, RequestIndex, Window, latency_s, paired_window
+from bench.common.stats import METRICS, Pair, RequestIndex, Window, latency_s, paired_window
 from bench.demo.report.records import (
     CHUNK_REJECTED,
+    ENGINE_SWITCHED,
     EVALUATION,
+    FIRST_TOKEN,
     FORCED_REVOCATION,
     GUEST_KILLED,
+    LEASE_ENDS,
+    LEASE_GRANTED,
     TRAINER_DONE,
     BlockRecord,
     Records,
     StepRow,
-    TurnRecord,
 )
 from bench.load.protocol import Request, join_requests
 from rose.compare.bootstrap import (
@@ -37,81 +42,28 @@ from rose.compare.bootstrap import (
 )
 from rose.node.guest.guard import GuestSample
 
+Figures = dict[str, Any]
+BlockPair = tuple[BlockRecord, BlockRecord]
 KINDS = ("guest", "dedicated", "continued")
 # A revocation takes this long to travel from its order to the streams it ends.
 REVOCATION_REACH_S = 0.5
 SIGKILL = 9
+SECONDS_PER_HOUR = 3_600
+# A guest with a small batch waits for demand, not for its host: a third of its seats.
+LEAST_RUNNING = 16
+# Requests near the end of a block may be served in the next one, under another arm.
+EDGE_S = 0.5
+# Arrivals this close together share bursts and batches, so they are resampled together.
+WINDOW_S = 2.0
+PERCENTS = (50, 95)
+BORROWED, ANOTHER_JOB = "guest", "job"
 
 
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """Mean sampled reward; `by_step` in the order of the steps."""
-
-    first_fifth: float | None
-    last_fifth: float | None
-    by_step: list[float | None]
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Share of held-out maps solved greedily, before and after."""
-
-    warm_start: float | None
-    final: float | None
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectories:
-    """Counts of episodes; `spanning_versions`: delivered ones with tokens of two versions."""
-
-    started: int
-    delivered: int
-    lost: int
-    duplicated: int
-    spanning_versions: int
-    revoked_mid_turn: int
-    max_staleness: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Sampled tokens by where they came from; `unstamped` lack a version or a logprob."""
-
-    dedicated: int
-    guest: int
-    continued: int
-    unstamped: int
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobGap:
-    """Mean |engine logprob - trainer logprob| under the same version, nats a token."""
-
-    guest: float | None
-    dedicated: float | None
-    continued: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMeasures:
-    """Published versions; bytes are totals over them."""
-
-    versions: int
-    full_bytes: int
-    wire_bytes: int
-    density_by_step: list[float]
-    digest_failures: int
-    probe_failures: int
-
-
-@dataclass(frozen=True, slots=True)
-class FaultMeasures:
-    """Faults of the storm that really happened."""
-
-    forced_revocations: int
-    mid_turn: int
-    guest_kills: int
+# ---- training ----
 
 
 def fifths(records: Records) -> tuple[list[StepRow], list[StepRow]]:
@@ -122,7 +74,7 @@ def fifths(records: Records) -> tuple[list[StepRow], list[StepRow]]:
 
 
 def rewards_by_group(records: Records, steps: Iterable[StepRow]) -> list[list[float]]:
-    """Rewards of delivered trajectories of these steps, one list for each group (one map)."""
+    """Return rewards of delivered trajectories of these steps, a list for each group (one map)."""
     wanted = {(step.job, step.step) for step in steps}
     groups: dict[tuple[str, int | None, str | int], list[float]] = defaultdict(list)
     for one in records.trajectories:
@@ -131,37 +83,30 @@ def rewards_by_group(records: Records, steps: Iterable[StepRow]) -> list[list[fl
     return list(groups.values())
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def reward(records: Records) -> Figures:
+    """Return the mean sampled reward in the outer fifths and by step, in the order of the steps."""
 
+    def mean(steps: Iterable[StepRow]) -> float | None:
+        return _mean([one for group in rewards_by_group(records, steps) for one in group])
 
-def _mean_reward(records: Records, steps: Iterable[StepRow]) -> float | None:
-    return _mean([reward for group in rewards_by_group(records, steps) for reward in group])
-
-
-def reward(records: Records) -> Reward:
-    """Return the mean sampled reward by step and in the outer fifths."""
     first, last = fifths(records)
-    return Reward(
-        first_fifth=_mean_reward(records, first),
-        last_fifth=_mean_reward(records, last),
-        by_step=[_mean_reward(records, [step]) for step in records.steps],
-    )
+    by_step = [mean([step]) for step in records.steps]
+    return {"first_fifth": mean(first), "last_fifth": mean(last), "by_step": by_step}
 
 
-def held_out(records: Records) -> HeldOut:
-    """Return the trainer's two evaluations, from its events."""
+def held_out(records: Records) -> Figures:
+    """Return the share of held-out maps solved greedily, before and after, and their number."""
     found = {event.which: event for event in records.events_named(EVALUATION)}
-    warm_start, final = found.get("warm_start"), found.get("final")
-    return HeldOut(
-        warm_start=warm_start.success if warm_start else None,
-        final=final.success if final else None,
-        n=min((event.n or 0 for event in (warm_start, final) if event), default=0),
-    )
+    both = {which: found.get(which) for which in ("warm_start", "final")}
+    figures: Figures = {which: event.success if event else None for which, event in both.items()}
+    return figures | {"n": min((event.n or 0 for event in both.values() if event), default=0)}
 
 
 def crossings(records: Records) -> list[tuple[float, float]]:
-    """(final, warm start) of each held-out map, 1.0 where it was crossed; empty without both."""
+    """Return (final, warm start) of each held-out map, 1.0 where it was crossed.
+
+    The list is empty without both evaluations.
+    """
     found = {event.which: event.crossed or "" for event in records.events_named(EVALUATION)}
     before, after = found.get("warm_start", ""), found.get("final", "")
     if len(before) != len(after):
@@ -169,23 +114,12 @@ def crossings(records: Records) -> list[tuple[float, float]]:
     return [(float(last), float(first)) for first, last in zip(before, after, strict=True)]
 
 
-def _max_staleness(records: Records) -> int | None:
-    """Most versions between the policy a step trained and the oldest token it trained on."""
-    trained: dict[tuple[str, int | None], int] = {
-        (step.job, step.step): step.version - 1 for step in records.steps
-    }
-    return max(
-        (
-            trained[one.job, one.step] - min(one.versions)
-            for one in records.trajectories
-            if (one.job, one.step) in trained and one.versions
-        ),
-        default=None,
-    )
+def trajectories(records: Records) -> Figures:
+    """Count trajectories by records and turns; the trainer's own count may only add faults.
 
-
-def trajectories(records: Records) -> Trajectories:
-    """Count trajectories by records and turns; the trainer's own count may only add faults."""
+    spanning_versions: delivered ones with tokens of two versions. max_staleness: most versions
+    between the policy that a step trained and the oldest token it trained on.
+    """
     copies: Counter[tuple[str, str | int]] = Counter()
     for trajectory in records.trajectories:
         copies[trajectory.job, trajectory.trajectory] += trajectory.delivered
@@ -193,63 +127,69 @@ def trajectories(records: Records) -> Trajectories:
     for turn in records.turns:
         copies[turn.job, turn.trajectory] += 0
     done = records.events_named(TRAINER_DONE)
-    delivered = [t for t in records.trajectories if t.delivered]
-    return Trajectories(
-        started=max(len(copies), sum(event.started or 0 for event in done)),
-        delivered=sum(count > 0 for count in copies.values()),
-        lost=max(sum(n == 0 for n in copies.values()), sum(event.lost or 0 for event in done)),
-        duplicated=max(
-            sum(n > 1 for n in copies.values()), sum(event.duplicated or 0 for event in done)
+    trained = {(step.job, step.step): step.version - 1 for step in records.steps}
+    stale = [
+        trained[one.job, one.step] - min(one.versions)  # type: ignore[index]
+        for one in records.trajectories
+        if (one.job, one.step) in trained and one.versions
+    ]
+
+    def counted(copies_are: Callable[[int], bool], name: str) -> int:
+        told = sum(getattr(event, name) or 0 for event in done)
+        return max(sum(map(copies_are, copies.values())), told)
+
+    return {
+        "started": counted(lambda count: True, "started"),
+        "delivered": sum(count > 0 for count in copies.values()),
+        "lost": counted(lambda count: count == 0, "lost"),
+        "duplicated": counted(lambda count: count > 1, "duplicated"),
+        "spanning_versions": sum(
+            len(set(one.versions)) > 1 for one in records.trajectories if one.delivered
         ),
-        spanning_versions=sum(len(set(t.versions)) > 1 for t in delivered),
-        revoked_mid_turn=sum(t.revoked_mid_turn for t in records.trajectories),
-        max_staleness=_max_staleness(records),
-    )
+        "revoked_mid_turn": sum(one.revoked_mid_turn for one in records.trajectories),
+        "max_staleness": max(stale, default=None),
+    }
 
 
-def _unstamped(turn: TurnRecord) -> int:
-    """Tokens of a turn without a version span, or that the trainer counted as unstamped."""
-    stamped = sum(end - start for _, start, end in turn.versions)
-    return max(turn.unstamped, turn.output_tokens - stamped, 0)
-
-
-def tokens(records: Records) -> Tokens:
-    """Count tokens by kind of segment."""
+def tokens(records: Records) -> Figures:
+    """Count sampled tokens by kind of segment; `unstamped` lack a version or a logprob."""
     by_kind: Counter[str] = Counter()
+    unstamped = 0
     for turn in records.turns:
         for _, kind, start, end in turn.segments:
             by_kind[kind] += end - start
-    unstamped = sum(map(_unstamped, records.turns))
-    return Tokens(by_kind["dedicated"], by_kind["guest"], by_kind["continued"], unstamped)
+        stamped = sum(end - start for _, start, end in turn.versions)
+        unstamped += max(turn.unstamped, turn.output_tokens - stamped, 0)
+    kinds = {kind: by_kind[kind] for kind in ("dedicated", "guest", "continued")}
+    return {**kinds, "unstamped": unstamped}
 
 
-def logprob_gap(records: Records) -> LogprobGap:
-    """Return the mean absolute logprob difference of each kind of segment."""
-    sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+def logprob_gap(records: Records) -> Figures:
+    """Return mean |engine logprob - trainer logprob| under the same version, nats a token."""
+    sums: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for turn in records.turns:
         for kind, (total, count) in turn.gap.items():
-            sums[kind] = sums.get(kind, 0.0) + total
+            sums[kind] += total
             counts[kind] += count
-    means = {kind: sums[kind] / counts[kind] if counts[kind] else None for kind in KINDS}
-    return LogprobGap(means["guest"], means["dedicated"], means["continued"])
+    return {kind: sums[kind] / counts[kind] if counts[kind] else None for kind in KINDS}
 
 
-def weights(records: Records) -> WeightMeasures:
+def weights(records: Records) -> Figures:
     """Count published versions and bytes, and every proof of a replica that failed."""
     rejected = len(records.events_named(CHUNK_REJECTED))
-    return WeightMeasures(
-        versions=len({(step.job, step.version) for step in records.steps}),
-        full_bytes=sum(step.full_bytes for step in records.steps),
-        wire_bytes=sum(step.wire_bytes for step in records.steps),
-        density_by_step=[step.density for step in records.steps],
-        digest_failures=rejected + sum(not a.digest_ok for a in records.activations),
-        probe_failures=sum(a.digest_ok and not a.probe_ok for a in records.activations),
-    )
+    return {
+        "versions": len({(step.job, step.version) for step in records.steps}),
+        "full_bytes": sum(step.full_bytes for step in records.steps),
+        "wire_bytes": sum(step.wire_bytes for step in records.steps),
+        "density_by_step": [step.density for step in records.steps],
+        "digest_failures": rejected + sum(not a.digest_ok for a in records.activations),
+        "probe_failures": sum(a.digest_ok and not a.probe_ok for a in records.activations),
+    }
 
 
-def faults(records: Records) -> FaultMeasures:
-    """Count forced revocations, and those that ended a turn that then went on elsewhere.
+def faults(records: Records) -> Figures:
+    """Count forced revocations, those that ended a turn that went on elsewhere, and kills.
 
     A turn of n attempts was moved n - 1 times, so it vouches for at most n - 1 revocations.
     """
@@ -267,79 +207,59 @@ def faults(records: Records) -> FaultMeasures:
         for turn in moved:
             left[id(turn)] -= 1
         mid_turn += bool(moved)
-    kills = [event for event in records.events_named(GUEST_KILLED) if event.signal == SIGKILL]
-    return FaultMeasures(len(forced), mid_turn, len(kills))
+    kills = sum(event.signal == SIGKILL for event in records.events_named(GUEST_KILLED))
+    return {"forced_revocations": len(forced), "mid_turn": mid_turn, "guest_kills": kills}
 
 
-SECONDS_PER_HOUR = 3_600
-# A guest with a small batch waits for demand, not for its host: a third of its seats.
-LEAST_RUNNING = 16
+# ---- harvest ----
 
 
-@dataclass(frozen=True, slots=True)
-class ByArm:
-    """One rate in each arm; None where the arm has no blocks."""
-
-    leased: float | None
-    frozen: float | None
-    ceiling: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class HarvestMeasures:
-    """`gain` is rollout throughput leased over frozen; `ceiling` is host load off over frozen.
-
-    `busy` is the host's busy share in frozen blocks. `idle_efficiency` is the guest's throughput
-    when leased, as a share of what it has alone (at the ceiling) in the host's idle time; both
-    while it holds `LEAST_RUNNING` turns or more.
-    """
-
-    gain: Estimate | None
-    ceiling: float | None
-    busy: Estimate | None
-    idle_efficiency: Estimate | None
-    steps_gain: Estimate | None
-    pairs: int
-    tokens_per_s: ByArm
-    steps_per_hour: ByArm
-
-
-def block_pairs(records: Records) -> list[tuple[BlockRecord, BlockRecord]]:
-    """(leased, frozen) blocks of each complete pair."""
+def block_pairs(records: Records) -> list[BlockPair]:
+    """Return (leased, frozen) blocks of each complete pair."""
     frozen = {block.pair: block for block in records.blocks_of("frozen")}
     return [(b, frozen[b.pair]) for b in records.blocks_of("leased") if b.pair in frozen]
 
 
-def _rate(blocks: Sequence[BlockRecord], amounts: Sequence[int]) -> float | None:
+def harvest(records: Records, seed: int) -> Figures:
+    """Return the gain over complete pairs, with its interval over pairs.
+
+    `gain` is rollout throughput leased over frozen; `ceiling` is host load off over frozen. `busy`
+    is the host's busy share in frozen blocks. `idle_efficiency` is the guest's throughput when
+    leased, as a share of what it has alone (at the ceiling) in the host's idle time; both while it
+    holds `LEAST_RUNNING` turns or more.
+    """
+    pairs = block_pairs(records)
+    arms = {arm: records.blocks_of(arm) for arm in ("leased", "frozen", "ceiling")}
+    tokens_per_s = {arm: _rate(blocks, "tokens") for arm, blocks in arms.items()}
+    steps_per_hour = {
+        arm: None if (rate := _rate(blocks, "steps")) is None else rate * SECONDS_PER_HOUR
+        for arm, blocks in arms.items()
+    }
+    above, below = tokens_per_s["ceiling"], tokens_per_s["frozen"]
+    busy = [(block.host_busy_s, block.duration_s) for block in arms["frozen"]]
+    return {
+        "gain": _gain(pairs, "tokens", seed),
+        "ceiling": above / below if above is not None and below else None,
+        "busy": ratio_of_rates(busy, [(1.0, 1.0)] * len(busy), seed) if busy else None,
+        "idle_efficiency": _idle_efficiency(records, pairs, seed),
+        "steps_gain": _gain(pairs, "steps", seed),
+        "pairs": len(pairs),
+        "tokens_per_s": tokens_per_s,
+        "steps_per_hour": steps_per_hour,
+    }
+
+
+def _rate(blocks: Sequence[BlockRecord], what: str) -> float | None:
     duration_s = sum(block.duration_s for block in blocks)
-    return sum(amounts) / duration_s if duration_s > 0 else None
+    return sum(getattr(block, what) for block in blocks) / duration_s if duration_s > 0 else None
 
 
-def _tokens_per_s(blocks: Sequence[BlockRecord]) -> float | None:
-    return _rate(blocks, [block.tokens for block in blocks])
-
-
-def _steps_per_hour(blocks: Sequence[BlockRecord]) -> float | None:
-    rate = _rate(blocks, [block.steps for block in blocks])
-    return None if rate is None else rate * SECONDS_PER_HOUR
-
-
-def _busy(frozen: Sequence[BlockRecord], seed: int) -> Estimate | None:
-    """Share of time in which the host was inside a step."""
-    if not frozen:
+def _gain(pairs: Sequence[BlockPair], what: str, seed: int) -> Estimate | None:
+    if not pairs or any(getattr(frozen, what) <= 0 for _, frozen in pairs):
         return None
-    times = [(block.host_busy_s, block.duration_s) for block in frozen]
-    return ratio_of_rates(times, [(1.0, 1.0)] * len(times), seed)
-
-
-def _gain(pairs: Sequence[tuple[BlockRecord, BlockRecord]], of: str, seed: int) -> Estimate | None:
-    if not pairs or any(getattr(frozen, of) <= 0 for _, frozen in pairs):
-        return None
-    return ratio_of_rates(
-        [(getattr(leased, of), leased.duration_s) for leased, _ in pairs],
-        [(getattr(frozen, of), frozen.duration_s) for _, frozen in pairs],
-        seed,
-    )
+    arms = zip(*pairs, strict=True)
+    leased, frozen = ([(getattr(b, what), b.duration_s) for b in arm] for arm in arms)
+    return ratio_of_rates(leased, frozen, seed)
 
 
 class _AtWork:
@@ -352,7 +272,7 @@ class _AtWork:
         self._busy_s = np.array([sample.host_busy_ns / 1e9 for sample in samples])
 
     def spent(self, block: BlockRecord, like: BlockRecord | None = None) -> tuple[float, ...]:
-        """(tokens, seconds, seconds that the host was busy at these times of the block `like`)."""
+        """Return tokens, seconds, and seconds of a busy host at these times of the block `like`."""
         inside = np.flatnonzero((self._t_s >= block.start_s) & (self._t_s <= block.end_s))
         first, last = inside[:-1], inside[1:]
         enough = np.minimum(self._running[first], self._running[last]) >= LEAST_RUNNING
@@ -369,10 +289,8 @@ class _AtWork:
         return float(np.interp(t_s, self._t_s, self._busy_s).sum())
 
 
-def _idle_efficiency(
-    records: Records, pairs: Sequence[tuple[BlockRecord, BlockRecord]], seed: int
-) -> Estimate | None:
-    """Guest tokens/s when leased over (guest tokens/s at the ceiling x the host's idle share).
+def _idle_efficiency(records: Records, pairs: Sequence[BlockPair], seed: int) -> Estimate | None:
+    """Return guest tokens/s leased over (its tokens/s at the ceiling x the host's idle share).
 
     The idle share is the frozen block's, at the times of the leased one that count: a guest that
     makes its host busier gains nothing by it.
@@ -392,52 +310,17 @@ def _idle_efficiency(
     return estimate_of_sums([lent, alone], efficiency, seed)
 
 
-def harvest(records: Records, seed: int) -> HarvestMeasures:
-    """Return the gain over complete pairs, with its interval over pairs."""
-    pairs = block_pairs(records)
-    arms = {arm: records.blocks_of(arm) for arm in ("leased", "frozen", "ceiling")}
-    tokens = {arm: _tokens_per_s(blocks) for arm, blocks in arms.items()}
-    steps = {arm: _steps_per_hour(blocks) for arm, blocks in arms.items()}
-    above, below = tokens["ceiling"], tokens["frozen"]
-    return HarvestMeasures(
-        gain=_gain(pairs, "tokens", seed),
-        ceiling=above / below if above is not None and below else None,
-        busy=_busy(arms["frozen"], seed),
-        idle_efficiency=_idle_efficiency(records, pairs, seed),
-        steps_gain=_gain(pairs, "steps", seed),
-        pairs=len(pairs),
-        tokens_per_s=ByArm(**tokens),
-        steps_per_hour=ByArm(**steps),
-    )
-
-
-# Requests near the end of a block may be served in the next one, under another arm.
-EDGE_S = 0.5
-# Arrivals this close together share bursts and batches, so they are resampled together.
-WINDOW_S = 2.0
-
-PERCENTS = (50, 95)
-
-
-@dataclass(frozen=True, slots=True)
-class HostArm:
-    """Latencies of one arm over the compared arrivals; failed requests count as infinitely late."""
-
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    tpot_p50_s: float | None
-    tpot_p95_s: float | None
-    requests: int
-    failed: int
+# ---- host impact ----
 
 
 @dataclass(frozen=True, slots=True)
 class HostImpact:
-    """Both arms, every arrival of the run, and leased over frozen for each (metric, percent)."""
+    """Latencies of both arms and of every arrival; leased over frozen by (metric, percent).
 
-    frozen: HostArm
-    leased: HostArm
-    all: HostArm
+    arms: `frozen`, `leased` and `all`, as the report has them. samples: arrivals by metric.
+    """
+
+    arms: Figures
     ratios: dict[tuple[str, int], Estimate]
     samples: dict[str, int]
 
@@ -449,7 +332,7 @@ def _comparable(pair: Pair) -> bool:
 
 
 def paired_requests(records: Records, joined: Sequence[Request]) -> list[Window]:
-    """(leased, frozen) requests of the common prefix, one list for each window of each pair."""
+    """Return (leased, frozen) requests of the common prefix, a list for each window of a pair."""
     index = RequestIndex(joined)
     found = []
     for leased, frozen in block_pairs(records):
@@ -459,24 +342,15 @@ def paired_requests(records: Records, joined: Sequence[Request]) -> list[Window]
     return [window for window in found if window]
 
 
-def _known(requests: Sequence[Request], metric: str) -> list[float]:
-    found = (latency_s(request, metric) for request in requests)
-    return [latency_s for latency_s in found if latency_s is not None]
-
-
-def _arm(requests: Sequence[Request], windows: dict[str, Sequence[Sequence[float]]]) -> HostArm:
-    def value(metric: str, percent: int) -> float | None:
-        values = [latency for window in windows[metric] for latency in window]
-        return percentile(values, percent) if values else None
-
-    return HostArm(
-        ttft_p50_s=value("ttft", 50),
-        ttft_p95_s=value("ttft", 95),
-        tpot_p50_s=value("tpot", 50),
-        tpot_p95_s=value("tpot", 95),
-        requests=len(requests),
-        failed=sum(request.status != "ok" for request in requests),
-    )
+def _host_arm(requests: Sequence[Request], latencies: dict[str, list[float]]) -> Figures:
+    """Return percentiles of one arm; failed requests count as infinitely late."""
+    found: Figures = {
+        f"{metric}_p{percent}_s": percentile(values, percent) if values else None
+        for metric, values in latencies.items()
+        for percent in PERCENTS
+    }
+    failed = sum(request.status != "ok" for request in requests)
+    return found | {"requests": len(requests), "failed": failed}
 
 
 def host_impact(records: Records, seed: int) -> HostImpact:
@@ -487,22 +361,119 @@ def host_impact(records: Records, seed: int) -> HostImpact:
         metric: [w for w in (paired_window(window, metric) for window in pairs) if w.above]
         for metric in METRICS
     }
-    ratios = {
-        (metric, percent): ratio_of_percentiles(found, percent, seed)
-        for metric, found in windows.items()
-        for percent in PERCENTS
-        if found
+    both = [pair for window in pairs for pair in window]
+    every = {
+        metric: [value for r in joined if (value := latency_s(r, metric)) is not None]
+        for metric in METRICS
     }
     return HostImpact(
-        frozen=_arm(
-            [pair.alone for window in pairs for pair in window],
-            {metric: [w.below for w in found] for metric, found in windows.items()},
-        ),
-        leased=_arm(
-            [pair.arm for window in pairs for pair in window],
-            {metric: [w.above for w in found] for metric, found in windows.items()},
-        ),
-        all=_arm(joined, {metric: [_known(joined, metric)] for metric in METRICS}),
-        ratios=ratios,
-        samples={metric: sum(len(w.above) for w in found) for metric, found in windows.items()},
+        {
+            "frozen": _host_arm(
+                [pair.alone for pair in both],
+                {m: [s for w in found for s in w.below] for m, found in windows.items()},
+            ),
+            "leased": _host_arm(
+                [pair.arm for pair in both],
+                {m: [s for w in found for s in w.above] for m, found in windows.items()},
+            ),
+            "all": _host_arm(joined, every),
+        },
+        {
+            (metric, percent): ratio_of_percentiles(found, percent, seed)
+            for metric, found in windows.items()
+            for percent in PERCENTS
+            if found
+        },
+        {metric: sum(len(w.above) for w in found) for metric, found in windows.items()},
     )
+
+
+# ---- sharing ----
+
+
+@dataclass(frozen=True, slots=True)
+class GuestLease:
+    """A job's lease of a guest; monotonic seconds."""
+
+    job: str
+    replica: str
+    start_s: float
+    end_s: float
+
+
+def guest_leases(records: Records) -> list[GuestLease]:
+    """Return leases of borrowed engines within the blocks in which they were lent, in order."""
+    ends = {
+        (event.replica, event.epoch): event.t_s
+        for name in LEASE_ENDS
+        for event in records.events_named(name)
+    }
+    found = []
+    for granted in records.events_named(LEASE_GRANTED):
+        if granted.kind != BORROWED:
+            continue
+        key = granted.replica, granted.epoch
+        for start_s, end_s in _lent_spans(records):
+            begin_s, over_s = max(start_s, granted.t_s), min(end_s, ends.get(key, end_s))
+            if begin_s < over_s:
+                lease = GuestLease(granted.job or "", granted.replica or "", begin_s, over_s)
+                found.append(lease)
+    return found
+
+
+def job_measures(records: Records) -> list[Figures]:
+    """Return every job's own figures; empty where there is one job.
+
+    guest_s: time of its leases; share: its part of all jobs' such time.
+    """
+    had_s = dict.fromkeys(records.jobs, 0.0)
+    for lease in guest_leases(records):
+        if lease.job in had_s:
+            had_s[lease.job] += lease.end_s - lease.start_s
+    whole_s = sum(had_s.values())
+    own_measures = (reward, trajectories, tokens, logprob_gap, weights)
+    return [
+        {
+            "job": job,
+            "guest_s": seconds,
+            "share": seconds / whole_s if whole_s else None,
+            "steps": len(own.steps),
+            **{each.__name__: each(own) for each in own_measures},
+        }
+        for job, seconds in had_s.items()
+        for own in [records.of_job(job)]
+    ]
+
+
+def sharing(records: Records) -> Figures | None:
+    """Return the changes of the guest's job; None where there is one job.
+
+    leased_share: part of the blocks' time in which somebody had a lease. engine_starts: new engines
+    that a change took. change_s: mean time from a lease of another job's guest to its first token.
+    """
+    if not records.jobs:
+        return None
+    leases = guest_leases(records)
+    seconds = sum(end_s - start_s for start_s, end_s in _lent_spans(records))
+    replicas = {lease.replica for lease in leases}
+    leased_s = sum(lease.end_s - lease.start_s for lease in leases)
+    took_s = [
+        event.took_s
+        for event in records.events_named(FIRST_TOKEN)
+        if event.switch == ANOTHER_JOB and event.took_s is not None
+    ]
+    return {
+        "seconds": seconds,
+        "leased_share": leased_s / (seconds * len(replicas)) if seconds and replicas else None,
+        "changes": sum(
+            first.job != then.job
+            for replica in replicas
+            for first, then in pairwise(lease for lease in leases if lease.replica == replica)
+        ),
+        "engine_starts": len(records.events_named(ENGINE_SWITCHED)),
+        "change_s": _mean(took_s),
+    }
+
+
+def _lent_spans(records: Records) -> Iterator[tuple[float, float]]:
+    return ((block.start_s, block.end_s) for block in records.blocks_of("leased"))

@@ -14,11 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-from bench.common.figures import ALARM, DPI, GRID, INK
+from bench.common.report import ALARM, DPI, GRID, INK
 from bench.demo.report.claims import MIN_GUEST_SHARE
-from bench.demo.report.measures import reward
+from bench.demo.report.measures import GuestLease, guest_leases, reward
 from bench.demo.report.records import FORCED_REVOCATION, GUEST_KILLED, Records
-from bench.demo.report.sharing import GuestLease, guest_leases
 from bench.load.protocol import join_requests
 
 ARM_COLORS = {
@@ -72,7 +71,7 @@ def draw_reward(records: Records) -> Figure:
     figure = Figure(figsize=(8, 3.6))
     axes = figure.subplots()
     for (job, own), (color, line) in zip(_apart(records), REWARD_COLORS, strict=False):
-        by_step = reward(own).by_step
+        by_step = reward(own)["by_step"]
         steps = [step.step for step in own.steps]
         points = [float("nan") if value is None else value for value in by_step]
         axes.plot(steps, points, "o", color=color, alpha=0.45, label=f"{job} step".strip())

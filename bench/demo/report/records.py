@@ -28,6 +28,16 @@ RAW_FILES = (
     "guest.jsonl",
     "memory.jsonl",
 )
+# Names of events in `events.jsonl` from which claims are computed.
+FORCED_REVOCATION = "forced_revocation"
+GUEST_KILLED = "guest_killed"
+CHUNK_REJECTED = "chunk_rejected"
+EVALUATION = "eval"
+TRAINER_DONE = "done"
+LEASE_GRANTED = "lease_granted"
+LEASE_ENDS = ("lease_released", "revoked", "lease_expired")
+FIRST_TOKEN = "first_token"  # noqa: S105 - an event's name
+ENGINE_SWITCHED = "engine_switched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +84,6 @@ def _whole_lines(path: Path) -> list[str]:
     """Lines that were written to their end: a killed process may leave half a one."""
     with path.open(encoding="utf-8") as file:
         return [line for line in file if line.endswith("\n")]
-
-
-# Names of events in `events.jsonl` from which claims are computed.
-FORCED_REVOCATION = "forced_revocation"
-GUEST_KILLED = "guest_killed"
-CHUNK_REJECTED = "chunk_rejected"
-EVALUATION = "eval"
-TRAINER_DONE = "done"
-LEASE_GRANTED = "lease_granted"
-LEASE_ENDS = ("lease_released", "revoked", "lease_expired")
-FIRST_TOKEN = "first_token"  # noqa: S105 - an event's name
-ENGINE_SWITCHED = "engine_switched"
 
 
 class TurnRecord(msgspec.Struct, frozen=True):

@@ -5,8 +5,7 @@ DIR`, which compares it with the stored one field by field.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,9 +15,8 @@ from rich.table import Table
 from bench.common.stats import FieldDifference, compare
 from bench.demo.report import measures, plots
 from bench.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of
-from bench.demo.report.measures import HarvestMeasures, HostArm, harvest, host_impact
+from bench.demo.report.measures import Figures
 from bench.demo.report.records import Records, read_records
-from bench.demo.report.sharing import JobMeasures, Sharing, job_measures, sharing
 from bench.load.protocol import join_requests
 from rose.errors import BAD_BYTES, RoseError
 
@@ -28,77 +26,38 @@ STYLES = {"HOLDS": "green", "FAILS": "bold red", "INCONCLUSIVE": "yellow"}
 COLUMNS = ("claim", "measured", "95% interval", "must be", "verdict")
 # Wide enough for every claim on one line each, also where stdout is a file.
 MIN_WIDTH = 120
+Report = Figures
+"""`report.json`: seconds, bytes and counts; None where the records lack a figure.
 
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Host latencies over the replayed arrivals that both arms saw; `all`: over every arrival."""
-
-    frozen: HostArm
-    leased: HostArm
-    all: HostArm
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """`report.json`: seconds, bytes and counts; None where the records lack a figure.
-
-    `jobs` and `sharing` are empty and None where there is one job, which the fields above describe.
-    """
-
-    elapsed_s: float
-    settings: Mapping[str, bool | int | float | str | None]
-    reward: measures.Reward
-    heldout: measures.HeldOut
-    trajectories: measures.Trajectories
-    tokens: measures.Tokens
-    logprob_gap: measures.LogprobGap
-    harvest: HarvestMeasures
-    host: Host
-    weights: measures.WeightMeasures
-    faults: measures.FaultMeasures
-    peak_memory_bytes: int | None
-    cpu_s: dict[str, float]
-    verdicts: list[Claim]
-    jobs: list[JobMeasures]
-    sharing: Sharing | None
-    schema: int = SCHEMA
-
-    @property
-    def quickstart(self) -> bool:
-        return bool(self.settings.get("quickstart"))
+`jobs` is empty and `sharing` None where there is one job, which the other fields describe.
+"""
 
 
 def build_report(records: Records) -> Report:
     """Compute the report of the records."""
+    settings, run = records.run.settings, records.run
     # The run's own seed, so that a recomputed interval is the same.
-    seed = int(records.run.settings.get("seed") or 0)
-    impact = host_impact(records, seed)
-    return Report(
-        elapsed_s=_elapsed_s(records),
-        settings=records.run.settings,
-        reward=measures.reward(records),
-        heldout=measures.held_out(records),
-        trajectories=measures.trajectories(records),
-        tokens=measures.tokens(records),
-        logprob_gap=measures.logprob_gap(records),
-        harvest=harvest(records, seed),
-        host=Host(impact.frozen, impact.leased, impact.all),
-        weights=measures.weights(records),
-        faults=measures.faults(records),
-        peak_memory_bytes=max((sum(s.bytes.values()) for s in records.memory), default=None),
-        cpu_s=_cpu_s(records),
-        verdicts=claims_of(records, seed),
-        jobs=job_measures(records),
-        sharing=sharing(records),
-    )
-
-
-def _elapsed_s(records: Records) -> float:
-    """Return the time until the end noted in `run.json`, or else the end of the last block."""
-    run = records.run
+    seed = int(settings.get("seed") or 0)
     last_s = max((block.end_s for block in records.blocks), default=run.t0_s)
-    return (last_s if run.end_s is None else run.end_s) - run.t0_s
+    return {
+        "elapsed_s": (last_s if run.end_s is None else run.end_s) - run.t0_s,
+        "settings": settings,
+        "reward": measures.reward(records),
+        "heldout": measures.held_out(records),
+        "trajectories": measures.trajectories(records),
+        "tokens": measures.tokens(records),
+        "logprob_gap": measures.logprob_gap(records),
+        "harvest": measures.harvest(records, seed),
+        "host": measures.host_impact(records, seed).arms,
+        "weights": measures.weights(records),
+        "faults": measures.faults(records),
+        "peak_memory_bytes": max((sum(s.bytes.values()) for s in records.memory), default=None),
+        "cpu_s": _cpu_s(records),
+        "verdicts": claims_of(records, seed),
+        "jobs": measures.job_measures(records),
+        "sharing": measures.sharing(records),
+        "schema": SCHEMA,
+    }
 
 
 def _cpu_s(records: Records) -> dict[str, float]:
@@ -155,31 +114,31 @@ def print_report(report: Report, out: Path) -> None:
     """Write the claims as a table, after the events of a quickstart in a few lines."""
     console = Console()
     console.width = max(console.width, MIN_WIDTH)
-    for line in events(report) if report.quickstart else ():
+    for line in events(report) if report["settings"].get("quickstart") else ():
         console.print(line, highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right" if column == "measured" else "left")
-    for claim in report.verdicts:
+    for claim in report["verdicts"]:
         table.add_row(*claim_row(claim), style=STYLES[claim.verdict])
     console.print(table)
     console.print(f"report: {out / 'report.md'}   check it: rose demo verify {out}")
-    if report.quickstart:
+    if report["settings"].get("quickstart"):
         console.print("every claim measured, in about six minutes: rose demo --accept")
 
 
 def render_report(report: Report) -> str:
     """Return the whole page as Markdown."""
-    verdicts: list[str] = [claim.verdict for claim in report.verdicts]
+    verdicts: list[str] = [claim.verdict for claim in report["verdicts"]]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in MARKS)
-    pictures = plots.pictures(bool(report.jobs))
+    pictures = plots.pictures(bool(report["jobs"]))
     lines = [
         "# ROSE demo: report\n",
         f"{_setting(report)}\n",
         f"## Claims: {counts}\n",
         f"| {' | '.join(COLUMNS)} | why |",
         "| --- | ---: | --- | --- | --- | --- |",
-        *(f"| {' | '.join(claim_row(claim))} | {claim.why} |" for claim in report.verdicts),
+        *(f"| {' | '.join(claim_row(claim))} | {claim.why} |" for claim in report["verdicts"]),
         "\n## Figures\n",
         *(f"- {line}" for line in (*events(report), *_rates(report))),
         "\nAll of this ran on CPU: it proves function and exactness; latency under contention for a"
@@ -201,30 +160,30 @@ def _setting(report: Report) -> str:
     """Return a paragraph on the engines and jobs that ran, and under which conditions."""
     # Runs from before there was a choice had vLLM.
     host, guest = (
-        {"sglang": "SGLang"}.get(str(report.settings.get(side)), "vLLM")
+        {"sglang": "SGLang"}.get(str(report["settings"].get(side)), "vLLM")
         for side in ("host", "guest")
     )
-    if report.jobs:
+    if report["jobs"]:
         return (
-            f"In {report.elapsed_s:.0f} s {len(report.jobs)} training runs of equal weight trained"
-            " a policy each on FrozenLake. All tokens came from one borrowed guest"
+            f"In {report['elapsed_s']:.0f} s {len(report['jobs'])} training runs of equal weight"
+            " trained a policy each on FrozenLake. All tokens came from one borrowed guest"
             f" {guest}, which shared a core with a host {host} under bursty load and served one job"
             " at a time. An update of the running engine moved it from one job to the other: a"
             " signed base, and the deltas after it."
         )
     text = (
-        f"In {report.elapsed_s:.0f} s a policy trained for {len(report.reward.by_step)} steps on"
-        f" FrozenLake. Its tokens came from a dedicated {guest} and from a guest {guest} that"
-        f" shared one core with a host {host} under bursty load. After each step the new weights"
-        " went to both, as a signed, bit-exact delta."
+        f"In {report['elapsed_s']:.0f} s a policy trained for {len(report['reward']['by_step'])}"
+        f" steps on FrozenLake. Its tokens came from a dedicated {guest} and from a guest {guest}"
+        f" that shared one core with a host {host} under bursty load. After each step the new"
+        " weights went to both, as a signed, bit-exact delta."
     )
-    if report.settings.get("accept"):
+    if report["settings"].get("accept"):
         text += (
             " Blocks with the guest lent (leased) and frozen alternated in random order under the"
             " same replayed host arrivals; in ceiling blocks the host had no load. At the end the"
             " guest was revoked again and again in the middle of turns, then killed."
         )
-    if control := report.settings.get("control"):
+    if control := report["settings"].get("control"):
         expected = " or ".join(f"“{name}”" for name in BROKEN_BY_CONTROL[str(control)])
         text += f"\n\n**This run is a control (`{control}`): {expected} must fail.**"
     return text
@@ -232,74 +191,76 @@ def _setting(report: Report) -> str:
 
 def events(report: Report) -> Iterator[str]:
     """Return the events of the run, a sentence a line."""
-    moved, tokens = report.trajectories, report.tokens
-    if report.sharing:
-        yield from _job_events(report.jobs, report.sharing)
+    moved, tokens = report["trajectories"], report["tokens"]
+    if report["sharing"]:
+        yield from _job_events(report["jobs"], report["sharing"])
     else:
-        rewards = [value for value in report.reward.by_step if value is not None] or [math.nan]
+        rewards = [value for value in report["reward"]["by_step"] if value is not None] or [
+            math.nan
+        ]
         yield (
-            f"The trainer published {report.weights.versions} versions;"
+            f"The trainer published {report['weights']['versions']} versions;"
             f" mean reward went from {rewards[0]:.2f} to {rewards[-1]:.2f}."
         )
-    if total := tokens.guest + tokens.dedicated + tokens.continued:
+    if total := tokens["guest"] + tokens["dedicated"] + tokens["continued"]:
         yield (
-            f"{tokens.guest / total:.0%} of {total:,} tokens were borrowed:"
+            f"{tokens['guest'] / total:.0%} of {total:,} tokens were borrowed:"
             " generated by the guest in time that the host left idle."
         )
-    yield _host_line("The host", report.host.all)
-    if not report.sharing:
+    yield _host_line("The host", report["host"]["all"])
+    if not report["sharing"]:
         yield (
-            f"The guest was revoked {_times(report.faults.forced_revocations)} while it held turns"
-            f" and killed {_times(report.faults.guest_kills)} with kill -9."
+            f"The guest was revoked {_times(report['faults']['forced_revocations'])} while it"
+            f" held turns and killed {_times(report['faults']['guest_kills'])} with kill -9."
         )
     yield (
-        f"{moved.started:,} trajectories were started and {moved.delivered:,} delivered;"
-        f" {moved.revoked_mid_turn:,} moved in mid-turn."
+        f"{moved['started']:,} trajectories were started and {moved['delivered']:,} delivered;"
+        f" {moved['revoked_mid_turn']:,} moved in mid-turn."
     )
 
 
-def _job_events(jobs: Sequence[JobMeasures], found: Sharing) -> Iterator[str]:
+def _job_events(jobs: Sequence[Figures], found: Figures) -> Iterator[str]:
     for job in jobs:
-        share = "–" if job.share is None else f"{job.share:.0%}"
+        share = "–" if job["share"] is None else f"{job['share']:.0%}"
         yield (
-            f"{job.job} had the guest for {job.guest_s:.0f} s, {share} of its time, and published"
-            f" {job.weights.versions} versions; reward went from {number(job.reward.first_fifth)}"
-            f" to {number(job.reward.last_fifth)}."
+            f"{job['job']} had the guest for {job['guest_s']:.0f} s, {share} of its time, and"
+            f" published {job['weights']['versions']} versions; reward went from"
+            f" {number(job['reward']['first_fifth'])} to {number(job['reward']['last_fifth'])}."
         )
     yield (
-        f"The guest went from one job to another {_times(found.changes)}, with"
-        f" {found.engine_starts} new engines; the first token came {number(found.change_s)} s after"
-        " the lease, on average."
+        f"The guest went from one job to another {_times(found['changes'])}, with"
+        f" {found['engine_starts']} new engines; the first token came"
+        f" {number(found['change_s'])} s after the lease, on average."
     )
 
 
 def _rates(report: Report) -> Iterator[str]:
-    if report.harvest.pairs:
+    if report["harvest"]["pairs"]:
         for name, by_arm in (
-            ("Rollout tokens/s", report.harvest.tokens_per_s),
-            ("Training steps/hour", report.harvest.steps_per_hour),
+            ("Rollout tokens/s", report["harvest"]["tokens_per_s"]),
+            ("Training steps/hour", report["harvest"]["steps_per_hour"]),
         ):
             yield (
-                f"{name}: {number(by_arm.frozen)} frozen, {number(by_arm.leased)} leased,"
-                f" {number(by_arm.ceiling)} with the host idle."
+                f"{name}: {number(by_arm['frozen'])} frozen, {number(by_arm['leased'])} leased,"
+                f" {number(by_arm['ceiling'])} with the host idle."
             )
-        yield _host_line("Frozen, the host", report.host.frozen)
-        yield _host_line("Leased, the host", report.host.leased)
+        yield _host_line("Frozen, the host", report["host"]["frozen"])
+        yield _host_line("Leased, the host", report["host"]["leased"])
     yield (
-        f"Weights: {report.weights.wire_bytes / 1e6:.1f} MB sent instead of"
-        f" {report.weights.full_bytes / 1e6:.1f} MB."
+        f"Weights: {report['weights']['wire_bytes'] / 1e6:.1f} MB sent instead of"
+        f" {report['weights']['full_bytes'] / 1e6:.1f} MB."
     )
-    if report.peak_memory_bytes is not None:
-        yield f"Memory: {report.peak_memory_bytes / 2**30:.1f} GiB at most, all processes."
-    used = (f"{name} {seconds:.0f}" for name, seconds in sorted(report.cpu_s.items()))
+    if report["peak_memory_bytes"] is not None:
+        yield f"Memory: {report['peak_memory_bytes'] / 2**30:.1f} GiB at most, all processes."
+    used = (f"{name} {seconds:.0f}" for name, seconds in sorted(report["cpu_s"].items()))
     yield f"Processor seconds: {', '.join(used)}"
 
 
-def _host_line(name: str, arm: HostArm) -> str:
+def _host_line(name: str, arm: Figures) -> str:
     return (
-        f"{name} served {arm.requests} requests of its own, {arm.failed} failed;"
-        f" TTFT p50 {milliseconds(arm.ttft_p50_s)}, p95 {milliseconds(arm.ttft_p95_s)};"
-        f" TPOT p50 {milliseconds(arm.tpot_p50_s)}, p95 {milliseconds(arm.tpot_p95_s)}."
+        f"{name} served {arm['requests']} requests of its own, {arm['failed']} failed;"
+        f" TTFT p50 {milliseconds(arm['ttft_p50_s'])}, p95 {milliseconds(arm['ttft_p95_s'])};"
+        f" TPOT p50 {milliseconds(arm['tpot_p50_s'])}, p95 {milliseconds(arm['tpot_p95_s'])}."
     )
 
 

@@ -28,6 +28,18 @@ from weight_transfer import TensorBits
 from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.tensors import tensor_bits, tensor_of
 
+TOKENS_PER_PIECE = 4_096
+_CONFIG = policy_config()
+LAYERS: int = _CONFIG.num_hidden_layers
+HEADS: int = _CONFIG.num_attention_heads
+HIDDEN: int = _CONFIG.hidden_size
+HEAD = HIDDEN // HEADS
+EPSILON: float = _CONFIG.rms_norm_eps
+ROPE_BASE = 10_000.0
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+VERSIONS_KEPT = 4
+
 
 def load_version_zero(folder: Path) -> dict[str, TensorBits]:
     """Return the bits of a model folder."""
@@ -45,9 +57,6 @@ def published(master: Mapping[str, Tensor]) -> dict[str, TensorBits]:
         name: tensor_bits(name, weight.detach().to(torch.bfloat16), copy=False)
         for name, weight in master.items()
     }
-
-
-TOKENS_PER_PIECE = 4_096
 
 
 def pieces(lengths: Sequence[int], budget: int = TOKENS_PER_PIECE) -> Iterator[list[int]]:
@@ -72,16 +81,6 @@ def padded(sequences: Sequence[list[int]]) -> Tensor:
 
 
 Weights = Mapping[str, Tensor]
-
-_CONFIG = policy_config()
-LAYERS: int = _CONFIG.num_hidden_layers
-HEADS: int = _CONFIG.num_attention_heads
-HIDDEN: int = _CONFIG.hidden_size
-HEAD = HIDDEN // HEADS
-EPSILON: float = _CONFIG.rms_norm_eps
-ROPE_BASE = 10_000.0
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
 
 
 @lru_cache(maxsize=8)
@@ -187,8 +186,6 @@ def reply_bias() -> Tensor:
     bias[list(vocab.REPLY_IDS)] = 0.0
     return bias
 
-
-VERSIONS_KEPT = 4
 
 Gap = dict[str, tuple[float, int]]
 """By kind of segment: sum of |engine's logprob - ours|, tokens."""

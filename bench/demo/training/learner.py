@@ -23,6 +23,15 @@ from bench.demo.training.rollouts import Trajectory
 from weight_transfer import TensorBits
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+LEARNING_RATE = 2e-4
+# A long turn is mostly recital: its tokens outnumber those that decide.
+LONG_LEARNING_RATE = 1e-4
+BETAS = (0.9, 0.95)
+# Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
+WARM_UP_STEPS = 5
+# The rate ends here: a policy that still jumps about is worse when it is read greedily.
+FINAL_SHARE = 0.1
+MAX_GRADIENT_NORM = 1.0
 
 
 def advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
@@ -53,17 +62,6 @@ def clipped_objective(new: Tensor, behaviour: Tensor, advantage: Tensor) -> Obje
     gain, bounded_gain = ratio * advantage, bounded * advantage
     clipped = int((bounded_gain.detach() < gain.detach()).sum())
     return Objective(-torch.minimum(gain, bounded_gain).sum(), clipped)
-
-
-LEARNING_RATE = 2e-4
-# A long turn is mostly recital: its tokens outnumber those that decide.
-LONG_LEARNING_RATE = 1e-4
-BETAS = (0.9, 0.95)
-# Adam's first steps move every weight by the full rate, whatever the gradient: begin gently.
-WARM_UP_STEPS = 5
-# The rate ends here: a policy that still jumps about is worse when it is read greedily.
-FINAL_SHARE = 0.1
-MAX_GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,318 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
+from bench.demo.cli import JOB, MAX_SEED, TrainerControl
 from bench.demo.faulty_trainer import CorruptPublisher, LossyJournal
-from bench.demo.training.forward import load_version_zero
-from bench.demo.training.trainer import BasePublisher, DemoTrainer, TrainConfig
-from rose.client import RolloutClient, RolloutError
-from rose.errors import RoseError
+from bench.demo.frozen_lake.data import evaluate
+from bench.demo.frozen_lake.task import different_lakes, training_lake
+from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
+from bench.demo.training.forward import Snapshots, load_version_zero, rescored, turn_gap
+from bench.demo.training.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
+from bench.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, TurnStarter, sampling
+from rose.client import RolloutClient, RolloutError, Sampling
+from rose.errors import ConfigError, RoseError, UnavailableError
+from rose.logs.eventlog import KEEP_ALL, JsonlLog
 from rose.security.keys import signing_key
-from rose.weight_distribution import WeightPublisher
+from rose.weight_distribution import Receipt, WeightPublisher
+from weight_transfer import TensorBits
+
+
+class TrainConfig(BaseModel):
+    """One training run. `streams`: trajectories in flight; a step is `groups` x `group_size`. The
+    learning rate falls until `decay_steps`. Without `held_out_maps` nothing is evaluated.
+    `shared`: other jobs have its replicas at times."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_dir: Path
+    gateway_url: str
+    scheduler: str
+    out: Path
+    publish_root: Path
+    publish_port: int = Field(ge=0, le=65_535)
+    key: Path
+    job: str = JOB
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    steps: int = Field(default=34, ge=1, le=1_000)
+    decay_steps: int | None = Field(default=None, ge=1)
+    streams: int = Field(default=96, ge=1, le=4_096)
+    groups: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=2)
+    max_staleness: int = Field(default=1, ge=0, le=2)
+    held_out_maps: int = Field(default=512, ge=0, le=512)
+    control: TrainerControl | None = None
+    long_turns: bool = False
+    torch_threads: int = Field(default=1, ge=1)
+    shared: bool = False
+
+    @property
+    def first_version(self) -> int:
+        """The version that training begins with.
+
+        A running engine that has another job's weights comes to a version of this job by an
+        update, but to none before the first: so the model is published as version 1, too.
+        """
+        return int(self.shared)
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainConfig":
+        """Read a file. Raises ConfigError that names what is wrong with it."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            first = str(error).replace("\n", " ")
+            raise ConfigError(f"{path}: not a trainer configuration: {first}") from error
+
+
+class DemoPublisher(Protocol):
+    """Publisher of versions: `rose.weight_distribution.WeightPublisher`."""
+
+    async def publish(
+        self,
+        version: int,
+        parent: int,
+        old: Mapping[str, TensorBits],
+        new: Mapping[str, TensorBits],
+    ) -> Receipt:
+        """Publish the step from `old` to `new`."""
+        ...
+
+
+class BasePublisher(DemoPublisher, Protocol):
+    """Publisher of whole versions, too."""
+
+    async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
+        """Publish all weights of a version."""
+        ...
+
+
+class DemoTrainer:
+    """One run. `emit` is told every event of the protocol in docs/contracts/demo-processes.md."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        source: TurnStarter,
+        publisher: DemoPublisher,
+        emit: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._publisher = publisher
+        self._emit = emit
+        self._turns = JsonlLog(config.out / "turns.jsonl", KEEP_ALL)
+        self._trajectories = JsonlLog(config.out / "trajectories.jsonl", KEEP_ALL)
+        self._step_log = JsonlLog(config.out / "steps.jsonl", KEEP_ALL)
+        self._how = sampling(long_turns=config.long_turns)
+        self._learner = Learner(
+            load_version_zero(config.model_dir),
+            config.control,
+            config.seed,
+            learning_rate=LONG_LEARNING_RATE if config.long_turns else LEARNING_RATE,
+            min_tokens=self._how.min_tokens,
+            decay_steps=config.decay_steps,
+        )
+        self._snapshots = Snapshots()
+        self._taken = 0
+        self._snapshots.keep(self._version, self._learner.values)
+        self._rollouts = Rollouts(source, _plan(config, self._how))
+        self._scoring: asyncio.Task[None] | None = None
+        self._steps = config.steps
+
+    @property
+    def _version(self) -> int:
+        """The newest version, which the next step trains."""
+        return self._config.first_version + self._taken
+
+    def cut(self) -> None:
+        """Finish the batch under way and stop there."""
+        self._steps = min(self._steps, self._taken + 1)
+        self._rollouts.end_with(self._steps - 1)
+
+    async def run(self) -> None:
+        """Evaluate, train, evaluate; every trajectory that was started is delivered."""
+        await self._evaluate("warm_start")
+        starting = asyncio.create_task(self._rollouts.run())
+        try:
+            while self._taken < self._steps:
+                await self._step(await self._batch(starting))
+            left = await self._rollouts.finish()
+            await starting
+        finally:
+            starting.cancel()
+        await self._scored()
+        await self._score(left, {}, None)
+        await self._evaluate("final")
+        for log in (self._turns, self._trajectories, self._step_log):
+            log.close()
+        self._emit(self._done())
+
+    async def _evaluate(self, which: str) -> None:
+        maps = self._config.held_out_maps
+        if not maps:
+            return
+        how = sampling(long_turns=self._config.long_turns, greedy=True)
+        lakes = different_lakes(maps, "held-out")
+        crossed = await evaluate(self._source, how, lakes, self._version, which)
+        self._emit(
+            {"event": "eval", "which": which, "success": sum(crossed) / maps, "n": maps}
+            | {"crossed": "".join("01"[one] for one in crossed)}
+        )
+
+    async def _batch(self, starting: asyncio.Task[None]) -> list[Trajectory]:
+        """The next batch, or what broke the agent loops that should have filled it."""
+        batch = asyncio.create_task(self._rollouts.batch(self._taken))
+        try:
+            await asyncio.wait({batch, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return await batch
+        finally:
+            batch.cancel()
+
+    async def _step(self, batch: Sequence[Trajectory]) -> None:
+        number, held, start_s = self._taken, self._version, time.monotonic()
+        # A lost trajectory has no reward: to train on it would blame the policy for the system.
+        delivered = [one for one in batch if not one.lost]
+        if not delivered:
+            raise UnavailableError(f"all trajectories of step {number} were lost; see the gateway")
+        update = await asyncio.to_thread(self._learner.step, delivered)
+        receipt = await self._publisher.publish(held + 1, held, update.old, update.new)
+        await self._scored()
+        self._taken = number + 1
+        self._snapshots.keep(self._version, self._learner.values)
+        await self._rollouts.published(self._version)
+        record = self._step_row(number, start_s, delivered, update, receipt)
+        self._step_log.write(record)
+        self._emit({"event": "step", **record})
+        known = {(name, held): values for name, values in update.logprobs.items()}
+        self._scoring = asyncio.create_task(self._score(batch, known, number))
+
+    async def _scored(self) -> None:
+        """Wait for the scores of the batch before."""
+        if self._scoring:
+            await self._scoring
+            self._scoring = None
+
+    async def _score(
+        self,
+        batch: Sequence[Trajectory],
+        known: Mapping[tuple[str, int], Tensor],
+        step: int | None,
+    ) -> None:
+        score = partial(rescored, batch, self._snapshots, known, self._how.min_tokens)
+        scores = await asyncio.to_thread(score)
+        for trajectory in batch:
+            self._trajectories.write(self._trajectory_row(trajectory, step))
+            for record in self._turn_rows(trajectory, scores[trajectory.name], step):
+                self._turns.write(record)
+
+    def _done(self) -> dict[str, Any]:
+        rollouts = self._rollouts
+        return {
+            "event": "done",
+            "started": rollouts.started,
+            "delivered": rollouts.started - rollouts.lost,
+            "lost": rollouts.lost,
+            "duplicated": rollouts.duplicated,
+        }
+
+    def _step_row(
+        self,
+        number: int,
+        start_s: float,
+        batch: Sequence[Trajectory],
+        update: Update,
+        receipt: Receipt,
+    ) -> dict[str, Any]:
+        row = StepRow(
+            step=number,
+            start_s=start_s,
+            end_s=time.monotonic(),
+            reward_mean=sum(one.reward for one in batch) / len(batch),
+            reward_n=len(batch),
+            tokens=sum(len(one.positions()) for one in batch),
+            trajectories=len(batch),
+            spanning=sum(len(one.versions()) > 1 for one in batch),
+            clip_fraction=update.clip_fraction,
+            grad_norm=update.gradient_norm,
+            version=receipt.version,
+            density=receipt.density,
+            full_bytes=receipt.full_bytes,
+            wire_bytes=receipt.wire_bytes,
+            publish_s=receipt.publish_s,
+            train_s=update.train_s,
+            job=self._config.job,
+        )
+        return msgspec.structs.asdict(row)
+
+    def _trajectory_row(self, trajectory: Trajectory, step: int | None) -> dict[str, Any]:
+        row = TrajectoryRecord(
+            trajectory=trajectory.name,
+            group=trajectory.group,
+            step=step,
+            start_s=trajectory.start_s,
+            end_s=trajectory.end_s,
+            turns=len(trajectory.turns),
+            reward=trajectory.reward,
+            versions=trajectory.versions(),
+            delivered=int(not trajectory.lost),
+            revoked_mid_turn=trajectory.revoked_mid_turn(),
+            job=self._config.job,
+        )
+        return msgspec.structs.asdict(row)
+
+    def _turn_rows(
+        self, trajectory: Trajectory, scores: Sequence[float | None], step: int | None
+    ) -> Iterator[dict[str, Any]]:
+        start = 0
+        for index, taken in enumerate(trajectory.turns):
+            end = start + len(taken.turn.token_ids)
+            gap, unstamped = turn_gap(taken, scores[start:end])
+            row = TurnRecord(
+                request_id=taken.turn.request_id,
+                trajectory=trajectory.name,
+                group=trajectory.group,
+                step=step,
+                turn=index,
+                start_s=taken.start_s,
+                end_s=taken.end_s,
+                prompt_tokens=taken.offset,
+                output_tokens=end - start,
+                versions=list(taken.turn.versions),
+                segments=taken.segments(),
+                attempts=taken.turn.attempts,
+                finish_reason=taken.turn.finish_reason,
+                gap=gap,
+                unstamped=unstamped,
+                job=self._config.job,
+            )
+            start = end
+            yield msgspec.structs.asdict(row)
+
+
+def _plan(config: TrainConfig, how: Sampling) -> RolloutPlan:
+    return RolloutPlan(
+        batches=config.steps,
+        groups=config.groups,
+        group_size=config.group_size,
+        streams=config.streams,
+        max_staleness=config.max_staleness,
+        how=how,
+        lake_of=partial(training_lake, config.seed),
+        first=config.first_version,
+    )
 
 
 def say(event: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.run import ChaosFindings
+from bench.chaos import ChaosFindings
 from rose.client import Turn
 
 

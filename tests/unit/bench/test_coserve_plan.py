@@ -7,14 +7,11 @@ import pytest
 from bench.coserve.calibration import RateSearch
 from bench.coserve.plan import (
     ARMS,
-    ROSE_ARMS,
     Cell,
     make_rounds,
     quick_settings,
 )
-from bench.coserve.player import guard_config
 from bench.coserve.run import _prepare
-from bench.load.arrivals import MOST_RATE_PER_S
 from rose.errors import ConfigError
 
 CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]
@@ -40,20 +37,6 @@ def test_the_rate_search_finds_a_batching_hosts_rate_in_a_few_tries(target: floa
         search.measured(rate, 1 - pow(2.718281828, -rate * 0.08 / (1 + 0.02 * rate)))
     assert search.found
     assert len(search.tries) <= 4
-
-
-def test_a_try_in_a_calm_stretch_proposes_no_rate_that_cannot_be_played() -> None:
-    search = RateSearch(0.9, request_s=0.04)
-    search.measured(60.9, 0.095)
-    search.measured(search.rate_per_s, 0.0)
-    assert search.rate_per_s <= MOST_RATE_PER_S
-
-
-def test_the_guard_gets_the_arms_share_and_its_policy() -> None:
-    for arm in ROSE_ARMS:
-        config = guard_config(arm, 64, 16)
-        assert config.slack_share == arm.slack_share
-        assert config.pressure.policy == arm.policy
 
 
 def test_a_folder_with_files_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

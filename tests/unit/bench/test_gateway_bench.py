@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.gateway.__main__ import main
-from bench.gateway.report import ADDED_P50_S, AT_STREAMS, checks, rows, table
+from bench.gateway import ADDED_P50_S, AT_STREAMS, checks, main, rows, table
 from bench.load.standin import Pace, StandInConnection
-from bench.load.streams import StreamLoad, run
-from bench.load.wires import REPLICA, TOKEN_STREAM, Wire
+from bench.load.streams import REPLICA, TOKEN_STREAM, StreamLoad, Wire, run
 
 LOAD = StreamLoad(streams=3, seconds=0.4, prompt_tokens=8, chunks=4, chunk_tokens=4, full_gap_s=0.5)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.arrivals import LoadShape, generate_segment, rescale_trace
+from bench.load.protocol import LoadShape, generate_segment, rescale_trace
 from rose.azure_trace import TracedRequest, read_trace
 from rose.errors import RoseError
 

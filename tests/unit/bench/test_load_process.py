@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench.load.arrivals import generate_segment
-from bench.load.protocol import LoadConfig
+from bench.load.protocol import LoadConfig, generate_segment
 from tests.harness.waiting import PATIENCE_S, until_async
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
@@ -196,27 +195,3 @@ async def test_replayed_prompts_are_alike_in_every_block_and_answers_have_a_dige
     assert all(digest for _, digest in digests)
     # The stand-in says the same token over and over: one digest for each length.
     assert len(digests) == len({tokens for tokens, _ in digests})
-
-
-async def test_the_end_of_input_ends_the_process(start_host: StartHost, tmp_path: Path) -> None:
-    code, messages = await LoadProcess(await start_host(), tmp_path).run(segment(1, 1), 0.1)
-    assert code == 0
-    assert messages[-1]["event"] == "stats"
-
-
-async def test_a_line_that_is_no_command_ends_the_process_with_an_error(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    code, messages = await LoadProcess(await start_host(), tmp_path).run({"cmd": "faster"})
-    assert code == 2
-    assert messages[-1]["event"] == "error"
-    assert "not a command" in messages[-1]["message"]
-
-
-async def test_a_bad_configuration_is_one_error_message(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    load = LoadProcess(await start_host(), tmp_path, mean_rate_per_s=-1)
-    code, messages = await load.run()
-    assert code == 2
-    assert messages[0]["event"] == "error"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gateway.real import (
+from bench.gateway import (
+    OF_ORACLE,
     OUTPUT_TOKENS,
     AgentSession,
     Scale,
@@ -17,7 +18,6 @@ from bench.gateway.real import (
     read_sessions,
     replay,
 )
-from bench.gateway.report import OF_ORACLE
 from elastic_scheduler import End, ReplicaKind
 from rose.errors import ConfigError
 from rose.gateway import GatewaySettings, ReplicaEntry

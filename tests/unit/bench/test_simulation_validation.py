@@ -1,24 +1,22 @@
 """The simulator's validation plays what was measured, and compares with the spread of repeats."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from bench.coserve.plan import Cell, quick_settings
-from bench.simulation import validate as validation
-from bench.simulation.__main__ import main, repeated_blocks
-from bench.simulation.measured import (
-    LENDING,
+import bench.simulation as validation
+from bench.simulation import (
     EngineSizes,
     MeasuredLoad,
     MeasuredRepeat,
     MeasuredRun,
+    ValidationRow,
     read_measured,
+    summary,
+    table,
+    validate,
     write_measured,
 )
-from bench.simulation.validate import ValidationRow, summary, table, validate
-from rose.azure_trace import read_trace
 from rose.errors import RoseError
 from slo import StepProfile
 
@@ -78,23 +76,3 @@ def test_a_file_of_measured_runs_is_read_again_and_no_other_is(tmp_path: Path) -
     path.write_text("[]")
     with pytest.raises(RoseError):
         read_measured(path)
-
-
-def test_a_generated_trace_can_be_asked_about(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    assert main(["trace", "--out", str(path), "--hours", "0.1"]) == 0
-    trace = read_trace(path)
-    assert len(trace) > 100
-    assert trace[-1].offset_s < 360
-
-
-def test_every_load_is_measured_again_and_again_with_the_same_arrivals(tmp_path: Path) -> None:
-    cells = [Cell(0.3, "poisson", 5.0), Cell(0.3, "bursty", 9.0)]
-    settings = quick_settings(tmp_path, busy_targets=(0.3,))
-    blocks = repeated_blocks(settings, cells)
-    assert blocks == repeated_blocks(settings, cells)
-    for number, cell in enumerate(cells, 1):
-        mine = [block for block in blocks if block.cell is cell]
-        assert {block.segment for block in mine} == {1_000 * number}
-        assert Counter(block.arm.name for block in mine) == {"alone": 5, LENDING: 5}
-    assert sum(block.cell is None for block in blocks) == 5

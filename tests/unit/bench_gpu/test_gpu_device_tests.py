@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu.device_tests import GROUPS, DeviceTestGroup, run_files, run_groups
 from bench.gpu.pieces import PieceError
-from bench.gpu.work.device_tests import GROUPS, DeviceTestGroup, run_files, run_groups
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatc
     absent = DeviceTestGroup("absent", "tests/unit/bench_gpu/*.py", "", ("no_such_module",))
     none = DeviceTestGroup("none", "tests/unit/bench_gpu/*.py", "not a word " + "of any test", ())
     asked: list[str] = []
-    name = "bench.gpu.work.device_tests.run_files"
+    name = "bench.gpu.device_tests.run_files"
     monkeypatch.setattr(name, lambda files: asked.extend(f.name for f in files) or {"passed": 3})
     left_out = {
         "absent": "needs no_such_module",

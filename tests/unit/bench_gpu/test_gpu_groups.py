@@ -6,9 +6,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from bench.gpu.piece_process import Answered, PieceOrder
-from bench.gpu.pieces import MOST_S, pieces_of
-from bench.gpu.sizes import ServingSizes, Sizes
+from bench.gpu.measure import Answered, PieceOrder
+from bench.gpu.pieces import MOST_S, ServingSizes, Sizes, pieces_of
 from tests.fakes.gpu import MEASURED
 from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
 

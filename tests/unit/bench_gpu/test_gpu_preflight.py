@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import pytest
 
 from bench.gpu.__main__ import main
-from bench.gpu.piece_process import PieceOrder
-from rose.nvml import CardError, CardReader, Nvml
+from bench.gpu.measure import PieceOrder
+from rose.nvml import CardReader
 from tests.fakes.gpu import StandInReader, card, measured_by_nobody, usage
 
 
@@ -64,24 +64,6 @@ def test_what_stands_in_the_way_is_told_in_one_line(
     tmp_path: Path, capsys: Any, reader: StandInReader, options: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(tmp_path, capsys, lambda: reader, *options)
-
-
-def test_a_driver_too_old_to_be_asked_more_is_told_before_anything_else(
-    tmp_path: Path, capsys: Any
-) -> None:
-    reader = StandInReader(card(cuda=(11, 4), mig=True))
-    assert "CUDA 11.4" in refused(tmp_path, capsys, lambda: reader)
-    assert reader.looked == 0
-
-
-def test_a_machine_without_a_driver_is_told_so(tmp_path: Path, capsys: Any) -> None:
-    try:
-        Nvml()
-    except CardError:
-        told = refused(tmp_path, capsys, Nvml)
-        assert told.startswith("gpu: no NVIDIA driver is here (libnvidia-ml.so.1")
-    else:
-        pytest.skip("this machine has an NVIDIA driver")
 
 
 def test_a_smaller_request_fits_a_smaller_card(tmp_path: Path, capsys: Any) -> None:

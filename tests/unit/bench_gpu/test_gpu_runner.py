@@ -11,11 +11,9 @@ import pytest
 
 from bench.gpu import runner as running
 from bench.gpu.machine import revision_of
-from bench.gpu.piece_process import Answered, PieceOrder
-from bench.gpu.pieces import MOST_S, PIECES
-from bench.gpu.runner import Runner, read_done
-from bench.gpu.sizes import Sizes
-from rose.errors import ConfigError
+from bench.gpu.measure import Answered, PieceOrder
+from bench.gpu.pieces import MOST_S, PIECES, Sizes
+from bench.gpu.runner import Runner
 from tests.fakes.gpu import IDLE, MEASURED, StandInReader, card, usage
 from tests.fakes.gpu_runs import COPY, KERNELS, UPDATE, Measuring, files, request, run, states
 
@@ -51,15 +49,6 @@ def test_other_code_or_other_sizes_are_measured_again(
     second = Measuring()
     run(request(tmp_path, **changes), second)
     assert second.asked == ["copy", "kernels", "update"]
-
-
-def test_a_failure_leaves_what_was_measured_before(tmp_path: Path) -> None:
-    run(request(tmp_path), Measuring())
-    run(request(tmp_path, revision="abd"), Measuring(copy="the card fell off"))
-    record = read_done(tmp_path / "stand-in-gpu", "copy")
-    assert record is not None
-    assert record["environment"]["commit"] == "abc"
-    assert "copy.failed.json" in files(tmp_path)
 
 
 def test_no_piece_begins_that_is_not_expected_to_end_within_the_budget(tmp_path: Path) -> None:
@@ -155,16 +144,6 @@ def test_a_piece_that_cannot_run_here_is_told_and_fails_only_when_asked_for(
     assert outcomes["copy"].good
     named = run(request(tmp_path, pieces=(absent,), named=True), Measuring())
     assert named["copy"].state == "failed"
-
-
-def test_a_damaged_record_is_told(tmp_path: Path) -> None:
-    run(request(tmp_path), Measuring())
-    (tmp_path / "stand-in-gpu" / "copy.json").write_text('{"piece": "co')
-    with pytest.raises(ConfigError, match=r"copy\.json is damaged"):
-        run(request(tmp_path), Measuring())
-    (tmp_path / "stand-in-gpu" / "copy.json").write_text('{"piece": "copy"}')
-    with pytest.raises(ConfigError, match=r"copy\.json is no record of copy; delete it"):
-        run(request(tmp_path), Measuring())
 
 
 def test_every_piece_is_bounded_and_fits_a_large_card() -> None:

@@ -10,10 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.gpu.limits import REQUESTS_FOR_P90, updating_checks
 from bench.gpu.models import SHAPES, write_weights
-from bench.gpu.pieces import PieceError
-from bench.gpu.serve.updating import CHANGED, GuestVersions, StampedTurns, stepped
+from bench.gpu.pieces import REQUESTS_FOR_P90, PieceError, updating_checks
+from bench.gpu.updating import CHANGED, GuestClient, GuestVersions, StampedTurns, stepped
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.format.manifest import Manifest
 
@@ -61,7 +60,7 @@ def chunk(version: Any, tokens: int = 2) -> dict[str, Any]:
 async def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
     server = await served([chunk(1), chunk(1, 3), chunk(2), {"finish_reason": "length"}])
     async with aiohttp.ClientSession() as http:
-        turns = StampedTurns(http, str(server.make_url("")).rstrip("/"), 8)
+        turns = StampedTurns(GuestClient(http, str(server.make_url("")).rstrip("/")), 8)
         assert await turns.turn() == [1, 1, 2]
         await turns.turn()
     await server.close()
@@ -75,7 +74,7 @@ async def test_a_chunk_without_its_version_or_of_an_older_one_ends_the_piece(
 ) -> None:
     server = await served(wrong)
     async with aiohttp.ClientSession() as http:
-        turns = StampedTurns(http, str(server.make_url("")).rstrip("/"), 8)
+        turns = StampedTurns(GuestClient(http, str(server.make_url("")).rstrip("/")), 8)
         with pytest.raises(PieceError, match="is stamped"):
             await turns.turn()
     await server.close()

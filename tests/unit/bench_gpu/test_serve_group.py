@@ -1,7 +1,6 @@
 """One set of engines for several pieces: time is shared, and what does not fit is not begun."""
 
 import argparse
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +10,9 @@ import pytest
 
 from bench.coserve.records import Calibration
 from bench.gpu import measure
-from bench.gpu.pieces import PieceError, pieces_of
-from bench.gpu.serve.session import KeptRates
-from bench.gpu.sizes import ServingSizes, Sizes
-from rose.errors import ConfigError, EngineStartError
+from bench.gpu.pieces import PieceError, ServingSizes, Sizes, pieces_of
+from bench.gpu.serving import KeptRates
+from rose.errors import ConfigError
 
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
 STEADY_S, BURSTS_S = (SERVED[k].least_s(Sizes()) for k in (0, 1))
@@ -45,8 +43,8 @@ def measured(
         found.left_s -= uses * seconds
         return {"seconds": seconds}
 
-    monkeypatch.setattr("bench.gpu.serve.session.opened_session", opened)
-    monkeypatch.setattr(measure, "insist_device", lambda place: None)
+    monkeypatch.setattr("bench.gpu.serving.opened_session", opened)
+    monkeypatch.setattr("bench.gpu.kernels.insist_device", lambda place: None)
     monkeypatch.setattr(measure, "function_of", lambda name: work)
     monkeypatch.setattr(
         measure,
@@ -56,7 +54,7 @@ def measured(
     args = argparse.Namespace(
         place="cpu", seconds=500.0, logs=tmp_path, kept=tmp_path, out=tmp_path
     )
-    measure.Work(SERVED, Sizes(), args).run()
+    measure.PieceWork(SERVED, Sizes(), args).run()
     return answers
 
 
@@ -68,11 +66,6 @@ def test_what_is_left_is_shared_by_as_many_pieces_as_fit(
     assert [name for name, _ in found] == ["serve60", "bursts"]
     assert sum(seconds for _, seconds in found) == pytest.approx(left_s)
     assert found[0][1] == pytest.approx(left_s / 2)
-
-
-def test_one_alone_has_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = measured(monkeypatch, tmp_path, STEADY_S + BURSTS_S - 1)
-    assert found == [("serve60", pytest.approx(STEADY_S + BURSTS_S - 1))]
 
 
 def test_what_a_piece_does_not_take_is_the_next_ones(
@@ -104,23 +97,3 @@ def test_a_rate_is_kept_for_the_same_host_and_searched_anew_for_another(tmp_path
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"rates\.json is damaged \(.*\); delete it"):
         KeptRates(path, host)
-
-
-def test_an_engine_that_does_not_come_up_ends_the_wait_of_all(tmp_path: Path) -> None:
-    from bench.common.engines import await_all
-
-    class Engine:
-        def __init__(self, seconds: float, error: str = "") -> None:
-            self.seconds, self.error = seconds, error
-
-        async def wait_healthy(self, timeout_s: float) -> None:
-            await asyncio.sleep(self.seconds)
-            if self.error:
-                raise EngineStartError(self.error)
-
-    good, slow, bad = Engine(0.0), Engine(3600.0), Engine(0.01, "out of memory")
-    with pytest.raises(EngineStartError, match=r"^out of memory$"):
-        asyncio.run(await_all({"host": slow, "guest": bad}, 20.0, tmp_path))
-    engines = {"slow": slow, "naive": slow, "host": good}
-    with pytest.raises(EngineStartError, match=r"^not ready after 0 s: naive, slow; see "):
-        asyncio.run(await_all(engines, 0.05, tmp_path))

@@ -8,8 +8,8 @@ import pytest
 
 from bench.coserve.records import CoserveRecords, read_run
 from bench.coserve.rows import Analysis, arm_of
-from bench.gpu.limits import served_checks
-from bench.gpu.serve.loads import card_rules, requests_wanted
+from bench.gpu.loads import card_rules, requests_wanted
+from bench.gpu.pieces import served_checks
 from tests.fakes.coserve_run import StandInBench
 
 Row = dict[str, Any]

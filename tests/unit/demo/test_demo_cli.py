@@ -21,13 +21,6 @@ def test_without_options_it_is_the_quickstart_and_a_control_is_an_acceptance_run
     assert not cli.settings_of(parse("--compare")).quickstart
 
 
-def test_each_job_has_a_name_of_its_own() -> None:
-    assert cli.settings_of(parse()).job_names == ("frozen-lake",)
-    two = cli.settings_of(parse("--jobs", "2"))
-    assert two.quickstart
-    assert two.job_names == ("frozen-lake-1", "frozen-lake-2")
-
-
 def test_every_option_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     fake_run = types.ModuleType("bench.demo.run")
@@ -85,9 +78,3 @@ def test_verify_answers_with_its_exit_code(
     page.write_text(page.read_text().replace('"versions": ', '"versions": 9'))
     assert cli.main(["verify", str(reported)]) == 1
     assert "weights.versions: reported 9" in capsys.readouterr().out
-
-
-def test_settings_become_json_values() -> None:
-    record = DemoSettings(Path("out"), trace=None).as_record()
-    assert record["out"] == "out"
-    assert record["trace"] is None

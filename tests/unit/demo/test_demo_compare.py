@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.demo.cli import DemoSettings
-from bench.demo.plan import plan_of, run_compare
+from bench.demo.plan import run_compare
 
 
 def _settings(out: Path) -> DemoSettings:
@@ -29,8 +29,3 @@ def test_the_verdict_is_on_the_mean_difference(tmp_path: Path, shift: float, cod
     assert seen == [(seed, arm) for seed in range(3) for arm in ("leased", "frozen")]
     written = json.loads((tmp_path / "compare.json").read_text())
     assert written["mean_difference"] == pytest.approx(shift)
-
-
-def test_a_plain_plan_has_one_arm() -> None:
-    plan = plan_of(DemoSettings(Path("out"), steps=9, only="frozen"))
-    assert [(block.arm, block.until_step) for block in plan] == [("frozen", 9)]

@@ -36,7 +36,7 @@ def test_any_host_has_any_guest_beside_it(tmp_path: Path, host: Engine, guest: E
     (replica,) = config.replicas
     assert replica.engine is EngineKind(guest)
     assert (replica.engine_python is None) is (guest == "vllm")
-    assert stack._host_spec(tmp_path / "page").engine is EngineKind(host)
+    assert stack.host_spec(tmp_path / "page").engine is EngineKind(host)
 
 
 def test_an_interpreter_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:

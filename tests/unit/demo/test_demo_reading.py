@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.report.records import StepRow, read_records
+from bench.demo.report.records import read_records
 from bench.load.protocol import ClientRequest, HostLatency, join_requests
 from rose.errors import RoseError
-from rose.logs.eventlog import read_lines
 from tests.fakes.demo_run import StandInRun
 
 
@@ -15,13 +14,6 @@ def client_request(name: str, status: str = "ok") -> ClientRequest:
 
 def host_latency(name: str) -> HostLatency:
     return HostLatency(name, 11.0, 0.02, 0.01, 0.3, 40, 5)
-
-
-def test_a_synthetic_run_is_read_back_whole(tmp_path: Path) -> None:
-    records = read_records(StandInRun().write(tmp_path))
-    assert len(records.steps) >= 60
-    assert records.client_requests
-    assert records.blocks[-1].arm == "unmeasured"
 
 
 @pytest.mark.parametrize(
@@ -47,14 +39,6 @@ def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(RoseError, match=r"steps.jsonl:4: .*density"):
         read_records(tmp_path)
-
-
-def test_a_line_that_a_killed_process_did_not_finish_is_left_out(tmp_path: Path) -> None:
-    StandInRun().write(tmp_path)
-    path = tmp_path / "steps.jsonl"
-    whole = path.read_text()
-    path.write_text(whole[:-20])
-    assert len(read_lines(path, StepRow)) == len(whole.splitlines()) - 1
 
 
 def test_a_missing_file_says_which(tmp_path: Path) -> None:

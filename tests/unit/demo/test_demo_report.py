@@ -1,12 +1,9 @@
 import json
-import struct
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from bench.common.stats import compare
-from bench.demo.report.report import print_report, verify, write_report
+from bench.demo.report.report import verify, write_report
 from rose.errors import RoseError
 from tests.fakes.demo_run import StandInRun
 
@@ -65,30 +62,9 @@ def test_verify_without_a_report_says_so(tmp_path: Path) -> None:
 
 def test_an_infinite_latency_is_null_in_json_and_still_verifies(tmp_path: Path) -> None:
     report = write_report(StandInRun(leased_failures=0.3).write(tmp_path))
-    assert report.host.leased.ttft_p95_s == float("inf")
+    assert report["host"]["leased"]["ttft_p95_s"] == float("inf")
     assert b"Infinity" not in (tmp_path / "report.json").read_bytes()
     assert verify(tmp_path) == []
-
-
-def test_comparison_tells_numbers_from_truth_values_and_lengths() -> None:
-    assert list(compare({"a": 1.0}, {"a": 1 + 1e-12})) == []
-    assert [d.field for d in compare({"a": True}, {"a": 1})] == ["a"]
-    assert [d.field for d in compare([1, 2], [1])] == [".length"]
-    assert [d.field for d in compare({"a": None}, {"a": 0})] == ["a"]
-
-
-def test_the_page_names_every_claim_and_shows_every_picture(tmp_path: Path) -> None:
-    report = write_report(StandInRun().write(tmp_path))
-    page = (tmp_path / "report.md").read_text()
-    assert all(claim.name in page for claim in report.verdicts)
-    for name in ("reward.png", "host.png", "tokens.png", "wire.png"):
-        assert f"]({name})" in page
-        header = (tmp_path / name).read_bytes()[:24]
-        width, height = struct.unpack(">II", header[16:24])
-        assert width > 800
-        assert height > 300
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert {row.count("|") for row in rows} == {7}
 
 
 def test_the_page_names_the_engines_that_ran(tmp_path: Path) -> None:
@@ -107,43 +83,12 @@ def test_the_page_of_a_control_says_what_must_fail(tmp_path: Path) -> None:
     assert "control (`lr0`): “learns: held-out success” must fail" in page
 
 
-def test_a_run_that_stopped_early_still_gets_a_report(tmp_path: Path) -> None:
-    StandInRun().write(tmp_path)
-    for name in ("turns", "trajectories", "steps", "activations", "guest", "host_latency"):
-        (tmp_path / f"{name}.jsonl").write_text("")
-    blocks = (tmp_path / "blocks.jsonl").read_text().splitlines()
-    (tmp_path / "blocks.jsonl").write_text(blocks[0] + "\n")
-    report = write_report(tmp_path)
-    verdicts = {claim.name: claim.verdict for claim in report.verdicts}
-    assert verdicts["learns: sampled reward"] == "INCONCLUSIVE"
-    assert verdicts["harvest: gain"] == "INCONCLUSIVE"
-    assert verdicts["host does not notice: TTFT p50"] == "INCONCLUSIVE"
-    assert verify(tmp_path) == []
-
-
-def test_joined_requests_are_written_beside_the_report(reported: Path) -> None:
-    lines = (reported / "requests.jsonl").read_bytes().splitlines()
-    clients = (reported / "client_requests.jsonl").read_bytes().splitlines()
-    assert len(lines) == len(clients)
-    assert msgspec.json.decode(lines[0])["source"] == "host_plugin"
-
-
 def test_idle_efficiency_compares_the_guest_only_while_it_has_enough_turns(tmp_path: Path) -> None:
     # At the ceiling the stand-in waits for turns every other second; lent under load it never does.
-    found = write_report(StandInRun(idle_efficiency=0.8).write(tmp_path)).harvest.idle_efficiency
+    found = write_report(StandInRun(idle_efficiency=0.8).write(tmp_path))["harvest"][
+        "idle_efficiency"
+    ]
     assert found is not None
     assert found.value == pytest.approx(0.8, rel=0.05)
     assert found.ci95 is not None
     assert found.ci95[0] < 0.8 < found.ci95[1]
-
-
-def test_the_quickstart_ends_with_the_way_to_every_claim(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = write_report(StandInRun(quickstart=True, forced_revocations=1).write(tmp_path))
-    print_report(report, tmp_path)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"published {report.weights.versions} versions" in printed
-    assert "revoked once while it held turns and killed once" in printed
-    assert "rose demo --accept" in printed
-    assert "harvest: gain" not in printed

@@ -7,9 +7,9 @@ import pytest
 
 from bench.demo.plan import SHARING_S
 from bench.demo.report.claims import Claim, claims_of, exit_code
+from bench.demo.report.measures import guest_leases, job_measures, sharing
 from bench.demo.report.records import read_records
 from bench.demo.report.report import events, verify, write_report
-from bench.demo.report.sharing import guest_leases, job_measures, sharing
 from tests.fakes.demo_run import StandInRun
 
 A, B = "frozen-lake-1", "frozen-lake-2"
@@ -27,12 +27,12 @@ def judged(folder: Path, run: StandInRun) -> dict[str, Claim]:
 def test_equal_jobs_share_the_guest_and_every_claim_holds(tmp_path: Path) -> None:
     run = shared(leases=EQUAL)
     report = write_report(run.write(tmp_path))
-    assert {claim.verdict for claim in report.verdicts} == {"HOLDS"}
-    assert report.sharing is not None
-    assert (report.sharing.changes, report.sharing.engine_starts) == (4, 0)
-    assert report.sharing.change_s == 2.0
-    assert [job.job for job in report.jobs] == [A, B]
-    assert report.jobs[1].share == pytest.approx(49.6 / 119.0, abs=0.01)
+    assert {claim.verdict for claim in report["verdicts"]} == {"HOLDS"}
+    told = report["sharing"]
+    assert (told["changes"], told["engine_starts"]) == (4, 0)
+    assert told["change_s"] == 2.0
+    assert [job["job"] for job in report["jobs"]] == [A, B]
+    assert report["jobs"][1]["share"] == pytest.approx(49.6 / 119.0, abs=0.01)
     page = (tmp_path / "report.md").read_text()
     assert "2 training runs of equal weight" in page
     assert "![The job that had the guest" in page
@@ -82,7 +82,7 @@ def test_time_counts_only_while_the_guest_is_lent_and_a_lease_that_lives_on_ends
     [first, second] = guest_leases(records)
     [block] = records.blocks
     assert (first.start_s, second.end_s) == (block.start_s, block.end_s)
-    assert sum(job.guest_s for job in job_measures(records)) <= block.duration_s
+    assert sum(job["guest_s"] for job in job_measures(records)) <= block.duration_s
     assert block.duration_s == pytest.approx(SHARING_S, abs=5)
 
 

@@ -16,9 +16,8 @@ import pytest
 import uvloop
 from gateway_cases import gateway_with, until
 
-from bench.load.caller import HUNG_UP, HttpCaller
-from bench.load.standin import Pace
-from bench.soak.engine import listen
+from bench.load.standin import Pace, listen
+from bench.load.streams import HUNG_UP, HttpCaller
 from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
@@ -109,7 +108,7 @@ class House:
 @asynccontextmanager
 async def house(**settings: Any) -> AsyncIterator[House]:
     paces = [Pace(0.001, 0.001, 4) for _ in "ab"]
-    servers = [await listen(pace) for pace in paces]
+    servers = [await listen(pace, faulty=True) for pace in paces]
     ports = [server.sockets[0].getsockname()[1] for server in servers]
     try:
         async with gateway_with(**{"max_attempts": 5, **settings}) as gateway:

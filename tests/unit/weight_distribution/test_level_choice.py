@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from bench.weights.steps import adam_step, rate_for
+from bench.weights.codec import adam_step, rate_for
 from rose.addresses import free_port
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.weights.steps import adam_step, rate_for
+from bench.weights.codec import adam_step, rate_for
 from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format import entropy as compact_module
 from weight_transfer.format.chunk import decode_chunk, encode_chunk

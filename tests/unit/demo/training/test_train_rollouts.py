@@ -44,18 +44,6 @@ async def test_turns_ask_for_the_oldest_version_they_may_be_trained_on() -> None
     assert wanted == {"0": 0, "1": 0, "2": 0, "3": 0, "4": 1, "5": 1}
 
 
-async def test_no_more_trajectories_than_streams() -> None:
-    source = StandInSource()
-    source.gate.clear()
-    rollouts = Rollouts(source, _plan(streams=3))
-    starting = asyncio.create_task(rollouts.run())
-    await asyncio.sleep(0.02)
-    assert rollouts.started == 3
-    source.gate.set()
-    await rollouts.finish()
-    await starting
-
-
 async def test_a_trajectory_that_cannot_go_on_counts_as_lost_and_blocks_nothing() -> None:
     source = StandInSource()
     source.fails.add("0.1")
@@ -76,30 +64,3 @@ async def test_what_runs_when_training_ends_is_still_delivered() -> None:
     left = await rollouts.finish()
     await starting
     assert 4 + len(left) == rollouts.started
-
-
-async def test_once_the_last_batch_is_known_nothing_of_a_later_one_starts() -> None:
-    source = StandInSource()
-    source.gate.clear()
-    rollouts = Rollouts(source, _plan(streams=3))
-    starting = asyncio.create_task(rollouts.run())
-    await asyncio.sleep(0.02)
-    rollouts.end_with(0)
-    source.gate.set()
-    assert len(await rollouts.batch(0)) == 4
-    await starting
-    assert rollouts.started == 4
-    assert await rollouts.finish() == []
-
-
-async def test_what_a_later_batch_had_started_when_the_last_was_named_is_delivered() -> None:
-    source = StandInSource()
-    source.gate.clear()
-    rollouts = Rollouts(source, _plan(streams=6))
-    starting = asyncio.create_task(rollouts.run())
-    await asyncio.sleep(0.02)
-    rollouts.end_with(0)
-    source.gate.set()
-    await rollouts.batch(0)
-    await starting
-    assert sorted(one.name for one in await rollouts.finish()) == ["2.0", "2.1"]

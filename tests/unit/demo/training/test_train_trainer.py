@@ -10,10 +10,7 @@ import pytest
 from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import new_policy, save_model
 from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
-from bench.demo.training.main import publish_model
-from bench.demo.training.trainer import DemoTrainer, TrainConfig
-from rose.client import Turn as ClientTurn
-from rose.errors import UnavailableError
+from bench.demo.training.main import DemoTrainer, TrainConfig, publish_model
 from rose.weight_distribution import Receipt
 from tests.fakes.policy import StandInSource
 from weight_transfer import TensorBits
@@ -97,14 +94,6 @@ async def test_a_run_speaks_the_protocol_and_accounts_for_everything(
     assert (done["started"], done["delivered"], done["lost"], done["duplicated"]) == (12, 12, 0, 0)
 
 
-async def test_without_held_out_maps_nothing_is_evaluated(model_dir: Path, tmp_path: Path) -> None:
-    events: list[dict[str, Any]] = []
-    config = _config(model_dir, tmp_path).model_copy(update={"held_out_maps": 0})
-    source = StandInSource()
-    await DemoTrainer(config, source, FakePublisher(source), events.append).run()
-    assert [event["event"] for event in events] == [*["step"] * STEPS, "done"]
-
-
 async def test_a_run_that_shares_its_replicas_begins_with_its_model_as_version_1(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -149,34 +138,3 @@ async def test_a_lost_trajectory_is_counted_and_not_trained_on(
     assert events[-1]["lost"] == 1
     lost = [one for one in _lines(tmp_path / "trajectories.jsonl") if not one["delivered"]]
     assert [one["trajectory"] for one in lost] == ["0.1"]
-
-
-async def test_a_batch_of_which_nothing_came_ends_the_run(model_dir: Path, tmp_path: Path) -> None:
-    source = StandInSource()
-    source.fails.update(f"{group}.{member}" for group in range(2) for member in range(2))
-    trainer, _, _ = _trainer(model_dir, tmp_path, source)
-    with pytest.raises(UnavailableError, match="lost"):
-        await trainer.run()
-
-
-async def test_a_bug_in_an_agent_loop_ends_the_run_instead_of_hanging_it(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    class BrokenSource(StandInSource):
-        async def generate(self, *args: Any, session_id: str, **named: Any) -> ClientTurn:
-            if session_id == "1.0":
-                raise ValueError("stand-in: a bug")
-            return await super().generate(*args, session_id=session_id, **named)
-
-    trainer, _, _ = _trainer(model_dir, tmp_path, BrokenSource())
-    with pytest.raises(ExceptionGroup) as caught:
-        await trainer.run()
-    assert caught.group_contains(ValueError, match="a bug")
-
-
-async def test_a_cut_ends_after_the_step_under_way(model_dir: Path, tmp_path: Path) -> None:
-    trainer, _, events = _trainer(model_dir, tmp_path, StandInSource())
-    trainer.cut()
-    await trainer.run()
-    assert [event["event"] for event in events].count("step") == 1
-    assert events[-1]["delivered"] == events[-1]["started"]

@@ -1,11 +1,13 @@
-"""Session: one running set of engines that the served pieces of a process share.
+"""Session: one running set of engines on one device, which the served pieces of a process share.
 
     cell = await session.cell(0.6, "poisson")
-    record = await session.play(Block(ALONE, 10.0, 0, 1, cell))
+    record = await session.play(PlanBlock(ALONE, 10.0, 0, 1, cell))
     rows = await session.rows([record, ...], rules)
 
 A piece gets the session and its time. It returns with the host idle and without leases, as `play`
-does, for the next piece.
+does, for the next piece. Nothing is pinned, for a card is what the engines share. All three are
+started together and stay: a guest of another arm has no requests, so it takes memory and no time.
+The stock guest's memory is a share of its own, which is what naive co-location has.
 """
 
 import asyncio
@@ -15,65 +17,162 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from bench.common.engines import EngineSet
 from bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
-from bench.coserve.plan import CALIBRATION, HOST, WARM_UP, Cell, PlanBlock
+from bench.coserve.plan import CALIBRATION, GUEST, HOST, NAIVE, WARM_UP, Cell, PlanBlock
 from bench.coserve.player import Drill, Granting, Player, engine_http, start_load
 from bench.coserve.records import (
     BLOCKS,
     CLIENT_REQUESTS,
-    HOST_LATENCY,
     Calibration,
     CoserveBlockRecord,
     CoserveRecords,
     CoserveRunInfo,
+    read_requests,
     read_steps,
 )
 from bench.coserve.rows import Analysis, Row, Rules
 from bench.gpu.machine import versions
-from bench.gpu.models import shape_of, write_weights
-from bench.gpu.serve.bursts import GENERATED, write_generated
-from bench.gpu.serve.engines import ServingEngines
-from bench.gpu.sizes import ServingSizes
-from bench.load.protocol import (
-    ClientRequest,
-    HostLatency,
-    LoadConfig,
-    Request,
-    Traffic,
-    join_requests,
-)
+from bench.gpu.models import shape_of, write_model, write_weights
+from bench.gpu.pieces import ServingSizes
+from bench.load.protocol import LoadConfig, Request, Traffic, write_trace
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
-from rose.engines import Device
+from executor.step_log import STEP_LOG
+from rose.addresses import free_ports
+from rose.engines import Device, EngineRole, EngineSpec, module_path
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
 from rose.node.guest.guard import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
-RATES = "serving-rates.json"
+NAMES = (HOST, GUEST, NAIVE)
+# Two guests and a host take so long together that a daemon's usual patience would end a guest.
+ORPHAN_S = 10.0
+GUEST_WARM_UP_S = 60.0
+STREAM_INTERVAL = 16
+RATES, GENERATED = "serving-rates.json", "generated-bursts.csv"
+TRACE_HOURS = 1.0
+FLUSH_S = 0.5
+# The capacity's lengths are drawn from a segment of this length.
+LENGTHS_S = 60.0
+# A naive guest may leave the host a queue.
+EMPTY_PATIENCE_S = 20.0
+WARM_UP_BLOCK_S = 2.0
 
 
-class _File(msgspec.Struct, frozen=True):
-    host: dict[str, str | int | float | None]
+@dataclass(slots=True, kw_only=True)
+class ServingEngines(EngineSet):
+    """Host, ROSE guest and stock guest; `start` fills `running`, `stop` ends all.
+
+    guest_weights: version 0 of the guest, a safetensors file; None where its engine makes weights
+    up.
+    """
+
+    sizes: ServingSizes
+    device: Device
+    page: Path
+    folder: Path
+    key: SigningKey
+    guest_weights: Path | None = None
+    weights_written_s: float = 0.0
+    ports: Mapping[str, int] = field(
+        default_factory=lambda: dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
+    )
+
+    def __post_init__(self) -> None:
+        for name in (self.sizes.host, self.sizes.guest):
+            write_model(shape_of(name), self.folder / "models" / name)
+        if self.guest_weights is not None:
+            link = self.folder / "models" / self.sizes.guest / "model.safetensors"
+            link.symlink_to(self.guest_weights.resolve())
+
+    async def start(self, timeout_s: float) -> None:
+        """Start all three at once. Raises EngineStartError for the first that does not come up."""
+        sizes = self.sizes
+        host = replace(
+            self._spec(HOST, EngineRole.HOST, sizes.host, sizes.host_sequences),
+            kv_bytes=sizes.host_kv_bytes,
+            control_page=self.page,
+            ttft_target_s=sizes.ttft_target_s,
+            tpot_target_s=sizes.tpot_target_s,
+        )
+        # Arms replay the same prompts: none may find them cached.
+        host = replace(host, extra_args=(*host.extra_args, "--no-enable-prefix-caching"))
+        naive = replace(
+            self._spec(NAIVE, EngineRole.STOCK, sizes.guest, sizes.guest_load.streams),
+            kv_bytes=sizes.guest_kv_bytes,
+            stream_interval=STREAM_INTERVAL,
+        )
+        guest = replace(
+            self._spec(GUEST, EngineRole.GUEST, sizes.guest, sizes.guest_load.streams),
+            kv_bytes=sizes.guest_kv_bytes,
+            kv_backend=sizes.kv_backend,
+            load_format="dummy" if self.guest_weights is None else "auto",
+            control_page=self.page,
+            orphan_s=ORPHAN_S,
+            verify_key=self.key.verify_key.hex,
+            weights_dir=self.folder,
+            warm_up_s=GUEST_WARM_UP_S,
+            stream_interval=STREAM_INTERVAL,
+        )
+        await self.start_together((host, guest, naive), timeout_s, self.folder)
+
+    def _spec(self, name: str, role: EngineRole, model: str, sequences: int) -> EngineSpec:
+        """Return the common part of the three specs."""
+        modules = [module_path(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")]
+        extra = ["--generation-config=vllm"]
+        if self.device is Device.CUDA:
+            # vLLM wants this share of the card free at its start, whatever its KV cache takes.
+            extra.append("--gpu-memory-utilization=0.1")
+        return EngineSpec(
+            name=name,
+            role=role,
+            model_dir=self.folder / "models" / model,
+            port=self.ports[name],
+            log=self.folder / f"engine-{name}.log",
+            dtype=self.sizes.dtype,
+            max_model_len=self.sizes.max_model_len,
+            max_num_seqs=sequences,
+            device=self.device,
+            enforce_eager=self.device is Device.CPU,
+            load_format="dummy",
+            extra_env={
+                STEP_LOG: str(self.folder.resolve()),
+                "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+                # Compiled code, kept for the next session; two engines must not write the same.
+                "VLLM_CACHE_ROOT": str((self.folder.parent / "cache" / name).resolve()),
+            },
+            extra_args=tuple(extra),
+        )
+
+
+HostFacts = dict[str, str | int | float | None]
+
+
+class RatesFile(msgspec.Struct, frozen=True):
+    """`serving-rates.json`."""
+
+    host: HostFacts
     rates: list[Calibration]
 
 
 class KeptRates:
     """Rates in a file, for one `host`; the rates of another host are forgotten."""
 
-    def __init__(self, path: Path, host: Mapping[str, str | int | float | None]) -> None:
+    def __init__(self, path: Path, host: HostFacts) -> None:
         """Read the file. Raises ConfigError when it is damaged."""
         self._path = path
-        self._host = dict(host)
+        self._host = host
         self._rates: dict[tuple[float, str], Calibration] = {}
         try:
-            kept = msgspec.json.decode(path.read_bytes(), type=_File)
+            kept = msgspec.json.decode(path.read_bytes(), type=RatesFile)
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
@@ -90,14 +189,9 @@ class KeptRates:
         self._rates[found.busy_target, found.traffic] = found
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_suffix(f".{os.getpid()}.tmp")
-        file = _File(self._host, list(self._rates.values()))
+        file = RatesFile(self._host, list(self._rates.values()))
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
         beside.replace(self._path)
-
-
-FLUSH_S = 0.5
-# The capacity's lengths are drawn from a segment of this length.
-LENGTHS_S = 60.0
 
 
 @dataclass(slots=True)
@@ -105,22 +199,23 @@ class ServingSession:
     """Engines, load and player of a process.
 
     folder: raw records and logs. until_s: end of this process's time (monotonic clock).
-    key: signs the weights that the guest accepts. start_s: seconds that the engines took to start.
-    http: for requests to the engines; its requests have a timeout.
+    start_s: seconds that the engines took to start. http: for requests to the engines; its requests
+    have a timeout.
     """
 
-    sizes: ServingSizes
     folder: Path
     until_s: float
-    key: SigningKey
     engines: ServingEngines
-    page: ControlPage
     load_config: LoadConfig
     http: aiohttp.ClientSession
     player: Player
     rates: KeptRates
     start_s: float
     _capacity_rps: float | None = None
+
+    @property
+    def sizes(self) -> ServingSizes:
+        return self.engines.sizes
 
     @property
     def left_s(self) -> float:
@@ -162,47 +257,35 @@ class ServingSession:
             )
         return self._capacity_rps
 
-    async def rows(self, blocks: Sequence[CoserveBlockRecord], rules: Rules) -> list[Row]:
-        """Return a row for each arm of each cell of these blocks, judged by `rules`."""
-        capacity_rps = await self.capacity_rps()
-        await self._flush()
-        return Analysis(self._records(blocks, capacity_rps), rules).rows()
-
     async def requests(self) -> list[Request]:
         """Return every request of the host so far."""
-        await self._flush()
-        return self._requests()
-
-    async def _flush(self) -> None:
         await self.player.load.say(cmd="off")  # makes it write what it holds
         await asyncio.sleep(FLUSH_S)
+        return read_requests(self.folder)
 
-    def _requests(self) -> list[Request]:
-        return join_requests(
-            read_lines(self.folder / CLIENT_REQUESTS, ClientRequest),
-            read_lines(self.folder / HOST_LATENCY, HostLatency),
-        )
-
-    def _records(self, blocks: Sequence[CoserveBlockRecord], capacity_rps: float) -> CoserveRecords:
+    async def rows(self, blocks: Sequence[CoserveBlockRecord], rules: Rules) -> list[Row]:
+        """Return a row for each arm of each cell of these blocks, judged by `rules`."""
         sizes, folder = self.sizes, self.folder
-        return CoserveRecords(
-            run=CoserveRunInfo(
-                seed=sizes.seed,
-                quick=False,
-                settings=asdict(sizes),
-                machine={},
-                capacity_rps=capacity_rps,
-                calibrations=[],
-                ttft_target_s=sizes.ttft_target_s,
-                tpot_target_s=sizes.tpot_target_s,
-                targets_from="given",
-            ),
+        run = CoserveRunInfo(
+            seed=sizes.seed,
+            quick=False,
+            settings=asdict(sizes),
+            machine={},
+            capacity_rps=await self.capacity_rps(),
+            calibrations=[],
+            ttft_target_s=sizes.ttft_target_s,
+            tpot_target_s=sizes.tpot_target_s,
+            targets_from="given",
+        )
+        records = CoserveRecords(
+            run=run,
             blocks=list(blocks),
-            requests=self._requests(),
+            requests=await self.requests(),
             events=[],
             steps={role: read_steps(folder, role) for role in ("host", "guest")},
             guest=read_lines(folder / GUEST_SAMPLES, GuestSample),
         )
+        return Analysis(records, rules).rows()
 
     async def _search(self, busy: float, traffic: Traffic) -> Calibration:
         self.say(f"host alone: the rate that keeps it busy for {busy:g} of the time")
@@ -219,11 +302,6 @@ class ServingSession:
         found = Calibration(busy, traffic, rate, search.tries)
         self.rates.put(found)
         return found
-
-
-# A naive guest may leave the host a queue.
-EMPTY_PATIENCE_S = 20.0
-WARM_UP_BLOCK_S = 2.0
 
 
 @asynccontextmanager
@@ -251,21 +329,23 @@ async def opened_session(
         granting = Granting(page, folder, folder)
         stack.callback(granting.drain_latencies)
         stack.callback(granting.stop)
-        key = SigningKey.generate()
-        weights = _written(sizes, folder.parent / "weights") if known_weights else None
-        written_s = time.monotonic() - began_s
+        weights, written_s = None, 0.0
+        if known_weights:
+            place = folder.parent / "weights" / sizes.guest
+            weights = write_weights(shape_of(sizes.guest), place, sizes.seed)
+            written_s = time.monotonic() - began_s
         engines = ServingEngines(
             sizes=sizes,
             device=device,
             page=scratch / "page",
             folder=folder,
-            key=key,
+            key=SigningKey.generate(),
             guest_weights=weights,
-            weights_written_s=written_s if weights else 0.0,
+            weights_written_s=written_s,
         )
         stack.push_async_callback(engines.stop)
         # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
-        granting.rule(WARM_UP, None, sizes.guest_load.token_budget, sizes.guest_load.streams)
+        granting.rule(WARM_UP, None, sizes.guest_load)
         await engines.start(until_s - time.monotonic())
         start_s = time.monotonic() - began_s
         config = _load_config(sizes, engines.url(HOST), folder)
@@ -277,20 +357,14 @@ async def opened_session(
             JsonlLog(folder / BLOCKS, KEEP_ALL),
             insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
         )  # fmt: skip
-        session = ServingSession(
-            sizes, folder, until_s, key, engines, page, config, http, player,
-            KeptRates(kept / RATES, _host(sizes, device)), start_s,
-        )  # fmt: skip
+        rates = KeptRates(kept / RATES, _facts(sizes, device))
+        session = ServingSession(folder, until_s, engines, config, http, player, rates, start_s)
         session.say(f"engines are up after {start_s:.0f} s")
         await session.play(PlanBlock(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
         yield session
 
 
-def _written(sizes: ServingSizes, folder: Path) -> Path:
-    return write_weights(shape_of(sizes.guest), folder / sizes.guest, sizes.seed)
-
-
-def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | None]:
+def _facts(sizes: ServingSizes, device: Device) -> HostFacts:
     """Return the values that a host's rates depend on."""
     return {
         "model": sizes.host,
@@ -307,7 +381,7 @@ def _host(sizes: ServingSizes, device: Device) -> dict[str, str | int | float | 
 def _load_config(sizes: ServingSizes, url: str, folder: Path) -> LoadConfig:
     trace = Path(sizes.azure) if sizes.azure else folder / GENERATED
     if not sizes.azure:
-        write_generated(trace, sizes.seed)
+        write_trace(trace, sizes.seed, TRACE_HOURS)
     return LoadConfig(
         url=url,
         model=HOST,

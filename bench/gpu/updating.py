@@ -18,11 +18,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.common.pairing import METRICS, latency_s
+from bench.common.stats import METRICS, latency_s
 from bench.coserve.plan import GUEST, ROSE_ARMS, Cell, PlanBlock
 from bench.coserve.records import CoserveBlockRecord
 from bench.gpu.pieces import Measured, PieceError
-from bench.gpu.serve.session import ServingSession
+from bench.gpu.serving import ServingSession
 from bench.load.protocol import Request
 from rose.compare.bootstrap import percentile
 from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_safetensors
@@ -32,24 +32,45 @@ TURN_TIMEOUT_S = 120.0
 RETRY_S = 0.2
 # A guest refuses turns while a version is activated, for less than this time.
 REFUSED_MOST_S = 30.0
+CHANGED = 0.02
+APPLY_TIMEOUT_S = 240.0
+BUSY = 0.6
+# The arm without slack: the host's latencies are to stay as they are.
+ARM = next(arm for arm in ROSE_ARMS if arm.policy == "adaptive" and not arm.slack_share)
+FIRST_SEGMENT = 70_000
+QUANTILES = (50, 90, 99)
 _UNAVAILABLE = 503
+
+
+@dataclass(slots=True)
+class GuestClient:
+    """Client of the guest's own routes."""
+
+    http: aiohttp.ClientSession
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def post(self, path: str, body: object, timeout_s: float) -> tuple[int, str]:
+        """Return the status and the text of an answer."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"{self.url}/rose/v1/{path}"
+        async with self.http.post(url, json=body, timeout=timeout, headers=self.headers) as answer:
+            return answer.status, await answer.text()
 
 
 @dataclass(slots=True)
 class StampedTurns:
     """Turns one after another until they are stopped, and the versions of their tokens."""
 
-    http: aiohttp.ClientSession
-    url: str
+    guest: GuestClient
     output_tokens: int
-    headers: Mapping[str, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
     across: int = 0
     turns: int = 0
 
     async def run(self) -> None:
         """Play turns until cancelled."""
-        await self._post("admit", {"epoch": 1})
+        await self.guest.post("admit", {"epoch": 1}, TURN_TIMEOUT_S)
         while True:
             await self.turn()
 
@@ -75,23 +96,13 @@ class StampedTurns:
         }
         until_s = time.monotonic() + REFUSED_MOST_S
         while True:
-            status, text = await self._post("generate", body)
+            status, text = await self.guest.post("generate", body, TURN_TIMEOUT_S)
             if status != _UNAVAILABLE or time.monotonic() > until_s:
                 break
             await asyncio.sleep(RETRY_S)
         if status != 200:
             raise PieceError(f"the guest refused a turn: {status} {text[:200]}")
         return [json.loads(line) for line in text.splitlines() if line]
-
-    async def _post(self, path: str, body: object) -> tuple[int, str]:
-        timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
-        url = f"{self.url}/rose/v1/{path}"
-        async with self.http.post(url, json=body, timeout=timeout, headers=self.headers) as answer:
-            return answer.status, await answer.text()
-
-
-CHANGED = 0.02
-APPLY_TIMEOUT_S = 240.0
 
 
 class GuestVersions:
@@ -118,25 +129,20 @@ class GuestVersions:
             "wire_bytes": manifest.wire_bytes,
         }
 
-    async def apply(
-        self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
-    ) -> dict[str, Any]:
+    async def apply(self, guest: GuestClient) -> dict[str, Any]:
         """Apply the newest version and return the guest's report. Raises PieceError."""
         body = {
             "manifest": str(self.store.manifest_path(self.published)),
             "chunks": str(self.store.chunks_dir),
         }
-        timeout = aiohttp.ClientTimeout(total=APPLY_TIMEOUT_S)
         began_s = time.monotonic()
         try:
-            async with http.post(
-                f"{url}/rose/v1/weights/apply", json=body, timeout=timeout, headers=headers
-            ) as answer:
-                report: dict[str, Any] = await answer.json()
+            status, text = await guest.post("weights/apply", body, APPLY_TIMEOUT_S)
+            report: dict[str, Any] = json.loads(text)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise PieceError(f"the guest did not answer an update: {error!r}") from error
-        if answer.status != 200 or report.get("version") != self.published:
-            raise PieceError(f"version {self.published} is not active: {answer.status} {report}")
+        if status != 200 or report.get("version") != self.published:
+            raise PieceError(f"version {self.published} is not active: {status} {report}")
         return report | {"applied_s": time.monotonic() - began_s}
 
 
@@ -152,29 +158,19 @@ def stepped(base: Mapping[str, TensorBits], seed: int) -> dict[str, TensorBits]:
     return new
 
 
-BUSY = 0.6
-# The arm without slack: the host's latencies are to stay as they are.
-ARM = next(arm for arm in ROSE_ARMS if arm.policy == "adaptive" and not arm.slack_share)
-FIRST_SEGMENT = 70_000
-QUANTILES = (50, 90, 99)
-
-
 async def updates(session: ServingSession, seconds: float) -> Measured:
     """Measure one update without host load, then updates under it while there is time."""
     until_s = time.monotonic() + seconds
     weights = session.engines.guest_weights
     assert weights is not None
     sizes = session.sizes
-    folder, key = session.folder / "versions", session.key
+    folder, key = session.folder / "versions", session.engines.key
     session.say("version 0 is read and changed")
     versions = await asyncio.to_thread(GuestVersions, weights, folder, key, sizes.seed)
     cell = await session.cell(BUSY, "poisson")
-    turns = StampedTurns(
-        session.http,
-        session.engines.url(GUEST),
-        sizes.guest_load.output_tokens,
-        session.engines.headers(GUEST),
-    )
+    engines = session.engines
+    guest = GuestClient(session.http, engines.url(GUEST), engines.headers(GUEST))
+    turns = StampedTurns(guest, sizes.guest_load.output_tokens)
     first = await _without_host(session, versions, turns)
     reports: list[dict[str, Any]] = []
     during: list[CoserveBlockRecord] = []
@@ -211,9 +207,7 @@ async def _without_host(
     session.say(f"version 1 is published after {published['publish_s']:.1f} s")
     session.player.rule(ARM)
     playing = asyncio.create_task(turns.run())
-    applying = asyncio.create_task(
-        versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
-    )
+    applying = asyncio.create_task(versions.apply(turns.guest))
     try:
         # Turns end by themselves only when the guest refuses them.
         await asyncio.wait({playing, applying}, return_when=asyncio.FIRST_COMPLETED)
@@ -249,9 +243,7 @@ async def _update(
 ) -> tuple[dict[str, Any], list[CoserveBlockRecord]]:
     """Apply one update under load; return its report and the blocks that were played meanwhile."""
     published = await asyncio.to_thread(versions.publish)
-    applying = asyncio.create_task(
-        versions.apply(session.http, session.engines.url(GUEST), session.engines.headers(GUEST))
-    )
+    applying = asyncio.create_task(versions.apply(turns.guest))
     blocks: list[CoserveBlockRecord] = []
     try:
         while not blocks or not applying.done():

@@ -1,6 +1,6 @@
 """Cost of tracing to a gateway: processor time of a turn, with a trace, and with spans of it.
 
-    python -m bench.operators.tracing [--rounds N] [--seconds S] [--out FILE]
+    python -m bench.micro.tracing [--rounds N] [--seconds S] [--out FILE]
 
 Prints one JSON object. Gateways before a stand-in engine that answers at once, all with an event
 log, and short turns one after the other on a few streams: the most turns a second, so the most
@@ -28,8 +28,7 @@ import msgspec
 from bench.common.processes import BenchProcess, ProcessFleet, cores, gateway_command
 from bench.common.report import machine, put
 from bench.load.standin import StandInEngine
-from bench.load.streams import Stream, block
-from bench.load.wires import TOKEN_STREAM
+from bench.load.streams import TOKEN_STREAM, Stream, block
 from rose.addresses import free_ports
 
 STREAMS: Final = 8

@@ -1,31 +1,199 @@
-"""One soak: a gateway process, engines that fail on request, callers, observations and bounds."""
+"""`python -m bench.soak`: turns that end in every way, then a storm of ones that time out.
 
+Writes soak.json and soak.txt. Exit code 0, 1 when a bound is broken, 2 for bad input.
+"""
+
+import argparse
 import asyncio
 import itertools
 import json
 import os
 import random
+import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import grpc
 import psutil
+import uvloop
 
-from bench.common.checks import Check, at_most
+from bench.common.checks import FAILS, Check, at_most, checks_table, row_verdict
 from bench.common.processes import BenchProcess, cores, python
-from bench.load.caller import HttpAnswer, HttpCaller
-from bench.soak.callers import GENERATE, Asker, SoakWay
+from bench.common.report import add_out_folder, parser_of, put_both, reported, say
+from bench.load.streams import HUNG_UP, HttpAnswer, HttpCaller
 from rose.addresses import free_ports
+from rose.errors import ConfigError
 from rose.gateway.event_loop import WINDOW_S
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_server
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+
+PROG = "bench.soak"
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+TOKENS, LONG = 16, 100_000
+# Names come again, as those of trajectories do: what is kept by name is bounded, and full early.
+SESSIONS, GROUPS = 256, 256
+# Turns of one request of the storm: asking must not cost more than timing out does.
+STORM_SAMPLES = 4
+ENGINE_PORTS = 16
+RENEW_S = 0.25
+SAMPLE_S = 0.5
+MIB = 1 << 20
+PROBE_TOKENS = 20_000
+# No way takes nearly as long.
+ANSWER_S = 20.0
+NEVER = -1
+# Over the second half of the turns: from the median of its first part to that of its last.
+GROWTH_MIB = 12.0
+MEMORY_PARTS = 10
+# Connections come and go: of 200,000 turns the medians of thirds differ by 9 with no leak at all
+# (one standard deviation, from the samples' spread of 22 and their correlation). This is one
+# descriptor that stays in 1,700 turns.
+GROWTH_DESCRIPTORS = 40
+DESCRIPTOR_PARTS = 3
+# Answers that their way does not explain, of all turns.
+WRONG = 0
+PAUSE_S = 0.1
+STORM_RSS_MIB = 300.0
+# With more, others on the machine held the gateway up: how late it was says nothing about it.
+QUIET_WAITED = 0.02
+
+
+class Asker:
+    """One caller; `other` is the connection of requests beside its turns."""
+
+    def __init__(self, url: str, dice: random.Random) -> None:
+        self.turns, self.other, self.dice = HttpCaller(url), HttpCaller(url), dice
+
+    def body(self, name: str, number: int, max_tokens: int = TOKENS, **fields: Any) -> bytes:  # noqa: ANN401 - JSON
+        """Return one request; `name` tells the engine how it ends."""
+        dice = self.dice
+        sampling = {"max_tokens": max_tokens, "logprobs": 0, **fields.pop("sampling", {})}
+        asked = {
+            "request_id": f"{name}-{number}",
+            "session_id": f"s{dice.randrange(SESSIONS)}",
+            "token_ids": [dice.randrange(90) for _ in range(32)],
+            "sampling_params": sampling,
+        }
+        return json.dumps({**asked, **fields}).encode()
+
+    async def ask(self, asked: bytes, **how: Any) -> HttpAnswer:  # noqa: ANN401 - as HttpCaller.ask
+        return await self.turns.post(GENERATE, asked, **how)
+
+    def close(self) -> None:
+        self.turns.hang_up()
+        self.other.hang_up()
+
+
+@dataclass(frozen=True, slots=True)
+class SoakWay:
+    """One way: a `share` of all requests, in parts of the sum; any of `statuses` is right.
+
+    One request is `turns` turns.
+    """
+
+    name: str
+    share: float
+    statuses: tuple[int, ...]
+    go: Callable[[Asker, int], Awaitable[HttpAnswer]]
+    turns: int = 1
+
+
+def _plain(name: str, **fields: Any) -> Callable[[Asker, int], Awaitable[HttpAnswer]]:  # noqa: ANN401 - JSON
+    async def go(asker: Asker, number: int) -> HttpAnswer:
+        return await asker.ask(asker.body(name, number, **fields))
+
+    return go
+
+
+async def _late(asker: Asker, number: int) -> HttpAnswer:
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005))
+
+
+async def _late_samples(asker: Asker, number: int) -> HttpAnswer:
+    many = {"n": STORM_SAMPLES}
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, sampling=many))
+
+
+async def _late_stream(asker: Asker, number: int) -> HttpAnswer:
+    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, stream=True))
+
+
+async def _hung_up(asker: Asker, number: int) -> HttpAnswer:
+    return await asker.ask(asker.body("left", number, LONG), hang_up_after_s=0.005)
+
+
+async def _hung_up_stream(asker: Asker, number: int) -> HttpAnswer:
+    asked = asker.body("left", number, LONG, stream=True)
+    return await asker.ask(asked, hang_up_at=b"data: ")
+
+
+async def _resumed(asker: Asker, number: int) -> HttpAnswer:
+    asked = asker.body("resumed", number, 64, stream=True)
+    await asker.ask(asked, hang_up_at=b"data: ")
+    return await asker.ask(asked)
+
+
+async def _twice(asker: Asker, number: int) -> HttpAnswer:
+    asked = asker.body("twice", number)
+    await asker.ask(asked)
+    return await asker.ask(asked)
+
+
+async def _aborted(asker: Asker, number: int) -> HttpAnswer:
+    turn = asyncio.ensure_future(asker.ask(asker.body("aborted", number, LONG)))
+    names = json.dumps({"request_ids": [f"aborted-{number}"]}).encode()
+    done: set[asyncio.Future[HttpAnswer]] = set()
+    while not done:
+        done, _ = await asyncio.wait({turn}, timeout=0.02)
+        # Until it is known there: the other connection may be read first.
+        await asker.other.post(ABORT, names)
+    return turn.result()
+
+
+async def _group(asker: Asker, number: int) -> HttpAnswer:
+    group = {"group_id": f"g{number % GROUPS}", "group_size": 2, "hedges": 1}
+    sampling = {"n": 2}
+    return await asker.ask(asker.body("group", number, 64, sampling=sampling, **group))
+
+
+WAYS = (
+    SoakWay("whole", 36, (200,), _plain("whole")),
+    SoakWay("streamed", 18, (200,), _plain("streamed", stream=True)),
+    SoakWay("samples", 2, (200,), _plain("samples", sampling={"n": 3}), turns=3),
+    SoakWay("group with copies", 1, (200,), _group, turns=2),
+    SoakWay("asked again", 2, (200,), _twice),
+    SoakWay("left and resumed", 1, (200,), _resumed),
+    SoakWay("deadline", 12, (504,), _late),
+    # 200 where tokens were streamed before.
+    SoakWay("deadline, streamed", 6, (504, 200), _late_stream),
+    SoakWay("caller hangs up", 8, (HUNG_UP,), _hung_up),
+    SoakWay("caller hangs up, streamed", 6, (HUNG_UP,), _hung_up_stream),
+    SoakWay("aborted", 2, (409,), _aborted),
+    SoakWay("version never comes", 1, (409,), _plain("version", min_version=9)),
+    SoakWay("bad input", 3, (400,), _plain("bad", sampling={"temperature": -1})),
+    SoakWay("refused by replica", 1, (400,), _plain("refused")),
+    # A replica that failed rests for half a second: more of these, and none were left.
+    SoakWay("revoked by replica", 0.15, (200,), _plain("revoked")),
+    SoakWay("revoked again and again", 0.05, (200,), _plain("revoked_again")),
+    SoakWay("replica drains", 0.15, (200,), _plain("draining")),
+    SoakWay("replica answers 500", 0.1, (200,), _plain("faulty")),
+    SoakWay("replica dies", 0.1, (200,), _plain("dies")),
+    SoakWay("replica talks nonsense", 0.1, (200,), _plain("garbage")),
+    SoakWay("replica goes silent", 0.1, (200,), _plain("silent")),
+    SoakWay("all replicas fail", 0.02, (503,), _plain("failing")),
+)
+# The storm's only way.
+LATE = SoakWay("deadline", 1, (504,), _late_samples, turns=STORM_SAMPLES)
 
 
 class LeasingScheduler(SchedulerServicer):
@@ -83,16 +251,6 @@ class LeasingScheduler(SchedulerServicer):
             for port, epoch in self._epochs.items()
         ]
         return pb.ReplicaTable(replicas=rows)
-
-
-ENGINE_PORTS = 16
-RENEW_S = 0.25
-SAMPLE_S = 0.5
-MIB = 1 << 20
-PROBE_TOKENS = 20_000
-# No way takes nearly as long.
-ANSWER_S = 20.0
-NEVER = -1
 
 
 @dataclass
@@ -243,7 +401,7 @@ async def soaking(folder: Path) -> AsyncIterator[Soak]:
     places, url = cores(), f"http://127.0.0.1:{gateway_port}"
     with suppress(OSError):
         os.sched_setaffinity(0, places["generator"])
-    argv = python("bench.soak.engine", *ports)
+    argv = python("bench.load.standin", *(f"f{port}" for port in ports))
     log = folder / "engine.log"
     with BenchProcess("engine", argv, log, places["engine"], piped=True) as engine:
         engine.read()
@@ -260,22 +418,6 @@ async def soaking(folder: Path) -> AsyncIterator[Soak]:
                 yield Soak(url, gateway.pid, scheduler)
             finally:
                 await asyncio.to_thread(gateway.end)
-
-
-# Over the second half of the turns: from the median of its first part to that of its last.
-GROWTH_MIB = 12.0
-MEMORY_PARTS = 10
-# Connections come and go: of 200,000 turns the medians of thirds differ by 9 with no leak at all
-# (one standard deviation, from the samples' spread of 22 and their correlation). This is one
-# descriptor that stays in 1,700 turns.
-GROWTH_DESCRIPTORS = 40
-DESCRIPTOR_PARTS = 3
-# Answers that their way does not explain, of all turns.
-WRONG = 0
-PAUSE_S = 0.1
-STORM_RSS_MIB = 300.0
-# With more, others on the machine held the gateway up: how late it was says nothing about it.
-QUIET_WAITED = 0.02
 
 
 def checks(mixed: SoakSeen, storm: SoakSeen) -> list[Check]:
@@ -321,3 +463,84 @@ def growth(samples: list[float] | list[int], parts: int) -> float:
     half = samples[len(samples) // 2 :]
     part = max(1, len(half) // parts)
     return median(half[-part:]) - median(half[:part])
+
+
+progress = partial(say, "soak")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return reported(PROG, lambda: _run(args))
+    except asyncio.CancelledError:
+        progress("ended by a signal")
+        return 128 + signal.SIGTERM
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.turns < 1 or args.in_flight < 1 or args.storm_s < 0:
+        raise ConfigError("--turns, --in-flight: at least 1, --storm-s: at least 0")
+    folder = args.out / "soak"
+    folder.mkdir(parents=True, exist_ok=True)
+    mixed, storm = uvloop.run(soak(folder, args))
+    judged = checks(mixed, storm)
+    result = {"mixed": mixed, "storm": storm, "checks": judged}
+    put_both(args.out, "soak", result, table(mixed, storm, judged))
+    return int(row_verdict(judged) == FAILS)
+
+
+async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSeen]:
+    """Run both phases on one gateway. A SIGTERM cancels it, which ends all processes."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with soaking(folder) as running:
+        running.renewing(RENEW_S)
+        progressing = asyncio.create_task(_minutes())
+        mixed = await running.phase(WAYS, args.in_flight, args.turns, args.seconds, args.seed)
+        progressing.cancel()
+        running.renewing(0.0)
+        storm = await running.phase([LATE], args.in_flight, sys.maxsize, args.storm_s, args.seed)
+    return mixed, storm
+
+
+def table(mixed: SoakSeen, storm: SoakSeen, judged: Sequence[Check]) -> str:
+    """Lay out the answers of each way, other observations, and all bounds."""
+    lines = [f"{'way':>26}  {'asked':>7}  answers (0: the caller hung up)"]
+    for name, statuses in mixed.statuses.items():
+        answers = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+        lines.append(f"{name:>26}  {sum(statuses.values()):>7}  {answers}")
+    lines += [
+        f"{'WRONG':>26}  {count:>7}  {answers}" for answers, count in mixed.wrong.most_common(8)
+    ]
+    lines.append("")
+    for name, seen in (("mixed", mixed), ("storm", storm)):
+        if seen.turns:
+            lines.append(
+                f"{name}: {seen.turns} turns in {seen.took_s:.0f} s; as seen from outside, a live"
+                f" stream was silent for {1e3 * seen.silence_s:.0f} ms, /health took"
+                f" {1e3 * seen.health_s:.0f} ms; for {seen.waited:.0%} of the time the gateway"
+                " waited for a processor"
+            )
+    return "\n".join([*lines, "", checks_table(judged, ".3f")])
+
+
+async def _minutes() -> None:
+    for minute in range(1, 60):
+        await asyncio.sleep(60)
+        progress(f"{minute} min")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__, PROG)
+    add_out_folder(parser)
+    parser.add_argument("--turns", type=int, default=200_000)
+    parser.add_argument("--seconds", type=float, default=540.0, help="at most, for the turns")
+    parser.add_argument("--storm-s", type=float, default=60.0, help="of turns that time out")
+    parser.add_argument("--in-flight", type=int, default=32, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

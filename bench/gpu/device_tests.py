@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.gpu.pieces import PieceError, absent
-from bench.gpu.sizes import Sizes
-from bench.gpu.work.timing import ROOT
+from bench.gpu.machine import ROOT
+from bench.gpu.pieces import PieceError, Sizes, absent
 
 NEVER_PASSED_ON = ("TRITON_INTERPRET",)
+_UNIT, _CUDA = "tests/unit", ("cuda.bindings",)
+_NATIVE = ("triton", "numba", "blake3", "zstandard", "cryptography")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,9 @@ class DeviceTestGroup:
 
 
 GROUPS = (
-    DeviceTestGroup(
-        "weights",
-        "tests/unit/weight_transfer/device_cases*.py",
-        "DEVICE",
-        ("triton", "numba", "blake3", "zstandard", "cryptography"),
-    ),
-    DeviceTestGroup(
-        "pages", "tests/unit/executor/test_cuda_*.py", "cuda_cases", ("cuda.bindings",)
-    ),
-    DeviceTestGroup(
-        "memory", "tests/unit/nvml/test_*.py", "NVML_DEVICE", ("cuda.bindings", "pynvml")
-    ),
+    DeviceTestGroup("weights", f"{_UNIT}/weight_transfer/device_cases*.py", "DEVICE", _NATIVE),
+    DeviceTestGroup("pages", f"{_UNIT}/executor/test_cuda_*.py", "cuda_cases", _CUDA),
+    DeviceTestGroup("memory", f"{_UNIT}/nvml/test_*.py", "NVML_DEVICE", (*_CUDA, "pynvml")),
 )
 
 
@@ -72,7 +64,9 @@ def run_groups(groups: Sequence[DeviceTestGroup]) -> dict[str, Any]:
 
 
 def run_files(files: Sequence[Path]) -> dict[str, Any]:
-    """Return how many tests passed. Raises PieceError."""
+    """Return the number of tests that passed. Raises PieceError for any that did not."""
+    kept = {name: value for name, value in os.environ.items() if name not in NEVER_PASSED_ON}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="rose-gpu-tests-") as scratch:
         report = Path(scratch) / "report.xml"
         # The project's own pytest options ask for plugins that no measuring machine needs.
@@ -82,19 +76,13 @@ def run_files(files: Sequence[Path]) -> dict[str, Any]:
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(empty),
             "--rootdir", str(ROOT), "--junit-xml", str(report), *map(str, files),
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, env=_environment(), check=False)  # noqa: S603
+        done = subprocess.run(command, cwd=ROOT, env=kept, check=False)  # noqa: S603
         if not report.is_file():
             raise PieceError(f"pytest ended with {done.returncode} and no report; see the log")
-        counts = _counts(report)
-    return {"files": [file.name for file in files], **counts}
+        return {"files": [file.name for file in files], "passed": _passed(report)}
 
 
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in NEVER_PASSED_ON}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])}
-
-
-def _counts(report: Path) -> dict[str, int]:
+def _passed(report: Path) -> int:
     suites = list(ElementTree.parse(report).iter("testsuite"))  # noqa: S314 -- our own pytest's
     tests, skipped, *broken = (
         sum(int(suite.get(name, 0)) for suite in suites)
@@ -108,4 +96,4 @@ def _counts(report: Path) -> dict[str, int]:
                 raise PieceError(f"{sum(broken)} of {tests} tests fail: {name}: {message[0]}")
     if skipped or not tests:
         raise PieceError(f"{skipped} of {tests} tests were skipped, which proves nothing")
-    return {"passed": tests}
+    return tests

@@ -1,7 +1,8 @@
-"""A stand-in for a guest's engine: it holds memory and burns a core, and computes nothing.
+"""`python -m bench.kill.guest --config FILE`: a node whose guests' engines are stand-ins.
 
-`python -m bench.kill.engine PORT BYTES`, as a node starts it in place of vLLM. Two processes,
-as vLLM's: one answers the node, and the core steps where the gate of a real guest lets it.
+`python -m bench.kill.guest PORT BYTES` is such an engine, which the node starts in place of vLLM.
+The engine holds memory and burns a core, and computes nothing. Two processes, as vLLM's: one
+answers the node, and the core steps where the gate of a real guest lets it.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +20,10 @@ from executor import ControlPage
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
 from executor.step_decision import Run
 from rose.contract.replica import ADMIT
+from rose.engines import EngineSpec, launch, process_spec
 from rose.engines.launch import SECRET
+from rose.main import node
+from rose.process.child import ProcessSpec
 
 STEP_S = 0.004
 IDLE_S = 0.005
@@ -87,12 +92,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
 
-def main() -> None:
-    port, size = int(sys.argv[1]), int(sys.argv[2])
+def serve(port: int, size: int) -> None:
+    """Run an engine."""
     if os.fork() == 0:
         Core(Handler.admitting, size).run()
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
+def standin_spec(spec: EngineSpec) -> ProcessSpec:
+    """Return the same process with another program; its place and its end stay as they are."""
+    program = (sys.executable, "-m", "bench.kill.guest", str(spec.port), str(spec.kv_bytes))
+    return replace(process_spec(spec), argv=program)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1].isdigit():
+        serve(int(sys.argv[1]), int(sys.argv[2]))
+    launch.process_spec = standin_spec  # type: ignore[attr-defined]
+    sys.exit(node.main())

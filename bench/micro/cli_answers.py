@@ -1,6 +1,6 @@
 """Time that an operator waits for each read-only command, over a fleet of stand-in nodes.
 
-    python -m bench.operators.cli_answers [--nodes N] [--rounds N] [--out FILE]
+    python -m bench.micro.cli_answers [--nodes N] [--rounds N] [--out FILE]
 
 Prints one JSON object. A scheduler process leads so many nodes, each with a guest that works, which
 this process plays. The commands are run as an operator runs them, each in a process of its own, in

@@ -1,1 +1,0 @@
-"""Host and guests on one card, under load: engines are started once for the pieces of a call."""

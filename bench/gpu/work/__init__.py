@@ -1,1 +1,0 @@
-"""Work of the pieces, each in a process of its own that may use torch and the card."""

@@ -1,1 +1,0 @@
-"""Times of operators' commands, and the cost of tracing turns."""

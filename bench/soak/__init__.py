@@ -1,1 +1,0 @@
-"""A gateway kept busy with turns that end in every way: memory, descriptors, silences."""
