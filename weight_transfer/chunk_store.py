@@ -31,7 +31,7 @@ from weight_transfer.errors import (
     StoreError,
 )
 from weight_transfer.format.chunk import check_id, chunk_id
-from weight_transfer.format.manifest import Manifest, job_of
+from weight_transfer.format.manifest import Manifest, head_of
 
 DRAFT = ".tmp-"
 _log = logging.getLogger(__name__)
@@ -283,18 +283,20 @@ class ChunkStore:
 
     def drop_after(self, version: int) -> None:
         """Remove the manifests of all later versions, which were announced to no reader."""
-        for base, numbers in ((True, self.bases()), (False, self.versions())):
-            for later in numbers:
-                if later > version:
-                    self.manifest_path(later, base=base).unlink(missing_ok=True)
+        for later, base in self._published_parts():
+            if later > version:
+                self.manifest_path(later, base=base).unlink(missing_ok=True)
 
     def _manifests(self) -> Iterator[tuple[int, Manifest]]:
         """Yield the number and the manifest of each delta and base that can be read."""
-        for base, numbers in ((True, self.bases()), (False, self.versions())):
-            for version in numbers:
-                manifest = self.find_manifest(version, base=base)
-                if manifest is not None:
-                    yield version, manifest
+        for version, base in self._published_parts():
+            manifest = self.find_manifest(version, base=base)
+            if manifest is not None:
+                yield version, manifest
+
+    def _published_parts(self) -> list[tuple[int, bool]]:
+        """Return (version, True) of each base, then (version, False) of each delta."""
+        return [(v, True) for v in self.bases()] + [(v, False) for v in self.versions()]
 
     def collect(self, leases: Iterable[ReaderPin], now_s: float) -> int:
         """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
@@ -303,8 +305,8 @@ class ChunkStore:
         that no manifest has named yet stays: its version is being published.
         """
         needed = self.catalog().needed(leases, now_s)
-        gone = [(v, True) for v in self.bases() if v not in needed.bases]
-        gone += [(v, False) for v in self.versions() if v not in needed.deltas]
+        kept_of = {True: needed.bases, False: needed.deltas}
+        gone = [(v, base) for v, base in self._published_parts() if v not in kept_of[base]]
         unneeded = set(gone)
         suspects, kept = set[str](), set[str]()
         for version, manifest in self._manifests():
@@ -381,6 +383,6 @@ def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
 def _is_of(raw: bytes, job: str) -> bool:
     """Return True for a manifest of the job, or one so damaged that its reader must raise."""
     try:
-        return job_of(raw) == job
+        return head_of(raw).job == job
     except ManifestError:
         return True

@@ -47,7 +47,7 @@ from weight_transfer.fetch.publisher_client import (
     LeaseGranted,
     encode_catalog,
 )
-from weight_transfer.format.manifest import MALFORMED, ChunkRef, expiry_of
+from weight_transfer.format.manifest import MALFORMED, ChunkRef, head_of
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.level import LinkMeter
 
@@ -230,7 +230,7 @@ class _MeteredFile(web.FileResponse):
 
 def _expired(raw: bytes | bytearray) -> bool:
     try:
-        return time.time() >= expiry_of(raw)
+        return time.time() >= head_of(raw).expires_s
     except WeightError:
         return True
 

@@ -28,7 +28,7 @@ import aiohttp
 import numpy as np
 
 from bench.common.processes import BenchProcess, python
-from rose.weight_distribution import VersionServer
+from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.format.tensors import WIDTHS, unsigned
@@ -49,7 +49,12 @@ async def _origin(folder: Path, url: str) -> None:
     address = urlsplit(url)
     assert address.hostname
     assert address.port
-    server = VersionServer(ChunkStore(folder), address.port, host=address.hostname, insecure=True)
+    server = VersionServer(
+        ChunkStore(folder),
+        address.port,
+        credentials=Credentials(insecure=True),
+        host=address.hostname,
+    )
     await server.start()
     _write(event="up")
     await asyncio.to_thread(sys.stdin.read)

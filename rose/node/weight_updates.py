@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -215,7 +215,8 @@ class WeightNetwork:
         credentials: Credentials = config.transport.credentials(config.certificates)
         self._credentials = credentials.naming(leader)
         if relay := config.relay:
-            self._credentials.check_exposure(relay.host, insecure=relay.insecure)
+            self._credentials = replace(self._credentials, insecure=relay.insecure)
+            self._credentials.check_exposure(relay.host)
         self._session: aiohttp.ClientSession | None = None
         self._server: VersionServer | None = None
         self._source: WeightSource | None = None
@@ -248,14 +249,9 @@ class WeightNetwork:
         except FanoutError as error:
             raise ConfigError(str(error)) from error
         if config.relay:
+            host, port = config.relay.host, config.relay.port
             self._server = VersionServer(
-                store,
-                config.relay.port,
-                fetcher=fetcher,
-                credentials=self._credentials,
-                host=config.relay.host,
-                lead=leading,
-                insecure=config.relay.insecure,
+                store, port, fetcher, self._credentials, host, lead=leading
             )
             await self._server.start()
         if group:

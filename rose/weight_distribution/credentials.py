@@ -7,7 +7,7 @@ without             to origins that this machine's own configuration names
 
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -31,14 +31,16 @@ class Credentials:
     """token: what callers bear, nothing when empty. The paths: all three of PEM files, or none.
 
     With certificates both sides show theirs, and each must be signed by one of `ca`. origins:
-    scheme, host and port of those who get the token where nobody shows a certificate.
+    scheme, host and port of those who get the token where nobody shows a certificate. insecure:
+    other machines may reach a server without certificates.
     """
 
     token: str = ""
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
-    origins: frozenset[str] = field(default=frozenset())
+    origins: frozenset[str] = frozenset()
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         given = [path is not None for path in (self.ca, self.certificate, self.key)]
@@ -81,12 +83,12 @@ class Credentials:
         ca, certificate, key = certificates.paths
         return replace(self, ca=ca, certificate=certificate, key=key)
 
-    def check_exposure(self, host: str, *, insecure: bool) -> None:
+    def check_exposure(self, host: str) -> None:
         """Raise ConfigError where other machines reach a server that nobody proves himself to.
 
         A token alone does not: over plain HTTP whoever listens learns it.
         """
-        if not (insecure or self.ca or is_loopback(host)):
+        if not (self.insecure or self.ca or is_loopback(host)):
             raise ConfigError(
                 f"{host or 'all addresses'} (weights) is reached from other machines, and whoever"
                 " listens there reads weights and token; give ca, certificate and key, or fence the"

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,13 +52,12 @@ class Relay:
         *,
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
-        insecure: bool = False,
     ) -> None:
         """`jobs`: the last one is meant by a request that names no job.
 
-        `insecure`: other machines may reach it without certificates. ConfigError without.
+        Raises ConfigError where other machines would reach it without certificates.
         """
-        credentials.check_exposure(host, insecure=insecure)
+        credentials.check_exposure(host)
         # Whoever configures this relay names them; no announcement does.
         credentials = credentials.naming((*(each.origin for each in jobs), *members))
         self._session = credentials.session()
@@ -67,9 +66,7 @@ class Relay:
         self.fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, caps or Caps()), me, members
         )
-        self._server = VersionServer(
-            store, port, fetcher=self.fetcher, credentials=credentials, host=host, insecure=insecure
-        )
+        self._server = VersionServer(store, port, self.fetcher, credentials, host)
         for each in jobs:
             self.fetcher.follow(each.job, each.origin, each.verify_key)
 
@@ -105,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
     credentials = Credentials.read(args.token_file, args.ca, args.certificate, args.key)
+    credentials = replace(credentials, insecure=args.insecure)
     asyncio.run(_serve(args, credentials))
     return 0
 
@@ -127,7 +125,6 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         args.members,
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
-        insecure=args.insecure,
     )
     page = None
     try:

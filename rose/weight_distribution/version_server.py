@@ -37,11 +37,9 @@ class VersionServer(VersionRoutes):
         leases: ReadLeases | None = None,
         lead: GroupLead | None = None,
         signer: Signer | None = None,
-        *,
-        insecure: bool = False,
     ) -> None:
-        """`insecure`: other machines may reach it without certificates. ConfigError without."""
-        credentials.check_exposure(host, insecure=insecure)
+        """Raises ConfigError where other machines would reach it without certificates."""
+        credentials.check_exposure(host)
         super().__init__(store, self._check_caller, fetcher, leases, lead, signer)
         self._host = host
         self._port = port

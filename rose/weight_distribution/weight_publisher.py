@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -26,8 +26,7 @@ from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.retention import Latest, RetentionTask
-from rose.weight_distribution.run_keeper import WAIT_S, RunKeeper, run_error, until_free
-from rose.weight_distribution.run_root import RunRoot
+from rose.weight_distribution.runs import WAIT_S, RunKeeper, RunRoot, run_error, until_free
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import (
     CatalogError,
@@ -173,6 +172,7 @@ class WeightPublisher:
         certificates, credentials = settings.certificates, settings.credentials
         if certificates is not None and credentials.ca is None:
             credentials = credentials.proving(certificates)
+        credentials = replace(credentials, insecure=settings.insecure or credentials.insecure)
         self._job = job
         self._key = key
         self._registration = rose_pb2.RegisterJobRequest(
@@ -195,7 +195,6 @@ class WeightPublisher:
             host=settings.host,
             leases=leases,
             signer=Signer(job, key),
-            insecure=settings.insecure,
         )
         self._retention = RetentionTask(store, bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
@@ -255,8 +254,7 @@ class WeightPublisher:
     @property
     def _claim(self) -> rose_pb2.Claim:
         assert self._held is not None
-        run = self._held.run
-        return rose_pb2.Claim(run=run.run, process=run.process, holder=run.holder)
+        return self._held.claim
 
     def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
         """Compare the versions in the root with those that the scheduler knows."""
@@ -269,7 +267,7 @@ class WeightPublisher:
             return Begun(
                 used, why_anew=f"an operator has dropped the job's versions up to {latest}"
             )
-        if latest and reply.latest_run not in ("", self._held.run.run):
+        if latest and reply.latest_run not in ("", self._held.claim.run):
             return Begun(used, why_anew=f"another run announced version {latest}")
         if newest < latest:
             return Begun(used, why_anew=f"the root ends at {newest}, the job is at {latest}")

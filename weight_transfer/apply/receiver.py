@@ -33,7 +33,7 @@ from weight_transfer.format.manifest import (
     hex_digest,
 )
 from weight_transfer.format.signing import VerifyKey
-from weight_transfer.format.tensors import Bits, TensorBits, copy_tensors
+from weight_transfer.format.tensors import TensorBits, copy_tensors
 from weight_transfer.kernels.cpu import apply_changes, compare, scatter
 from weight_transfer.kernels.processor import Change
 
@@ -213,7 +213,19 @@ class Receiver:
         self, plan: UpdatePlan, name: str, chunks: Mapping[str, bytes]
     ) -> StagedTensor:
         """Decode one tensor of a plan and prove it; a chunk is asked for when it is its turn."""
-        return self._decode_tensor(plan.tensors[name], chunks, based=plan.based)
+        updates, active, digest = plan.tensors[name], self.tensors[name], self.digests[name]
+        if len(updates) == 1 and not plan.based:
+            return _changed(active, digest, updates[0], chunks)
+        # The active tensor stays as it is.
+        bits = np.zeros_like(active.bits) if plan.based else active.bits.copy()
+        scratch = TensorBits(name, active.dtype, active.shape, bits)
+        after = digest_of(bits) if plan.based else digest
+        for update in updates:
+            after = overwritten(scratch, after, update, chunks)
+        changes = compare(active.bits, bits, bits.size)
+        assert changes is not None
+        indices, values = apply_changes(active.bits, changes.gaps, changes.codes)
+        return StagedTensor(name, Change(indices, active.bits[indices], values), after)
 
     def commit(self, staged: StagedUpdate) -> None:
         """Make `staged` the active version; committing the active version again is a no-op."""
@@ -253,35 +265,6 @@ class Receiver:
                     f"{active}; apply the versions between, or rebase"
                 )
             active = manifest.version
-
-    def _decode_tensor(
-        self, updates: Sequence[TensorUpdate], chunks: Mapping[str, bytes], *, based: bool
-    ) -> StagedTensor:
-        active = self.tensors[updates[0].name]
-        digest = self.digests[active.name]
-        if len(updates) == 1 and not based:
-            return _changed(active, digest, updates[0], chunks)
-        scratch, after = self._replayed(active, updates, chunks, based=based)
-        changes = compare(active.bits, scratch, active.bits.size)
-        assert changes is not None
-        indices, values = apply_changes(active.bits, changes.gaps, changes.codes)
-        return StagedTensor(active.name, Change(indices, active.bits[indices], values), after)
-
-    def _replayed(
-        self,
-        active: TensorBits,
-        updates: Sequence[TensorUpdate],
-        chunks: Mapping[str, bytes],
-        *,
-        based: bool,
-    ) -> tuple[Bits, int]:
-        """The tensor as the chain leaves it, and its digest; the active one stays as it is."""
-        bits = np.zeros_like(active.bits) if based else active.bits.copy()
-        scratch = TensorBits(active.name, active.dtype, active.shape, bits)
-        digest = digest_of(bits) if based else self.digests[active.name]
-        for update in updates:
-            digest = overwritten(scratch, digest, update, chunks)
-        return bits, digest
 
 
 def _changed(

@@ -30,10 +30,11 @@ from weight_transfer.format.chunk import (
     encode_chunk,
     in_order,
     row_ranges,
+    update_of,
 )
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import MODULUS, digest_of, digest_part
-from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
+from weight_transfer.format.manifest import TensorUpdate, hex_digest
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.level import quicker_level
 
@@ -146,26 +147,9 @@ class _Writer:
         new = self._new.tensor(name)
         old = self._base_of(new)
         ranges = list(row_ranges(new, self._settings.chunk_bytes))
-        before = after = self._digest(old, ranges)
-        chunks: list[ChunkRef] = []
-        empty: list[bytes] = []
-        for chunk in self._encoded(old, new, ranges, before):
-            header, encoded = chunk.header, chunk.encoded
-            after = (after + chunk.digest_change) % MODULUS
-            chunks.append(header.ref(chunk_id(encoded)))
-            if header.changed:
-                self._blob(encoded)
-            else:
-                empty.append(encoded)
-            self._progress((header.end_row - header.first_row) * new.row_elements * header.width)
-        if len(empty) == len(chunks):
-            chunks = []  # Nothing changed: nothing of it is in the file.
-        else:
-            for encoded in empty:
-                self._blob(encoded)
-        return TensorUpdate(
-            name, new.dtype, new.shape, hex_digest(before), hex_digest(after), tuple(chunks)
-        )
+        parts = self._in_threads(lambda rows: _part(old, rows), ranges)
+        before = sum(parts) % MODULUS
+        return update_of(old, before, self._encoded(old, new, ranges, before), self._blob)
 
     def _base_of(self, new: TensorBits) -> TensorBits:
         if self._alike(new.name):
@@ -173,15 +157,15 @@ class _Writer:
         self._fresh.add(new.name)
         return new.zeros()
 
-    def _digest(self, tensor: TensorBits, ranges: Iterable[Rows]) -> int:
-        parts = self._in_threads(lambda rows: _part(tensor, rows), ranges)
-        return sum(parts) % MODULUS
-
     def _encoded(
         self, old: TensorBits, new: TensorBits, ranges: Iterable[Rows], digest: int
     ) -> Iterator[EncodedChunk]:
         level = self._level
-        return self._in_threads(lambda rows: encode_chunk(old, new, rows, digest, level), ranges)
+        encode = lambda rows: encode_chunk(old, new, rows, digest, level)  # noqa: E731
+        for chunk in self._in_threads(encode, ranges):
+            yield chunk
+            header = chunk.header
+            self._progress((header.end_row - header.first_row) * new.row_elements * header.width)
 
     def _quicker(self) -> Level:
         """By the largest tensor that both have."""

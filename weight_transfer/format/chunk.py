@@ -28,8 +28,8 @@ from weight_transfer.format.delta_codec import (
     decode_payload,
     encode_payload,
 )
-from weight_transfer.format.digest import Block, Range, block_growth
-from weight_transfer.format.manifest import ChunkRef
+from weight_transfer.format.digest import MODULUS, Block, Range, block_growth
+from weight_transfer.format.manifest import ChunkRef, TensorUpdate, hex_digest
 from weight_transfer.format.tensors import AnyTensor, Flat, TensorBits, WeightClass
 from weight_transfer.kernels.cpu import scatter_and_sum
 from weight_transfer.kernels.processor import Change
@@ -151,6 +151,33 @@ def encode_block(
         columns=None if block.is_whole_rows else block.columns,
     )
     return EncodedChunk(header, b"".join((_pack(header), *payload.parts)), growth)
+
+
+def update_of(
+    old: AnyTensor, before: int, chunks: Iterable[EncodedChunk], put: Callable[[bytes], str]
+) -> TensorUpdate:
+    """Store a tensor's chunks by `put`, which names them; return what a manifest says of it.
+
+    `before` is the digest of `old`. A chunk is stored as soon as it comes; those that change
+    nothing only with others: a tensor that did not change is listed without chunks.
+    """
+    after = before
+    refs, empty = list[ChunkRef](), list[bytes]()
+    for chunk in chunks:
+        after += chunk.digest_change
+        if chunk.header.changed:
+            name = put(chunk.encoded)
+        else:
+            name = chunk_id(chunk.encoded)
+            empty.append(chunk.encoded)
+        refs.append(chunk.header.ref(name))
+    if len(empty) == len(refs):
+        refs = []
+    else:
+        for encoded in empty:
+            put(encoded)
+    digests = hex_digest(before), hex_digest(after % MODULUS)
+    return TensorUpdate(old.name, old.dtype, old.shape, *digests, tuple(refs))
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:

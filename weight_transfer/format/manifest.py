@@ -91,7 +91,9 @@ class OnUpdate(StrEnum):
     KEEP = "keep"
 
 
-class _Head(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ManifestHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """First line of a manifest."""
+
     job: Name
     version: Count
     parent: Count
@@ -104,7 +106,7 @@ class _Head(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     on_update: OnUpdate = OnUpdate.RECOMPUTE
 
 
-_read_head = msgspec.json.Decoder(_Head).decode
+_read_head = msgspec.json.Decoder(ManifestHead).decode
 _read_tensor = msgspec.json.Decoder(TensorUpdate).decode
 
 
@@ -216,16 +218,13 @@ class Manifest:
         return Envelope(Kind.MANIFEST, b"".join(self._lines()), self.signature)
 
     def _lines(self) -> Iterator[bytes]:
-        yield self._head_line() + b"\n"
+        yield msgspec.json.encode(self._head()) + b"\n"
         for tensor in self.tensors:
             yield msgspec.json.encode(tensor) + b"\n"
 
-    def _head_line(self) -> bytes:
-        return msgspec.json.encode(self._head())
-
-    def _head(self) -> _Head:
-        fields = {name: getattr(self, name) for name in _Head.__struct_fields__}
-        return _Head(**fields | {"tensors": len(self.tensors)})
+    def _head(self) -> ManifestHead:
+        fields = {name: getattr(self, name) for name in ManifestHead.__struct_fields__}
+        return ManifestHead(**fields | {"tensors": len(self.tensors)})
 
     def _check_bounds(self) -> None:
         chunks = sum(len(tensor.chunks) for tensor in self.tensors)
@@ -265,17 +264,8 @@ class VerifiedManifest:
         return cls(manifest)
 
 
-def expiry_of(raw: bytes | bytearray) -> float:
-    """Return a manifest's expiry, read from its first line alone; raises ManifestError."""
-    return _first_of(raw).expires_s
-
-
-def job_of(raw: bytes | bytearray) -> str:
-    """Return a manifest's job, read from its first line alone; raises ManifestError."""
-    return _first_of(raw).job
-
-
-def _first_of(raw: bytes | bytearray) -> _Head:
+def head_of(raw: bytes | bytearray) -> ManifestHead:
+    """Return a manifest's first line, with its job and expiry, read alone. Raises ManifestError."""
     first = raw[: HEAD_BYTES + MOST_LINE_BYTES + 1]
     Envelope.of(first, Kind.MANIFEST, MAX_MANIFEST_BYTES)
     return _head_of(next(_lines(first), b""))
@@ -315,7 +305,7 @@ def _lines(raw: bytes | bytearray) -> Iterator[bytes | bytearray]:
         at = end + 1
 
 
-def _head_of(line: bytes | bytearray) -> _Head:
+def _head_of(line: bytes | bytearray) -> ManifestHead:
     try:
         head = _read_head(line)
     except MALFORMED as error:
@@ -325,7 +315,7 @@ def _head_of(line: bytes | bytearray) -> _Head:
     return head
 
 
-def _tensors(lines: Iterator[bytes | bytearray], head: _Head) -> tuple[TensorUpdate, ...]:
+def _tensors(lines: Iterator[bytes | bytearray], head: ManifestHead) -> tuple[TensorUpdate, ...]:
     tensors: list[TensorUpdate] = []
     chunks = 0
     for line in lines:

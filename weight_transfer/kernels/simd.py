@@ -58,25 +58,29 @@ COMPARED = 32
 """Weights in one call of `differing`."""
 MATCHED = 64
 """Bytes in one call of `matching`."""
-_I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_UNDEFINED_FOR_ZERO = ir.Constant(ir.IntType(1), 1)
 
 
-@compiled
-def trailing_zeros(word: np.uint64) -> int:
-    """Number of the lowest bit of `word`, u64 and not 0, that is set."""
-    return np.int64(_trailing_zeros(np.uint64(word)))
+def _counting(count: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401 -- numba's own types
+    """Return a function of a u64, by one instruction of LLVM that counts bits."""
+
+    @intrinsic
+    def counted(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
+            return count(builder, args[0])
+
+        return types.int64(types.uint64), generate
+
+    return counted
 
 
-@compiled
-def leading_zeros(word: np.uint64) -> int:
-    """Count the bits of `word`, u64 and not 0, above the highest that is set."""
-    return np.int64(_leading_zeros(np.uint64(word)))
-
-
-@compiled
-def ones(word: np.uint64) -> int:
-    """Count the set bits of `word`, u64."""
-    return np.int64(_ones(np.uint64(word)))
+trailing_zeros = _counting(lambda builder, word: builder.cttz(word, _UNDEFINED_FOR_ZERO))
+"""Number of the lowest bit of a word, which is not 0, that is set."""
+leading_zeros = _counting(lambda builder, word: builder.ctlz(word, _UNDEFINED_FOR_ZERO))
+"""Number of bits of a word, which is not 0, above the highest that is set."""
+ones = _counting(lambda builder, word: builder.ctpop(word))
+"""Number of set bits of a word."""
 
 
 @intrinsic
@@ -127,32 +131,6 @@ def matching(_typing: Any, array: Any, at: Any, byte: Any) -> Any:  # noqa: ANN4
         return builder.bitcast(builder.icmp_unsigned("==", vector, everywhere), _I64)
 
     return types.uint64(array, types.int64, types.uint8), generate
-
-
-@intrinsic
-def _trailing_zeros(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
-        undefined_for_zero = ir.Constant(_I1, 1)
-        return builder.cttz(args[0], undefined_for_zero)
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def _leading_zeros(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
-        undefined_for_zero = ir.Constant(_I1, 1)
-        return builder.ctlz(args[0], undefined_for_zero)
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def _ones(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:  # noqa: ANN401
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
 
 
 def _item(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:  # noqa: ANN401

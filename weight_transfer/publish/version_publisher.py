@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ManifestError, WrongBaseError
-from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, EncodedChunk, encode_chunk, row_ranges
+from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, encode_chunk, row_ranges, update_of
 from weight_transfer.format.delta_codec import Level
-from weight_transfer.format.digest import MODULUS, digest_of
+from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import (
     CODEC,
-    ChunkRef,
     Manifest,
     OnUpdate,
     TensorUpdate,
@@ -37,7 +36,6 @@ class VersionPublisher:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
-        level: Level = Level.FAST,
         on_update: OnUpdate = OnUpdate.RECOMPUTE,
     ) -> None:
         self._store = store
@@ -47,7 +45,6 @@ class VersionPublisher:
         self._chunk_bytes = chunk_bytes
         self._lifetime_s = lifetime_s
         self._clock = clock
-        self._level = level
         self._on_update = on_update
         self._known: tuple[int | None, Mapping[str, int]] = None, {}
 
@@ -57,11 +54,9 @@ class VersionPublisher:
         parent: int,
         old: Mapping[str, AnyTensor],
         new: Mapping[str, AnyTensor],
-        level: Level | None = None,
+        level: Level = Level.FAST,
     ) -> Manifest:
         """Publish the step from `old` (version `parent`) to `new` (version `version`).
-
-        `level`: of this version, None for the publisher's own.
 
         Returns once every chunk and the manifest are durable: the caller's baseline may then
         advance to `new`, whoever has pulled it yet.
@@ -71,7 +66,6 @@ class VersionPublisher:
         if old.keys() != new.keys():
             raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
         before = self._digests_of(parent, old)
-        level = level or self._level
         tensors = tuple(
             self._tensor(old[name], new[name], before[name], level) for name in sorted(old)
         )
@@ -83,7 +77,7 @@ class VersionPublisher:
         for name in sorted(tensors):
             zeros = tensors[name].zeros()
             digest = digest_of(zeros.bits)
-            updates.append(self._tensor(zeros, tensors[name], digest, self._level))
+            updates.append(self._tensor(zeros, tensors[name], digest, Level.FAST))
         return self.publish_updates(version, version, tuple(updates))
 
     def publish_updates(
@@ -118,11 +112,9 @@ class VersionPublisher:
         would take it. Only what this key signed for this job is signed again. Raises
         SignatureError for another's, StoreError.
         """
-        newest = [(versions[-1], base) for versions, base in self._kinds() if versions]
+        kinds = (self._store.versions(), False), (self._store.bases(), True)
+        newest = [(versions[-1], base) for versions, base in kinds if versions]
         return tuple(version for version, base in newest if self._renewed(version, base=base))
-
-    def _kinds(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
-        return (self._store.versions(), False), (self._store.bases(), True)
 
     def _renewed(self, version: int, *, base: bool) -> bool:
         manifest = self._store.find_manifest(version, base=base)
@@ -166,16 +158,8 @@ class VersionPublisher:
     def _tensor(self, old: AnyTensor, new: AnyTensor, before: int, level: Level) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
-        encoded = [
+        encoded = (
             encode_chunk(old, new, rows, before, level)
             for rows in row_ranges(old, self._chunk_bytes)
-        ]
-        after = (before + sum(chunk.digest_change for chunk in encoded)) % MODULUS
-        changed = any(chunk.header.changed for chunk in encoded)
-        chunks = tuple(self._stored(chunk) for chunk in encoded) if changed else ()
-        return TensorUpdate(
-            old.name, old.dtype, old.shape, hex_digest(before), hex_digest(after), chunks
         )
-
-    def _stored(self, chunk: EncodedChunk) -> ChunkRef:
-        return chunk.header.ref(self._store.put(chunk.encoded))
+        return update_of(old, before, encoded, self._store.put)

@@ -186,7 +186,7 @@ def test_other_machines_reach_weights_only_where_both_sides_prove_themselves(
         Relay(tmp_path / "relay", [FollowedJob("job", "http://127.0.0.1:9", None)], host, 1)
     certified = Authority(tmp_path / "ca").issue("relay")
     VersionServer(store, 1, credentials=certified, host=host)
-    VersionServer(store, 1, host=host, insecure=True)
+    VersionServer(store, 1, credentials=Credentials(insecure=True), host=host)
     VersionServer(store, 1, host="127.0.0.1")
 
 

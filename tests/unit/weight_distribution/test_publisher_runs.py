@@ -23,9 +23,9 @@ from rose.errors import (
 )
 from rose.scheduler import SchedulerService
 from rose.scheduler.core.messages import JobDropped
-from rose.weight_distribution import WeightPublisher, run_keeper
+from rose.weight_distribution import WeightPublisher, runs
 from rose.weight_distribution import weight_publisher as publisher
-from rose.weight_distribution.run_root import RunRoot
+from rose.weight_distribution.runs import RunRoot
 from tests.fakes.memory_store import InMemoryStore
 from tests.harness.training_runs import JOB, RunCluster
 from tests.harness.waiting import PATIENCE_S, until_async
@@ -294,7 +294,7 @@ async def test_a_scheduler_that_knows_nothing_any_more_is_told_the_newest_versio
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers that renew often, and that wait for others no longer than a moment."""
-    monkeypatch.setattr(run_keeper, "RENEWALS", 200)
+    monkeypatch.setattr(runs, "RENEWALS", 200)
     monkeypatch.setattr(publisher, "WAIT_S", 0.0)
 
 
@@ -365,7 +365,7 @@ async def test_a_fenced_trainer_learns_it_by_its_next_renewal(cluster: RunCluste
 async def test_a_trainer_with_another_root_waits_until_a_dead_ones_hold_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_keeper, "RETRY_S", 0.05)
+    monkeypatch.setattr(runs, "RETRY_S", 0.05)
     cluster = RunCluster(tmp_path, InMemoryStore(), 0, SigningKey.generate(), run_ttl_s=0.4)
     async with cluster.scheduler():
         dead = cluster.trainer("a")
@@ -419,13 +419,13 @@ def test_a_root_keeps_its_runs_name_whatever_a_killed_process_left_in_the_file(
     file.write_bytes(file.read_bytes() + b'", "left by the one before')
     second = RunRoot.take(tmp_path)
     second.close()
-    assert second.run.run == first.run.run
-    assert second.run.process != first.run.process
-    assert json.loads(file.read_bytes())["holder"] == second.run.holder
+    assert second.claim.run == first.claim.run
+    assert second.claim.process != first.claim.process
+    assert json.loads(file.read_bytes())["holder"] == second.claim.holder
     file.write_bytes(b"")
     third = RunRoot.take(tmp_path)
     third.close()
-    assert third.run.run != first.run.run
+    assert third.claim.run != first.claim.run
 
 
 # Without ROSE, which takes a second to import.
@@ -454,7 +454,7 @@ def test_a_root_says_which_living_process_has_it(tmp_path: Path) -> None:
         holder.kill()
     after = RunRoot.take(tmp_path)
     after.close()
-    assert after.run.run == "0" * 16, "the same root is the same run"
+    assert after.claim.run == "0" * 16, "the same root is the same run"
 
 
 @pytest.fixture

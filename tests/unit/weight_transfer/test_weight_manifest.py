@@ -18,7 +18,7 @@ from weight_transfer.format.manifest import (
     Manifest,
     OnUpdate,
     TensorUpdate,
-    expiry_of,
+    head_of,
 )
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey
 
@@ -196,7 +196,7 @@ def test_bounds_hold_for_readers_and_for_whoever_signs() -> None:
 
 
 def test_when_a_manifest_expires_is_read_from_its_first_line() -> None:
-    assert expiry_of(MANIFEST.to_bytes()) == MANIFEST.expires_s
+    assert head_of(MANIFEST.to_bytes()).expires_s == MANIFEST.expires_s
     for raw in (b"", b"{}", MANIFEST.to_bytes()[:80]):
         with pytest.raises(ManifestError):
-            expiry_of(raw)
+            head_of(raw)

@@ -1,4 +1,10 @@
-"""RunKeeper: keeps a trainer's run in the scheduler's eyes, and notices when another has the job.
+"""Runs of a trainer: the root of their versions, and the scheduler's view of the one that lives.
+
+A run lives where its versions are. `root/run` names it and is locked by the living trainer, so
+whoever gets the lock knows that the trainer before it is dead, and is the same run: it need not
+wait for anything. The kernel lets go of the lock however a process ends.
+
+RunKeeper keeps the run in the scheduler's eyes, and notices when another has the job:
 
 start ── another run has the job ── it is silent for RUN_TTL_S ──► ours
   │          └─ it lives on ──► RunHeldError, which names it
@@ -6,16 +12,24 @@ start ── another run has the job ── it is silent for RUN_TTL_S ──►
 """
 
 import asyncio
+import json
 import logging
+import os
+import re
+import secrets
+import socket
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TypeVar
+from pathlib import Path
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
 
 from rose.contract.weights import RUN_TTL_S
-from rose.errors import RunFencedError, RunHeldError, UnavailableError
+from rose.errors import RefusedError, RunFencedError, RunHeldError, UnavailableError
+from rose.process.filelock import HeldFile, holder_of
 from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
 
@@ -27,6 +41,71 @@ RENEWALS = 4
 """Renewals within the time for which a run may be silent."""
 END_S = 2.0
 _log = logging.getLogger(__name__)
+FILE = "run"
+MAX_HOLDER_CHARS = 160
+_RUN = re.compile(rb'"run": "([0-9a-f]{16})"')
+# Record locks are a process's: two publishers in one process are told apart here.
+_HELD: set[Path] = set()
+
+
+class RunRoot:
+    """The lock of a root, held from `take` to `close`.
+
+    `claim`: the run, this process of it (drawn at each start), and its holder, for people.
+    """
+
+    def __init__(self, place: Path, file: HeldFile, claim: rose_pb2.Claim) -> None:
+        self.claim = claim
+        self._place = place
+        self._file = file
+
+    @classmethod
+    def take(cls, root: Path, name: str = "") -> Self:
+        """Take the root for this process; `name`: what its user calls the run, for people.
+
+        RefusedError names the process that has it; ConfigError says why it cannot be locked.
+        """
+        place = (root / FILE).resolve()
+        if place in _HELD:
+            raise RefusedError(f"{root} has a publisher in this process; close that one first")
+        try:
+            file = HeldFile.take(place)
+        except RefusedError as error:
+            raise RefusedError(
+                f"{root} is in use by a trainer that lives, {_said_holder(place)}; stop that one,"
+                " or give this one a root of its own"
+            ) from error
+        known = _RUN.search(file.read())
+        run = known[1].decode() if known else secrets.token_hex(8)
+        holder = f"{socket.gethostname()}, process {os.getpid()}"
+        holder = (f"run {name} on {holder}" if name else holder)[:MAX_HOLDER_CHARS]
+        fields = {"run": run, "holder": holder, "since_s": round(time.time())}
+        try:
+            # The name stays where it is, whenever this process is killed.
+            written = os.pwrite(file.descriptor, json.dumps(fields).encode(), 0)
+            os.ftruncate(file.descriptor, written)
+        except OSError as error:
+            file.close()
+            raise RefusedError(f"{place} cannot be written: {error.strerror}") from error
+        _HELD.add(place)
+        claim = rose_pb2.Claim(run=run, process=secrets.token_hex(4), holder=holder)
+        return cls(place, file, claim)
+
+    def close(self) -> None:
+        """Let go of it; the run keeps its name."""
+        if self._place in _HELD:
+            _HELD.discard(self._place)
+            self._file.close()
+
+
+def _said_holder(place: Path) -> str:
+    """Return the holder that a root's file names, or its process where the file was cut off."""
+    try:
+        fields = json.loads(place.read_bytes())
+        holder = fields.get("holder") if isinstance(fields, dict) else None
+    except (OSError, ValueError):
+        holder = None
+    return str(holder or f"process {holder_of(place)}")[:MAX_HOLDER_CHARS]
 
 
 def run_error(
