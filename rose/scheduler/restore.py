@@ -52,9 +52,9 @@ from rose.scheduler.persistence import (
 )
 from rose.store.backup_file import Backup, without
 from rose.store.election import LEADER, address_of
-from rose.store.fenced import FENCE, FencedStore
 from rose.store.leadership import Leadership
 from rose.store.protocol import Delete, Put, Store, StoreEntry, Write
+from rose.store.wrappers import FENCE, FencedStore
 
 # Least lift of the epochs, where the clock is behind the stored times.
 LEAST_LIFT = 2**20

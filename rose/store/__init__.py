@@ -6,9 +6,7 @@ on a store one leads (`Leadership`), and only its writes succeed (`FencedStore`)
 
 from rose.store.etcd import EtcdStore
 from rose.store.etcd_link import EtcdAccess
-from rose.store.fenced import FencedStore, LeadershipLostError
 from rose.store.leadership import Leadership
-from rose.store.metered import MeteredStore
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 from rose.store.protocol import (
     ABSENT,
@@ -23,6 +21,7 @@ from rose.store.protocol import (
     Write,
 )
 from rose.store.sqlite import SqliteStore
+from rose.store.wrappers import FencedStore, LeadershipLostError, MeteredStore
 
 __all__ = [
     "ABSENT",

@@ -33,8 +33,8 @@ from rose.store.election import (
     TermFailed,
     WriteRefused,
 )
-from rose.store.fenced import FencedStore, LeadershipLostError
 from rose.store.protocol import ABSENT, Store
+from rose.store.wrappers import FencedStore, LeadershipLostError
 
 TICK_S = 0.05
 GIVE_UP_S = 1.0

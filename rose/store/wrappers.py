@@ -1,18 +1,20 @@
-"""FencedStore: the store as the leader of one term may write it.
+"""Stores around a store: `MeteredStore` times its calls, `FencedStore` writes for one term.
 
-Every write is a transaction that also expects the key `leader` of this term, so a leader that was
-replaced without knowing changes nothing more. It expects and replaces the key `fence` too, so the
-writes of a term are done in their order and each once: one that was given up unanswered can never
-be carried out after a later one.
+Every write of a fenced store is a transaction that also expects the key `leader` of this term, so a
+leader that was replaced without knowing changes nothing more. It expects and replaces the key
+`fence` too, so the writes of a term are done in their order and each once: one that was given up
+unanswered can never be carried out after a later one.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from typing_extensions import override
 
-from rose.errors import RefusedError
+from rose.errors import RefusedError, UnavailableError
 from rose.store.election import LEADER
 from rose.store.protocol import (
     ABSENT,
@@ -26,14 +28,73 @@ from rose.store.protocol import (
     Write,
 )
 
+T = TypeVar("T")
+OnCall = Callable[[str, float, bool], None]
+"""Takes the call's name, its seconds, and whether the store answered."""
 FENCE = "fence"
+
+
+class WrappedStore(TxnStore):
+    """Base of a store around another one: hands every call on, through `_asked`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def _asked(self, call: str, answer: Awaitable[T]) -> T:
+        del call
+        return await answer
+
+    async def get(self, key: str) -> StoreEntry | None:
+        return await self._asked("get", self._store.get(key))
+
+    async def list(self, prefix: str) -> Listing:
+        return await self._asked("list", self._store.list(prefix))
+
+    @override
+    async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
+        return await self._asked("txn", self._store.txn(expect, writes))
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        return await self._asked("grant_lease", self._store.grant_lease(ttl_s))
+
+    async def keep_lease(self, lease: int) -> float:
+        return await self._asked("keep_lease", self._store.keep_lease(lease))
+
+    async def revoke_lease(self, lease: int) -> None:
+        return await self._asked("revoke_lease", self._store.revoke_lease(lease))
+
+    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+        return self._store.watch(since)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+class MeteredStore(WrappedStore):
+    """A store whose calls are timed. A watch is a wait by itself: it is not."""
+
+    def __init__(self, store: Store, on_call: OnCall) -> None:
+        super().__init__(store)
+        self._on_call = on_call
+
+    @override
+    async def _asked(self, call: str, answer: Awaitable[T]) -> T:
+        began_s = time.monotonic()
+        answered = True
+        try:
+            return await answer
+        except UnavailableError:
+            answered = False
+            raise
+        finally:
+            self._on_call(call, time.monotonic() - began_s, answered)
 
 
 class LeadershipLostError(RefusedError):
     """A write of a scheduler that leads no more."""
 
 
-class FencedStore(TxnStore):
+class FencedStore(WrappedStore):
     """A store whose writes succeed only while `term` lasts.
 
     on_lost: called once a write was refused, or `leads` said no: nothing is written after that.
@@ -42,7 +103,7 @@ class FencedStore(TxnStore):
     def __init__(
         self, store: Store, term: int, leads: Callable[[], bool], on_lost: Callable[[], None]
     ) -> None:
-        self._store = store
+        super().__init__(store)
         self._term = term
         self._leads = leads
         self._on_lost = on_lost
@@ -89,23 +150,6 @@ class FencedStore(TxnStore):
         """Return True while this very term lasts; a later term of the process does not count."""
         return self._leads()
 
-    async def get(self, key: str) -> StoreEntry | None:
-        return await self._store.get(key)
-
-    async def list(self, prefix: str) -> Listing:
-        return await self._store.list(prefix)
-
-    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
-        return self._store.watch(since)
-
-    async def grant_lease(self, ttl_s: float) -> int:
-        return await self._store.grant_lease(ttl_s)
-
-    async def keep_lease(self, lease: int) -> float:
-        return await self._store.keep_lease(lease)
-
-    async def revoke_lease(self, lease: int) -> None:
-        await self._store.revoke_lease(lease)
-
+    @override
     async def close(self) -> None:
         """Leaves the store open: it outlives the term."""
