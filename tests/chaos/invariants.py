@@ -17,7 +17,7 @@ from rose.scheduler.core.messages import LogRecord
 from rose.scheduler.persistence import EPOCHS, POLICIES, STOP, VERSIONS, Saved, load, stop_of
 from rose.store import Delete, Put, StoreEntry
 from rose.store.election import LEADER
-from rose.store.fenced import FENCE
+from rose.store.wrappers import FENCE
 from tests.chaos.simulated_store import SimulatedStore, Txn
 from tests.chaos.simulation import InvariantError
 
