@@ -1,20 +1,18 @@
-"""A peer's invalid messages end its own stream, call or offer: no tick and no other lease."""
+"""Invalid messages of a peer end its own stream, call or offer: no tick and no other lease."""
 
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 from core_cases import JOB, CoreBench, offer
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from message_cases import messages
-from service_cases import Bench, FakeNode, running
+from service_cases import Bench, FakeNode
 
 from elastic_scheduler import HarvestMode, LeaseDecision, Move, ReplicaKind, Situation, make_policy
 from rose.errors import ConfigError, RefusedError
@@ -33,8 +31,55 @@ from rose.scheduler.core.messages import (
 )
 from rose.scheduler.core.scheduler_core import MOST_A_MINUTE, Complaints
 from rose.scheduler.persistence import load
-from tests.fakes.memory_store import InMemoryStore
+from tests.fuzz import target_scheduler as target
+from tests.fuzz.target_scheduler import UNARY
 from tests.harness.waiting import PATIENCE_S
+
+SENT: list[type[Message]] = [*UNARY, pb.NodeReport]
+NAMES = ["good", "g0", "n7", "grpo", "", "http://h", "http://a..b", "x" * 300, "\n", "\u2028"]
+ODD = [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e300, 3.0]
+CPP = FieldDescriptor
+UNSIGNED = {CPP.CPPTYPE_UINT32: 2**32 - 1, CPP.CPPTYPE_UINT64: 2**64 - 1}
+
+
+def messages() -> st.SearchStrategy[Message]:
+    """Return reports of nodes and requests of all others, with any values in any field."""
+    return st.sampled_from(SENT).flatmap(filled)
+
+
+def filled(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """A message of this kind with any values in any of its fields."""
+    fields = {each.name: _values(each) for each in kind.DESCRIPTOR.fields}
+    return st.fixed_dictionaries({}, optional=fields).map(lambda values: _made(kind, values))
+
+
+def _made(kind: type[Message], values: dict[str, object]) -> Message:
+    # Only the last field of a oneof is set.
+    return kind(**values)
+
+
+def _values(field: FieldDescriptor) -> st.SearchStrategy[object]:
+    one: st.SearchStrategy[object]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return st.dictionaries(st.sampled_from(NAMES), st.sampled_from(NAMES), max_size=3)
+    if field.message_type is not None:
+        one = filled(getattr(pb, field.message_type.name))
+    elif field.enum_type is not None:
+        one = st.integers(0, 6)
+    elif field.cpp_type == CPP.CPPTYPE_STRING:
+        one = st.sampled_from(NAMES)
+    elif field.cpp_type == CPP.CPPTYPE_BOOL:
+        one = st.booleans()
+    elif field.cpp_type == CPP.CPPTYPE_DOUBLE:
+        one = st.sampled_from(ODD)
+    else:
+        most = UNSIGNED[field.cpp_type]
+        one = st.sampled_from([0, 1, 2, 5, 2**31, most]) | st.integers(0, most)
+    return st.lists(one, max_size=3) if field.is_repeated else one
+
+
+# ---- a peer ----
+
 
 WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
 
@@ -60,12 +105,6 @@ def taken(bench: CoreBench, message: Message) -> bool:
     except (ConfigError, RefusedError):
         return False
     return True
-
-
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
-        yield bench
 
 
 # ---- epochs ----
@@ -370,3 +409,37 @@ def test_whatever_is_said_is_taken_or_refused_and_the_next_tick_comes(
         bench.at(bench.now_s + 0.25)
         bench.core.status(bench.now_s)
     assert bench.offered(offer("d0", kind=ReplicaKind.DEDICATED), stream=1) is not None
+
+
+# ---- fuzz target ----
+
+
+# In the order of the target: unary calls, then the streams of two nodes.
+KINDS: list[type[Message]] = [*target.UNARY, pb.NodeReport, pb.NodeReport]
+
+
+def framed(kind: int, body: bytes) -> bytes:
+    return bytes([kind]) + len(body).to_bytes(2, "big") + body
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> bytes:
+    data = b""
+    for kind in draw(st.lists(st.integers(0, len(KINDS) - 1), max_size=6)):
+        message: Message = draw(filled(KINDS[kind]))
+        data += framed(kind, message.SerializeToString())
+    return data
+
+
+@given(inputs(), st.integers(0, 10_000), st.integers(0, 255))
+def test_damaged_messages_break_nothing(data: bytes, at: int, byte: int) -> None:
+    target.run_messages(data)
+    if data:
+        damaged = bytearray(data)
+        damaged[at % len(data)] = byte
+        target.run_messages(bytes(damaged))
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_break_nothing(data: bytes) -> None:
+    target.run_messages(data)

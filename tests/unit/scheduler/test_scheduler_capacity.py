@@ -1,6 +1,7 @@
-"""Capacity policies in the scheduler: live, stored, explained, beneath the operator's stop."""
+"""Capacity policies on a scheduler: verdicts, orders, objects of Kubernetes, and usage."""
 
 import json
+import time
 from pathlib import Path
 
 import grpc.aio
@@ -9,22 +10,41 @@ from core_cases import CoreBench, offer
 from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity import policy_of
+from elastic_scheduler.capacity import CLI, CapacityPolicy, Halt, policy_of
 from rose.cli.cluster.policy import NodePolicy, explained
+from rose.cli.main import main
 from rose.errors import ConfigError, RefusedError
 from rose.operate.fleet import capacity_of
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler import wire
 from rose.scheduler.core.capacity import MAX_OVERRIDES, MOST_BYTES
+from rose.scheduler.core.leasing import LeaseTimes
 from rose.scheduler.core.messages import (
     Attached,
+    Detached,
     HarvestSet,
     LogRecord,
+    Obeyed,
+    ObjectsHeard,
     Offered,
     PolicyApplied,
     PolicyDeleted,
     RatesMeasured,
+    Save,
     TakenBack,
     Tick,
+)
+from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.scheduler_core import SchedulerCore
+from rose.scheduler.core.usage import (
+    KEPT_S,
+    MOST_PAIRS,
+    OTHERS,
+    GuestReading,
+    Lent,
+    UsageBook,
+    UsageLog,
+    owner_of,
 )
 from rose.scheduler.persistence import STOP, load
 from rose.scheduler.wire import asked
@@ -320,4 +340,422 @@ async def test_the_whole_round_over_grpc(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert ";" in (caught.value.details() or "")
+        await node.leave()
+
+
+# ---- orders ----
+
+
+def attach_obeying(bench: CoreBench, *, obeys: bool = True) -> list[pb.NodeCommand]:
+    bench.step(Attached("n0", 1, obeys=obeys, release="0.3.0", takes_caps=True))
+    return bench.commands()
+
+
+def stop(bench: CoreBench) -> pb.Harvest:
+    bench.step(HarvestSet(HarvestMode.OFF, None, opens=False))
+    [told] = [each.harvest for each in bench.commands() if each.HasField("harvest")]
+    return told
+
+
+def row(bench: CoreBench) -> pb.AttachedNode:
+    [found] = bench.core.status(bench.now_s).nodes
+    return found
+
+
+def confirmed_s(bench: CoreBench) -> float | None:
+    return row(bench).obeyed_s if row(bench).HasField("obeyed_s") else None
+
+
+def test_a_stop_is_confirmed_with_its_time_and_each_stop_anew() -> None:
+    bench = closed()
+    apply(bench)
+    attach_obeying(bench)
+    for took_s in (0.04, 0.25):
+        told = stop(bench)
+        assert (told.mode, confirmed_s(bench)) == (pb.HARVEST_MODE_OFF, None)
+        bench.now_s += took_s
+        bench.step(Obeyed(1, told.order))
+        assert confirmed_s(bench) == pytest.approx(took_s)
+
+
+def test_a_word_about_an_earlier_order_confirms_nothing() -> None:
+    bench = closed()
+    apply(bench)
+    attach_obeying(bench)
+    first = stop(bench)
+    again = stop(bench)
+    assert again.order > first.order
+    bench.step(Obeyed(1, first.order))
+    assert confirmed_s(bench) is None
+
+
+def test_only_the_last_of_several_commands_is_answered() -> None:
+    bench = closed()
+    apply(bench)
+    bench.step(HarvestSet(HarvestMode.HOLD, "g0", opens=False))
+    orders = [each.harvest.order for each in attach_obeying(bench) if each.HasField("harvest")]
+    assert [order > 0 for order in orders] == [False, True]
+
+
+def test_a_node_that_never_confirms_is_not_asked_and_not_expected_to() -> None:
+    bench = closed()
+    apply(bench)
+    told = attach_obeying(bench, obeys=False)
+    assert modes(told) == [pb.HARVEST_MODE_ACTIVE]
+    assert all(not each.harvest.order for each in told)
+    assert not row(bench).obeys
+
+
+def test_a_snapshot_says_of_which_release_and_how_silent_each_node_is() -> None:
+    bench = closed()
+    attach_obeying(bench)
+    guests = [pb.GuestTelemetry(replica="g0")]
+    bench.step(RatesMeasured(1, pb.Telemetry(guests=guests)))
+    bench.now_s += 4.0
+    found = row(bench)
+    assert (found.node, found.release, found.silent_s) == ("n0", "0.3.0", 4.0)
+    assert list(found.replicas) == ["g0"]
+
+
+def test_a_confirmation_is_read_from_the_wire() -> None:
+    report = pb.NodeReport(node="n0", obeyed=pb.Obeyed(order=7))
+    assert wire.event_of(report, 3) == Obeyed(3, 7)
+
+
+def test_a_full_kv_cache_is_a_limit_with_its_figures() -> None:
+    bench = closed()
+    apply(bench, watermarks={"high": 0.8, "low": 0.7})
+    attach_obeying(bench)
+    for share, limits in ((0.83, ["watermarks.high (kv 83% > 80%) (p)"]), (0.8, [])):
+        host = pb.HostTelemetry(node="n0", kv_share=share)
+        bench.step(RatesMeasured(1, pb.Telemetry(host=host)))
+        [found] = bench.core.explained("n0", 0.0)
+        assert list(found.limits) == limits
+        assert found.kv_share == share
+
+
+# ---- objects ----
+
+
+def policy(name: str = "chat", **said: object) -> CapacityPolicy:
+    return policy_of({"name": name, "mode": "Active", **said})
+
+
+def bench(*policies: CapacityPolicy, asks: bool = True) -> CoreBench:
+    """A scheduler that asks an API server, with these policies of objects in force, and a node."""
+    made = CoreBench(HarvestMode.OFF)
+    restarted(made, asks=asks)
+    made.with_job()
+    for each in policies:
+        made.step(PolicyApplied(each, of_object=True))
+    made.step(Attached("n0", 1, labels={"pool": "a"}, takes_caps=True))
+    made.step(ObjectsHeard(made.now_s))
+    return made
+
+
+def restarted(made: CoreBench, *, asks: bool) -> None:
+    """The next leader, of what is stored."""
+    saved = load(made.store.entries)
+    made.core = SchedulerCore(saved, HarvestMode.OFF, LeaseTimes(5.0, 1.0, 1.0), asks_objects=asks)
+    made.table = pb.ReplicaTable()
+    made.at(made.now_s)
+
+
+def mode(made: CoreBench) -> HarvestMode:
+    return made.core.capacity.gate.verdict("n0").mode
+
+
+def limits(made: CoreBench) -> list[str]:
+    [row] = made.core.explained("n0", 0.0)
+    return list(row.limits)
+
+
+def test_without_news_the_policy_holds_for_stale_after_and_then_nothing_new_is_lent() -> None:
+    made = bench(policy(staleAfter="3s"))
+    made.at(made.now_s + 3.0)
+    assert mode(made) is HarvestMode.ACTIVE, "the last policy holds"
+    made.at(made.now_s + 1.5)
+    assert mode(made) is HarvestMode.HOLD, "not Off: nothing is drained"
+    assert limits(made) == ["the API server is not heard (chat)"]
+    made.step(ObjectsHeard(made.now_s))
+    made.at(made.now_s + 1.0)
+    assert mode(made) is HarvestMode.ACTIVE
+
+
+def test_what_was_heard_before_a_lease_ends_no_lease() -> None:
+    made = bench(policy())
+    made.step(Offered(1, (offer(),)))
+    assert made.lease().epoch == 1
+    made.at(made.now_s + 1.0)
+    made.offered(offer(epoch=1))
+    made.at(made.now_s + 4.5)
+    assert mode(made) is HarvestMode.HOLD
+    assert "release" not in made.kinds()
+
+
+def test_news_that_come_late_say_nothing_newer() -> None:
+    made = bench(policy())
+    made.step(ObjectsHeard(made.now_s - 50.0))
+    made.at(made.now_s + 1.0)
+    assert mode(made) is HarvestMode.ACTIVE
+
+
+def test_policies_of_operators_need_no_api_server() -> None:
+    made = bench()
+    made.step(PolicyApplied(policy("own")))
+    made.at(made.now_s + 60.0)
+    assert mode(made) is HarvestMode.ACTIVE
+
+
+def test_an_object_that_cannot_be_taken_holds_what_it_said_before() -> None:
+    made = bench(policy())
+    made.step(ObjectsHeard(made.now_s, frozenset({"chat", "unknown"})))
+    made.at(made.now_s + 1.0)
+    assert mode(made) is HarvestMode.HOLD
+    assert limits(made) == ["the object cannot be taken as it is now (chat)"]
+
+
+def test_a_new_leader_keeps_the_policy_and_has_stale_after_to_hear_the_api_server() -> None:
+    made = bench(policy())
+    restarted(made, asks=True)
+    made.with_job()
+    made.step(Attached("n0", 1, labels={}, takes_caps=True))
+    made.at(made.now_s + 4.0)
+    assert mode(made) is HarvestMode.ACTIVE
+    made.at(made.now_s + 2.0)
+    assert mode(made) is HarvestMode.HOLD
+
+
+def test_a_scheduler_that_asks_nobody_holds_what_objects_said() -> None:
+    made = bench(policy())
+    restarted(made, asks=False)
+    made.step(Attached("n0", 1, labels={}, takes_caps=True))
+    made.at(made.now_s + 1.0)
+    assert mode(made) is HarvestMode.HOLD
+    assert "start the scheduler with --kubernetes" in limits(made)[0]
+    made.step(PolicyDeleted("chat"))
+    assert not load(made.store.entries).policies, "an operator may take it out"
+
+
+def test_each_policy_has_one_owner() -> None:
+    made = bench(policy("chat"))
+    made.step(PolicyApplied(policy("own")))
+    for refused, words in (
+        (PolicyApplied(policy("chat", slackShare=0.5)), "kubectl edit rcp chat"),
+        (PolicyDeleted("chat"), "kubectl edit rcp chat"),
+        (PolicyApplied(policy("own"), of_object=True), "rose policy delete own"),
+        (PolicyDeleted("own", of_object=True), "rose policy delete own"),
+        (PolicyApplied(policy(CLI), of_object=True), "another name"),
+    ):
+        with pytest.raises(RefusedError, match=words):
+            made.step(refused)
+
+
+def test_a_canary_that_halts_is_still_its_objects() -> None:
+    made = bench(policy())
+    [save] = made.core.capacity._recorded([Halt("chat", "n0 burns")])
+    assert isinstance(save, Save)
+    made.write(save.write)
+    saved = load(made.store.entries)
+    assert saved.objects == {"chat"}
+    assert saved.halted == {"chat": "n0 burns"}
+
+
+# ---- what is seen of a policy ----
+
+
+def view(made: CoreBench, name: str = "chat") -> PolicyView:
+    return made.core.policy_views(made.now_s)[name]
+
+
+def test_a_view_counts_nodes_leases_and_what_holds_them_back() -> None:
+    made = bench(
+        policy(), policy("strict", stopPolicy="HoldAndDrain", nodeSelector={"names": ["n1"]})
+    )
+    made.step(Attached("n1", 2, labels={"pool": "a"}, takes_caps=True))
+    made.step(Offered(1, (offer(),)))
+    made.at(made.now_s + 1.0)
+    guest = pb.GuestTelemetry(replica="g0", kv_bytes=5, state="healthy")
+    made.step(RatesMeasured(1, pb.Telemetry(guests=[guest])))
+    found = view(made)
+    assert (found.nodes, found.lending, found.lent_bytes) == (2, 1, 5)
+    assert found.limits == {"stop_policy": (1, "stopPolicy HoldAndDrain (strict)")}
+    assert found.stricter == {}, "it says nothing about a stop itself"
+    assert view(made, "strict").nodes == 1
+
+
+def test_a_stricter_policy_is_named_for_the_fields_that_this_one_sets() -> None:
+    made = bench(
+        policy(maxHarvest={"compute": 0.5, "memory": "8Gi"}),
+        policy("everywhere", mode="Advisory", maxHarvest={"compute": 0.2, "memory": "8Gi"}),
+    )
+    made.at(made.now_s + 1.0)
+    assert view(made).stricter == {
+        ("everywhere", "mode"): 1,
+        ("everywhere", "maxHarvest.compute"): 1,
+    }
+    assert view(made, "everywhere").stricter == {}, "the same value is no conflict"
+
+
+def test_a_stop_is_not_done_before_the_node_has_measured_that_nothing_is_left() -> None:
+    made = bench(policy(mode="Off"))
+    made.at(made.now_s + 1.0)
+    made.step(Offered(1, (offer(),)))
+    for held, behind in ((7, {"n0": "g0 is stopped and holds 7 bytes"}), (0, {})):
+        guest = pb.GuestTelemetry(replica="g0", held_bytes=held, state="stopped")
+        made.step(RatesMeasured(1, pb.Telemetry(guests=[guest])))
+        assert view(made).behind == behind
+    assert view(made).seen == 1
+
+
+def test_nodes_that_are_silent_or_away_are_named_by_the_labels_that_they_had() -> None:
+    made = bench(policy(nodeSelector={"matchLabels": {"pool": "a"}}))
+    made.at(made.now_s + 6.0)
+    assert list(view(made).silent) == ["n0"], "attached, and not heard"
+    made.step(Detached(1))
+    assert list(view(made).silent) == ["n0"]
+    assert view(made).nodes == 0
+
+
+# ---- usage ----
+
+
+def guest(job: str, tokens: int = 0, duty: float = 0.5, replica: str = "g0") -> GuestReading:
+    return GuestReading(replica, job, duty, 100, tokens)
+
+
+def test_time_compute_memory_and_tokens_are_summed_between_two_looks() -> None:
+    book = UsageBook()
+    book.heard("n0", "chat", [guest("grpo", 10)], 0.0)
+    assert book.sums(0.0) == {}
+    book.heard("n0", "chat", [guest("grpo", 30)], 2.0)
+    book.heard("n0", "chat", [guest("grpo", 35)], 3.0)
+    assert book.sums(3.0) == {("chat", "grpo"): Lent(3.0, 1.5, 300.0, 25)}
+
+
+def test_time_of_nobody_and_of_two_jobs_is_not_counted() -> None:
+    book = UsageBook()
+    book.heard("n0", "chat", [guest("")], 0.0)
+    book.heard("n0", "chat", [guest("a")], 1.0)
+    book.heard("n0", "chat", [guest("b")], 2.0)
+    book.heard("n0", "chat", [guest("b")], 60.0)
+    assert not any(lent.seconds for lent in book.sums(60.0).values()), "silence lends nothing"
+    book.heard("n0", "chat", [guest("b")], 61.0)
+    book.forget("n0")
+    book.heard("n0", "chat", [guest("b")], 62.0)
+    assert book.sums(62.0)["chat", "b"].seconds == 1.0
+
+
+def test_an_engine_that_was_started_again_counts_from_0() -> None:
+    book = UsageBook()
+    for at_s, tokens in enumerate((100, 150, 7)):
+        book.heard("n0", "", [guest("a", tokens)], float(at_s))
+    assert book.sums(2.0)["", "a"].tokens == 57
+
+
+def test_pairs_are_bounded_and_old_ones_are_forgotten() -> None:
+    book = UsageBook()
+    for number in range(MOST_PAIRS + 5):
+        for at_s in (0.0, 1.0):
+            book.heard(f"n{number}", f"o{number}", [guest("a")], at_s)
+    sums = book.sums(1.0)
+    assert len(sums) == MOST_PAIRS + 1
+    assert sums[OTHERS, OTHERS].seconds == 5.0
+    assert book.sums(2.0 + KEPT_S) == {}
+
+
+def test_the_owner_is_a_label_or_else_the_deployment() -> None:
+    assert owner_of({"rose.dev/owner": "team", "rose.dev/deployment": "chat"}) == "team"
+    assert owner_of({"rose.dev/deployment": "chat"}) == "chat"
+    assert owner_of({}) == ""
+
+
+def test_the_log_has_what_came_on_top_each_time() -> None:
+    written: list[dict[str, object]] = []
+    log = UsageLog(lambda record: written.append(dict(record)))
+    log.take({("chat", "a"): Lent(60.0, 30.0, 600.0, 5)}, 100.0)
+    log.take({("chat", "a"): Lent(60.0, 30.0, 600.0, 5), ("chat", "b"): Lent(1.0)}, 160.0)
+    log.take({("chat", "a"): Lent(90.0, 30.0, 600.0, 9)}, 220.0)
+    assert [(each["t"], each["job"], each["seconds"]) for each in written] == [
+        (100.0, "a", 60.0),
+        (160.0, "b", 1.0),
+        (220.0, "a", 30.0),
+    ]
+    assert written[-1]["tokens"] == 4
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    file = tmp_path / "usage.jsonl"
+    log: list[str] = []
+    book = UsageLog(lambda record: log.append(json.dumps(record) + "\n"))
+    now_s = time.time()
+    sums = {("chat", "a"): Lent(3_600.0, 1_800.0, float(3_600 << 30), 50)}
+    book.take(sums, now_s - 7_200.0)
+    sums |= {("code", "a"): Lent(7_200.0, 7_200.0, 0.0, 7)}
+    book.take(sums, now_s - 60.0)
+    file.with_name("usage.jsonl.1").write_text(log[0])
+    file.write_text(log[1] + '{"t": 1')
+    return file
+
+
+def test_usage_prints_sums_of_the_time_that_was_asked_for(
+    records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["usage", "--since", "1d", str(records)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["chat", "a", "1.00", "0.50", "1.00", "50"]
+    assert lines[2] == ["code", "a", "2.00", "2.00", "0.00", "7"]
+    assert main(["usage", "--since", "1h", "--by", "job", "-o", "json", str(records)]) == 0
+    row = {"job": "a", "leased_s": 7200.0, "gpu_s": 7200.0, "byte_s": 0, "tokens": 7}
+    assert json.loads(capsys.readouterr().out) == [row]
+    with records.with_name("usage.jsonl.1").open("a") as file:
+        file.write('{"records_dropped": 3, "t_s": 1.0}\n')
+    assert main(["usage", "--since", "1s", str(records)]) == 0
+    assert "lacks 3 records" in capsys.readouterr().err
+    assert main(["usage", "--since", "1s", str(records)]) == 0
+    assert "nothing was lent" in capsys.readouterr().out
+
+
+def test_usage_refuses_what_is_no_record_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("hello\n")
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe\n")
+    no_record = "line 1, is no record"
+    for file, said in ((other, no_record), (binary, no_record), (tmp_path / "none", "is no file")):
+        assert main(["usage", str(file)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_record_that_is_cut_within_a_character_is_left_for_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "usage.jsonl"
+    records.write_bytes('{"t": 1, "job": "модель'.encode()[:-1])
+    assert main(["usage", str(records)]) == 0
+    assert "nothing was lent" in capsys.readouterr().out
+
+
+async def test_a_leased_guests_telemetry_is_counted_for_its_job(tmp_path: Path) -> None:
+    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
+        await bench.stub.RegisterJob(pb.RegisterJobRequest(job="grpo", max_staleness=1))
+        node = FakeNode(bench.stub)
+        node.offer()
+        await node.hears("lease")
+        await shows(bench, lambda reply: bool(reply.leases))
+
+        def tell(tokens: int) -> None:
+            said = pb.GuestTelemetry(replica="g0", duty=1.0, kv_bytes=64, tokens_total=tokens)
+            node.say(telemetry=pb.Telemetry(guests=[said]))
+
+        tell(10)
+        await shows(bench, lambda reply: any(g.tokens_total == 10 for g in reply.guests))
+        tell(30)
+        await shows(bench, lambda reply: any(g.tokens_total == 30 for g in reply.guests))
+        usage = bench.service.figures().core.usage
+        assert usage["", "grpo"].tokens == 20
+        assert usage["", "grpo"].seconds > 0
         await node.leave()

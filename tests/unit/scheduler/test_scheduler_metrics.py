@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from service_cases import Bench, FakeNode, running, shows
+from service_cases import Bench, FakeNode, shows
 
 from rose.addresses import free_port
 from rose.errors import ConfigError, UnavailableError
@@ -27,12 +26,6 @@ from tests.harness.certificates import Certificates
 AUDIT = SimpleNamespace(records=7, lost=0)
 LEADS = SimpleNamespace(leads=lambda: True, term=3)
 STANDS_BY = SimpleNamespace(leads=lambda: False, term=0)
-
-
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
-        yield bench
 
 
 def metrics_of(bench: Bench | None) -> SchedulerMetrics:

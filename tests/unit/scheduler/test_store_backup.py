@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from core_cases import JOB, CoreBench, offer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -34,7 +35,6 @@ from rose.scheduler.restore import (
 from rose.store import Expect, FencedStore, Leadership, Put, SqliteStore, StoreEntry, Write
 from rose.store.backup_file import Backup, decoded, encoded, read_backup, write_backup
 from tests.fakes.memory_store import InMemoryStore
-from tests.unit.scheduler.core_cases import JOB, CoreBench, offer
 
 TAKEN_S = 1_000.0
 NOW_S = 1_790_000_000.0

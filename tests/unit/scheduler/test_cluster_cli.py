@@ -1,31 +1,256 @@
-"""`rose policy` and the operator's stops, against a scheduler."""
+"""Commands of `rose` against a scheduler in this process: views, policies, and the examples."""
 
 import asyncio
 import json
+import re
+import shlex
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from cli_cases import rose, serving
-from service_cases import Bench, FakeNode, running
+from service_cases import Bench, FakeNode, running, shows
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy
-from rose.cli.main import main
+from rose.cli import options
+from rose.cli.cluster import explain, stops, top
+from rose.cli.main import every_command, main, whole_parser
+from rose.command_line import output
+from rose.command_line.examples import EXAMPLES, SERVES
+from rose.command_line.output import View
 from rose.errors import UnavailableError
-from rose.operate.client import PolicyClient
+from rose.operate.client import PolicyClient, SchedulerClient
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.persistence import load
+from rose.rpc.channel import make_server
+from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from rose.scheduler.persistence import load, save_epoch_floor
+from rose.security.audit_log import AuditLog, audit_file
 from rose.store import SqliteStore, StoreEntry
+from rose.store.protocol import Put
 from tests.fakes.memory_store import InMemoryStore
 
+HOST: dict[str, Any] = {
+    "busy_share": 0.31, "kv_share": 0.83, "running": 3, "waiting": 1, "window_requests": 40,
+    "window_s": 10.0, "ttft_p95_s": 0.41, "ttft_target_s": 0.5, "tpot_p95_s": 0.2,
+    "tpot_target_s": 0.15, "source": "plugin",
+}  # fmt: skip
+AT_WORK: dict[str, Any] = {
+    "state": "healthy", "mode": "run", "reason": "ok", "duty": 0.6, "tokens_total": 900,
+    "kv_bytes": 2 << 30,
+}  # fmt: skip
+
+
+async def rose(bench: Bench, *words: str) -> int:
+    return await asyncio.to_thread(main, [*words, "--scheduler", bench.address])
+
+
+async def serving(bench: Bench, number: int = 0, *, obeys: bool = True) -> FakeNode:
+    """A node whose host serves and whose guest works."""
+    node = FakeNode(bench.stub, f"serving-{number}", obeys=obeys, release="0.3.0.dev0")
+    guest = f"guest-{number}"
+    node.offer(replica=guest)
+    host = pb.HostTelemetry(node=node.node, **HOST)
+    node.say(
+        telemetry=pb.Telemetry(host=host, guests=[pb.GuestTelemetry(replica=guest, **AT_WORK)])
+    )
+    await node.hears("harvest")
+    await shows(bench, lambda now: guest in [each.replica for each in now.guests])
+    return node
+
+
+def gone(node: FakeNode, number: int = 0) -> None:
+    """Its guest ended, as it measured."""
+    guest = pb.GuestTelemetry(replica=f"guest-{number}", state="stopped", held_bytes=0)
+    node.say(telemetry=pb.Telemetry(guests=[guest]))
+
+
+async def told_off(node: FakeNode) -> None:
+    while (await node.hears("harvest")).harvest.mode != pb.HARVEST_MODE_OFF:
+        continue
+
+
+# ---- fleet ----
+
+
+# ---- looking ----
+
+
+async def test_every_view_shows_one_fleet(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "ONCE_S", 0.0)
+    node = await serving(bench)
+    for words, cells in {
+        ("status",): ("harvest ACTIVE", "serving-0", "guest-0"),
+        ("nodes",): ("410 / 500 ms", "200.0 / 150 ms MISSED", "31%", "83%", "3+1", "attached"),
+        ("replicas",): ("guest-0", "run", "60%", "2.0 GiB", "900", "ok (its grant holds"),
+        ("top",): ("serves 3+1", "███·······", "██████····", "ok (its grant holds"),
+    }.items():
+        assert await rose(bench, *words) == 0
+        out = capsys.readouterr().out
+        for cell in cells:
+            assert cell in out
+    assert await rose(bench, "nodes", "serving-0", "-o", "json") == 0
+    [said] = json.loads(capsys.readouterr().out)
+    assert (said["hosts"][0]["kv_share"], said["release"]) == (0.83, "0.3.0.dev0")
+    await node.leave()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nodes", "servin-0"], "did you mean 'serving-0'?"),
+        (["replicas", "--node", "x"], "there is no node 'x'; `rose nodes` lists them"),
+        (["replicas", "x"], "there is no replica 'x'; `rose replicas` lists them"),
+        (["top", "--node", "x"], "there is no node 'x'"),
+        (["policy", "explain", "x"], "no node 'x' is attached"),
+        (["revoke", "x", "--dry-run"], "x has no lease"),
+        (["jobs", "end", "x", "--dry-run"], "job x is not registered"),
+    ],
+)
+async def test_a_name_that_nothing_has_is_one_line(
+    bench: Bench, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = await serving(bench)
+    assert await rose(bench, *words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+    await node.leave()
+
+
+async def test_nodes_of_other_releases_and_silent_ones_are_said_first(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.scheduler.service.release", lambda: "0.9.0")
+    node = await serving(bench)
+    assert await rose(bench, "status") == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("harvest ACTIVE")
+    assert second == (
+        "1 nodes are not of the scheduler's release (0.9.0): 0.3.0.dev0: serving-0; upgrade them,"
+        " or the scheduler"
+    )
+    await node.leave()
+
+
+async def test_a_standby_alone_is_told_from_a_scheduler_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Standby(SchedulerServicer):
+        leader = ""
+
+        async def Snapshot(self, request: Any, context: Any) -> None:  # type: ignore[override]
+            context.set_trailing_metadata((("rose-leader", self.leader),))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this scheduler stands by")
+
+    standby, server = Standby(), make_server()
+    add_SchedulerServicer_to_server(standby, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        for leader, hint in (("", "and knows of no leader"), ("127.0.0.1:1", "for 127.0.0.1:1")):
+            standby.leader = leader
+            client = SchedulerClient(f"127.0.0.1:{port}", timeout_s=0.3)
+            with pytest.raises(UnavailableError, match=f"stands by.*{hint}") as caught:
+                await asyncio.to_thread(client.snapshot)
+            assert "\n" not in str(caught.value)
+    finally:
+        await server.stop(0)
+
+
+# ---- stopping ----
+
+
+async def test_stop_all_says_how_many_held_and_how_long_the_slowest_took(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [await serving(bench, number) for number in range(3)]
+    stopping = asyncio.create_task(rose(bench, "stop-all"))
+    for number, node in enumerate(nodes):
+        await told_off(node)
+        gone(node, number)
+    assert await stopping == 0
+    held, stopped = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"held 3/3 nodes, slowest \d+ ms", held)
+    assert stopped.startswith("stopped 3/3 guests in")
+    for node in nodes:
+        await node.leave()
+
+
+async def test_stop_all_names_the_nodes_that_confirm_nothing(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await serving(bench, 0)
+    mute = FakeNode(bench.stub, "mute", obeys=True)
+    monkeypatch.setattr(mute, "say", lambda **_: None)
+    await mute.hears("harvest")
+    stopping = asyncio.create_task(rose(bench, "stop-all", "--within", "0.3", "-o", "json"))
+    await told_off(node)
+    gone(node)
+    assert await stopping == 3
+    said = json.loads(capsys.readouterr().out)
+    assert (said["held"], said["nodes"], said["exit_code"]) == (1, 2, 3)
+    assert [each["node"] for each in said["unheard"]] == ["mute"]
+    await node.leave()
+    await mute.leave()
+
+
+async def test_a_stop_that_was_taken_is_said_though_its_scheduler_dies(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise UnavailableError("no scheduler answers")
+
+    monkeypatch.setattr(stops, "_see_gone", dies)
+    assert await rose(bench, "stop-all") == 3
+    assert "the stop was taken, and nobody says what is left" in capsys.readouterr().err
+    assert bench.core.capacity.stop.mode is HarvestMode.OFF
+
+
+async def test_dry_runs_of_stops_say_what_would_end_and_change_nothing(
+    bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    await bench.stub.RegisterJob(pb.RegisterJobRequest(job="grpo"))
+    node = await serving(bench)
+    await shows(bench, lambda now: bool(now.leases))
+    for words, said in {
+        ("hold",): "no new lease would be granted; 1 are kept (guest-0 of grpo)",
+        ("drain",): "1 leases would be released (guest-0 of grpo)",
+        ("stop-all",): "1 guests end; 1 nodes would be told",
+        ("harvest", "off"): "1 leases would be released",
+        ("resume",): "1 of 1 nodes would lend",
+        ("revoke", "guest-0"): "lease of epoch 1 would be revoked",
+        ("jobs", "end", "grpo"): "1 leases would be released",
+        ("jobs", "drop", "grpo"): "would be dropped",
+    }.items():
+        assert await rose(bench, *words, "--dry-run") == 0
+        assert said in capsys.readouterr().out
+    assert bench.core.capacity.stop.mode is HarvestMode.ACTIVE
+    assert len(bench.core.status(0.0).leases) == 1
+    assert main(["kill", str(tmp_path), "--dry-run"]) == 0
+    assert not (tmp_path / "KILL").exists()
+    await node.leave()
+
+
+async def test_a_stop_of_a_replica_that_is_not_there_is_kept_and_a_typo_is_said(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = await serving(bench)
+    assert await rose(bench, "hold", "--replica", "gest-0") == 0
+    assert "did you mean 'guest-0'?" in capsys.readouterr().err
+    assert bench.core.capacity.stop.overrides == {"gest-0": HarvestMode.HOLD}
+    await node.leave()
+
+
+# ---- policies ----
+
+
 POLICY = {"name": "serving", "mode": "Active", "slackShare": 0.5}
-
-
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    async with running(Bench(InMemoryStore(), tmp_path)) as bench:
-        yield bench
 
 
 def write(folder: Path, *policies: dict[str, object]) -> str:
@@ -348,3 +573,99 @@ async def test_a_stop_that_was_compacted_away_is_obeyed_and_an_older_one_is_not(
         assert (await node.hears("harvest")).harvest.mode == pb.HARVEST_MODE_OFF
         watching.cancel()
         await node.leave()
+
+
+# ---- examples ----
+
+
+CHAT = {"name": "chat", "mode": "Active"}
+# Other ends than 0: what a diff finds, the end of a watch, what is unproved of a guest.
+ENDS = {"rose policy diff policy.json": 1, "rose status --watch 5": 130}
+# Examples of `doctor` and `completion` look at the machine, or make every parser there is; those of
+# `sim` take minutes.
+ELSEWHERE = {"doctor", "completion", "sim"}
+
+
+def test_every_command_has_an_example_of_itself() -> None:
+    assert {path for path, _ in every_command(whole_parser())} == EXAMPLES.keys()
+    for path, examples in EXAMPLES.items():
+        assert examples
+        for each in examples:
+            assert each.startswith(f"rose {path}"), each
+
+
+def test_help_ends_with_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("stop-all", "policy explain", "certs issue"):
+        with pytest.raises(SystemExit):
+            main([*path.split(), "--help"])
+        text = capsys.readouterr().out
+        assert all(f"  {each}\n" in text for each in EXAMPLES[path])
+
+
+@pytest.fixture
+async def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    """A scheduler at the default address, with what the examples name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "serving-0").mkdir(parents=True)
+    (tmp_path / "run" / "s1").mkdir()
+    (tmp_path / "policy.json").write_text(json.dumps({**CHAT, "cooldown": "1m"}))
+    log = AuditLog(audit_file(tmp_path / "run" / "s1", "scheduler"), "scheduler")
+    log.write("started", {})
+    log.close()
+    lent = {"seconds": 1.0, "compute_s": 1.0, "byte_s": 1.0, "tokens": 9}
+    record = {"t": time.time(), "owner": "chat", "job": "grpo", **lent}
+    (tmp_path / "run" / "s1" / "usage.jsonl").write_text(json.dumps(record) + "\n")
+    store = SqliteStore(tmp_path / "run" / "rose.sqlite")
+    floor = save_epoch_floor(7)
+    assert floor.value is not None
+    await store.txn((), (Put(floor.key, floor.value),))
+    await store.close()
+    async with running(Bench(InMemoryStore(), tmp_path)) as prepared:
+        monkeypatch.setattr(options, "DEFAULT_SCHEDULER", prepared.address)
+        yield prepared
+
+
+def interrupted(_: float) -> None:
+    raise KeyboardInterrupt
+
+
+async def test_examples_run_to_their_end(
+    prepared: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "ONCE_S", 0.0)
+    monkeypatch.setattr(output.show, "__defaults__", (interrupted,))
+    monkeypatch.setattr(explain, "explain", lambda *_: View([], ("12.0 s ago q1 -> guest-0",)))
+    await prepared.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=json.dumps(CHAT)))
+    await prepared.stub.RegisterJob(pb.RegisterJobRequest(job="grpo"))
+    node = await serving(prepared)
+    await shows(prepared, lambda now: bool(now.leases))
+    for path, examples in _in_order():
+        for line in examples:
+            words = shlex.split(line.partition(" > ")[0])[1:]
+            here = {"127.0.0.1:7400": prepared.address, "/run/rose/node": "run/serving-0"}
+            words = [here.get(word, word) for word in words]
+            if line == "rose revoke guest-0 --reason stuck":
+                await shows(prepared, lambda now: bool(now.leases))
+            run = asyncio.create_task(asyncio.to_thread(main, words))
+            if line == "rose stop-all":
+                await told_off(node)
+                gone(node)
+            code = await run
+            said = capsys.readouterr()
+            assert code == ENDS.get(line, 0), f"`{line}` ({path}): {said.err}"
+            assert said.out or "--out" in line
+    await node.leave()
+
+
+def _in_order() -> list[tuple[str, tuple[str, ...]]]:
+    """Keys before tokens, certificates before they are shown; what ends things at last."""
+    first = ("certs init", "certs issue", "token key", "revoke", "policy diff")
+    last = ("policy delete", "hold", "drain", "stop-all", "resume", "kill", "unkill")
+    twice = ("certs", "token")
+    found = [path for path in EXAMPLES if path.split()[0] not in SERVES | ELSEWHERE]
+    middle = [path for path in found if path not in (*first, *last, *twice)]
+    return [(path, EXAMPLES[path]) for path in (*first, *middle, *last)]
+
+
+async def test_a_verb_finds_its_scheduler_by_itself(prepared: Bench) -> None:
+    assert await rose(prepared, "status") == 0
