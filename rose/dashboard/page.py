@@ -8,6 +8,7 @@ one comes to the other by the cells that differ. Everything is escaped: names, r
 come from outside. A message has texts alone, which scripts set as text and never as HTML.
 """
 
+import datetime
 import hashlib
 import json
 from collections.abc import Mapping
@@ -19,8 +20,6 @@ from urllib.parse import urlencode
 
 import jinja2
 from markupsafe import Markup, escape
-
-from rose.dashboard import text as texts
 
 TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
@@ -151,7 +150,7 @@ def message_of(page: Page, before: Mapping[str, Cell], at_s: float) -> bytes:
         for name, cell in page.cells.items()
         if before.get(name) != cell
     }
-    content = {"s": page.structure(), "t": texts.day(at_s), "c": changed, "p": page.points}
+    content = {"s": page.structure(), "t": day(at_s), "c": changed, "p": page.points}
     return f"data: {json.dumps(content, separators=(',', ':'), allow_nan=False)}\n\n".encode()
 
 
@@ -200,8 +199,63 @@ def environment() -> jinja2.Environment:
         auto_reload=False,
     )
     for each in (
-        texts.size, texts.share, texts.count, texts.latency, texts.span, texts.clock, texts.day,
+        size, share, count, latency, span, clock, day,
     ):  # fmt: skip
         made.filters[each.__name__] = each
-    made.globals |= {"asset": asset, "url": url, "spans": spans, "NO_DATA": texts.NO_DATA}
+    made.globals |= {"asset": asset, "url": url, "spans": spans, "NO_DATA": NO_DATA}
     return made
+
+
+# ---- figures as texts, each with its unit; an unknown one is `no data`, never 0 ----
+
+NO_DATA: Final = "no data"
+_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(count: float | None) -> str:
+    """Return bytes: `38.0 GiB`."""
+    if count is None:
+        return NO_DATA
+    power = 0
+    while count >= 1024 and power < len(_SIZES) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.1f} {_SIZES[power]}"
+
+
+def share(part: float | None) -> str:
+    """Return a share: `61%`."""
+    return NO_DATA if part is None else f"{part:.0%}"
+
+
+def count(number: float | None) -> str:
+    """Return a number with a space between thousands."""
+    return NO_DATA if number is None else f"{number:,.0f}".replace(",", " ")
+
+
+def latency(seconds: float | None) -> str:
+    """Return a latency, below a second in milliseconds: `420 ms`, `1.30 s`."""
+    if seconds is None:
+        return NO_DATA
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def span(seconds: float | None) -> str:
+    """Return a duration: `3 s`, `5 min`, `2.1 h`, `4.0 d`."""
+    if seconds is None:
+        return NO_DATA
+    for least, unit, each in ((172_800.0, "d", 86_400.0), (7_200.0, "h", 3_600.0)):
+        if seconds >= least:
+            return f"{seconds / each:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def clock(at_s: float) -> str:
+    """Return a Unix time as a time of day: `11:35:02`."""
+    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%H:%M:%S}"
+
+
+def day(at_s: float) -> str:
+    """Return a Unix time: `2026-11-23 11:35:02 UTC`."""
+    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"

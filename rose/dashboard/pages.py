@@ -14,8 +14,7 @@ from elastic_scheduler import HarvestMode
 from rose.dashboard.history import FEWEST_REQUESTS, RequestCounts
 from rose.dashboard.journal import JournalEntry
 from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
-from rose.dashboard.page import Cell, Page, url
-from rose.dashboard.text import NO_DATA, count, day, latency, span
+from rose.dashboard.page import NO_DATA, Cell, Page, count, day, latency, span, url
 from rose.rpc import rose_pb2 as pb
 
 GIB: Final = 1 << 30

@@ -30,6 +30,7 @@ BUDGETS_EVERY_S: Final = 30.0
 MOST_VIEWERS: Final = 32
 # Pages that are being made; others are told to come again.
 MOST_ASKED: Final = 32
+MOST_PAGES: Final = 64
 
 T = TypeVar("T")
 
@@ -66,11 +67,11 @@ class Watch:
         self._served: SchedulerService | None = None
         self._model: Model | None = None
         self._made_s = 0.0
-        self._number = 0
         self._budget_left: Mapping[str, float] = {}
         self._budgeted_s: float | None = None
-        # Pages of the newest look, by address: what viewers of one page share.
-        self._pages: dict[str, tuple[int, Page | None]] = {}
+        # Pages of one look, by address: what readers of one page share.
+        self._paged: Model | None = None
+        self._pages: dict[tuple[object, ...], Page | None] = {}
         self._news = asyncio.Condition()
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
@@ -122,7 +123,6 @@ class Watch:
             if observed is not None:
                 await self._beside(lambda: history.take(observed, now_s, look.at_s))
             self._model, self._made_s = Model(look, history), now_s
-            self._number += 1
         async with self._news:
             self._news.notify_all()
 
@@ -132,13 +132,8 @@ class Watch:
 
     async def page(self, path: str, query: Mapping[str, str]) -> str | None:
         """HTML of an address, None where there is no page. BusyError."""
-        model = await self._fresh()
-
-        def make() -> str | None:
-            page = page_at(model, path, query, self._cluster)
-            return None if page is None else page.html
-
-        return await self._bounded(make)
+        page = await self._bounded(partial(self._page, await self._fresh(), path, query))
+        return None if page is None else page.html
 
     async def series(self, query: Mapping[str, str]) -> dict[str, object] | None:
         """Return points of charts, None for an unknown node. BusyError."""
@@ -151,14 +146,15 @@ class Watch:
             raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")
         self._viewers += 1
         before: Mapping[str, Cell] = {}
-        number = 0
+        shown: Model | None = None
         try:
             await self._fresh()
             while True:
-                number = await self._newer_than(number)
-                update = await self._beside(
-                    partial(self._update, self._known(), number, path, query, before)
-                )
+                async with self._news:
+                    while self._model is shown:
+                        await self._news.wait()
+                shown = self._known()
+                update = await self._beside(partial(self._update, shown, path, query, before))
                 if update is None:
                     return
                 message, before = update
@@ -186,24 +182,12 @@ class Watch:
             budget_left=self._budget_left if seen is not None else {},
         )
 
-    async def _newer_than(self, number: int) -> int:
-        async with self._news:
-            await self._news.wait_for(lambda: self._number > number)
-        return self._number
-
     def _update(
-        self,
-        model: Model,
-        number: int,
-        path: str,
-        query: Mapping[str, str],
-        before: Mapping[str, Cell],
+        self, model: Model, path: str, query: Mapping[str, str], before: Mapping[str, Cell]
     ) -> tuple[bytes, Mapping[str, Cell]] | None:
         """Return a message for a viewer and its cells afterwards; None without such a page."""
-        page = self._page(model, number, path, query)
-        if page is None:
-            return None
-        return message_of(page, before, model.look.at_s), page.cells
+        page = self._page(model, path, query)
+        return None if page is None else (message_of(page, before, model.look.at_s), page.cells)
 
     def _known(self) -> Model:
         assert self._model is not None
@@ -215,15 +199,17 @@ class Watch:
             await self.look()
         return self._known()
 
-    def _page(self, model: Model, number: int, path: str, query: Mapping[str, str]) -> Page | None:
-        """Return the page as of a look, rendered once for all its viewers (in the thread)."""
-        key = "\0".join((path, *(f"{name}={query[name]}" for name in sorted(query))))
-        known = self._pages.get(key)
-        if known is not None and known[0] == number:
-            return known[1]
+    def _page(self, model: Model, path: str, query: Mapping[str, str]) -> Page | None:
+        """Return the page as of a look, made once for all who ask for it (in the thread)."""
+        if self._paged is not model:
+            self._paged, self._pages = model, {}
+        key = path, *sorted(query.items())
+        if key in self._pages:
+            return self._pages[key]
         page = page_at(model, path, query, self._cluster)
-        self._pages = {k: each for k, each in self._pages.items() if each[0] >= number - 1}
-        self._pages[key] = number, page
+        # An address is anybody's to make up: others than the first are made each time.
+        if len(self._pages) < MOST_PAGES:
+            self._pages[key] = page
         return page
 
     async def _bounded(self, make: Callable[[], T]) -> T:

@@ -10,9 +10,20 @@ import pytest
 from elastic_scheduler import HarvestMode
 from rose.dashboard import Watch
 from rose.dashboard.model import STATES
-from rose.dashboard.page import Cell, Page, message_of, spans
+from rose.dashboard.page import (
+    Cell,
+    Page,
+    clock,
+    count,
+    latency,
+    message_of,
+    share,
+    size,
+    span,
+    spans,
+)
 from rose.dashboard.pages import PATHS, ROWS
-from rose.dashboard.text import clock, count, latency, share, size, span
+from rose.dashboard.watch import MOST_PAGES
 from tests.harness.dashboard_fleet import DashboardFleet
 
 HOSTILE = (
@@ -233,6 +244,18 @@ async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates() -> N
     assert len(first) < 40_000
     assert len(second) < 20_000
     await updates.aclose()
+    watch.close()
+
+
+async def test_readers_of_one_page_share_it_and_made_up_addresses_are_not_kept() -> None:
+    watch = await watched(DashboardFleet(3), 1)
+    for number in range(2 * MOST_PAGES):
+        assert await page_of(watch, "/nodes", q=f"nobody-{number}")
+    assert len(watch._pages) == MOST_PAGES
+    await watch.look()
+    first = await page_of(watch)
+    assert await page_of(watch) is first
+    assert len(watch._pages) == 1
     watch.close()
 
 

@@ -14,9 +14,9 @@ import pytest
 from elastic_scheduler import HarvestMode
 from rose.addresses import free_port
 from rose.dashboard import DashboardServer, DashboardSettings, Watch
-from rose.dashboard.access import HEADERS
 from rose.dashboard.page import assets
 from rose.dashboard.pages import PATHS
+from rose.dashboard.server import HEADERS
 from rose.dashboard.watch import MOST_VIEWERS, BusyError
 from rose.errors import ConfigError
 from rose.main.scheduler import settings_of

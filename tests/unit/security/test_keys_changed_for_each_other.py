@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from rose.cli.main import main
 from rose.client.credentials import GatewayCredentials, Shown
-from rose.dashboard.access import DashboardToken
+from rose.dashboard.server import DashboardToken
 from rose.errors import ConfigError
 from rose.integrations.settings import TrainerSettings
 from rose.node.config import NodeConfig
