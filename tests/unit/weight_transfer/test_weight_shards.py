@@ -1,16 +1,31 @@
-"""All ranks' pieces cover every checkpoint tensor once, and say where its weights lie."""
+"""Ranks encode pieces of every checkpoint tensor; a coordinator publishes all or nothing."""
 
+import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_cases import Shape, cut, dense, pieces, rows_only, weights
-from weight_cases import tensor
+from msgspec import structs
+from shard_cases import KEY, Shape, Trainer, cut, dense, pieces, rows_only, weights
+from weight_cases import next_model, stepped, tensor
 
-from weight_transfer.errors import ShardError
-from weight_transfer.format.digest import tiling_fault
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
+from weight_transfer.errors import (
+    ChunkMissingError,
+    ManifestError,
+    ShardError,
+    StoreError,
+    TensorFormatError,
+)
+from weight_transfer.format.digest import digest_of, tiling_fault
+from weight_transfer.format.manifest import Manifest, hex_digest
+from weight_transfer.format.tensors import TensorBits, bits_of
 from weight_transfer.publish.sharding import (
     Heads,
     LocalBits,
@@ -24,7 +39,15 @@ from weight_transfer.publish.sharding import (
     share,
     whole,
 )
-from weight_transfer.publish.shards import check_fit, hold
+from weight_transfer.publish.shards import (
+    ShardCoordinator,
+    ShardEncoder,
+    ShardReport,
+    ShardSettings,
+    check_fit,
+    hold,
+)
+from weight_transfer.torch import local_weights
 
 
 def faults(shapes: dict[str, tuple[int, ...]], found: Iterable[Piece]) -> dict[str, str]:
@@ -136,3 +159,344 @@ def test_a_parameter_of_another_size_or_name_is_refused() -> None:
         check_fit(found, {})
     with pytest.raises(ShardError, match="not carried"):
         check_fit(found, {"p": LocalBits("complex128", np.zeros(16, "<u2"))})
+
+
+SHAPE = Shape()
+
+
+def assert_holds(receiver: Receiver, model: dict[str, TensorBits], version: int) -> None:
+    assert receiver.version == version
+    for name, wanted in model.items():
+        np.testing.assert_array_equal(receiver.tensors[name].bits, wanted.bits, name)
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.booleans(),
+    st.lists(st.sampled_from([0.0, 0.02, 0.4, 1.0]), min_size=1, max_size=3),
+)
+def test_a_chain_of_sharded_versions_arrives_bit_exactly(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, shared: bool, densities: list[float]
+) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path_factory.mktemp("t"), SHAPE, model, ranks, shared=shared)
+    for version, density in enumerate(densities, start=1):
+        model = next_model(model, version, density)
+        manifest = trainer.publish(version, model)
+        assert {t.name: t.digest_after for t in manifest.tensors} == {
+            name: hex_digest(digest_of(t.bits)) for name, t in model.items()
+        }
+        trainer.receive(manifest)
+        assert_holds(trainer.receiver, model, version)
+    assert trainer.stores[0].versions() == tuple(range(1, len(densities) + 1))
+
+
+@pytest.mark.parametrize("shape", [Shape(kv=1), Shape(kv=8), Shape(hidden=5, dim=3, padded=40)])
+def test_odd_shapes_arrive(tmp_path: Path, shape: Shape) -> None:
+    model = dense(shape, 3)
+    trainer = Trainer(tmp_path, shape, model, 8)
+    new = next_model(model, 5, 0.3)
+    trainer.receive(trainer.publish(1, new))
+    assert_holds(trainer.receiver, new, 1)
+
+
+def test_a_base_of_shards_takes_a_joiner_in(tmp_path: Path) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 4)
+    new = next_model(model, 5, 0.3)
+    trainer.publish(1, new)
+    zeros = trainer.coordinator.merged(1, [e.parts(of_zeros=True) for e in trainer.encoders])
+    reports = [encoder.encode_base(zeros) for encoder in trainer.encoders]
+    base = trainer.coordinator.publish_base(zeros, reports)
+    assert base.is_base
+    joiner = Receiver(dense(SHAPE, 9))
+    joiner.commit(joiner.decode(base, trainer.chunks(base), KEY.verify_key, 0.0))
+    assert_holds(joiner, new, 1)
+    trainer.encoders[0]._held[0].bits[:] ^= 1  # A bit flipped in a rank's memory.
+    reports = [encoder.encode_base(zeros) for encoder in trainer.encoders]
+    with pytest.raises(ShardError, match="hold other weights than were published"):
+        trainer.coordinator.publish_base(zeros, reports)
+
+
+def test_every_store_but_the_first_is_named_and_holds_what_is_said_of_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, SHAPE, dense(SHAPE, 1), 4)
+    manifest = trainer.publish(1, next_model(dense(SHAPE, 1), 5, 0.5))
+    assert manifest.origins == ("http://rank-1", "http://rank-2", "http://rank-3")
+    assert {chunk.origin for chunk in manifest.chunks} == {None, 0, 1, 2}
+    assert trainer.chunks(manifest)
+    held = [len(list(store.chunks_dir.iterdir())) for store in trainer.stores]
+    assert sum(held) <= len({chunk.id for chunk in manifest.chunks}) + len(held)
+
+
+def test_a_rank_that_dies_before_its_report_publishes_nothing_and_the_next_works(
+    tmp_path: Path,
+) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 4)
+    lost = next_model(model, 5, 0.3)
+    digests = trainer.coordinator.digests
+    reports = [
+        encoder.encode(1, digests, weights(cut(SHAPE, lost, rank, 4)))
+        for rank, encoder in enumerate(trainer.encoders)
+    ]
+    with pytest.raises(ShardError, match="no report from rank 2"):
+        trainer.coordinator.publish(1, [r for r in reports if r.rank != 2])
+    assert trainer.stores[0].versions() == ()
+    assert [encoder.version for encoder in trainer.encoders] == [0] * 4
+    new = next_model(model, 6, 0.3)
+    trainer.receive(trainer.publish(1, new))
+    assert_holds(trainer.receiver, new, 1)
+    newer = next_model(new, 7, 0.3)
+    trainer.receive(trainer.publish(2, newer))
+    assert_holds(trainer.receiver, newer, 2)
+
+
+@pytest.fixture
+def encoded(tmp_path: Path) -> tuple[Trainer, list[ShardReport]]:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 2)
+    new = next_model(model, 5, 0.3)
+    reports = [
+        encoder.encode(1, trainer.coordinator.digests, weights(cut(SHAPE, new, rank, 2)))
+        for rank, encoder in enumerate(trainer.encoders)
+    ]
+    return trainer, reports
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "rank 1 reports version 2 on 0, wanted is 1 on 0"),
+        ({"parent": 7}, "rank 1 reports version 1 on 7, wanted is 1 on 0"),
+        ({"rank": 0}, "rank 0 of 2 reported out of turn"),
+        ({"rank": 2}, "rank 2 of 2 reported out of turn"),
+    ],
+)
+def test_a_report_for_anything_else_is_a_clear_error(
+    encoded: tuple[Trainer, list[ShardReport]], changes: dict, words: str
+) -> None:
+    trainer, (first, second) = encoded
+    with pytest.raises(ShardError, match=words):
+        trainer.coordinator.publish(1, [first, structs.replace(second, **changes)])
+    assert trainer.stores[0].versions() == ()
+
+
+def test_ranks_that_disagree_or_overlap_are_refused(
+    encoded: tuple[Trainer, list[ShardReport]],
+) -> None:
+    trainer, (first, second) = encoded
+    publish = trainer.coordinator.publish
+    other = tuple(structs.replace(t, dtype="float16") for t in second.tensors)
+    with pytest.raises(ShardError, match=r"is \('bfloat16', .* on rank 0 and \('float16'"):
+        publish(1, [first, structs.replace(second, tensors=other)])
+    own = {t.name: t for t in second.tensors}
+    query = next(t for t in first.tensors if t.name == "q")
+    gap = tuple(t for t in second.tensors if t.name != "q")
+    overlap = structs.replace(query, chunks=(*query.chunks, *own["q"].chunks))
+    for wrong in (gap, (*gap, query), (*gap, overlap)):
+        with pytest.raises(ManifestError, match=r"q \(16, 6\): chunks do not tile it"):
+            publish(1, [first, structs.replace(second, tensors=wrong)])
+    with pytest.raises(ShardError, match=r"began with: .'e4.down"):
+        publish(1, [first, structs.replace(second, tensors=())])
+    extra = (*first.tensors, structs.replace(first.tensors[0], name="extra"))
+    with pytest.raises(ShardError, match=r"began with: .'extra"):
+        publish(1, [structs.replace(first, tensors=extra), second])
+    with pytest.raises(ShardError, match="does not follow"):
+        publish(0, [first, second])
+    assert trainer.stores[0].versions() == ()
+
+
+def test_a_baseline_moves_only_to_what_its_rank_encoded(
+    encoded: tuple[Trainer, list[ShardReport]],
+) -> None:
+    trainer, reports = encoded
+    manifest = trainer.coordinator.publish(1, reports)
+    encoder = trainer.encoders[0]
+    for wrong in (replace(manifest, version=2), replace(manifest, parent=3)):
+        with pytest.raises(ShardError, match="did not encode version"):
+            encoder.advance(wrong)
+    foreign = tuple(structs.replace(t, chunks=t.chunks[1:]) for t in manifest.tensors)
+    with pytest.raises(ShardError, match="leaves out what rank 0 reported"):
+        encoder.advance(replace(manifest, tensors=foreign))
+    assert encoder.version == 0
+    encoder.advance(manifest)
+    assert encoder.version == 1
+    with pytest.raises(ShardError, match="did not encode version"):
+        encoder.advance(manifest)
+
+
+def test_a_baseline_is_what_was_published_whatever_the_trainer_does_next(tmp_path: Path) -> None:
+    """An optimiser that steps on in place must not leak into the baseline."""
+    old = {"w": tensor("w", (8, 6), 1)}
+    live = old["w"].bits.copy()
+    held = {"w": LocalBits("bfloat16", live)}
+    encoder = ShardEncoder(ChunkStore(tmp_path), 0, rows_only(old, 0, 1), held)
+    coordinator = ShardCoordinator(ChunkStore(tmp_path), "j", "t", KEY, 1, clock=lambda: 0.0)
+    digests = coordinator.begin([encoder.parts()])
+    live[3] += 1
+    published = live.copy()
+    report = encoder.encode(1, digests, held)
+    live[:] ^= 0x5555
+    encoder.advance(coordinator.publish(1, [report]))
+    np.testing.assert_array_equal(np.concatenate([p.bits for p in encoder._held]), published)
+
+
+def test_a_chunk_that_is_gone_before_the_baseline_moved_ends_the_encoder(
+    encoded: tuple[Trainer, list[ShardReport]],
+) -> None:
+    trainer, reports = encoded
+    manifest = trainer.coordinator.publish(1, reports)
+    for path in trainer.stores[1].chunks_dir.iterdir():
+        path.unlink()
+    with pytest.raises(ChunkMissingError):
+        trainer.encoders[1].advance(manifest)
+    with pytest.raises(ShardError, match="lost its baseline"):
+        trainer.encoders[1].encode(2, trainer.coordinator.digests, {})
+
+
+def test_a_trainer_that_resumed_from_other_weights_is_told(tmp_path: Path) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 2)
+    new = next_model(model, 5, 0.3)
+    trainer.publish(1, new)
+
+    def resumed(weights_now: dict[str, TensorBits]) -> list[ShardReport]:
+        encoders = [
+            ShardEncoder(
+                trainer.stores[rank],
+                rank,
+                rows_only(weights_now, rank, 2),
+                weights(
+                    {
+                        n: np.array_split(t.bits.reshape(t.shape), [-(-t.shape[0] // 2)])[rank]
+                        for n, t in weights_now.items()
+                    }
+                ),
+                version=1,
+            )
+            for rank in range(2)
+        ]
+        return [encoder.parts() for encoder in encoders]
+
+    again = ShardCoordinator(trainer.stores[0], "job", "trainer", KEY, 2)
+    with pytest.raises(ShardError, match="other weights than version 1"):
+        again.begin(resumed(model))
+    with pytest.raises(ShardError, match="no digests are known"):
+        again.publish(2, [])
+    again.begin(resumed(new))
+    assert again.digests == trainer.coordinator.digests
+
+
+def test_a_full_disk_on_one_rank_leaves_nothing_half_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 2)
+    new = next_model(model, 5, 0.3)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        with pytest.raises(StoreError, match="No space left on device; make room") as caught:
+            trainer.publish(1, new)
+    assert "\n" not in str(caught.value)
+    assert [path for store in trainer.stores for path in store.chunks_dir.iterdir()] == []
+    trainer.receive(trainer.publish(1, new))
+    assert_holds(trainer.receiver, new, 1)
+
+
+def test_a_report_survives_its_json_and_garbage_is_refused(
+    encoded: tuple[Trainer, list[ShardReport]],
+) -> None:
+    for report in encoded[1]:
+        assert ShardReport.from_json(report.to_json()) == report
+    for raw in (b"", b"{}", b"[]", b'{"rank":-1}', b"\xff", b"[" * 100_000):
+        with pytest.raises(ShardError, match="not a rank's report"):
+            ShardReport.from_json(raw)
+
+
+def test_a_rank_holds_its_shard_and_about_two_chunks_a_thread(tmp_path: Path) -> None:
+    chunk = 1 << 20
+    old = tensor("w", (512, 8192), 1)
+    new = stepped(old, 2, 0.02)
+    held = {"w": LocalBits("bfloat16", old.bits)}
+    one = ShardSettings(chunk_bytes=chunk, threads=1)
+    encoder = ShardEncoder(ChunkStore(tmp_path), 0, rows_only({"w": old}, 0, 1), held, 0, one)
+    coordinator = ShardCoordinator(ChunkStore(tmp_path), "j", "t", KEY, 1, clock=lambda: 0.0)
+    digests = coordinator.begin([encoder.parts()])
+    tracemalloc.start()
+    try:
+        report = encoder.encode(1, digests, {"w": LocalBits("bfloat16", new.bits)})
+        manifest = coordinator.publish(1, [report])
+        encoder.advance(manifest)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * chunk < old.bits.nbytes / 3
+
+
+def test_stores_of_ranks_delete_what_nobody_needs_and_nothing_else(tmp_path: Path) -> None:
+    model = dense(SHAPE, 1)
+    trainer = Trainer(tmp_path, SHAPE, model, 4)
+
+    def keep(manifest: Manifest) -> None:
+        for rank, store in enumerate(trainer.stores[1:], start=1):
+            store.put_manifest(manifest, manifest.origins.index(f"http://rank-{rank}"))
+
+    for version in (1, 2, 3):
+        new = next_model(model, version, 0.3)
+        keep(trainer.publish(version, new))
+        if version == 2:
+            zeros = trainer.coordinator.merged(
+                2, [e.parts(of_zeros=True) for e in trainer.encoders]
+            )
+            reports = [encoder.encode_base(zeros) for encoder in trainer.encoders]
+            keep(trainer.coordinator.publish_base(zeros, reports))
+        model = new
+    assert all(store.collect([], now_s=1.0) > 0 for store in trainer.stores)
+    assert {(s.bases(), s.versions()) for s in trainer.stores} == {((2,), (3,))}
+    manifests = [trainer.stores[2].get_manifest(2, base=True), trainer.stores[3].get_manifest(3)]
+    chunks = trainer.chunks(manifests[0]) | trainer.chunks(manifests[1])
+    joiner = Receiver(dense(SHAPE, 9))
+    joiner.commit(joiner.decode_chain(manifests, chunks, KEY.verify_key, 0.0))
+    assert_holds(joiner, model, 3)
+    own = next(c for c in manifests[1].chunks if c.origin == 0)
+    (trainer.stores[1].chunks_dir / own.id).unlink()
+    with pytest.raises(StoreError, match="1 chunks are not stored"):
+        trainer.stores[1].put_manifest(manifests[1], 0)
+
+
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(0, 4))
+def test_a_rectangle_is_read_row_by_row(offset: int, rows: int, width: int, spare: int) -> None:
+    stride = width + spare
+    weights = torch.randn(offset + rows * stride).bfloat16()
+    bits = bits_of(weights)
+    wanted = np.concatenate(
+        [bits[offset + r * stride : offset + r * stride + width] for r in range(rows)]
+    )
+    # A view that begins in the middle of its storage, as a shard of a flat buffer does.
+    inside = torch.cat([torch.zeros(3).bfloat16(), weights])[3:]
+    for local in (LocalBits("bfloat16", bits), local_weights({"w": inside})["w"]):
+        assert (local.dtype, local.elements) == ("bfloat16", weights.numel())
+        np.testing.assert_array_equal(local.read(offset, rows, width, stride), wanted)
+
+
+def test_weights_are_cast_as_they_are_read_and_integers_are_not() -> None:
+    state = {"w": torch.randn(4, 6), "t": torch.randn(6, 4).t(), "ids": torch.arange(5)}
+    local = local_weights(state, torch.bfloat16)
+    assert {name: one.dtype for name, one in local.items()} == {
+        "w": "bfloat16",
+        "t": "bfloat16",
+        "ids": "int64",
+    }
+    for name in ("w", "t"):
+        wanted = bits_of(state[name].bfloat16())
+        np.testing.assert_array_equal(local[name].read(0, 4, 6, 6), wanted)
+    np.testing.assert_array_equal(local["ids"].read(1, 3, 1, 1), [1, 2, 3])
+
+
+def test_a_type_that_is_not_carried_is_refused() -> None:
+    with pytest.raises(TensorFormatError, match="complex128"):
+        local_weights({"w": torch.zeros(3, dtype=torch.complex128)})["w"].read(0, 3, 1, 1)
