@@ -4,6 +4,6 @@
                                                                  │
              always, however it ends: as it was before  ◄────────┘
 
-`plan` draws the order, `node_metrics` reads a node's page, `run` carries it out, `verdict` says
-what was seen, with intervals (`bootstrap`).
+`run` draws the order and carries it out, `node_metrics` reads a node's page, `verdict` says what
+was seen, with intervals (`bootstrap`).
 """

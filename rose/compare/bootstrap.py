@@ -53,52 +53,12 @@ def _interval(replicates: Floats, units: int) -> Interval | None:
     return float(low), float(high)
 
 
-def _resampled_means(units: Sequence[Sequence[float]], rng: np.random.Generator) -> Floats:
-    """Means of `RESAMPLES` resamples of whole units."""
-    sums = np.array([math.fsum(unit) for unit in units])
-    counts = np.array([len(unit) for unit in units])
-    picks = rng.integers(len(units), size=(RESAMPLES, len(units)))
-    means: Floats = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
-    return means
-
-
-def _mean(units: Sequence[Sequence[float]]) -> float:
-    return math.fsum(math.fsum(unit) for unit in units) / sum(len(unit) for unit in units)
-
-
-def mean_difference(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], seed: int
-) -> Estimate:
-    """Mean of all samples after minus before, each given as units of samples; none is empty."""
-    rng = np.random.default_rng(seed)
-    replicates = _resampled_means(after, rng) - _resampled_means(before, rng)
-    value = _mean(after) - _mean(before)
-    return Estimate(value, _interval(replicates, min(len(before), len(after))))
-
-
-def ratio_of_rates(
-    above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]], seed: int
-) -> Estimate:
-    """Ratio of two rates over paired blocks, each block given as (amount, duration)."""
-    rng = np.random.default_rng(seed)
-    pairs = np.array([(*a, *b) for a, b in zip(above, below, strict=True)], dtype=np.float64)
-    picks = rng.integers(len(pairs), size=(RESAMPLES, len(pairs)))
-
-    def ratio(sums: Floats) -> Floats:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            result: Floats = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
-        return result
-
-    replicates = ratio(pairs[picks].sum(axis=1))
-    return Estimate(float(ratio(pairs.sum(axis=0))), _interval(replicates, len(pairs)))
-
-
 def estimate_of_sums(
     groups: Sequence[Sequence[Sequence[float]]],
     statistic: Callable[[Sequence[Floats]], Floats],
     seed: int,
 ) -> Estimate:
-    """A statistic of sums over units, with each group's units resampled apart from the others'.
+    """Return a statistic of sums over units, with each group's units resampled apart from others'.
 
     groups: each [units, columns]. `statistic` is given each group's sums [..., columns].
     """
@@ -114,12 +74,37 @@ def estimate_of_sums(
     return Estimate(float(value), _interval(replicates, min(map(len, arrays))))
 
 
+def ratio(sums: Floats) -> Floats:
+    """Return the ratio of columns 0 and 1."""
+    found: Floats = sums[..., 0] / sums[..., 1]
+    return found
+
+
+def ratio_of_ratios(sums: Sequence[Floats]) -> Floats:
+    """Return the ratio of columns 0 and 1 over that of columns 2 and 3."""
+    return ratio(sums[0]) / ratio(sums[0][..., 2:])
+
+
+def mean_difference(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], seed: int
+) -> Estimate:
+    """Mean of all samples after minus before, each given as units of samples; none is empty."""
+    groups = [[(math.fsum(unit), len(unit)) for unit in units] for units in (after, before)]
+    return estimate_of_sums(groups, lambda sums: ratio(sums[0]) - ratio(sums[1]), seed)
+
+
+def ratio_of_rates(
+    above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]], seed: int
+) -> Estimate:
+    """Ratio of two rates over paired blocks, each block given as (amount, duration)."""
+    pairs = [(*a, *b) for a, b in zip(above, below, strict=True)]
+    return estimate_of_sums([pairs], ratio_of_ratios, seed)
+
+
 def paired_difference(pairs: Sequence[Sequence[tuple[float, float]]], seed: int) -> Estimate:
     """Mean of (first - second) over all pairs, resampling whole windows of pairs; none is empty."""
-    rng = np.random.default_rng(seed)
-    differences = [[first - second for first, second in window] for window in pairs]
-    replicates = _resampled_means(differences, rng)
-    return Estimate(_mean(differences), _interval(replicates, len(differences)))
+    units = [(math.fsum(a - b for a, b in window), len(window)) for window in pairs]
+    return estimate_of_sums([units], lambda sums: ratio(sums[0]), seed)
 
 
 def percentile(values: Floats | Sequence[float], percent: float) -> float:

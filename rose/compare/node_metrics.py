@@ -4,7 +4,7 @@ A node of several hosts has series of each (label `host`), with targets and so b
 one of them is read.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -45,17 +45,13 @@ class Reading:
         return self.met + self.missed
 
 
+# Labels and value of each sample, by its name.
+Series = Mapping[str, list[tuple[Mapping[str, str], float]]]
+
+
 def reading_of(text: str, host: str = "") -> Reading:
     """Return a host's counters on a metrics page; "" is the only host. Raises ConfigError."""
-    wanted = {TTFT, TPOT, REQUESTS.removesuffix("_total"), TOKENS.removesuffix("_total")}
-    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            if family.name in wanted:
-                for sample in family.samples:
-                    found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"what came is no page of metrics ({error!s:.80})") from error
+    found = _series(text)
     missing = [name for name in (f"{TTFT}_count", f"{TPOT}_count", REQUESTS) if name not in found]
     if missing:
         raise ConfigError(
@@ -66,22 +62,46 @@ def reading_of(text: str, host: str = "") -> Reading:
         raise ConfigError(f"the node has several hosts; give --host, one of {', '.join(there)}")
     if host and host not in there:
         raise ConfigError(f"the page has no host {host!r}; it has {', '.join(filter(None, there))}")
-    of_guests = {TOKENS}
-    found = {
-        name: [
-            (labels, value)
-            for labels, value in series
-            if name in of_guests or not host or labels.get("host") == host
-        ]
+    mine = {
+        name: [each for each in series if not host or each[0].get("host") == host]
         for name, series in found.items()
     }
-    requests = found[REQUESTS]
     return Reading(
-        _latencies(found, TTFT),
-        _latencies(found, TPOT),
-        _sum(value for labels, value in requests if labels.get("targets") == "met"),
-        _sum(value for labels, value in requests if labels.get("targets") == "missed"),
-        _sum(value for _, value in found.get(TOKENS, [])),
+        _latencies(mine, TTFT),
+        _latencies(mine, TPOT),
+        _total(mine, REQUESTS, targets="met"),
+        _total(mine, REQUESTS, targets="missed"),
+        # Guests' tokens have no host's name.
+        _total(found, TOKENS),
+    )
+
+
+def _series(text: str) -> Series:
+    wanted = {TTFT, TPOT, REQUESTS.removesuffix("_total"), TOKENS.removesuffix("_total")}
+    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples if family.name in wanted else ():
+                found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"what came is no page of metrics ({error!s:.80})") from error
+    return found
+
+
+def _total(found: Series, name: str, **wanted: str) -> float:
+    """Return the sum of the samples with these labels."""
+    return sum(
+        (value for labels, value in found.get(name, []) if wanted.items() <= labels.items()), 0.0
+    )
+
+
+def _latencies(found: Series, name: str) -> Latencies:
+    buckets: dict[float, float] = {}
+    for labels, value in found.get(f"{name}_bucket", []):
+        bound_s = float(labels["le"])
+        buckets[bound_s] = buckets.get(bound_s, 0.0) + value
+    return Latencies(
+        dict(sorted(buckets.items())), _total(found, f"{name}_sum"), _total(found, f"{name}_count")
     )
 
 
@@ -94,18 +114,6 @@ def between(earlier: Reading, later: Reading) -> Reading:
         _grown(earlier.missed, later.missed),
         # A guest that was started anew counts from 0: then its tokens since are what is known.
         later.tokens - earlier.tokens if later.tokens >= earlier.tokens else later.tokens,
-    )
-
-
-def _latencies(found: Mapping[str, list[tuple[Mapping[str, str], float]]], name: str) -> Latencies:
-    buckets: dict[float, float] = {}
-    for labels, value in found.get(f"{name}_bucket", []):
-        bound_s = float(labels["le"])
-        buckets[bound_s] = buckets.get(bound_s, 0.0) + value
-    return Latencies(
-        dict(sorted(buckets.items())),
-        _sum(value for _, value in found.get(f"{name}_sum", [])),
-        _sum(value for _, value in found[f"{name}_count"]),
     )
 
 
@@ -122,7 +130,3 @@ def _grown(earlier: float, later: float) -> float:
     if later < earlier:
         raise CountersRestartedError("the node's daemon was started anew in between")
     return later - earlier
-
-
-def _sum(values: Iterable[float]) -> float:
-    return sum(values, 0.0)

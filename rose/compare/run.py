@@ -3,19 +3,23 @@
     begin ──► [switch ──► settle ──► read ──► block_s ──► read] for each block ──► as it was
                  │ somebody else changed a switch: theirs stays, and the comparison ends
 
+Blocks come in pairs of one with lending and one without, each in a drawn order: traffic changes
+over a day, so a block is compared with its neighbour in time alone, and neither arm always comes
+first.
+
 The way back is taken however it ends. What an operator sets meanwhile is never undone: lending that
 somebody stopped is not begun again for a measurement's sake.
 """
 
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rose.compare.node_metrics import CountersRestartedError, Reading, between
-from rose.compare.plan import Block, Plan, blocks_of
 from rose.compare.verdict import PairRead
-from rose.errors import RefusedError, UnavailableError
+from rose.errors import ConfigError, RefusedError, UnavailableError
 
 Mode = int
 """A `HarvestMode` of the wire."""
@@ -24,6 +28,69 @@ Mode = int
 DRAIN_S = 60.0
 BACK_S = 30.0
 LOOK_S = 1.0
+MOST_PAIRS = 500
+# Shorter ones are mostly settling, and hold too few requests to say anything.
+LEAST_BLOCK_S, LONGEST_BLOCK_S = 10.0, 3_600.0
+LEAST_SETTLE_S, LONGEST_SETTLE_S = 1.0, 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """pairs: of blocks. block_s: of each, measured. settle_s: after each switch, not measured."""
+
+    pairs: int = 12
+    block_s: float = 120.0
+    settle_s: float = 15.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for option, value, least, most in (
+            ("--pairs", self.pairs, 2, MOST_PAIRS),
+            ("--block-s", self.block_s, LEAST_BLOCK_S, LONGEST_BLOCK_S),
+            ("--settle-s", self.settle_s, LEAST_SETTLE_S, LONGEST_SETTLE_S),
+        ):
+            if not least <= value <= most:
+                raise ConfigError(f"{option} {value:g}: give {least:g} to {most:g}")
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole plan."""
+        return 2 * self.pairs * (self.settle_s + self.block_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One stretch of time; lends: whether the guests may work in it."""
+
+    pair: int
+    lends: bool
+    begins_s: float
+
+
+def blocks_of(plan: Plan) -> list[Block]:
+    """All blocks in their order; begins_s: of the measurement, from the start on."""
+    drawn = random.Random(plan.seed)  # noqa: S311 -- an order, no secret
+    blocks: list[Block] = []
+    for pair in range(plan.pairs):
+        first = drawn.random() < 0.5
+        for lends in (first, not first):
+            began_s = len(blocks) * (plan.settle_s + plan.block_s)
+            blocks.append(Block(pair, lends, began_s + plan.settle_s))
+    return blocks
+
+
+def shown_plan(plan: Plan) -> list[str]:
+    """Return the schedule, a line a block."""
+    lines = [
+        f"{2 * plan.pairs} blocks of {plan.block_s:g} s, {plan.settle_s:g} s to settle before"
+        f" each: {plan.seconds / 60:.0f} min"
+    ]
+    lines += [
+        f"{block.begins_s / 60:7.1f} min  pair {block.pair + 1:3d}  lending"
+        f" {'on' if block.lends else 'off'}"
+        for block in blocks_of(plan)
+    ]
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +115,15 @@ class Lending(Protocol):
 
 
 class Clock(Protocol):
-    """Time as it passes."""
+    """Time as it passes; the module `time` is one."""
 
-    def now(self) -> float:
-        """Monotonic seconds."""
+    def monotonic(self) -> float:
+        """Return seconds from some moment on."""
         ...
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         """Wait."""
         ...
-
-
-class RealClock:
-    """The machine's."""
-
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
 
 
 @dataclass(slots=True)
@@ -81,7 +136,7 @@ class ComparisonRun:
     say: Callable[[str], None]
     on: Mode
     off: Mode
-    clock: Clock = field(default_factory=RealClock)
+    clock: Clock = time
     _set: dict[str, Mode] = field(default_factory=dict)
     _before: Switches | None = None
 
@@ -143,9 +198,9 @@ class ComparisonRun:
                 self.lending.switch(guest, mode)
 
     def _wait_until_free(self) -> None:
-        until_s = self.clock.now() + DRAIN_S
+        until_s = self.clock.monotonic() + DRAIN_S
         while leased := self.lending.switches().leased & self._set.keys():
-            if self.clock.now() >= until_s:
+            if self.clock.monotonic() >= until_s:
                 raise UnavailableError(
                     f"{min(leased)} still has its lease {DRAIN_S:g} s after it was drained; see"
                     " `rose status`"
@@ -166,13 +221,13 @@ class ComparisonRun:
     def _put_back(self) -> None:
         """Restore the earlier modes, except where someone else has set one since."""
         assert self._before is not None
-        until_s = self.clock.now() + BACK_S
+        until_s = self.clock.monotonic() + BACK_S
         left = {g: self._before.guests[g] for g, mode in self._set.items() if mode != self.on}
         while left:
             try:
                 self._put_back_once(left)
             except UnavailableError as error:
-                if self.clock.now() >= until_s:
+                if self.clock.monotonic() >= until_s:
                     self.say(f"NOT PUT BACK: {error}")
                     for guest in sorted(left):
                         self.say(f"  run `rose resume --replica {guest}`")
@@ -189,17 +244,3 @@ class ComparisonRun:
             else:
                 self.say(f"somebody changed the switch of {guest} meanwhile: left as it is")
             del left[guest]
-
-
-def shown_plan(plan: Plan) -> Sequence[str]:
-    """The schedule, a line a block."""
-    lines = [
-        f"{2 * plan.pairs} blocks of {plan.block_s:g} s, {plan.settle_s:g} s to settle before"
-        f" each: {plan.seconds / 60:.0f} min"
-    ]
-    lines += [
-        f"{block.begins_s / 60:7.1f} min  pair {block.pair + 1:3d}  lending"
-        f" {'on' if block.lends else 'off'}"
-        for block in blocks_of(plan)
-    ]
-    return lines

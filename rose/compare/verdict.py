@@ -6,14 +6,14 @@ no verdict, and it is said how many are missing: intervals over little data look
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
 import numpy as np
 
-from rose.compare.bootstrap import Estimate, Floats, estimate_of_sums
+from rose.compare.bootstrap import Estimate, Floats, estimate_of_sums, ratio, ratio_of_ratios
 from rose.compare.node_metrics import Latencies, Reading
 
 MIN_PAIRS = 6
@@ -84,10 +84,8 @@ def compared(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Comparison
     off = sum(pair.off.requests for pair in pairs)
     tokens = sum(pair.on.tokens for pair in pairs)
     missing = lacking(len(pairs), on, off, tokens)
-    findings = (
-        () if not pairs or not on or not off else tuple(_findings(pairs, limits, seed, missing))
-    )
-    return Comparison(findings, int(on), int(off), int(tokens), missing)
+    findings = _findings(pairs, limits, seed, missing) if on and off else ()
+    return Comparison(tuple(findings), int(on), int(off), int(tokens), missing)
 
 
 def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
@@ -108,60 +106,61 @@ def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
 def _findings(pairs: Sequence[PairRead], limits: Limits, seed: int, missing: str) -> list[Finding]:
     found = [_attainment(pairs, limits, seed), *_means(pairs, limits, seed)]
     if missing:
-        found = [
-            Finding(each.name, each.on, each.off, None, each.limit, Verdict.OPEN) for each in found
-        ]
+        found = [replace(each, estimate=None, verdict=Verdict.OPEN) for each in found]
     return [*found, *_percentiles(pairs, seed, enough=not missing)]
 
 
 def _attainment(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Finding:
     rows = [(p.on.met, p.on.requests, p.off.met, p.off.requests) for p in pairs]
-
-    def lost(sums: Sequence[Floats]) -> Floats:
-        each = sums[0]
-        difference: Floats = each[..., 0] / each[..., 1] - each[..., 2] / each[..., 3]
-        return difference
-
-    estimate = estimate_of_sums([rows], lost, seed)
-    on, off = _ratio(rows, 0, 1), _ratio(rows, 2, 3)
-    verdict = _judged(estimate, lambda value: value >= -limits.max_loss)
-    return Finding(
-        "requests within both targets", on, off, estimate, f">= {-limits.max_loss:g}", verdict
+    return _of_rows(
+        "requests within both targets",
+        rows,
+        estimate_of_sums([rows], lambda sums: ratio(sums[0]) - ratio(sums[0][..., 2:]), seed),
+        f">= {-limits.max_loss:g}",
+        lambda value: value >= -limits.max_loss,
     )
 
 
-def _means(pairs: Sequence[PairRead], limits: Limits, seed: int) -> list[Finding]:
-    found = []
+def _means(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Iterator[Finding]:
     for name in ("ttft", "tpot"):
-        rows = []
-        for pair in pairs:
-            on, off = _of(pair.on, name), _of(pair.off, name)
-            rows.append((on.sum_s, on.count, off.sum_s, off.count))
-        estimate = _known(estimate_of_sums([rows], _ratio_of_means, seed))
-        found.append(
-            Finding(
-                f"{name.upper()} mean",
-                _ratio(rows, 0, 1),
-                _ratio(rows, 2, 3),
-                estimate,
-                f"<= {limits.max_ratio:g}",
-                _judged(estimate, lambda value: value <= limits.max_ratio),
-            )
+        arms = [(_of(pair.on, name), _of(pair.off, name)) for pair in pairs]
+        rows = [(on.sum_s, on.count, off.sum_s, off.count) for on, off in arms]
+        yield _of_rows(
+            f"{name.upper()} mean",
+            rows,
+            _known(estimate_of_sums([rows], ratio_of_ratios, seed)),
+            f"<= {limits.max_ratio:g}",
+            lambda value: value <= limits.max_ratio,
         )
-    return found
 
 
-def _ratio_of_means(sums: Sequence[Floats]) -> Floats:
-    each = sums[0]
-    ratio: Floats = (each[..., 0] / each[..., 1]) / (each[..., 2] / each[..., 3])
-    return ratio
+def _of_rows(
+    name: str,
+    rows: Sequence[Sequence[float]],
+    estimate: Estimate | None,
+    limit: str,
+    meets: Callable[[float], bool],
+) -> Finding:
+    """Return the finding of rows (amount on, count on, amount off, count off)."""
+    on, on_count, off, off_count = (sum(column) for column in zip(*rows, strict=True))
+    return Finding(
+        name,
+        on / on_count if on_count else None,
+        off / off_count if off_count else None,
+        estimate,
+        limit,
+        _judged(estimate, meets),
+    )
 
 
 def _percentiles(pairs: Sequence[PairRead], seed: int, *, enough: bool) -> list[Finding]:
     found = []
     for name in ("ttft", "tpot"):
         bounds = np.array(list(_of(pairs[0].on, name).buckets))
-        rows = [[*_counts(pair.on, name), *_counts(pair.off, name)] for pair in pairs]
+        rows = [
+            [*_of(pair.on, name).buckets.values(), *_of(pair.off, name).buckets.values()]
+            for pair in pairs
+        ]
         sums: Floats = np.array(rows, dtype=np.float64).sum(axis=0)
         fewest = min(sums[len(bounds) - 1], sums[-1])
         for percent in PERCENTS:
@@ -215,15 +214,6 @@ def _percentile(counts: Floats, bounds: Floats, percent: float) -> Floats:
 
 def _of(reading: Reading, name: str) -> Latencies:
     return reading.ttft if name == "ttft" else reading.tpot
-
-
-def _counts(reading: Reading, name: str) -> list[float]:
-    return list(_of(reading, name).buckets.values())
-
-
-def _ratio(rows: Sequence[Sequence[float]], above: int, below: int) -> float | None:
-    divisor = sum(row[below] for row in rows)
-    return sum(row[above] for row in rows) / divisor if divisor else None
 
 
 def _known(estimate: Estimate) -> Estimate | None:

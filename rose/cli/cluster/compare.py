@@ -26,8 +26,7 @@ from rose.cli.options import add_scheduler_options, client_of
 from rose.command_line.output import console_of, say
 from rose.command_line.parser import Parser
 from rose.compare.node_metrics import Reading, reading_of
-from rose.compare.plan import Plan
-from rose.compare.run import ComparisonRun, Switches, shown_plan
+from rose.compare.run import ComparisonRun, Plan, Switches, shown_plan
 from rose.compare.verdict import Comparison, Finding, Limits, PairRead, Verdict, compared
 from rose.direct_http import open_directly
 from rose.errors import ConfigError, RefusedError, UnavailableError

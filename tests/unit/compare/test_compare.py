@@ -21,8 +21,7 @@ from rose.compare.node_metrics import (
     between,
     reading_of,
 )
-from rose.compare.plan import Plan, blocks_of
-from rose.compare.run import ComparisonRun, Switches
+from rose.compare.run import ComparisonRun, Plan, Switches, blocks_of
 from rose.compare.verdict import (
     MIN_PAIRS,
     MIN_REQUESTS,
@@ -184,7 +183,7 @@ class World:
         served_s = self.now_s - self.counts_from_s
         return reading(100 * served_s, tokens=10 * served_s)
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:

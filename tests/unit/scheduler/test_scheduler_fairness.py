@@ -17,8 +17,7 @@ from elastic_scheduler.policies.baselines import SpotPolicy
 from elastic_scheduler.policies.rose import RosePolicy
 from rose.cli.cluster.compare import NodeLending
 from rose.compare.node_metrics import Latencies, Reading
-from rose.compare.plan import Plan
-from rose.compare.run import ComparisonRun
+from rose.compare.run import ComparisonRun, Plan
 from rose.errors import RefusedError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
