@@ -41,15 +41,15 @@ from rose.simulation import (
     EngineSpec,
     GuestSpec,
     HostPool,
-    ProfiledSteps,
     Request,
+    Run,
     RunResult,
     Scenario,
     TrainerSpec,
     Trajectory,
     Turn,
+    carry_out,
 )
-from rose.simulation.run import run
 from slo import SloSpec, StepProfile, StepSample, fit_profile, percentile
 
 MEASURED = Path("bench/results/simulation/measured.json")
@@ -439,7 +439,7 @@ def _play(
         _Replay(load, 1 if until_s is None else GUEST_TIMES),
         until_s=end_s,
     )
-    return run(scenario, policy, measured.seed, BACKGROUND)
+    return carry_out(Run(scenario, policy, measured.seed, BACKGROUND))
 
 
 def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineSpec:
@@ -454,7 +454,7 @@ def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineSpec:
     return EngineSpec(
         model=name,
         cards=1,
-        steps=ProfiledSteps(steps),
+        profile=steps,
         kv_tokens=max(sizes.kv_tokens, sizes.max_sequences * UNIT_TOKENS),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         weight_bytes=1_000_000,

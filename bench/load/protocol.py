@@ -256,7 +256,7 @@ def write_trace(path: Path, seed: int, hours: float, *, day: bool = False) -> No
 
     day: with the shape of a day, from 0:00 on.
     """
-    from rose.simulation.workloads.serving import AZURE_CODE_2023, CODE_DAY, HOUR_S
+    from rose.simulation.workloads.traffic import AZURE_CODE_2023, CODE_DAY, HOUR_S
 
     traffic = replace(AZURE_CODE_2023, day=CODE_DAY) if day else AZURE_CODE_2023
     began = datetime(2026, 1, 5, tzinfo=UTC)

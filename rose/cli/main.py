@@ -45,7 +45,7 @@ COMMANDS: Final = {
     "support-bundle": ("rose.cli.machine.support_bundle", "collect what help needs, no secrets"),
     # Part of the repository alone, with the benchmarks.
     "demo": ("bench.demo.cli", "run the whole loop on this machine, report what it proves"),
-    "sim": ("rose.simulation.commands.main", "simulate a cluster with ROSE's own decisions"),
+    "sim": ("rose.simulation.commands", "simulate a cluster with ROSE's own decisions"),
     "doctor": ("rose.cli.machine.doctor", "say what is missing, and how to mend it"),
     "status": (
         "rose.cli.cluster.fleet",

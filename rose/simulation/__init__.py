@@ -15,15 +15,7 @@ output. One seed has one history: nothing reads a real clock, and the only rando
 workload's, which does not depend on what policies do.
 """
 
-from rose.simulation.cluster import (
-    ClusterError,
-    ClusterSpec,
-    DedicatedPool,
-    EngineSpec,
-    GuestSpec,
-    HostPool,
-    Links,
-)
+from rose.simulation.engine_specs import EngineSpec, StepWork, published_engine
 from rose.simulation.results import (
     Latencies,
     Percentiles,
@@ -32,20 +24,22 @@ from rose.simulation.results import (
     StepResult,
     UseSlice,
 )
-from rose.simulation.scenario import Scenario
-from rose.simulation.step_times import (
-    ProfiledSteps,
-    RooflineSteps,
-    StepTimes,
-    StepWork,
-    profile_of,
+from rose.simulation.run import Run, carry_out, run_all
+from rose.simulation.scenario import (
+    Algorithm,
+    ClusterSpec,
+    DedicatedPool,
+    GuestSpec,
+    HostPool,
+    Links,
+    Scenario,
+    TrainerSpec,
 )
-from rose.simulation.trainer import Algorithm, TrainerSpec
-from rose.simulation.workload import Request, RolloutWorkload, ServingWorkload, Trajectory, Turn
+from rose.simulation.workloads.episodes import RolloutWorkload, Trajectory, Turn
+from rose.simulation.workloads.traffic import Request, ServingWorkload
 
 __all__ = [
     "Algorithm",
-    "ClusterError",
     "ClusterSpec",
     "DedicatedPool",
     "EngineSpec",
@@ -54,20 +48,20 @@ __all__ = [
     "Latencies",
     "Links",
     "Percentiles",
-    "ProfiledSteps",
     "Request",
     "RolloutWorkload",
-    "RooflineSteps",
+    "Run",
     "RunResult",
     "Scenario",
     "ServingWorkload",
     "SloSlice",
     "StepResult",
-    "StepTimes",
     "StepWork",
     "TrainerSpec",
     "Trajectory",
     "Turn",
     "UseSlice",
-    "profile_of",
+    "carry_out",
+    "published_engine",
+    "run_all",
 ]

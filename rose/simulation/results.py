@@ -4,7 +4,13 @@ Every figure is finite: `RunResult.to_json` refuses any other, and what nobody m
 """
 
 import json
+import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from slo import SloSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,68 @@ class RunResult:
     assumptions: tuple[str, ...] = ()
     fidelity: str = "steps"
 
+    @classmethod
+    def of_steps(cls, steps: Sequence[StepResult], **figures: Any) -> "RunResult":  # noqa: ANN401
+        """Return the result with the rates of its steps; figures: all other fields."""
+        # The first one waits for leases and caches that are there ever after.
+        counted = steps[1:] or steps
+        took_s = sum(step.ended_s - step.started_s for step in counted)
+        tokens = sum(step.total_tokens for step in counted)
+        return cls(
+            steps=tuple(steps),
+            tokens_per_s=tokens / took_s if took_s > 0 else 0.0,
+            steps_per_hour=3_600 * len(counted) / took_s if took_s > 0 else 0.0,
+            **figures,
+        )
+
     def to_json(self) -> str:
         """One JSON object. Raises ValueError for a figure that is not finite."""
         return json.dumps(asdict(self), indent=2, allow_nan=False)
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Return percentiles by the nearest rank; all 0 without values."""
+    if not values:
+        return Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+    mean = math.fsum(ordered) / len(ordered)
+    return Percentiles(len(ordered), mean, at(0.5), at(0.9), at(0.99), ordered[-1])
+
+
+class LatencyBook:
+    """Latencies of users' requests, against their targets."""
+
+    def __init__(self, slo: SloSpec, slice_s: float) -> None:
+        self._slo = slo
+        self._slice_s = slice_s
+        self._slices: dict[int, list[int]] = {}
+        self._ttft_s = array("d")
+        self._tpot_s = array("d")
+
+    def served(self, at_s: float, ttft_s: float, tpot_s: float | None) -> None:
+        """Count a request at that time; tpot_s: None for an answer of one token."""
+        attained = ttft_s <= self._slo.ttft_s and (tpot_s or 0.0) <= self._slo.tpot_s
+        self._ttft_s.append(ttft_s)
+        if tpot_s is not None:
+            self._tpot_s.append(tpot_s)
+        counts = self._slices.setdefault(int(at_s // self._slice_s), [0, 0])
+        counts[0] += 1
+        counts[1] += attained
+
+    def latencies(self) -> Latencies:
+        """Return the latencies of all requests so far."""
+        series = tuple(
+            SloSlice(number * self._slice_s, requests, attained)
+            for number, (requests, attained) in sorted(self._slices.items())
+        )
+        return Latencies(
+            len(self._ttft_s),
+            sum(each.attained for each in series),
+            percentiles(self._ttft_s),
+            percentiles(self._tpot_s),
+            series,
+        )

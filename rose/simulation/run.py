@@ -1,13 +1,20 @@
-"""One run: builds the cluster of a scenario for one policy, runs it, and sums it up.
+"""Runs: a cluster of a scenario under one policy, from its seed to its result; many at once.
 
     scenario, policy, seed ──► Simulation ──► RunResult
 
-Everything is built in one order and driven by one queue, so a seed has one history.
+Everything is built in one order and driven by one queue, so a seed has one history. Many runs are
+spread over Ray where it is asked for, else over processes of this machine; their results come back
+in the order of what was asked, whoever was done first.
 """
 
 import gc
-from collections.abc import Mapping
-from dataclasses import replace
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_scheduler import ReplicaKind
 from executor.grant_controller import GuardConfig
@@ -16,38 +23,26 @@ from executor.kv.pressure import PressureLimits
 from executor.step_decision import GateLimits
 from rose.errors import ConfigError
 from rose.scheduler.core.messages import Event
-from rose.simulation.clock.event_loop import VirtualLoop
-from rose.simulation.clock.event_queue import NS, EventQueue
-from rose.simulation.cluster import EngineSpec, GuestSpec, HostPool
+from rose.simulation.clock import NS, EventQueue, VirtualLoop
 from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.engine.card import GUEST, HOST, ModelledCard
 from rose.simulation.engine.guest import ModelledGuest
 from rose.simulation.engine.host import ModelledHost
+from rose.simulation.engine_specs import EngineSpec, StepWork
 from rose.simulation.fleet.gateway import ModelledGateway
-from rose.simulation.fleet.hybrid_pool import ModelledHybridPool
-from rose.simulation.fleet.node import ModelledGuard, ModelledNode
-from rose.simulation.fleet.replica import ModelledReplica
+from rose.simulation.fleet.hybrid_pool import HYBRID, ModelledHybridPool
+from rose.simulation.fleet.node import (
+    ModelledGuard,
+    ModelledNode,
+    ModelledReplica,
+    ModelledTransfer,
+)
 from rose.simulation.fleet.scheduler import ModelledScheduler
 from rose.simulation.fleet.trainer import ModelledTrainer
-from rose.simulation.fleet.users import (
-    LatencyBook,
-    ModelledAutoscaler,
-    ModelledUsers,
-    percentiles,
-)
-from rose.simulation.fleet.weights import ModelledTransfer
-from rose.simulation.policies.catalog import (
-    Borrows,
-    Hybrid,
-    PolicySetup,
-    check_options,
-    setup_of,
-    tuned,
-)
-from rose.simulation.policies.libra import HYBRID
-from rose.simulation.results import RunResult, UseSlice
-from rose.simulation.scenario import Scenario
-from rose.simulation.step_times import StepWork
+from rose.simulation.fleet.users import ModelledAutoscaler, ModelledUsers
+from rose.simulation.policies import Borrows, Hybrid, PolicySetup, check_options, setup_of, tuned
+from rose.simulation.results import LatencyBook, RunResult, UseSlice, percentiles
+from rose.simulation.scenario import GuestSpec, HostPool, Scenario
 
 # One node daemon has the cards of one machine.
 NODE_CARDS = 8
@@ -55,104 +50,130 @@ NODE_CARDS = 8
 UNIT_TOKENS = 256
 GC_THRESHOLD = 50_000
 LEAST_RESERVE = 0.001
+# Time until a borrowed card has an engine that answers.
+INSTANCE_S = 60.0
 
 
-def run(
-    scenario: Scenario, policy: str, seed: int = 0, options: Mapping[str, float] | None = None
-) -> RunResult:
-    """Run a scenario under a policy. `options`: constants and settings other than the usual.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run that is asked for; options: constants and settings other than the usual."""
 
-    Raises ConfigError for a policy or option that there is not.
-    """
-    wanted = {**scenario.options, **(options or {})}
-    check_options(wanted)
-    with tuned(wanted):
-        queue = EventQueue()
-        loop = VirtualLoop(queue)  # type: ignore[abstract]  # nothing here asks for sockets
+    scenario: Scenario
+    policy: str
+    seed: int = 0
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+def carry_out(asked: Run) -> RunResult:
+    """Carry out one run. Raises ConfigError for a policy or option that there is not."""
+    options = {**asked.scenario.options, **asked.options}
+    check_options(options)
+    with tuned(options):
+        loop = VirtualLoop(EventQueue())  # type: ignore[abstract]  # nothing here asks for sockets
         # Tasks leave cycles behind, and looking for them takes as long as all else.
         thresholds = gc.get_threshold()
         gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
         try:
             with loop.running():
-                simulation = Simulation(scenario, setup_of(policy), seed, wanted, queue, loop)
-                queue.run(scenario.until_s)
+                simulation = Simulation(replace(asked, options=options), loop)
+                loop.queue.run(asked.scenario.until_s)
                 return simulation.result()
         finally:
             loop.close()
             gc.set_threshold(*thresholds)
 
 
+def run_all(
+    asked: Sequence[Run], workers: int | None = None, ray_address: str | None = None
+) -> Iterator[RunResult]:
+    """Run all, `workers` at once (None: as many as this machine has cores).
+
+    ray_address: of a Ray cluster, or `local`; None for processes. Raises ConfigError where Ray is
+    asked for and not installed.
+    """
+    if ray_address is not None:
+        yield from _on_ray(asked, ray_address)
+        return
+    most = min(len(asked), workers or os.cpu_count() or 1)
+    if most <= 1:
+        yield from map(carry_out, asked)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(most, mp_context=context) as pool:
+        yield from pool.map(carry_out, asked)
+
+
+def _on_ray(asked: Sequence[Run], address: str) -> Iterator[RunResult]:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray is not installed; leave out --ray, or install ray")
+    ray: Any = importlib.import_module("ray")
+    began = not ray.is_initialized()
+    if began:
+        ray.init(address=None if address == "local" else address, log_to_driver=False)
+    try:
+        task = ray.remote(num_cpus=1)(carry_out)
+        waiting = [task.remote(each) for each in asked]
+        for each in waiting:
+            yield ray.get(each)
+    finally:
+        if began:
+            ray.shutdown()
+
+
 class Simulation:
     """A cluster under one policy."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        setup: PolicySetup,
-        seed: int,
-        options: Mapping[str, float],
-        queue: EventQueue,
-        loop: VirtualLoop,
-    ) -> None:
-        self._scenario = scenario
-        self._setup = setup
-        self._seed = seed
-        self._options = options
-        self.queue = queue
-        self.loop = loop
-        links = scenario.cluster.links
-        self.gateway = ModelledGateway(self.queue, self._say)
+    def __init__(self, asked: Run, loop: VirtualLoop) -> None:
+        scenario = self._scenario = asked.scenario
+        setup = self._setup = setup_of(asked.policy)
+        options = self._options = asked.options
+        self._seed = asked.seed
+        queue = self.queue = loop.queue
+        cluster = scenario.cluster
+        self.gateway = ModelledGateway(queue, self._say)
         self.scheduler = ModelledScheduler(
-            self.queue, setup.leasing(), links.latency_s, self.gateway.set_table
+            queue, setup.leasing(), cluster.links.latency_s, self.gateway.set_table
         )
-        self._transfer = ModelledTransfer(self.queue, links, scenario.trainer.weight_bytes)
+        self._transfer = ModelledTransfer(queue, cluster.links, scenario.trainer.weight_bytes)
         tail = options.get("tail_batching", scenario.trainer.tail_batching) > 0
         self.trainer = ModelledTrainer(
             replace(scenario.trainer, tail_batching=tail),
             scenario.rollouts,
-            seed,
-            self.queue,
-            self.loop,
+            asked.seed,
+            loop,
             self.gateway,
             self._transfer,
-            self._say,
-            self.queue.stop,
-            hedges=round(options.get("hedges", setup.hedges)),
-            priority_of=setup.priority_of,
+            round(options.get("hedges", setup.hedges)),
         )
         self.nodes: list[ModelledNode] = []
         self.hosts: list[ModelledHost] = []
         self.guests: list[ModelledGuest] = []
+        # Cards whose steps are borrowed or rollouts of the job's own: by pool.
         self._host_cards: list[ModelledCard] = []
         self._dedicated_cards: list[ModelledCard] = []
         self._hybrid_cards: list[ModelledCard] = []
-        self._borrowed: list[ModelledReplica] = []
-        self._book: LatencyBook | None = None
-        self._users: ModelledUsers | None = None
         self._instances: list[ModelledReplica] = []
         self._boots: list[int] = []
+        self._book: LatencyBook | None = None
+        self._users: ModelledUsers | None = None
         self._use: list[UseSlice] = []
         self._seen = (0.0, 0.0, 0.0, 0.0)
-        self._build()
+        self._build(setup)
 
-    def _build(self) -> None:
+    def _build(self, setup: PolicySetup) -> None:
         cluster = self._scenario.cluster
         engine = cluster.dedicated.engine
         names = [f"dedicated-{index}" for index in range(cluster.dedicated.replicas)]
         self._dedicated_cards = self._plain_replicas(names, engine, up=True)
         if cluster.serving is not None:
-            self._build_serving(cluster.serving, engine)
-        if self._setup.hybrid is not Hybrid.NEVER:
-            count = cluster.training_cards // engine.cards
-            names = [f"{HYBRID}-{index}" for index in range(count)]
+            self._build_serving(cluster.serving)
+        if setup.hybrid is not Hybrid.NEVER:
+            names = [f"{HYBRID}-{n}" for n in range(cluster.training_cards // engine.cards)]
             before = len(self.nodes)
             self._hybrid_cards = self._plain_replicas(names, engine, up=False)
-            ModelledHybridPool(
-                self.queue,
-                self.trainer,
-                self.nodes[before:],
-                windowed=self._setup.hybrid is Hybrid.WINDOW,
-            )
+            windowed = setup.hybrid is Hybrid.WINDOW
+            pool = self.nodes[before:]
+            ModelledHybridPool(self.queue, self.trainer, pool, windowed=windowed)
         self.scheduler.start()
         self.gateway.start()
         self.trainer.start()
@@ -163,91 +184,62 @@ class Simulation:
             node.start()
         self.queue.every_s(self._scenario.slice_s, self._sample)
 
-    def _node(self, *, far: bool) -> ModelledNode:
-        number = len(self.nodes)
-        node = ModelledNode(
-            f"node-{number}",
-            number + 1,
-            self.queue,
-            self._say,
-            self._transfer,
-            self._scenario.cluster.links.apply_s,
-            far=far,
-        )
-        self.nodes.append(node)
-        return node
+    def _nodes_of(self, engines: int, cards: int, *, far: bool) -> Iterator[ModelledNode]:
+        """Yield the node of each of so many engines."""
+        for index in range(engines):
+            if index % max(1, NODE_CARDS // cards) == 0:
+                node = ModelledNode(len(self.nodes) + 1, self._say, self._transfer, far=far)
+                self.nodes.append(node)
+            yield node
+
+    def _engine(self, name: str, spec: EngineSpec, card: ModelledCard) -> ModelledEngine:
+        return ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
 
     def _plain_replicas(
-        self, names: list[str], spec: EngineSpec, *, up: bool
+        self, names: Sequence[str], spec: EngineSpec, *, up: bool
     ) -> list[ModelledCard]:
-        """Replicas on cards of their own, beside the trainer."""
-        cards: list[ModelledCard] = []
-        node: ModelledNode | None = None
-        each_node = max(1, NODE_CARDS // spec.cards)
-        for index, name in enumerate(names):
-            if node is None or index % each_node == 0:
-                node = self._node(far=False)
-            card = ModelledCard(self.queue)
-            cards.append(card)
-            engine = ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
-            node.replicas[name] = ModelledReplica(
-                name,
-                node.name,
-                ReplicaKind.DEDICATED,
-                engine,
-                self.queue,
-                node.told,
-                far=False,
-                up=up,
-            )
+        """Build replicas on cards of their own, beside the trainer."""
+        cards = [ModelledCard(self.queue) for _ in names]
+        nodes = self._nodes_of(len(names), spec.cards, far=False)
+        for name, card, node in zip(names, cards, nodes, strict=True):
+            node.add(name, ReplicaKind.DEDICATED, self._engine(name, spec, card), up=up)
         return cards
 
     # ---- the serving cluster ----
 
-    def _build_serving(self, pool: HostPool, dedicated: EngineSpec) -> None:
-        self._book = LatencyBook(pool.slo, self._scenario.slice_s)
+    def _build_serving(self, pool: HostPool) -> None:
+        book = self._book = LatencyBook(pool.slo, self._scenario.slice_s)
         borrows = self._setup.borrows
         guest = pool.guest if borrows is Borrows.GUESTS else None
         headroom = self._options.get("kv_headroom", guest.kv_headroom if guest else 0.2)
         reserve = min(1.0, max(LEAST_RESERVE, headroom))
         lending = LendingLimits(reserve=reserve) if guest is not None else None
         share = self._options.get("host_share", 0.5)
-        node: ModelledNode | None = None
-        each_node = max(1, NODE_CARDS // pool.engine.cards)
-        for index in range(pool.hosts):
-            if node is None or index % each_node == 0:
-                node = self._node(far=True)
+        for index, node in enumerate(self._nodes_of(pool.hosts, pool.engine.cards, far=True)):
             card = ModelledCard(self.queue, share)
             self._host_cards.append(card)
-            host = ModelledHost(index, pool.engine, pool.slo, self.queue, card, self._book, lending)
+            host = ModelledHost(index, pool.engine, pool.slo, self.queue, card, book, lending)
             self.hosts.append(host)
             if guest is not None:
                 self._add_guest(node, host, card, guest)
             elif borrows is Borrows.CARDS and pool.guest is not None:
-                self._add_instance(node, index, card, pool.guest.engine, dedicated)
+                self._add_instance(node, index, card, pool.guest.engine)
         traffic = self._scenario.traffic
-        if traffic is not None:
-            self._users = ModelledUsers(self.queue, self.hosts, traffic.requests(self._seed))
-            self._users.start()
-        if borrows is Borrows.CARDS and self._instances:
-            users = self._users or ModelledUsers(self.queue, self.hosts, iter(()))
+        requests = traffic.requests(self._seed) if traffic is not None else iter(())
+        users = self._users = ModelledUsers(self.queue, self.hosts, requests)
+        users.start()
+        if self._instances:
             ModelledAutoscaler(self.queue, users, self.hosts, self._card_changed).start()
 
     def _add_guest(
         self, node: ModelledNode, host: ModelledHost, card: ModelledCard, spec: GuestSpec
     ) -> None:
-        limits = self._gate_limits(host)
         name = f"guest-{host.index}"
-        guest = ModelledGuest(name, spec, host.page, self.queue, card, limits)
+        guest = ModelledGuest(name, spec, host.page, self.queue, card, self._gate_limits(host))
         host.on_publish = guest.heard
         host.borrowed_bytes = guest.borrowed_bytes
         guest.lent_bytes = host.lent_bytes
         self.guests.append(guest)
-        replica = ModelledReplica(
-            name, node.name, ReplicaKind.GUEST, guest, self.queue, node.told, far=True
-        )
-        node.replicas[name] = replica
-        self._borrowed.append(replica)
         high = self._options.get("high_watermark", PressureLimits().high)
         low = min(high, self._options.get("low_watermark", PressureLimits().low))
         config = GuardConfig(
@@ -257,11 +249,12 @@ class Simulation:
             pressure=PressureLimits(policy=self._setup.pressure, high=high, low=low),
             kv_base_bytes=guest.base_bytes,
         )
+        replica = node.add(name, ReplicaKind.GUEST, guest)
         node.guards.append(ModelledGuard(replica, guest, config))
 
     def _gate_limits(self, host: ModelledHost) -> GateLimits:
         chunk = host.spec.max_step_tokens
-        prefill_s = host.spec.steps.seconds(StepWork(chunk, 0, 1, 0)) / chunk
+        prefill_s = host.spec.seconds(StepWork(chunk, 0, 1, 0)) / chunk
         usual = GateLimits()
         margin_s = self._options.get("safety_margin_s", usual.safety_margin_ns / NS)
         return replace(
@@ -271,54 +264,33 @@ class Simulation:
         )
 
     def _add_instance(
-        self,
-        node: ModelledNode,
-        index: int,
-        card: ModelledCard,
-        spec: EngineSpec,
-        dedicated: EngineSpec,
+        self, node: ModelledNode, index: int, card: ModelledCard, guest: EngineSpec
     ) -> None:
-        """A whole card that users do not need: all its memory is the instance's."""
-        same = spec.cards == dedicated.cards and spec.model == dedicated.model
-        whole = dedicated if same else spec
+        """Add a whole card that users do not need: all its memory is the instance's."""
+        dedicated = self._scenario.cluster.dedicated.engine
+        same = (guest.cards, guest.model) == (dedicated.cards, dedicated.model)
         name = f"instance-{index}"
-        engine = ModelledEngine(name, whole, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
-        replica = ModelledReplica(
-            name,
-            node.name,
-            ReplicaKind.GUEST,
-            engine,
-            self.queue,
-            node.told,
-            far=True,
-            up=False,
-        )
-        node.replicas[name] = replica
-        self._instances.append(replica)
+        engine = self._engine(name, dedicated if same else guest, card)
+        self._instances.append(node.add(name, ReplicaKind.GUEST, engine, up=False))
         self._boots.append(0)
-        self._borrowed.append(replica)
 
     def _card_changed(self, index: int, free: bool) -> None:
-        """The autoscaler freed a host's card, or wants it back now."""
+        """Start an engine on a host's card that the autoscaler freed, or give the card back now."""
         replica = self._instances[index]
-        node = next(each for each in self.nodes if each.name == replica.node)
+        node = replica.node
         self._boots[index] += 1
         boot = self._boots[index]
         if not free:
-            node.revoke(replica, "its users need the card")
-            if replica.up:
-                replica.engine_down()
+            node.take_card(replica, "its users need the card")
             node.report()
             return
 
         def booted() -> None:
             if self._boots[index] == boot:
-                replica.engine_up()
-                node.catch_up(replica)
+                node.start_engine(replica)
                 node.report()
 
-        takes_s = self._options.get("instance_s", self._setup.instance_s)
-        self.queue.after_s(takes_s, booted)
+        self.queue.after_s(self._options.get("instance_s", INSTANCE_S), booted)
 
     # ---- messages and measures ----
 
@@ -330,17 +302,18 @@ class Simulation:
         self.trainer.activated(replica.version)
 
     def _busy_s(self) -> tuple[float, float, float, float]:
-        host = sum(card.busy_until_now_ns(HOST) for card in self._host_cards) / NS
-        guest = sum(card.busy_until_now_ns(GUEST) for card in self._host_cards) / NS
-        dedicated = sum(card.busy_until_now_ns(GUEST) for card in self._dedicated_cards) / NS
-        hybrid = sum(card.busy_until_now_ns(GUEST) for card in self._hybrid_cards) / NS
-        return (
-            host,
-            guest,
-            dedicated,
-            self.trainer.train_until_now_s()
-            + (hybrid / len(self._hybrid_cards) if self._hybrid_cards else 0.0),
+        """Return busy seconds of all hosts, guests and dedicated cards, and of a training card."""
+        host, guest, dedicated, hybrid = (
+            sum(card.busy_until_now_ns(tenant) for card in cards) / NS
+            for cards, tenant in (
+                (self._host_cards, HOST),
+                (self._host_cards, GUEST),
+                (self._dedicated_cards, GUEST),
+                (self._hybrid_cards, GUEST),
+            )
         )
+        training = self.trainer.train_until_now_s() + hybrid / max(1, len(self._hybrid_cards))
+        return host, guest, dedicated, training
 
     def _sample(self) -> None:
         now = self._busy_s()
@@ -361,36 +334,29 @@ class Simulation:
         )
 
     def result(self) -> RunResult:
-        """Return the run's result."""
+        """Return the run's result. Raises ConfigError if the policy has nothing to borrow."""
         scenario, trainer, cluster = self._scenario, self.trainer, self._scenario.cluster
         if self._setup.borrows is not Borrows.NOTHING and cluster.serving is None:
             raise ConfigError(f"policy {self._setup.name} borrows, and there is no serving pool")
-        steps = tuple(trainer.steps)
-        # The first one waits for leases and caches that are there ever after.
-        counted = steps[1:] or steps
-        took_s = sum(step.ended_s - step.started_s for step in counted)
-        tokens = sum(step.total_tokens for step in counted)
         now_s = max(self.queue.now_s, 1e-9)
-        leased_s = sum(each.leased_until_now_s() for each in self._borrowed)
+        guests = (each for each in self.gateway.replicas.values() if each.node.far)
+        leased_s = sum(each.leased_until_now_s() for each in guests)
         _, guest, dedicated, training = self._busy_s()
-        cards = cluster.cards
         serving_cards = cluster.serving.engine.cards if cluster.serving else 0
-        serving_s = sum(card.any_busy_ns() for card in self._host_cards) / NS
-        used_s = serving_s * serving_cards + dedicated * cluster.dedicated.engine.cards
+        used_s = sum(card.any_busy_ns() for card in self._host_cards) / NS * serving_cards
+        used_s += dedicated * cluster.dedicated.engine.cards
         used_s += training * cluster.training_cards
-        return RunResult(
+        return RunResult.of_steps(
+            trainer.steps,
             scenario=scenario.name,
             policy=self._setup.name,
             seed=self._seed,
             duration_s=self.queue.now_s,
-            steps=steps,
-            tokens_per_s=tokens / took_s if took_s > 0 else 0.0,
-            steps_per_hour=3_600 * len(counted) / took_s if took_s > 0 else 0.0,
             trajectory_s=percentiles(trainer.trajectory_s),
             turn_s=percentiles(trainer.turn_s),
             users=self._book.latencies() if self._book is not None else None,
             use=tuple(self._use),
-            gpu_use=min(1.0, used_s / now_s / cards),
+            gpu_use=min(1.0, used_s / now_s / cluster.cards),
             borrowed_gpu_hours=guest * serving_cards / 3_600,
             overhead_share=min(1.0, self.gateway.switch_s / leased_s) if leased_s > 0 else 0.0,
             counts=self._counts(),

@@ -9,354 +9,319 @@
 What a set-up says holds unless the file says otherwise. Unknown keys are refused.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from rose.core_yaml import CoreLoader, constructed
-from rose.errors import ConfigError
-from rose.simulation.calibration import published_engine, read_profile
-from rose.simulation.cluster import (
-    ClusterError,
+from rose.errors import ConfigError, RoseError
+from rose.simulation.checked import CHECKED, Positive
+from rose.simulation.engine_specs import EngineSpec, published_engine, read_profile
+from rose.simulation.policies import check_options
+from rose.simulation.scenario import (
     ClusterSpec,
     DedicatedPool,
-    EngineSpec,
     GuestSpec,
     HostPool,
     Links,
+    Scenario,
+    TrainerSpec,
 )
-from rose.simulation.policies.catalog import CONSTANTS, SETTINGS
-from rose.simulation.scenario import Scenario
 from rose.simulation.setups import SETUPS, setup_scenario
-from rose.simulation.trainer import TrainerSpec
-from rose.simulation.workload import RolloutWorkload, ServingWorkload
-from rose.simulation.workloads import (
+from rose.simulation.workloads.episodes import (
     ALFWORLD,
-    AZURE_CODE_2023,
-    AZURE_CONVERSATION_2023,
     CODING_SESSIONS,
     FROZEN_LAKE,
+    RolloutWorkload,
     SessionFile,
+)
+from rose.simulation.workloads.traffic import (
+    AZURE_CODE_2023,
+    AZURE_CONVERSATION_2023,
+    ServingWorkload,
     TraceTraffic,
 )
-from slo import PRESETS, SloSpec, TargetError
+from slo import PRESETS
 
-T = TypeVar("T")
 AZURE = {"code": AZURE_CODE_2023, "conversation": AZURE_CONVERSATION_2023}
 ENVIRONMENTS: Mapping[str, RolloutWorkload] = {
     "frozen_lake": FROZEN_LAKE,
     "alfworld": ALFWORLD,
     "coding_sessions": CODING_SESSIONS,
 }
+# Keys that stand for an engine of the published tables.
+TABLE_KEYS = ("model", "card", "engine", "cards")
+
+SLO_KEYS = ("preset", "ttft_s", "tpot_s", "percentile")
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+MISSING = ("missing", "missing_argument")
+NO_MAPPING = ("dataclass_type", "model_type", "model_attributes_type", "dict_type")
+
+Keys = tuple[str, ...]
 
 
-class Section:
-    """One mapping of a file: keys are taken one by one, and what is left at the end is unknown."""
+class Rollouts(BaseModel):
+    """Episodes: of an environment, or of a file of sessions."""
 
-    def __init__(self, file: Path, node: yaml.Node, key: str = "") -> None:
-        self.file = file
-        self.key = key
-        self.line = node.start_mark.line + 1
-        if not isinstance(node, yaml.MappingNode):
-            raise self.wrong("", "give a mapping of keys to values")
-        self._nodes: dict[str, yaml.Node] = {}
-        for name_node, value in node.value:
-            name = str(name_node.value)
-            if name in self._nodes:
-                raise self.wrong(name, "it is given twice", name_node)
-            self._nodes[name] = value
-        self._known: list[str] = []
+    model_config = CHECKED
+    environment: Literal["frozen_lake", "alfworld", "coding_sessions"] = "frozen_lake"
+    sessions: str = ""
 
-    def wrong(self, key: str, what: str, node: yaml.Node | None = None) -> ConfigError:
-        """Return the error about a key, with its file and line."""
-        line = node.start_mark.line + 1 if node is not None else self.line_of(key)
-        path = ".".join(part for part in (self.key, key) if part)
-        return ConfigError(f"{self.file}:{line}: {path or 'the file'}: {what}")
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give either environment or sessions")
+        return self
 
-    def line_of(self, key: str) -> int:
-        """Line of a key, of the section where it has none."""
-        nodes = getattr(self, "_nodes", {})
-        return int(nodes[key].start_mark.line + 1) if key in nodes else self.line
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._nodes
-
-    def section(self, key: str) -> "Section | None":
-        """A mapping inside, None where the key is not there."""
-        self._known.append(key)
-        node = self._nodes.get(key)
-        path = f"{self.key}.{key}" if self.key else key
-        return None if node is None else Section(self.file, node, path)
-
-    def value(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """A scalar; `default` where the key is not there."""
-        self._known.append(key)
-        node = self._nodes.get(key)
-        if node is None:
-            return default
-        try:
-            said = constructed(node)
-        except (yaml.YAMLError, ValueError) as error:
-            raise self.wrong(key, f"it cannot be read: {error}") from None
-        if kind is float and isinstance(said, int) and not isinstance(said, bool):
-            said = float(said)
-        if kind is str and isinstance(said, int | float) and not isinstance(said, bool):
-            said = str(said)
-        if isinstance(said, bool) is not (kind is bool) or not isinstance(said, kind):
-            raise self.wrong(key, f"{said!r} is no {_NAMES.get(kind, kind.__name__)}")
-        if isinstance(said, float) and not math.isfinite(said):
-            raise self.wrong(key, f"{said} is no finite number")
-        return said
-
-    def needed(self, key: str, kind: type[T]) -> T:
-        """A scalar that has to be there."""
-        said = self.value(key, kind)
-        if said is None:
-            raise self.wrong(key, "it is missing")
-        return said
-
-    def choice(self, key: str, known: Mapping[str, T]) -> T:
-        """One of several things by its name."""
-        name = self.needed(key, str)
-        if name not in known:
-            raise self.wrong(key, f"there is no {name!r}{_hint(name, known)}")
-        return known[name]
-
-    def fill(self, kind: type[T], base: T | None = None, **given: object) -> T:
-        """A dataclass of scalars from the keys named as its fields, on top of `base`."""
-        hints = get_type_hints(kind)
-        values: dict[str, Any] = dict(given)
-        for field in fields(kind):  # type: ignore[arg-type]
-            if field.name in values:
-                continue
-            hint = hints[field.name]
-            plain = hint if hint in (int, float, bool, str) else None
-            if isinstance(hint, type) and issubclass(hint, StrEnum):
-                name = self.value(field.name, str)
-                if name is not None:
-                    choices = {each.value: each for each in hint}
-                    if name not in choices:
-                        raise self.wrong(field.name, f"{name!r}{_hint(name, choices)}")
-                    values[field.name] = choices[name]
-            elif plain is not None:
-                said = self.value(field.name, plain)
-                if said is not None:
-                    values[field.name] = said
-                elif base is None and field.default is MISSING:
-                    raise self.wrong(field.name, "it is missing")
-        self.finish()
-        return self.made(lambda: kind(**values) if base is None else replace(base, **values))  # type: ignore[type-var]
-
-    def made(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`; its error gets the line of the key that it names."""
-        try:
-            return make()
-        except ClusterError as error:
-            raise self.wrong(error.key, str(error).partition(": ")[2]) from error
-        except (TargetError, ValueError) as error:
-            raise self.wrong("", str(error)) from error
-
-    def finish(self) -> None:
-        """Refuse what nobody took."""
-        for key, node in self._nodes.items():
-            if key not in self._known:
-                raise self.wrong(key, f"unknown key{_hint(key, self._known)}", node)
+    def workload(self, folder: Path) -> RolloutWorkload:
+        """Return the episodes. Raises RoseError for a file that is no such sessions."""
+        if self.sessions:
+            return SessionFile.read(folder / self.sessions)
+        return ENVIRONMENTS[self.environment]
 
 
-_NAMES: Mapping[type, str] = {int: "whole number", float: "number", bool: "true or false"}
+class Traffic(BaseModel):
+    """Users: generated after a trace of Azure, or recorded in a file."""
+
+    model_config = CHECKED
+    azure: Literal["code", "conversation"] = "code"
+    requests_per_s: Positive = 0.0
+    trace: str = ""
+    speed: Positive = 1.0
+    repeat: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = self.model_fields_set
+        if not (given >= {"azure"} and given <= {"azure", "requests_per_s"}) and not (
+            given >= {"trace"} and given <= {"trace", "speed", "repeat"}
+        ):
+            raise ValueError("give azure with requests_per_s, or trace with speed and repeat")
+        return self
+
+    def workload(self, folder: Path) -> ServingWorkload:
+        """Return the traffic; a trace is read as it is played."""
+        if self.trace:
+            return TraceTraffic(folder / self.trace, speed=self.speed, repeat=self.repeat)
+        usual = AZURE[self.azure]
+        return replace(usual, rate_per_s=self.requests_per_s) if self.requests_per_s else usual
 
 
-def _hint(word: str, known: Mapping[str, object] | list[str]) -> str:
-    near = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+def _option(name: str) -> str:
+    """Return the name of an option. Raises ValueError for one that means nothing."""
+    try:
+        check_options((name,))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+def _text(value: object) -> object:
+    """Return a number that stands for a name as it looks."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class ScenarioFile(BaseModel):
+    """A file, with what its set-up says where the file says nothing."""
+
+    model_config = CHECKED
+    name: Annotated[str, BeforeValidator(_text)]
+    cluster: ClusterSpec
+    trainer: TrainerSpec
+    rollouts: Rollouts | None = None
+    traffic: Traffic | None = None
+    until_s: Positive = 3_600.0
+    slice_s: Positive = 10.0
+    options: dict[
+        Annotated[str, AfterValidator(_option)], Annotated[float, Field(strict=True)]
+    ] = {}
+
+
+# The keys of each section, by its own.
+SECTIONS: Mapping[str, type] = {
+    "": ScenarioFile,
+    "cluster": ClusterSpec,
+    "dedicated": DedicatedPool,
+    "serving": HostPool,
+    "guest": GuestSpec,
+    "engine": EngineSpec,
+    "links": Links,
+    "trainer": TrainerSpec,
+    "rollouts": Rollouts,
+    "traffic": Traffic,
+}
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The scenario of a file. Raises ConfigError with file, line and key."""
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=CoreLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        what = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path}{line}: it is no YAML: {what}") from error
-    if node is None:
-        raise ConfigError(f"{path}:1: the file is empty; give at least `setup: NAME`")
-    return _scenario(Section(path, node), path)
+    """Return the scenario of a file. Raises ConfigError with file, line and key."""
+    return _Reader(path).scenario()
 
 
-def _scenario(top: Section, path: Path) -> Scenario:
-    base = top.choice("setup", SETUPS) if "setup" in top else None
-    top.value("setup", str)
-    scenario = setup_scenario(base) if base is not None else None
-    name = top.value("name", str, scenario.name if scenario else path.stem) or path.stem
-    cluster = _cluster(top.section("cluster"), scenario, top)
-    trainer_section = top.section("trainer")
-    if trainer_section is not None:
-        trainer = trainer_section.fill(TrainerSpec, scenario.trainer if scenario else None)
-    elif scenario is not None:
-        trainer = scenario.trainer
-    else:
-        raise top.wrong("trainer", "it is missing; give it, or a setup")
-    rollouts_section = top.section("rollouts")
-    if rollouts_section is not None:
-        rollouts = _rollouts(rollouts_section, path)
-    elif scenario is not None:
-        rollouts = scenario.rollouts
-    else:
-        raise top.wrong("rollouts", "it is missing; give it, or a setup")
-    traffic_section = top.section("traffic")
-    traffic = scenario.traffic if scenario else None
-    if traffic_section is not None:
-        traffic = _traffic(traffic_section, path)
-    usual = scenario.until_s if scenario else 3_600.0
-    until_s = top.value("until_s", float, usual) or usual
-    slice_s = top.value("slice_s", float, 10.0) or 10.0
-    for key, value in (("until_s", until_s), ("slice_s", slice_s)):
-        if value <= 0:
-            raise top.wrong(key, f"{value}; give a time above 0")
-    options = _options(top.section("options"))
-    top.finish()
-    return Scenario(
-        name=name,
-        cluster=cluster,
-        trainer=trainer,
-        rollouts=rollouts,
-        traffic=traffic,
-        until_s=until_s,
-        slice_s=slice_s,
-        assumptions=scenario.assumptions if scenario else (),
-        options=options,
-    )
+class _Reader:
+    """Reader of one file."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = path.parent
+        # Line of each value, by the keys that lead to it.
+        self._lines: dict[Keys, int] = {}
 
-def _options(section: Section | None) -> dict[str, float]:
-    if section is None:
-        return {}
-    known = [*CONSTANTS, *SETTINGS]
-    options = {}
-    for name in known:
-        said = section.value(name, float)
-        if said is not None:
-            options[name] = said
-    section.finish()
-    return options
-
-
-def _cluster(section: Section | None, base: Scenario | None, top: Section) -> ClusterSpec:
-    if section is None:
-        if base is None:
-            raise top.wrong("cluster", "it is missing; give it, or a setup")
-        return base.cluster
-    before = base.cluster if base is not None else None
-    dedicated = _dedicated(section, before)
-    serving = before.serving if before is not None else None
-    serving_section = section.section("serving")
-    if serving_section is not None:
-        serving = _serving(serving_section, serving)
-    links_section = section.section("links")
-    links = before.links if before is not None else Links()
-    if links_section is not None:
-        links = links_section.fill(Links, links)
-    usual = before.training_cards if before is not None else None
-    cards = section.value("training_cards", int, usual)
-    if cards is None:
-        raise section.wrong("training_cards", "it is missing")
-    section.finish()
-    return section.made(lambda: ClusterSpec(dedicated, cards, serving, links))
-
-
-def _dedicated(section: Section, before: ClusterSpec | None) -> DedicatedPool:
-    inner = section.section("dedicated")
-    if inner is None:
-        if before is None:
-            raise section.wrong("dedicated", "it is missing")
-        return before.dedicated
-    engine = _engine(inner, before.dedicated.engine if before else None)
-    replicas = inner.value("replicas", int, before.dedicated.replicas if before else None)
-    if replicas is None:
-        raise inner.wrong("replicas", "it is missing")
-    inner.finish()
-    return inner.made(lambda: DedicatedPool(replicas, engine))
-
-
-def _serving(section: Section, before: HostPool | None) -> HostPool:
-    engine = _engine(section, before.engine if before else None)
-    hosts = section.value("hosts", int, before.hosts if before else None)
-    if hosts is None:
-        raise section.wrong("hosts", "it is missing")
-    slo = before.slo if before else None
-    slo_section = section.section("slo")
-    if slo_section is not None:
-        preset = None
-        if "preset" in slo_section:
-            preset = slo_section.choice("preset", PRESETS)
-        slo = slo_section.fill(SloSpec, preset, **({} if preset else {"model": engine.model}))
-    if slo is None:
-        raise section.wrong("slo", "it is missing; give ttft_s and tpot_s, or a preset")
-    guest = before.guest if before else None
-    guest_section = section.section("guest")
-    if guest_section is not None:
-        guest_engine = _engine(guest_section, guest.engine if guest else None)
-        guest = guest_section.fill(GuestSpec, guest, engine=guest_engine)
-    section.finish()
-    promised = slo
-    return section.made(lambda: HostPool(hosts, engine, promised, guest))
-
-
-def _engine(section: Section, before: EngineSpec | None) -> EngineSpec:
-    """`engine: {model, card, engine, cards}` of the published tables, or `{profile: FILE, …}`."""
-    inner = section.section("engine")
-    if inner is None:
-        if before is None:
-            raise section.wrong("engine", "it is missing")
-        return before
-    profile = inner.value("profile", str)
-    if profile is not None:
-        file = inner.file.parent / profile
-        steps = inner.made(lambda: read_profile(file))
-        return inner.fill(EngineSpec, None, steps=steps)
-    if "model" in inner or before is None:
-        model = inner.needed("model", str)
-        card = inner.value("card", str, "h200") or "h200"
-        kind = inner.value("engine", str, "vllm") or "vllm"
-        cards = inner.value("cards", int)
+    def scenario(self) -> Scenario:
+        """Return the file's scenario."""
+        said = self._tree()
+        setup = said.pop("setup", None)
+        if setup is not None and str(setup) not in SETUPS:
+            raise self._wrong(("setup",), f"there is no {setup!r}{_hint(str(setup), SETUPS)}")
+        base = setup_scenario(setup) if setup is not None else None
+        usual: dict[str, Any] = {"name": self._path.stem}
+        if base is not None:
+            usual = {key: getattr(base, key) for key in ("name", "cluster", "trainer", "until_s")}
+        elif "rollouts" not in said:
+            raise self._wrong(("rollouts",), "it is missing; give it, or a setup")
         try:
-            base = published_engine(model, card, kind, cards).spec()
-        except ConfigError as error:
-            raise inner.wrong("model", str(error)) from error
-        return inner.fill(EngineSpec, base, steps=base.steps, model=base.model, cards=base.cards)
-    return inner.fill(EngineSpec, before, steps=before.steps)
+            file = ScenarioFile.model_validate(usual | self._merged(said, usual, ()))
+            rollouts = file.rollouts.workload(self._folder) if file.rollouts else None
+            traffic = file.traffic.workload(self._folder) if file.traffic else None
+        except ValidationError as error:
+            raise self._refused(error) from error
+        if rollouts is None:
+            assert base is not None
+            rollouts = base.rollouts
+        return Scenario(
+            name=file.name or self._path.stem,
+            cluster=file.cluster,
+            trainer=file.trainer,
+            rollouts=rollouts,
+            traffic=traffic or (base.traffic if base else None),
+            until_s=file.until_s,
+            slice_s=file.slice_s,
+            assumptions=base.assumptions if base else (),
+            options=file.options,
+        )
+
+    # ---- the file's values ----
+
+    def _tree(self) -> dict[str, Any]:
+        """Return the file's values."""
+        try:
+            node = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=CoreLoader)
+            if node is None:
+                raise self._wrong((), "it is empty; give at least `setup: NAME`")
+            self._note(node, ())
+            said = constructed(node)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._path} cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            self._lines[()] = mark.line + 1 if mark is not None else 1
+            what = getattr(error, "problem", None) or str(error)
+            raise self._wrong((), f"it cannot be read: {what}") from error
+        except RecursionError:
+            raise self._wrong((), "it is nested too deep") from None
+        if not isinstance(said, dict):
+            raise self._wrong((), "give a mapping of keys to values")
+        return said
+
+    def _note(self, node: yaml.Node, at: Keys) -> None:
+        """Note the line of each value. Raises ConfigError for a key without one."""
+        self._lines[at] = node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise self._wrong(at, "a key is no text")
+                self._note(value, (*at, str(key.value)))
+        elif node.tag == "tag:yaml.org,2002:null":
+            raise self._wrong(at, "it has no value")
+
+    def _merged(self, said: object, usual: object, at: Keys) -> Any:  # noqa: ANN401
+        """Return what the file says, and for keys of which it says nothing the set-up's values."""
+        if not isinstance(said, dict):
+            return said
+        if at[-1:] == ("engine",):
+            return self._engine(said, usual, at)
+        if at[-1:] == ("slo",):
+            return self._slo(said, usual, at)
+        values = _values(usual)
+        return values | {k: self._merged(v, values.get(k), (*at, str(k))) for k, v in said.items()}
+
+    def _engine(self, said: dict[str, Any], usual: object, at: Keys) -> dict[str, Any]:
+        """Return an engine: of a profile, of the published tables, or the set-up's changed."""
+        try:
+            if "profile" in said:
+                return said | {"profile": read_profile(self._folder / str(said["profile"]))}
+            if "model" not in said:
+                return _values(usual) | said
+            names = {key: str(said[key]) for key in ("model", "card", "engine") if key in said}
+            engine = published_engine(**names, cards=said.get("cards"))
+        except RoseError as error:
+            raise self._wrong(
+                (*at, "profile" if "profile" in said else "model"), str(error)
+            ) from error
+        return _values(engine) | {k: v for k, v in said.items() if k not in TABLE_KEYS}
+
+    def _slo(self, said: dict[str, Any], usual: object, at: Keys) -> dict[str, Any]:
+        for key in said:
+            if key not in SLO_KEYS:
+                raise self._wrong((*at, str(key)), f"unknown key{_hint(str(key), SLO_KEYS)}")
+        if "preset" in said:
+            name = str(said["preset"])
+            if name not in PRESETS:
+                raise self._wrong((*at, "preset"), f"there is no {name!r}{_hint(name, PRESETS)}")
+            usual = PRESETS[name]
+        given = {key: value for key, value in said.items() if key != "preset"}
+        return {"model": "users"} | _values(usual) | given
+
+    # ---- its errors ----
+
+    def _wrong(self, at: Keys, what: str) -> ConfigError:
+        """Return the error about a key, with its line, or that of what it should stand in."""
+        line = next(
+            (self._lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in self._lines), 1
+        )
+        return ConfigError(f"{self._path}:{line}: {'.'.join(at) or 'the file'}: {what}")
+
+    def _refused(self, error: ValidationError) -> ConfigError:
+        # A missing key may be one that is spelled otherwise: that one is named first.
+        errors = error.errors()
+        first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])
+        at = tuple(str(key) for key in first["loc"] if key != "[key]")
+        kind = first["type"]
+        if kind in UNKNOWN:
+            section = SECTIONS[at[-2] if len(at) > 1 else ""]
+            what = f"unknown key{_hint(at[-1], section.__annotations__)}"
+        elif kind in MISSING:
+            what = "it is missing" if len(at) > 1 else "it is missing; give it, or a setup"
+        elif kind == "value_error":
+            what = str(first["ctx"]["error"])
+        elif kind in NO_MAPPING:
+            what = "give a mapping of keys to values"
+        else:
+            message = first["msg"].replace("Input should be", "it should be")
+            what = f"{first['input']!r:.80}; {message}"
+        return self._wrong(at, what)
 
 
-def _rollouts(section: Section, path: Path) -> RolloutWorkload:
-    if "sessions" in section:
-        file = path.parent / section.needed("sessions", str)
-        section.finish()
-        return SessionFile.read(file)
-    chosen = section.choice("environment", ENVIRONMENTS)
-    section.finish()
-    return chosen
+def _values(usual: object) -> dict[str, Any]:
+    """Return the fields of a dataclass, or a dict itself; {} of anything else."""
+    if isinstance(usual, dict):
+        return usual
+    if not is_dataclass(usual):
+        return {}
+    return {field.name: getattr(usual, field.name) for field in fields(usual)}
 
 
-def _traffic(section: Section, path: Path) -> ServingWorkload:
-    if "trace" in section:
-        file = path.parent / section.needed("trace", str)
-        speed = section.value("speed", float, 1.0) or 1.0
-        repeat = bool(section.value("repeat", bool, False))
-        section.finish()
-        return section.made(lambda: TraceTraffic(file, speed=speed, repeat=repeat))
-    traffic = section.choice("azure", AZURE)
-    rate = section.value("requests_per_s", float)
-    section.finish()
-    if rate is None:
-        return traffic
-    return section.made(lambda: replace(traffic, rate_per_s=rate))
+def _hint(word: str, known: Collection[str]) -> str:
+    near = get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

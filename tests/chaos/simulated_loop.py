@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rose.simulation.clock.callback_loop import CallbackLoop
+from rose.simulation.clock import CallbackLoop
 from tests.chaos.simulation import SKIPPED, SimulatedProcess
 
 # At one moment: a loop that turns on the spot is a bug.

@@ -23,11 +23,9 @@ from itertools import islice
 from operator import itemgetter
 from typing import Protocol
 
-from rose.simulation.clock.event_queue import NS, EventQueue
-from rose.simulation.cluster import EngineSpec
-from rose.simulation.engine.card import ModelledCard
-from rose.simulation.engine.kv_cache import ModelledKv
-from rose.simulation.step_times import StepWork
+from rose.simulation.clock import NS, EventQueue
+from rose.simulation.engine.card import ModelledCard, ModelledKv
+from rose.simulation.engine_specs import EngineSpec, StepWork
 
 MOST_LEAP = 512
 _OVER, _WAITING, _PREFILLING, _DECODING = range(4)
@@ -270,7 +268,7 @@ class ModelledEngine:
         most = min(MOST_LEAP, marks[0][0] - self.count) if marks else 1
         if most < 2:
             return
-        seconds, count = self.spec.steps.seconds, step.count
+        seconds, count = self.spec.seconds, step.count
         end_ns, context = self.queue.now_ns, self.decode_context
         for _ in range(most):
             end_ns += round(seconds(StepWork(0, count, 0, context)) * NS)
@@ -345,7 +343,7 @@ class ModelledEngine:
         if self.leaps and not (chunks or left_out or self.waiting):
             self._leap(step)
         self.begun(work)
-        takes_s = self.spec.steps.seconds(work)
+        takes_s = self.spec.seconds(work)
         if step.ends_ns:
             takes_s = (step.ends_ns[-1] - now_ns) / NS
         self.card.begin(self.tenant, takes_s, self._end)

@@ -18,12 +18,12 @@ from executor.kv.shrink_plan import (
     plan_shrink,
 )
 from executor.step_decision import GateLimits, Run, decide
-from rose.simulation.clock.event_queue import EventQueue
-from rose.simulation.cluster import GuestSpec
+from rose.simulation.clock import EventQueue
 from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.engine.card import GUEST, ModelledCard
-from rose.simulation.engine.page import ModelledPage
-from rose.simulation.step_times import StepWork, profile_of
+from rose.simulation.engine.host import ModelledPage
+from rose.simulation.engine_specs import StepWork
+from rose.simulation.scenario import GuestSpec
 from slo import StepModel
 
 _UNITS = 4
@@ -54,7 +54,7 @@ class ModelledGuest(ModelledEngine):
         self.held = max(0, granules - max(1, self.base_bytes // self.granule_bytes))
         self.kv.resize(self.mapped * _UNITS)
         self.limits = limits
-        self.model = StepModel(profile_of(engine.steps))
+        self.model = StepModel(engine.profile)
         self.policy_version = 0
         self.refusals: dict[str, int] = {}
         self.shrinks = 0

@@ -1,41 +1,60 @@
 """Stand-in for a production host: an engine that serves users, publishes its load and lends KV.
 
 Its deadlines are kept by `DeadlineTracker`, what it lends is decided by `LendingCore`; the model
-carries both out. It hands granules back to itself as soon as its guest has returned their memory,
-and waits for nobody: what is out is missing from its KV memory until then.
+carries both out. It hands granules back to itself as soon as its guest has returned
+their memory, and waits for nobody: what is out is missing from its KV memory until then.
+
+Its page has the records themselves, without shared memory: host and guest write and read the same
+ones as in production, at the same moments. That a section can be torn or its writer dead is tested
+elsewhere, and does not happen here.
 """
 
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
 
-from executor.control_page.seqlock_records import HostState
+from executor.control_page.page import SETTLE_NS, HostView
+from executor.control_page.seqlock_records import Grant, HostState, SeatState
 from executor.host.state_publisher import DeadlineTracker
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules
-from rose.simulation.clock.event_queue import NS, EventQueue
-from rose.simulation.cluster import EngineSpec
+from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import ModelledEngine, Sequence
 from rose.simulation.engine.card import HOST, ModelledCard
-from rose.simulation.engine.page import ModelledPage
-from rose.simulation.step_times import StepWork
-from rose.simulation.workload import Request
+from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.results import LatencyBook
+from rose.simulation.workloads.traffic import Request
 from slo import SloSpec
 
 UNIT_TOKENS = 128
 # Granules of the host's KV memory, about as many as on a large card.
 GRANULES = 512
 _LOOK_S = 0.05
+_BEAT_NS = NS // 4
 
 
-class Users(Protocol):
-    """Counter of users' latencies."""
+class ModelledPage:
+    """Host section, seat and grant of one host."""
 
-    def served(
-        self, host: int, ended_s: float, ttft_s: float, tpot_s: float, output_tokens: int
-    ) -> None:
-        """A request ended."""
-        ...
+    def __init__(self, now_ns: int) -> None:
+        self.host = HostState(heartbeat_ns=now_ns)
+        self.grant: Grant | None = None
+        self._taken_ns = now_ns - 2 * SETTLE_NS
+        self._view: HostView | None = None
+        self._beat_ns = -1
+
+    def publish(self, state: HostState) -> None:
+        """The host writes its section."""
+        self.host = state
+        self._view = None
+
+    def view(self, now_ns: int) -> HostView:
+        """One look at host and seat; the seat beats four times a second."""
+        beat_ns = now_ns - now_ns % _BEAT_NS
+        if self._view is None or beat_ns != self._beat_ns:
+            self._beat_ns = beat_ns
+            seat = SeatState(taken_ns=self._taken_ns, beat_ns=max(self._taken_ns, beat_ns))
+            self._view = HostView(self.host, seat, seated=True, vetoed=False, replaced=False)
+        return self._view
 
 
 class _UserRequest:
@@ -47,14 +66,7 @@ class _UserRequest:
         self.host = host
         self.arrival_ns = host.queue.now_ns
         self.first_ns = 0
-        self.sequence = Sequence(
-            id_,
-            request.prompt_tokens,
-            request.output_tokens,
-            self,
-            prefix=request.prefix,
-            prefix_tokens=request.prefix_tokens,
-        )
+        self.sequence = Sequence(id_, request.prompt_tokens, request.output_tokens, self)
 
     def first_token(self, now_ns: int) -> None:
         self.first_ns = now_ns
@@ -76,7 +88,7 @@ class ModelledHost(ModelledEngine):
         slo: SloSpec,
         queue: EventQueue,
         card: ModelledCard,
-        users: Users,
+        users: LatencyBook,
         lending: LendingLimits | None,
     ) -> None:
         """`lending`: None for a host without a guest, whose page nobody reads."""
@@ -127,11 +139,9 @@ class ModelledHost(ModelledEngine):
         made = sequence.output_tokens
         decode_ns = now_ns - request.first_ns
         self._users.served(
-            self.index,
             now_ns / NS,
             (request.first_ns - request.arrival_ns) / NS,
             decode_ns / NS / (made - 1) if made > 1 else 0.0,
-            made,
         )
 
     # ---- steps ----

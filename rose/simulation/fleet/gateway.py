@@ -11,12 +11,11 @@ interrupted; what it believes of a silent replica goes by the time of the last t
 
 import asyncio
 from array import array
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from elastic_scheduler import Deliver, End, Outcome, ReplicaKind, VersionSpan
+from elastic_scheduler import Deliver, End, Outcome, ReplicaKind
 from rose.contract.replica import Sampling
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.demand import DemandMeter
@@ -32,9 +31,9 @@ from rose.gateway.turns.token_stream import TokenStream
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import Event
 from rose.scheduler.wire import demanded
-from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import Sequence
-from rose.simulation.fleet.replica import ModelledReplica
+from rose.simulation.fleet.node import ModelledReplica
 
 SWEEP_S = 0.5
 DEMAND_S = 1.0
@@ -58,18 +57,16 @@ class AskedTurn:
     output_tokens: int
     budget_tokens: int
     min_version: int
-    priority: int = 0
     prefix: str = ""
     prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MadeTurn:
-    """A turn that is whole: its versions, and tokens by kind of replica."""
+    """A turn that is whole: its oldest token's version, and tokens that guests made."""
 
     oldest_version: int
     borrowed_tokens: int
-    attempts: int
 
 
 class ModelledAttempt:
@@ -152,7 +149,6 @@ class ModelledAttempt:
             self._live.last_token_s = replica.engine.last_end_ns / NS
         if replica.kind is ReplicaKind.GUEST:
             self._gateway.borrowed_tokens += new
-        self._gateway.tokens += new
 
     # ---- owner of the sequence ----
 
@@ -189,13 +185,13 @@ class ModelledAttempt:
             return False
         # The version that it samples from now on; an update in between begins its KV anew.
         self._version = replica.version
-        self._gateway.live.add(self)
+        self._gateway.live[self] = None
         replica.engine.submit(self._sequence)
         return True
 
     def _stop(self) -> None:
         if self in self._gateway.live:
-            self._gateway.live.discard(self)
+            del self._gateway.live[self]
             self.look()
             if self.replica is not None and not self._sequence.over:
                 self.replica.engine.abort(self._sequence)
@@ -223,15 +219,14 @@ class ModelledGateway:
     def __init__(self, queue: EventQueue, say: Callable[[Event], None]) -> None:
         self.replicas: dict[str, ModelledReplica] = {}
         self.asked: dict[str, AskedTurn] = {}
-        # In order of their beginning: a set's order would hang on addresses.
-        self.live: _Ordered = _Ordered()
-        self.tokens = self.borrowed_tokens = 0
+        # A dict keeps the order of their beginning: a set's would hang on addresses.
+        self.live: dict[ModelledAttempt, None] = {}
+        self.borrowed_tokens = 0
         # From leases of borrowed replicas to their first tokens.
         self.switch_s = 0.0
-        self.events: Counter[str] = Counter()
         self.stats = GatewayStats()
         self._queue = queue
-        self._say = say
+        self.say = say
         settings = GatewaySettings(port=0, scheduler="modelled:1", max_waiting=1 << 20)
         self._settings = settings
         self.dispatcher = Dispatcher(settings, self.stats, self._now_s, self._note)
@@ -260,7 +255,6 @@ class ModelledGateway:
             Sampling(max_tokens=asked.budget_tokens),
             Origin(asked.session, asked.group, asked.job, asked.group_size, asked.hedges),
             min_version=asked.min_version or None,
-            priority=asked.priority,
             batch=True,
             life="0",
             prefix_keys=(),
@@ -272,13 +266,12 @@ class ModelledGateway:
         finally:
             del self.asked[asked.request_id]
         return MadeTurn(
-            oldest_version(feed.versions),
+            min((span.version for span in feed.versions), default=0),
             sum(
                 each.end - each.start
                 for each in feed.segments
                 if each.kind == ReplicaKind.GUEST.value
             ),
-            feed.attempts,
         )
 
     def activated(self, replica: ModelledReplica) -> None:
@@ -299,7 +292,7 @@ class ModelledGateway:
 
     def _report(self) -> None:
         report = self._meter.report(self._queue.now_s)
-        self._say(demanded(report))
+        self.say(demanded(report))
         self._meter.told(report)
         for each in report.switches:
             replica = self.replicas.get(each.replica)
@@ -310,21 +303,4 @@ class ModelledGateway:
         return self._queue.now_ns / NS
 
     def _note(self, event: str, **fields: object) -> None:
-        self.events[event] += 1
-
-
-class _Ordered(dict[ModelledAttempt, None]):
-    """A set that keeps the order in which its members came."""
-
-    def add(self, attempt: ModelledAttempt) -> None:
-        """Put it last."""
-        self[attempt] = None
-
-    def discard(self, attempt: ModelledAttempt) -> None:
-        """Take it out."""
-        self.pop(attempt, None)
-
-
-def oldest_version(spans: list[VersionSpan]) -> int:
-    """Return the oldest version of a turn's tokens; 0 for none."""
-    return min((span.version for span in spans), default=0)
+        """Write no log."""

@@ -1,24 +1,129 @@
-"""Stand-in for a hybrid pool: training cards that roll out while nobody trains on them.
+"""Policies by which training cards roll out while they do not train: Libra and RLBoost.
 
     rollout phase ── SWITCH_S ──► engines up, offered ──┐
     batch complete, or window over ──► revoked ── SWITCH_S ──► training
 
-Not windowed (`libra`): they are there until the batch is complete or the leasing policy gave them
-back. Windowed (`rlboost`): for a window that adapts from step to step.
+Libra (Chen, Tan, Li, Xu, "Libra: Efficient Resource Management for Agentic RL Post-Training", arXiv
+2606.03077, 2026; 48 A800 GPUs, up to 3.0x): a planner divides the cards between rollout and
+training through an elastic hybrid pool, whose workers change sides without blocking either. It
+borrows no serving card. Where the paper leaves a figure open the model takes the one that favours
+it: all training cards are in the pool, a change of sides takes `SWITCH_S`, and cards roll out as
+long as rollouts are faster by it, as ROSE's own cost model reckons. Its buckets of different
+parallel sizes are not modelled, nor is its queue by results of tools: no workload here says which
+results failed.
+
+RLBoost (Wu et al., "RLBoost: Harvesting Preemptible Resources for Cost-Efficient Reinforcement
+Learning on LLMs", arXiv 2510.19225, 2025; 1.51x to 1.97x over reserved cards alone):
+* adaptive rollout offload: the reserved (training) cards roll out too at the beginning of a step,
+  for a window that adapts from step to step; then they train. `OffloadWindow` grows the window
+  while training would wait for rollouts anyway, and shrinks it when fewer are left for it;
+* pull-based weight transfer: a new instance fetches the newest version by itself, as all do here;
+* token-level collection and migration: what the turn journal does for every policy here.
+Its leasing is `spot`'s: whatever is offered is taken at once and kept until it is preempted.
 """
 
 from collections.abc import Sequence
 
-from rose.simulation.clock.event_queue import EventQueue
+from elastic_scheduler import (
+    Holding,
+    LeaseDecision,
+    Move,
+    Offer,
+    ReplicaKind,
+    Situation,
+    SwitchKind,
+)
+from elastic_scheduler.policies.baselines import SpotPolicy, spread
+from elastic_scheduler.policies.cost_model import Supply, supply_of
+from rose.simulation.clock import EventQueue
 from rose.simulation.fleet.node import ModelledNode
-from rose.simulation.fleet.replica import ModelledReplica
 from rose.simulation.fleet.trainer import ModelledTrainer
-from rose.simulation.policies.libra import SWITCH_S
-from rose.simulation.policies.rlboost import OffloadWindow
+
+HYBRID = "hybrid"
+# Time to load the rollout engine's weights from the trainer's own cards, and its graphs.
+SWITCH_S = 3.0
+# The planner gives a card to rollouts that are so much faster with it, and takes it back below.
+# Cards of a synchronous trainer have nothing else to do meanwhile.
+TAKE_GAIN, KEEP_GAIN = 0.002, 0.0
+GROW = 1.25
+SHRINK = 0.8
+FIRST_WINDOW_S = 60.0
+LEAST_WINDOW_S, MOST_WINDOW_S = 5.0, 600.0
+
+
+def is_hybrid(offer: Offer) -> bool:
+    """Return True for a replica on training cards."""
+    return offer.replica.startswith(HYBRID)
+
+
+class LibraPolicy:
+    """Takes every dedicated and hybrid replica that is offered, and gives hybrid ones back as the
+    batch runs out of turns. Cards that train are not offered."""
+
+    name = "libra"
+
+    def decide(self, situation: Situation) -> LeaseDecision:
+        """Take while turns need places, give back what the others have room for."""
+        turns = sum(job.cleaned().turns for job in situation.jobs)
+        dedicated = [o for o in situation.free if o.kind is ReplicaKind.DEDICATED]
+        own = [offer for offer in dedicated if not is_hybrid(offer)]
+        pool = [offer for offer in dedicated if is_hybrid(offer)]
+        held = [each for each in situation.held if is_hybrid(each.offer)]
+        supply = supply_of([*(each.offer for each in situation.held), *own])
+        take = list(spread(own, situation, "dedicated replicas are always leased"))
+        more: list[Offer] = []
+        for offer in pool:
+            if not _worth(supply, supply.plus(offer), turns, TAKE_GAIN):
+                break
+            more.append(offer)
+            supply = supply.plus(offer)
+        take += spread(more, situation, "the plan gives its cards to rollouts")
+        if more or not held:
+            return LeaseDecision(tuple(take))
+        last = max(held, key=lambda each: (each.since_s, each.offer.replica))
+        if _worth(supply.minus(last.offer), supply, turns, KEEP_GAIN):
+            return LeaseDecision(tuple(take))
+        why = "rollouts are hardly slower without it"
+        return LeaseDecision(tuple(take), (Move(last.job, last.offer.replica, why),))
+
+    def revoked(self, holding: Holding, held: int, now_s: float) -> None:
+        """Training needs the cards: nothing changes by that."""
+
+    def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
+        """Costs do not count."""
+
+
+def _worth(without: Supply, with_it: Supply, turns: float, gain: float) -> bool:
+    """Return True if one more replica makes rollouts faster by that share."""
+    if turns <= without.count:
+        return False
+    return with_it.rate_tok_s(turns) > (1 + gain) * without.rate_tok_s(turns)
+
+
+class RlboostPolicy(SpotPolicy):
+    """Takes every preemptible instance, and the training cards while their window is open."""
+
+    name = "rlboost"
+
+
+class OffloadWindow:
+    """Seconds of each rollout phase in which the training cards roll out."""
+
+    def __init__(self) -> None:
+        self.window_s = FIRST_WINDOW_S
+
+    def step(self, rollout_s: float) -> None:
+        """A rollout phase took so long: longer than the window, the window was too short."""
+        factor = GROW if rollout_s > self.window_s else SHRINK
+        self.window_s = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, self.window_s * factor))
 
 
 class ModelledHybridPool:
-    """Replicas of these nodes lie on the trainer's cards."""
+    """Replicas of these nodes lie on the trainer's cards.
+
+    windowed: for a window that adapts from step to step (`rlboost`); else until the batch is
+    complete or the leasing policy gave them back (`libra`).
+    """
 
     def __init__(
         self,
@@ -30,6 +135,7 @@ class ModelledHybridPool:
     ) -> None:
         self._queue = queue
         self._nodes = nodes
+        self._replicas = [(node, each) for node in nodes for each in node.replicas.values()]
         self._window = OffloadWindow() if windowed else None
         self._phase = 0
         self._began_s = 0.0
@@ -52,10 +158,9 @@ class ModelledHybridPool:
     def _lend(self, phase: int) -> None:
         if phase != self._phase:
             return
-        for node, replica in self._replicas():
+        for node, replica in self._replicas:
             if not replica.up:
-                replica.engine_up()
-                node.catch_up(replica)
+                node.start_engine(replica)
         for node in self._nodes:
             node.report()
 
@@ -66,14 +171,10 @@ class ModelledHybridPool:
     def _take_back(self) -> float:
         """End what runs there; seconds until the cards can train."""
         blocked = False
-        for node, replica in self._replicas():
+        for node, replica in self._replicas:
             if replica.up:
                 blocked |= replica.lease_epoch() is not None
-                node.revoke(replica, "its cards train")
-                replica.engine_down()
+                node.take_card(replica, "its cards train")
         for node in self._nodes:
             node.report()
         return SWITCH_S if blocked else 0.0
-
-    def _replicas(self) -> list[tuple[ModelledNode, ModelledReplica]]:
-        return [(node, each) for node in self._nodes for each in node.replicas.values()]

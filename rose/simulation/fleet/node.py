@@ -1,15 +1,19 @@
-"""Stand-in for a node daemon: offers, leases, guards of its guests, and updates of its replicas.
+"""Stand-in for a node daemon: its replicas' leases and updates, and guards of its guests.
 
     scheduler ── commands ──► ModelledNode ── offers, twice a second ──► scheduler
                                  │ guard, `guard_s`: Seen ──► GrantController ──► grant, on the page
 
-The guard's core, the lease state machine and the reclaim ladder are production's. The guard of a
-guest that has nothing to do ticks less often, as nothing depends on it.
+Production's own are the lease state machine of each replica, the guard's core, the reclaim ladder,
+and the choice of the objects that an update needs (`weight_transfer.catalog.Catalog`: the
+chain of deltas or a base, whichever is fewer bytes). Admitting and draining an engine take no
+longer here than a message does, activation takes `apply_s`. The guard of a guest that has nothing
+to do ticks less often, as nothing depends on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
-from elastic_scheduler import ReplicaKind
+from elastic_scheduler import Offer, ReplicaKind
 from executor.grant_controller import GrantController, GuardConfig, Observation, Reclaim, Write
 from executor.kv.reclaim_ladder import (
     EngineReport,
@@ -20,7 +24,22 @@ from executor.kv.reclaim_ladder import (
     ReclaimLevel,
     Unsupported,
 )
-from rose.node.lease import Ended, Granted, LeaseTakenBack, LeaseTick, Released, Revoked
+from rose.node.lease import (
+    Admit,
+    Drain,
+    Ended,
+    EngineAdmitted,
+    EngineDown,
+    EngineDrained,
+    EngineUp,
+    Granted,
+    LeaseStateMachine,
+    LeaseTakenBack,
+    LeaseTick,
+    Released,
+    Revoked,
+)
+from rose.node.lease import Event as LeaseEvent
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import (
     Activated,
@@ -30,15 +49,196 @@ from rose.scheduler.core.messages import (
     ReplicaDrained,
     TakenBack,
 )
-from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.clock import NS, EventQueue
+from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.engine.guest import ModelledGuest
-from rose.simulation.fleet.replica import ModelledReplica
-from rose.simulation.fleet.weights import ModelledTransfer
+from rose.simulation.engine_specs import StepWork
+from rose.simulation.scenario import Links
+from weight_transfer.catalog import Catalog, Published
+from weight_transfer.errors import CatalogError
 
+OFFER_TTL_S = 3.0
+# A sequence's context, where a rate at full batch is offered.
+TYPICAL_CONTEXT = 4_096
 REPORT_S = 0.5
 GUARD_S = 0.05
 IDLE_GUARD_S = 0.25
 RECLAIM_S = 5.0
+KEPT_DELTAS = 8
+
+
+class ModelledTransfer:
+    """Versions of one job, from its trainer to two clusters: its own, and one behind the link.
+
+    Each object crosses the slow link once, one after the other, and is passed on inside its cluster
+    while it comes.
+    """
+
+    def __init__(self, queue: EventQueue, links: Links, base_bytes: int) -> None:
+        self.queue = queue
+        self.links = links
+        self._base_bytes = base_bytes
+        self._catalog = Catalog({0: base_bytes})
+        # Time at which each object has crossed the slow link: ("base" or "delta", version).
+        self._crossed_s: dict[tuple[str, int], float] = {}
+        self._slow_free_s = 0.0
+        self.slow_bytes = 0
+
+    def publish(self, version: int, parent: int, wire_bytes: int) -> None:
+        """A version is durable at its trainer."""
+        deltas = (*self._catalog.deltas, Published(version, parent, wire_bytes))
+        self._catalog = replace(self._catalog, deltas=deltas)
+        if self._catalog.base_due():
+            # Older deltas are collected; who is further behind takes the base.
+            self._catalog = Catalog({version: self._base_bytes}, deltas[-KEPT_DELTAS:])
+
+    def fetch_s(self, held: int | None, target: int, *, far: bool) -> float:
+        """Seconds from now until a node that holds version `held` has `target`.
+
+        far: it is behind the slow link.
+        """
+        try:
+            plan = self._catalog.plan(held, target)
+        except CatalogError:
+            plan = self._catalog.plan(None, target)
+        now_s = self.queue.now_s
+        links = self.links
+        near_s = now_s + plan.wire_bytes / links.near_bytes_s
+        if far:
+            for key, size in self._objects(plan.base, plan.deltas):
+                near_s = max(near_s, self._cross(key, size, now_s))
+        return near_s + links.latency_s - now_s
+
+    def _objects(
+        self, base: int | None, deltas: tuple[int, ...]
+    ) -> list[tuple[tuple[str, int], int]]:
+        sizes = {each.version: each.wire_bytes for each in self._catalog.deltas}
+        objects = [(("delta", version), sizes[version]) for version in deltas]
+        # The model that it began with is on every node's disk.
+        if base is not None and base != 0:
+            objects.insert(0, (("base", base), self._catalog.bases[base]))
+        return objects
+
+    def _cross(self, key: tuple[str, int], size: int, now_s: float) -> float:
+        if key not in self._crossed_s:
+            began_s = max(now_s, self._slow_free_s)
+            self._slow_free_s = began_s + size / self.links.slow_bytes_s
+            self._crossed_s[key] = self._slow_free_s
+            self.slow_bytes += size
+        return self._crossed_s[key]
+
+
+class ModelledReplica:
+    """One replica of a node. up: its engine is there from the beginning."""
+
+    def __init__(
+        self,
+        node: "ModelledNode",
+        name: str,
+        kind: ReplicaKind,
+        engine: ModelledEngine,
+        *,
+        up: bool,
+    ) -> None:
+        self.name = name
+        self.node = node
+        self.kind = kind
+        self.engine = engine
+        self.lease = LeaseStateMachine()
+        self.held_job = ""
+        self.version = 0
+        self.updating = self.up = self.admits = False
+        self._leased_s = 0.0
+        self._leased_since_s: float | None = None
+        self._queue = node.queue
+        self._offer: Offer | None = None
+        spec = engine.spec
+        batch = max(1, min(spec.max_sequences, spec.kv_tokens // TYPICAL_CONTEXT))
+        chunk = spec.max_step_tokens
+        self._decode_tok_s = batch / spec.seconds(StepWork(0, batch, 0, batch * TYPICAL_CONTEXT))
+        self._prefill_tok_s = chunk / spec.seconds(StepWork(chunk, 0, 1, 0))
+        if up:
+            self.engine_up()
+
+    def engine_up(self) -> None:
+        """The engine answers, with the model that it began with."""
+        self.up = True
+        self.step(EngineUp())
+
+    def engine_down(self) -> None:
+        """The engine is gone, with its turns, KV and newer weights."""
+        self.up = self.admits = self.updating = False
+        self.version, self.held_job = 0, ""
+        self.engine.abort_all("broken")
+        self.engine.kv.forget()
+        self.step(EngineDown())
+
+    def lease_epoch(self) -> int | None:
+        """Under which lease turns may run now."""
+        status = self.lease.status()
+        return status.epoch if status.active(self._queue.now_s) else None
+
+    def offer(self) -> Offer:
+        """Return its node's present offer."""
+        spec = self.engine.spec
+        said = Offer(
+            replica=self.name,
+            kind=self.kind,
+            url=f"http://{self.name}:1",
+            node=self.node.name,
+            kv_tokens=self.engine.kv.units * self.engine.kv.unit_tokens
+            if self.kind is ReplicaKind.DEDICATED
+            else spec.kv_tokens,
+            decode_tok_s=self._decode_tok_s,
+            prefill_tok_s=self._prefill_tok_s,
+            policy_version=self.version,
+            healthy=self.up,
+            ttl_s=OFFER_TTL_S,
+            epoch=self.lease.status().epoch,
+            max_sequences=spec.max_sequences,
+            job=self.held_job,
+        )
+        # An offer that has not changed is the same object: the core sees that at once.
+        if said != self._offer:
+            self._offer = said
+        return self._offer or said
+
+    def step(self, event: LeaseEvent) -> None:
+        """Let the state machine take an event, and carry out what it says."""
+        events: list[LeaseEvent] = [event]
+        while events:
+            for action in self.lease.step(events.pop(), self._queue.now_s):
+                match action:
+                    case Admit():
+                        self.admits = True
+                        events.append(EngineAdmitted(action.epoch, action.life))
+                    case Drain():
+                        self.admits = False
+                        aborted = self.engine.abort_all("revoked")
+                        events.append(EngineDrained(action.life, aborted))
+                    case LeaseTakenBack() | Ended():
+                        self.node.told(self, action)
+        self._count_lease()
+
+    def _count_lease(self) -> None:
+        active = self.lease_epoch() is not None
+        now_s = self._queue.now_s
+        if active and self._leased_since_s is None:
+            self._leased_since_s = now_s
+        elif not active and self._leased_since_s is not None:
+            self._leased_s += now_s - self._leased_since_s
+            self._leased_since_s = None
+
+    def leased_until_now_s(self) -> float:
+        """Seconds under a lease so far."""
+        since_s = self._leased_since_s
+        return self._leased_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
+
+    def activate(self, version: int, job: str, apply_s: float) -> None:
+        """Take a version: the engine pauses, and computes its KV anew."""
+        self.version, self.held_job = version, job
+        self.engine.recompute()
+        self.engine.pause(apply_s)
 
 
 class ModelledGuard:
@@ -52,7 +252,7 @@ class ModelledGuard:
         self._answer: EngineReport | Unsupported | None = None
         self._reclaim_cap: int | None = None
         self._ticked_ns = -NS
-        self.reclaims = self.ticks = 0
+        self.reclaims = 0
 
     def tick(self, now_ns: int) -> None:
         """Write one grant, unless nothing can have changed since a moment ago."""
@@ -62,7 +262,6 @@ class ModelledGuard:
         if not busy and self._reclaim is None and now_ns - self._ticked_ns < IDLE_GUARD_S * NS:
             return
         self._ticked_ns = now_ns
-        self.ticks += 1
         page = guest.page
         seen = Observation(
             page.view(now_ns), guest.state(), lease_epoch=lease, reclaim_cap=self._reclaim_cap
@@ -110,28 +309,27 @@ class ModelledNode:
     """One node daemon, on `stream` of the scheduler; `say` hands it an event."""
 
     def __init__(
-        self,
-        name: str,
-        stream: int,
-        queue: EventQueue,
-        say: Callable[[Event], None],
-        transfer: ModelledTransfer,
-        apply_s: float,
-        *,
-        far: bool,
+        self, stream: int, say: Callable[[Event], None], transfer: ModelledTransfer, *, far: bool
     ) -> None:
-        self.name = name
+        """far: it is behind the slow link."""
+        self.name = f"node-{stream - 1}"
         self.stream = stream
         self.far = far
+        self.queue = transfer.queue
         self.replicas: dict[str, ModelledReplica] = {}
         self.guards: list[ModelledGuard] = []
-        # Called when a replica has a version, with its name.
-        self.on_activated: Callable[[ModelledReplica], None] | None = None
-        self._queue = queue
+        # Called when a replica has a version.
+        self.on_activated: Callable[[ModelledReplica], None] = lambda replica: None
         self._say = say
         self._transfer = transfer
-        self._apply_s = apply_s
         self._newest: dict[str, int] = {}
+
+    def add(
+        self, name: str, kind: ReplicaKind, engine: ModelledEngine, *, up: bool = True
+    ) -> ModelledReplica:
+        """Add a replica."""
+        replica = self.replicas[name] = ModelledReplica(self, name, kind, engine, up=up)
+        return replica
 
     def start(self) -> None:
         """Attach, and begin to report."""
@@ -139,9 +337,9 @@ class ModelledNode:
         self.report()
         # Nodes do not speak all at once.
         offset_s = 0.013 * self.stream % REPORT_S
-        self._queue.every_s(REPORT_S, self.report, offset_s)
+        self.queue.every_s(REPORT_S, self.report, offset_s)
         if self.guards:
-            self._queue.every_s(GUARD_S, self._guard, 0.0007 * self.stream)
+            self.queue.every_s(GUARD_S, self._guard, 0.0007 * self.stream)
 
     def report(self) -> None:
         """Offer everything, and let leases run out."""
@@ -166,11 +364,18 @@ class ModelledNode:
             case "version":
                 self._newest[command.version.job] = command.version.version
                 for replica in self.replicas.values():
-                    self._update(replica)
+                    self.catch_up(replica)
 
-    def revoke(self, replica: ModelledReplica, reason: str) -> None:
-        """The node wants a replica's lease to end, as when its card is needed."""
+    def start_engine(self, replica: ModelledReplica) -> None:
+        """Start an engine, which then fetches the newest version."""
+        replica.engine_up()
+        self.catch_up(replica)
+
+    def take_card(self, replica: ModelledReplica, reason: str) -> None:
+        """End a replica's lease and its engine: its card is needed."""
         replica.step(Revoked(reason))
+        if replica.up:
+            replica.engine_down()
 
     def told(self, replica: ModelledReplica, word: LeaseTakenBack | Ended) -> None:
         """A replica's lease ended: the scheduler hears of it."""
@@ -179,19 +384,12 @@ class ModelledNode:
         elif word.asked:
             self._say(ReplicaDrained(self.stream, replica.name, word.epoch, word.aborted))
 
-    def catch_up(self, replica: ModelledReplica) -> None:
-        """Bring an engine that just started to the newest version."""
-        self._update(replica)
-
     def _leased(self, lease: pb.Lease) -> None:
         replica = self.replicas.get(lease.replica)
-        if replica is None:
-            return
-        if lease.epoch >= replica.lease.status().epoch:
-            replica.job = lease.job
-        replica.step(Granted(lease.epoch, lease.ttl_s))
+        if replica is not None:
+            replica.step(Granted(lease.epoch, lease.ttl_s))
 
-    def _update(self, replica: ModelledReplica) -> None:
+    def catch_up(self, replica: ModelledReplica) -> None:
         """Fetch the job's newest version and activate it; one at a time."""
         if replica.updating or not replica.up or not self._newest:
             return
@@ -205,8 +403,8 @@ class ModelledNode:
         def fetched() -> None:
             if not replica.up or not replica.updating:
                 return
-            replica.activate(version, job, self._apply_s)
-            self._queue.after_s(self._apply_s, activated)
+            replica.activate(version, job, self._transfer.links.apply_s)
+            self.queue.after_s(self._transfer.links.apply_s, activated)
 
         def activated() -> None:
             if not replica.up or not replica.updating:
@@ -216,23 +414,12 @@ class ModelledNode:
                 replica.engine.policy_version = version
             self._say(Activated(self.stream, replica.name, version, True, "", job))
             self.report()
-            if self.on_activated is not None:
-                self.on_activated(replica)
-            self._update(replica)
+            self.on_activated(replica)
+            self.catch_up(replica)
 
-        self._queue.after_s(takes_s, fetched)
+        self.queue.after_s(takes_s, fetched)
 
     def _guard(self) -> None:
-        now_ns = self._queue.now_ns
+        now_ns = self.queue.now_ns
         for guard in self.guards:
             guard.tick(now_ns)
-
-
-def guests_of(nodes: Sequence[ModelledNode]) -> list[ModelledReplica]:
-    """All guests of these nodes."""
-    return [
-        replica
-        for node in nodes
-        for replica in node.replicas.values()
-        if replica.kind is ReplicaKind.GUEST
-    ]

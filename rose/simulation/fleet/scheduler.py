@@ -6,6 +6,7 @@ store `STORE_S`. The core ticks less often than in production, where nothing els
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from elastic_scheduler import HarvestMode, Policy
 from rose.rpc import rose_pb2 as pb
@@ -24,7 +25,7 @@ from rose.scheduler.core.messages import (
 )
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import Saved
-from rose.simulation.clock.event_queue import EventQueue
+from rose.simulation.clock import EventQueue
 from rose.simulation.fleet.node import ModelledNode
 
 TICK_S = 0.25
@@ -50,7 +51,7 @@ class ModelledScheduler:
 
     def start(self) -> None:
         """Begin to tick."""
-        self._queue.every_s(TICK_S, self._tick)
+        self._queue.every_s(TICK_S, lambda: self._step(Tick()))
 
     def attach(self, node: ModelledNode) -> None:
         """Commands for the node's stream go to it."""
@@ -60,34 +61,21 @@ class ModelledScheduler:
         """A message is on its way to the scheduler."""
         self._queue.after_s(self._latency_s, lambda: self._step(event))
 
-    def _tick(self) -> None:
-        self._step(Tick())
-
     def _step(self, event: Event) -> None:
         if isinstance(event, StoredEvent):
             self._core.writes(event)
         for action in self._core.step(event, self._queue.now_s):
             match action:
                 case Reserve():
-                    self._reserve(action)
+                    self._queue.after_s(STORE_S, partial(self._step, action.then))
                 case Command():
-                    self._command(action)
+                    if (node := self._nodes.get(action.stream)) is not None:
+                        self._queue.after_s(self._latency_s, partial(node.obey, action.command))
                 case PublishTable():
-                    self._publish(action.table)
+                    self._queue.after_s(self._latency_s, partial(self._on_table, action.table))
                 case LogRecord():
                     self.log[action.event] += 1
                     if action.event in ("policy_broken", "replica_broken"):
                         raise RuntimeError(f"{action.event}: {action.fields}")
                 case CloseStream() | Save() | Answer():
                     pass
-
-    def _reserve(self, action: Reserve) -> None:
-        self._queue.after_s(STORE_S, lambda: self._step(action.then))
-
-    def _command(self, action: Command) -> None:
-        node = self._nodes.get(action.stream)
-        if node is not None:
-            self._queue.after_s(self._latency_s, lambda: node.obey(action.command))
-
-    def _publish(self, table: pb.ReplicaTable) -> None:
-        self._queue.after_s(self._latency_s, lambda: self._on_table(table))

@@ -9,7 +9,6 @@ prompts than it needs, drops groups whose scores are all equal, and takes more u
 """
 
 import asyncio
-import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from dataclasses import dataclass
 from elastic_scheduler import CancelRun, RolloutBuffer, SampleRun, StalenessBound, StepPlan
 from elastic_scheduler.rollouts.batching import TailPlan
 from rose.gateway.errors import TurnError
-from rose.scheduler.core.messages import Event, JobRegistered, VersionAnnounced
-from rose.simulation.clock.event_loop import VirtualLoop
-from rose.simulation.clock.event_queue import EventQueue
+from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
+from rose.simulation.clock import VirtualLoop
 from rose.simulation.fleet.gateway import AskedTurn, ModelledGateway
-from rose.simulation.fleet.weights import ModelledTransfer
+from rose.simulation.fleet.node import ModelledTransfer
 from rose.simulation.results import StepResult
-from rose.simulation.trainer import Algorithm, TrainerSpec
-from rose.simulation.workload import RolloutWorkload, Trajectory
+from rose.simulation.scenario import TrainerSpec
+from rose.simulation.workloads.episodes import RolloutWorkload, Trajectory
 
 JOB = "job"
 
@@ -43,40 +41,30 @@ class VoidRun(Exception):  # noqa: N818 -- no error: nobody waits for the run an
 
 
 class ModelledTrainer:
-    """One job's trainer. `on_over` is called when all its steps are done."""
+    """One job's trainer; the simulation ends when all its steps are done."""
 
     def __init__(
         self,
         spec: TrainerSpec,
         workload: RolloutWorkload,
         seed: int,
-        queue: EventQueue,
         loop: VirtualLoop,
         gateway: ModelledGateway,
         transfer: ModelledTransfer,
-        say: Callable[[Event], None],
-        on_over: Callable[[], None],
-        *,
-        hedges: int = 0,
-        priority_of: Callable[[int], int] = lambda failed: 0,
+        hedges: int,
     ) -> None:
-        """hedges: second copies that a group may have. priority_of: of a trajectory of which so
-        many tool results failed."""
+        """hedges: second copies that a group may have."""
         self._spec = spec
         self._workload = workload
         self._seed = seed
-        self._queue = queue
+        self._queue = loop.queue
         self._loop = loop
         self._gateway = gateway
         self._transfer = transfer
-        self._say = say
-        self._on_over = on_over
+        self._say = gateway.say
         self._hedges = hedges
-        self._priority_of = priority_of
-        over = spec.over_sampling if spec.algorithm is Algorithm.DAPO else 0.0
-        self._take_groups = math.ceil(spec.groups * (1 + over))
         plan = StepPlan(
-            self._take_groups,
+            spec.started_groups,
             spec.samples,
             StalenessBound(spec.max_staleness),
             concurrency=spec.concurrency,
@@ -94,8 +82,9 @@ class ModelledTrainer:
         self.steps: list[StepResult] = []
         self.trajectory_s = array("d")
         self.turn_s = array("d")
-        # Called with True when the rollout phase begins, with False before training begins.
-        self.on_phase: Callable[[bool], float] | None = None
+        # Called with True when the rollout phase begins, with False before training begins; returns
+        # the seconds that training has to wait for its cards.
+        self.on_phase: Callable[[bool], float] = lambda rollout: 0.0
         self.filtered = 0
 
     def train_until_now_s(self) -> float:
@@ -130,14 +119,14 @@ class ModelledTrainer:
             if number:
                 await self._publish(number)
             synced_s = self._queue.now_s
-            self._phase(True)
+            self.on_phase(True)
             episodes, version = await self._batch()
-            lag_s = self._phase(False)
+            lag_s = self.on_phase(False)
             if lag_s:
                 await asyncio.sleep(lag_s)
             batched_s = self._queue.now_s
             tokens = sum(each.trajectory.total_tokens for each in episodes)
-            train_s = spec.train_s + spec.train_s_per_token * tokens
+            train_s = spec.seconds(tokens)
             self._training_since_s = batched_s
             await asyncio.sleep(train_s)
             self._training_since_s = None
@@ -158,16 +147,13 @@ class ModelledTrainer:
                     max((version - each.oldest_version for each in episodes), default=0),
                 )
             )
-        self._on_over()
-
-    def _phase(self, rollout: bool) -> float:
-        return self.on_phase(rollout) if self.on_phase is not None else 0.0
+        self._queue.stop()
 
     async def _publish(self, version: int) -> None:
         """Make a version durable, tell everybody; a synchronous trainer waits for a replica."""
         spec = self._spec
         await asyncio.sleep(spec.publish_s)
-        size = max(1, round(spec.weight_bytes * spec.delta_share))
+        size = max(1, round(spec.delta_bytes))
         self._transfer.publish(version, version - 1, size)
         self._version = version
         self._first_active.clear()
@@ -190,12 +176,12 @@ class ModelledTrainer:
                 continue
             for group in step.groups:
                 scores = {each.trajectory.score for each in group.samples}
-                if spec.algorithm is Algorithm.DAPO and len(scores) == 1:
+                if spec.filters and len(scores) == 1:
                     self.filtered += 1
                     continue
                 groups.append(group.samples)
-            if len(groups) >= spec.groups or spec.algorithm is not Algorithm.DAPO:
-                kept = groups[: spec.groups] if spec.algorithm is Algorithm.DAPO else groups
+            if len(groups) >= spec.groups or not spec.filters:
+                kept = groups[: spec.groups] if spec.filters else groups
                 return [each for group in kept for each in group], step.version
 
     # ---- episodes; after `rose.client.pipeline` ----
@@ -235,7 +221,7 @@ class ModelledTrainer:
         prompt = self._buffer.prompt_of(run)
         trajectory = self._workload.trajectory(self._seed, prompt, run.sample)
         began_s = self._queue.now_s
-        context = borrowed = failed = 0
+        context = borrowed = 0
         oldest = self._version
         for number, turn in enumerate(trajectory.turns):
             context += turn.observed_tokens
@@ -256,7 +242,6 @@ class ModelledTrainer:
                         turn.output_tokens,
                         max(self._spec.max_turn_tokens, turn.output_tokens + 1),
                         ticket.min_version,
-                        self._priority_of(failed),
                         f"p{prompt}" if trajectory.shared_tokens and not number else "",
                         trajectory.shared_tokens if not number else 0,
                     )
@@ -269,11 +254,8 @@ class ModelledTrainer:
             self.turn_s.append(self._queue.now_s - asked_s)
             oldest = min(oldest, made.oldest_version)
             borrowed += made.borrowed_tokens
-            failed += turn.failed
             context += turn.output_tokens
             if turn.environment_s:
                 await asyncio.sleep(turn.environment_s)
-        if trajectory.reward_s:
-            await asyncio.sleep(trajectory.reward_s)
         self.trajectory_s.append(self._queue.now_s - began_s)
         return PlayedEpisode(trajectory, borrowed, oldest)

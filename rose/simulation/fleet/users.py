@@ -7,67 +7,20 @@ would have to start first.
 """
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from rose.simulation.clock.event_queue import NS, EventQueue
+from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.card import HOST
 from rose.simulation.engine.host import ModelledHost
-from rose.simulation.results import Latencies, Percentiles, SloSlice
-from rose.simulation.workload import Request
-from slo import SloSpec
+from rose.simulation.workloads.traffic import Request
 
-
-def percentiles(values: Sequence[float]) -> Percentiles:
-    """Nearest rank; all 0 without values."""
-    if not values:
-        return Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
-
-    mean = math.fsum(ordered) / len(ordered)
-    return Percentiles(len(ordered), mean, at(0.5), at(0.9), at(0.99), ordered[-1])
-
-
-class LatencyBook:
-    """Latencies of users' requests, against their targets."""
-
-    def __init__(self, slo: SloSpec, slice_s: float) -> None:
-        self._slo = slo
-        self._slice_s = slice_s
-        self._slices: dict[int, list[int]] = {}
-        self._ttft_s = array("d")
-        self._tpot_s = array("d")
-        self._attained = 0
-
-    def served(
-        self, host: int, ended_s: float, ttft_s: float, tpot_s: float, output_tokens: int
-    ) -> None:
-        """A request ended."""
-        attained = ttft_s <= self._slo.ttft_s and tpot_s <= self._slo.tpot_s
-        self._ttft_s.append(ttft_s)
-        self._tpot_s.append(tpot_s)
-        self._attained += attained
-        counts = self._slices.setdefault(int(ended_s // self._slice_s), [0, 0])
-        counts[0] += 1
-        counts[1] += attained
-
-    def latencies(self) -> Latencies:
-        """All of them."""
-        series = tuple(
-            SloSlice(number * self._slice_s, requests, attained)
-            for number, (requests, attained) in sorted(self._slices.items())
-        )
-        return Latencies(
-            len(self._ttft_s),
-            self._attained,
-            percentiles(self._ttft_s),
-            percentiles(self._tpot_s),
-            series,
-        )
+# Kubernetes' horizontal autoscaler by default: it looks every 15 s, and goes down only to what was
+# enough for all of the last 5 minutes.
+SYNC_S = 15.0
+STABLE_S = 300.0
+# GPU utilisation that it aims at: serving clusters keep room for bursts.
+TARGET_SHARE = 0.6
 
 
 class ModelledUsers:
@@ -84,10 +37,7 @@ class ModelledUsers:
         self.refused = 0
 
     def start(self) -> None:
-        """Let the first request come."""
-        self._next()
-
-    def _next(self) -> None:
+        """Let the next request come when it is due."""
         request = next(self._requests, None)
         if request is not None:
             due_ns = round(request.arrival_s * 1e9)
@@ -98,25 +48,12 @@ class ModelledUsers:
         if request.prompt_tokens + request.output_tokens > most:
             self.refused += 1
         else:
-            self._host_of(request).serve(request)
-        self._next()
-
-    def _host_of(self, request: Request) -> ModelledHost:
-        if request.host is not None and request.host < self.serving:
-            return self._hosts[request.host]
-        return min(self._hosts[: self.serving], key=_load)
+            min(self._hosts[: self.serving], key=_load).serve(request)
+        self.start()
 
 
 def _load(host: ModelledHost) -> tuple[int, int]:
     return len(host.waiting) + host.running, host.index
-
-
-# Kubernetes' horizontal autoscaler by default: it looks every 15 s, and goes down only to what was
-# enough for all of the last 5 minutes.
-SYNC_S = 15.0
-STABLE_S = 300.0
-# GPU utilisation that it aims at: serving clusters keep room for bursts.
-TARGET_SHARE = 0.6
 
 
 class ModelledAutoscaler:

@@ -4,7 +4,3 @@ It takes the same scenarios and gives the same figures as the step-by-step simul
 is compared on three scenarios that both can play. Queues are approximated (M/G/∞), decisions of
 single leases and turns are not modelled: guests follow the share that the gate's rule leaves them.
 """
-
-from rose.simulation.fluid.run import FIDELITY, run_fluid
-
-__all__ = ["FIDELITY", "run_fluid"]

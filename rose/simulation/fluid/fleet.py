@@ -17,14 +17,12 @@ from functools import lru_cache
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
-from rose.simulation.calibration.published import PublishedEngine, published_engine
-from rose.simulation.cluster import Links
-from rose.simulation.fluid.host_pool import HostPoolFluid, UserMix
+from rose.simulation.engine_specs import EngineSpec, published_engine
+from rose.simulation.fluid.hosts import MARGIN_S, SHARED_SPEED, HostPoolFluid, UserMix
 from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, RolloutPhase, roll_out
-from rose.simulation.fluid.serving import MARGIN_S, SHARED_SPEED
-from rose.simulation.trainer import Algorithm, TrainerSpec
-from rose.simulation.workload import RolloutWorkload
-from rose.simulation.workloads.serving import DAY_S, HOUR_S, BurstyTraffic
+from rose.simulation.scenario import Links, TrainerSpec
+from rose.simulation.workloads.episodes import RolloutWorkload
+from rose.simulation.workloads.traffic import DAY_S, HOUR_S, BurstyTraffic
 from slo import SloSpec
 
 QUARTER_S = 900.0
@@ -52,7 +50,7 @@ class Deployment:
 
     name: str
     hosts: int
-    engine: PublishedEngine
+    engine: EngineSpec
     traffic: BurstyTraffic
     slo: SloSpec
     slack_share: float = 0.5
@@ -75,7 +73,7 @@ class Deployment:
         """
         traffic, busy, lent = self.traffic, 0.0, 0.0
         mix = UserMix(traffic.prompt.mean, traffic.output.mean)
-        fluid = HostPoolFluid(self.engine.spec(), self.engine.profile, self.hosts, mix)
+        fluid = HostPoolFluid(self.engine, self.hosts, mix)
         rate = traffic.rate_per_s * traffic.day.at(traffic.start_s + time_s)
         bursts = traffic.bursts
         calm = rate * bursts.calm_factor
@@ -266,9 +264,8 @@ class FleetRun:
                 phase = borrowing
             else:
                 hosts = 0
-        train_s = trainer.train_s + trainer.train_s_per_token * tokens
-        size = trainer.weight_bytes * trainer.delta_share
-        sync_s = trainer.publish_s + size / self._spec.links.near_bytes_s
+        train_s = trainer.seconds(tokens)
+        sync_s = trainer.publish_s + trainer.delta_bytes / self._spec.links.near_bytes_s
         sync_s += self._spec.links.latency_s + self._spec.links.apply_s
         together_s = phase.seconds + train_s + sync_s
         if trainer.max_staleness:
@@ -304,18 +301,18 @@ class FleetRun:
                 best = (each.name, hosts, round(share, 2))
         return best
 
-    def _guest(self, job: FleetJob, deployment: Deployment) -> EnginePool | None:
+    def _guest(self, job: FleetJob, deployment: Deployment) -> EngineSpec | None:
         """The job's model on one host of the deployment; None where there is no room for it."""
         host = deployment.engine
         try:
             guest = published_engine(job.model, self._spec.card, self._spec.engine, host.cards)
         except ConfigError:
             return None
-        room = host.kv_tokens * host.kv_bytes_per_token * (1 - KV_HEADROOM) - guest.weight_bytes
+        room = host.kv_bytes * (1 - KV_HEADROOM) - guest.weight_bytes
         kv_tokens = int(room / guest.kv_bytes_per_token)
-        if kv_tokens < guest.spec().max_step_tokens:
+        if kv_tokens < guest.max_step_tokens:
             return None
-        return _pool(guest, 1, kv_tokens)
+        return replace(guest, kv_tokens=min(guest.kv_tokens, kv_tokens))
 
     def _lendable_in(self, name: str, quarter: int) -> tuple[float, float]:
         return self._deployment(name).lendable((quarter + 0.5) * QUARTER_S)
@@ -327,9 +324,7 @@ class FleetRun:
         """A step's episodes, and the tokens that it trains on."""
         job = self._spec.jobs[number]
         trainer, rollouts = job.trainer, job.rollouts
-        groups = trainer.groups
-        if trainer.algorithm is Algorithm.DAPO:
-            groups = math.ceil(groups * (1 + trainer.over_sampling))
+        groups = trainer.started_groups
         first = batch * groups
         episodes = [
             rollouts.trajectory(self._seed, prompt, sample)
@@ -347,12 +342,12 @@ class FleetRun:
         own = published_engine(job.model, self._spec.card, self._spec.engine, job.replica_cards)
         guests = None
         if hosts:
-            pool = self._guest(job, self._deployment(deployment))
-            assert pool is not None, "only hosts with room lend"
-            guests = EnginePool(hosts, pool.engine, pool.profile)
+            guest = self._guest(job, self._deployment(deployment))
+            assert guest is not None, "only hosts with room lend"
+            guests = EnginePool(hosts, guest)
         phase = roll_out(
-            episodes, _pool(own, job.replicas), guests, lambda *_: share, job.trainer.concurrency,
-            _TICK_S,
+            episodes, EnginePool(job.replicas, own), guests, lambda *_: share,
+            job.trainer.concurrency, _TICK_S,
         )  # fmt: skip
         return phase, tokens
 
@@ -405,13 +400,6 @@ class _Slices:
             overlap_s = min(end_s, (hour + 1) * HOUR_S) - max(start_s, hour * HOUR_S)
             self.seconds[hour] += amount * max(0.0, overlap_s) / span_s
             hour += 1
-
-
-def _pool(engine: PublishedEngine, count: int, kv_tokens: int | None = None) -> EnginePool:
-    spec = engine.spec()
-    if kv_tokens is not None:
-        spec = replace(spec, kv_tokens=min(spec.kv_tokens, kv_tokens))
-    return EnginePool(count, spec, engine.profile)
 
 
 def _job_result(each: _Running, seconds: float) -> JobResult:

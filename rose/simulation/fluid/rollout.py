@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_scheduler.routing.router import STICKY_MARGIN
-from rose.simulation.cluster import EngineSpec
-from rose.simulation.fluid.host_pool import GuestLoad, StepLine
-from rose.simulation.workload import Trajectory
-from slo import StepProfile
+from rose.simulation.engine_specs import EngineSpec
+from rose.simulation.fluid.hosts import NO_GUEST, GuestLoad, StepLine
+from rose.simulation.workloads.episodes import Trajectory
 
 Floats = NDArray[np.float64]
 _ROUNDS = 20
@@ -34,11 +33,10 @@ class EnginePool:
 
     count: float
     engine: EngineSpec
-    profile: StepProfile
 
     def at(self, context_tokens: float, prefill_per_output: float) -> "Engines":
         """While their sequences have such contexts, each token of which brings prompt tokens."""
-        line = StepLine.of(self.profile, context_tokens, prefill_per_output)
+        line = StepLine.of(self.engine.profile, context_tokens, prefill_per_output)
         most = min(self.engine.max_sequences, self.engine.kv_tokens / max(1.0, context_tokens))
         return Engines(self.count, line, max(1.0, most))
 
@@ -107,8 +105,7 @@ class EpisodeBatch:
 
 
 def _waits_s(episode: Trajectory, turn_s: float) -> float:
-    waits_s = sum(turn.environment_s for turn in episode.turns) + episode.reward_s
-    return waits_s + turn_s * len(episode.turns)
+    return sum(turn.environment_s for turn in episode.turns) + turn_s * len(episode.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ def roll_out(
     alive = np.arange(size) < slots
     begun = min(slots, size)
     now_s = borrowed = busy_d = busy_g = 0.0
-    load = GuestLoad(1.0, guests.profile.base_s) if guests is not None else GuestLoad(0.0, 0.0)
+    load = GuestLoad(1.0, guests.engine.profile.base_s) if guests is not None else NO_GUEST
     while alive.any():
         share = guest_share(now_s, load) if guests is not None else 0.0
         waits = batch.environment_s[alive]
@@ -252,7 +249,7 @@ def _scaled(placed: Placement, waits: Floats) -> Placement:
 
 
 def _tick_s(left: Floats, pace: Floats) -> float:
-    """Until the first episode ends, or a part of what the middle one still takes."""
+    """Return the time until the first episode ends, or a part of what the middle one takes."""
     times = left / pace
     first = float(times.min())
     return max(first, float(np.median(times)) * _TICK_SHARE)

@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass, replace
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
-from rose.simulation.calibration.published import PublishedEngine, published_engine, source
-from rose.simulation.cluster import EngineSpec, GuestSpec, HostPool
-from rose.simulation.fluid.host_pool import GuestLoad, StepLine
-from rose.simulation.fluid.serving import NO_GUEST, WINDOW_S, ServingFluid
+from rose.simulation.engine_specs import EngineSpec, published_engine, source
+from rose.simulation.fluid.hosts import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid, StepLine
 from rose.simulation.results import Latencies, UseSlice
-from rose.simulation.workload import Request
-from rose.simulation.workloads.serving import DAY_S, HOUR_S
+from rose.simulation.scenario import GuestSpec, HostPool
+from rose.simulation.workloads.traffic import DAY_S, HOUR_S, Request
 from slo import SloSpec
 
 # Defaults of a rollout's turns, if the operator gives none.
@@ -109,19 +107,20 @@ def what_if(
             f"gpus is {question.gpus}; one engine of {host.model} has {host.cards} of them"
         )
     # Weights of the guest lie in what was the host's KV memory.
-    room = host.kv_tokens * host.kv_bytes_per_token * (1 - KV_HEADROOM) - guest.weight_bytes
+    room = host.kv_bytes * (1 - KV_HEADROOM) - guest.weight_bytes
     if room <= 0:
         raise ConfigError(
             f"guest {guest.model}: its weights do not fit beside {host.model} on {host.cards}"
             f" {host.card} cards; choose a smaller one, or more cards"
         )
-    pool = HostPool(hosts, host.spec(), question.slo, _guest_spec(question, guest, room))
-    alone, _, _ = _play(ServingFluid(pool, requests(), slice_s), NO_GUEST, slice_s)
+    pool = HostPool(hosts, host, question.slo, _guest_spec(question, guest, room))
+    alone = ServingFluid(pool, requests(), slice_s)
+    _play(alone, NO_GUEST, slice_s)
     if alone.now_s < LEAST_S:
         raise ConfigError(
             f"the trace lasts {alone.now_s:.0f} s; give requests of at least {LEAST_S:.0f} s"
         )
-    used = alone.in_host_s / alone.now_s * _user_context(alone)
+    used = alone.in_host_s / alone.now_s * alone.mix.context
     kv_tokens = (room - used * host.kv_bytes_per_token) / guest.kv_bytes_per_token
     if kv_tokens < question.context:
         raise ConfigError(
@@ -131,10 +130,9 @@ def what_if(
     sequences = max(1, min(MOST_SEQUENCES, int(kv_tokens / question.context)))
     line = StepLine.of(guest.profile, question.context, PREFILL_PER_OUTPUT)
     step_s = line.seconds(sequences)
-    lending, use, lent = _play(
-        ServingFluid(pool, requests(), slice_s, question.hold), GuestLoad(1.0, step_s), slice_s
-    )
-    tokens = lent * sequences / step_s * hosts
+    lending = ServingFluid(pool, requests(), slice_s, question.hold)
+    use = _play(lending, GuestLoad(1.0, step_s), slice_s)
+    tokens = lending.lent_s * sequences / step_s * hosts
     own = published_engine(question.guest, question.card, question.engine)
     own_line = StepLine.of(own.profile, question.context, PREFILL_PER_OUTPUT)
     own_tokens_a_gpu_hour = MOST_SEQUENCES / own_line.seconds(MOST_SEQUENCES) * HOUR_S / own.cards
@@ -145,7 +143,7 @@ def what_if(
         hours=alone.now_s / HOUR_S,
         requests=alone.requests,
         busy=busy,
-        lent=lent / lending.now_s,
+        lent=lending.lent_s / lending.now_s,
         held=lending.held_s / lending.now_s,
         guest_sequences=sequences,
         harvested_tokens_a_day=tokens / days,
@@ -157,21 +155,14 @@ def what_if(
     )
 
 
-def _guest_spec(question: WhatIfQuestion, guest: PublishedEngine, room: float) -> GuestSpec:
+def _guest_spec(question: WhatIfQuestion, guest: EngineSpec, room: float) -> GuestSpec:
     kv_tokens = max(1_024, int(room / guest.kv_bytes_per_token))
-    engine: EngineSpec = replace(guest.spec(), kv_tokens=kv_tokens)
+    engine = replace(guest, kv_tokens=kv_tokens)
     return GuestSpec(engine, kv_base_tokens=1_024, slack_share=question.slack_share)
 
 
-def _user_context(fluid: ServingFluid) -> float:
-    mix = fluid.mix
-    return mix.prompt_tokens + mix.output_tokens / 2
-
-
-def _play(
-    fluid: ServingFluid, guests: GuestLoad, slice_s: float
-) -> tuple[ServingFluid, tuple[UseSlice, ...], float]:
-    """Play a trace to its end; slices of use, and the card time of one guest."""
+def _play(fluid: ServingFluid, guests: GuestLoad, slice_s: float) -> tuple[UseSlice, ...]:
+    """Play a trace to its end; return slices of use."""
     slices: list[UseSlice] = []
     start_s = busy_s = lent_s = 0.0
     while not fluid.over or fluid.now_s == 0:
@@ -185,16 +176,16 @@ def _play(
                 )
             )  # fmt: skip
             start_s, busy_s, lent_s = fluid.now_s, fluid.busy_s, fluid.lent_s
-    return fluid, tuple(slices), fluid.lent_s
+    return tuple(slices)
 
 
 def _assumptions(
     question: WhatIfQuestion,
-    host: PublishedEngine,
-    guest: PublishedEngine,
+    host: EngineSpec,
+    guest: EngineSpec,
     hosts: int,
     sequences: int,
-    own: PublishedEngine,
+    own: EngineSpec,
     seconds: float,
     busy: float,
 ) -> tuple[str, ...]:

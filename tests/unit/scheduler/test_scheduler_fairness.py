@@ -284,7 +284,7 @@ class NoTime:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:

@@ -10,7 +10,6 @@ from rose.simulation import (
     EngineSpec,
     GuestSpec,
     HostPool,
-    ProfiledSteps,
     Request,
     Scenario,
     TrainerSpec,
@@ -20,7 +19,7 @@ from rose.simulation import (
 from slo import SloSpec, StepProfile
 
 # Slow steps, so that there are few of them.
-STEPS = ProfiledSteps(StepProfile(0.04, 1e-5, 0.0, 1e-8))
+STEPS = StepProfile(0.04, 1e-5, 0.0, 1e-8)
 ENGINE = EngineSpec("m", 1, STEPS, 60_000, 100_000, 10**9, max_sequences=16, max_step_tokens=1_024)
 GUEST = GuestSpec(ENGINE, kv_base_tokens=8_000, granule_tokens=512, token_budget=512)
 
@@ -33,11 +32,11 @@ class Episodes:
 
     def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
         rng = random.Random(f"{seed}/{prompt}/{sample}")
-        first = Turn(64, rng.randint(5, 20), 0.1, "tool", failed=rng.random() < 0.5)
+        first = Turn(64, rng.randint(5, 20), 0.1)
         last = Turn(16, rng.randint(5, 30) * (3 if prompt % 3 == 0 else 1))
         # Every other prompt teaches nothing.
         score = float(sample % 2) if prompt % 2 else 1.0
-        return Trajectory((first, last), 0.05, 32, score)
+        return Trajectory((first, last), 32, score)
 
 
 @dataclass(frozen=True)

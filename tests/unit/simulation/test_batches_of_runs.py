@@ -9,7 +9,7 @@ import pytest
 from simulation_cases import small
 
 from rose.errors import ConfigError
-from rose.simulation.batch import Run, carry_out, run_all
+from rose.simulation.run import Run, carry_out, run_all
 
 
 class StandinRay(ModuleType):

@@ -1,12 +1,17 @@
 """Step times come from a measured profile or from published tables, and from nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rose.errors import ConfigError, RoseError
-from rose.simulation import ProfiledSteps, StepWork
-from rose.simulation.calibration import published_engine, published_engines, read_profile
+from rose.simulation.engine_specs import (
+    StepWork,
+    published_engine,
+    published_engines,
+    read_profile,
+)
 from slo import StepProfile
 
 
@@ -14,9 +19,9 @@ def test_a_profile_of_rose_profile_gives_the_times_of_its_steps(tmp_path: Path) 
     profile = StepProfile(0.005, 2e-5, 1e-5, 3e-8, samples=40, fit_error=0.03)
     path = tmp_path / "step_profile.json"
     path.write_text(profile.to_json())
-    steps = read_profile(path)
-    assert steps == ProfiledSteps(profile)
-    assert steps.seconds(StepWork(100, 4, 1, 1_000)) == pytest.approx(
+    assert read_profile(path) == profile
+    engine = replace(published_engine("8b"), profile=profile)
+    assert engine.seconds(StepWork(100, 4, 1, 1_000)) == pytest.approx(
         0.005 + 104 * 2e-5 + 5e-5 + 3e-5
     )
 
@@ -34,10 +39,9 @@ def test_any_other_file_is_refused_by_its_name(tmp_path: Path, text: str) -> Non
 
 def test_published_engines_are_plausible_and_fit_their_tables() -> None:
     for engine in published_engines():
-        spec = engine.spec()
         # A decode step reads the weights once: no card does that faster than its memory.
         least_s = engine.weight_bytes / engine.cards / 4.8e12
-        assert spec.steps.seconds(StepWork(0, 1)) > least_s
+        assert engine.seconds(StepWork(0, 1)) > least_s
         assert engine.profile.fit_error < 0.12
         assert engine.kv_tokens > 100_000
     assert len({(e.model, e.card, e.engine) for e in published_engines()}) == 12

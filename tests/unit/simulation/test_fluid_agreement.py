@@ -4,23 +4,31 @@ from dataclasses import replace
 
 import pytest
 
-from rose.simulation import ClusterSpec, DedicatedPool, GuestSpec, HostPool, Scenario
-from rose.simulation.calibration import published_engine
-from rose.simulation.fluid import run_fluid
-from rose.simulation.run import run
-from rose.simulation.workloads import (
-    AZURE_CODE_2023,
-    FROZEN_LAKE,
-    FROZEN_LAKE_8B,
-    BurstyTraffic,
-    LogNormal,
+from rose.simulation import (
+    ClusterSpec,
+    DedicatedPool,
+    GuestSpec,
+    HostPool,
+    Run,
+    Scenario,
+    carry_out,
+    published_engine,
 )
+from rose.simulation.fluid.run import run_fluid
+from rose.simulation.setups import FROZEN_LAKE_8B
+from rose.simulation.workloads.amounts import LogNormal
+from rose.simulation.workloads.episodes import FROZEN_LAKE
+from rose.simulation.workloads.traffic import AZURE_CODE_2023, BurstyTraffic
 from slo import SloSpec
 
-ENGINE = published_engine("8b").spec()
+ENGINE = published_engine("8b")
 GUEST = GuestSpec(replace(ENGINE, kv_tokens=200_000), kv_base_tokens=50_000, slack_share=0.5)
 STEADY = BurstyTraffic(4.0, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
-TRAFFIC = {"idle hosts": None, "steady users": STEADY, "bursty users": AZURE_CODE_2023.scaled(2)}
+TRAFFIC = {
+    "idle hosts": None,
+    "steady users": STEADY,
+    "bursty users": replace(AZURE_CODE_2023, rate_per_s=5.14),
+}
 
 
 @pytest.mark.nightly
@@ -32,11 +40,11 @@ def test_the_fluid_agrees_with_the_steps_of_the_same_scenario(name: str) -> None
     scenario = Scenario(
         name,
         ClusterSpec(DedicatedPool(2, ENGINE), 8, pool),
-        replace(FROZEN_LAKE_8B.grpo(steps=2), groups=8),
+        replace(FROZEN_LAKE_8B.trainer(steps=2), groups=8),
         FROZEN_LAKE,
         TRAFFIC[name],
     )
-    fluid, steps = run_fluid(scenario), run(scenario, "paper")
+    fluid, steps = run_fluid(scenario), carry_out(Run(scenario, "paper"))
     assert fluid.steps_per_hour == pytest.approx(steps.steps_per_hour, rel=0.05)
     assert fluid.tokens_per_s == pytest.approx(steps.tokens_per_s, rel=0.05)
     if TRAFFIC[name] is not None:

@@ -8,14 +8,12 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation_cases import ENGINE, STEPS
+from simulation_cases import ENGINE
 
-from rose.simulation import StepWork
-from rose.simulation.clock.event_queue import NS, EventQueue
-from rose.simulation.cluster import EngineSpec
+from rose.simulation import EngineSpec, StepWork
+from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import ModelledEngine, Sequence
-from rose.simulation.engine.card import GUEST, HOST, ModelledCard
-from rose.simulation.engine.kv_cache import ModelledKv
+from rose.simulation.engine.card import GUEST, HOST, ModelledCard, ModelledKv
 
 UNIT = 16
 
@@ -96,7 +94,7 @@ def plain_history(  # noqa: C901 -- as plain as it can be
         context = sum(each.prompt + each.made for each in batch)
         context += sum(each.prompt + each.made - each.left for each, _ in chunks)
         work = StepWork(sum(c for _, c in chunks), len(batch), len(chunks), context)
-        now_s = round(round(now_s * NS) + round(STEPS.seconds(work) * NS)) / NS
+        now_s = round(round(now_s * NS) + round(ENGINE.seconds(work) * NS)) / NS
         for each in batch:
             each.made += 1
         for each in batch:

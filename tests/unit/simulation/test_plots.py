@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rose.errors import ConfigError
-from rose.simulation.plots import PICTURES, draw, save_plots
+from rose.simulation import plots
+from rose.simulation.plots import PICTURES, save_plots
 from rose.simulation.results import (
     Latencies,
     Percentiles,
@@ -31,7 +32,7 @@ def test_every_picture_is_drawn_also_of_a_run_that_did_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(draw, "DPI", 20)
+    monkeypatch.setattr(plots, "DPI", 20)
     paths = save_plots([FULL, EMPTY], tmp_path / "plots")
     assert {path.name for path in paths} == set(PICTURES)
     assert all(path.stat().st_size > 500 for path in paths)

@@ -9,12 +9,11 @@ import pytest
 from rose.cli.main import main, parser_of
 from rose.command_line.examples import EXAMPLES
 from rose.errors import ConfigError
-from rose.simulation import Algorithm, ProfiledSteps
-from rose.simulation.commands import sweep
-from rose.simulation.commands.main import COMMANDS
-from rose.simulation.policies.catalog import CONSTANTS, usual_value
+from rose.simulation import Algorithm, commands, tables
+from rose.simulation.commands import COMMANDS
+from rose.simulation.policies import CONSTANTS, usual_value
 from rose.simulation.scenario_file import read_scenario
-from rose.simulation.setups import SETUPS, setup_scenario
+from rose.simulation.setups import setup_scenario
 from slo import StepProfile
 
 WHOLE = """\
@@ -57,7 +56,7 @@ def test_a_file_says_everything_or_changes_a_set_up(tmp_path: Path) -> None:
     assert scenario.options == {"slack_share": 0.4}
     file.write_text("setup: frozen_lake-8b\ntrainer: {steps: 7}\n")
     changed = read_scenario(file)
-    usual = setup_scenario(SETUPS["frozen_lake-8b"])
+    usual = setup_scenario("frozen_lake-8b")
     assert changed.trainer.steps == 7
     assert changed.cluster == usual.cluster
 
@@ -70,31 +69,81 @@ def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
     )
     file = tmp_path / "scenario.yaml"
     file.write_text(WHOLE.replace("{model: 8b, card: h100, max_sequences: 32}", engine))
-    steps = read_scenario(file).cluster.dedicated.engine.steps
-    assert isinstance(steps, ProfiledSteps)
-    assert steps.profile.base_s == 0.01
+    assert read_scenario(file).cluster.dedicated.engine.profile.base_s == 0.01
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (("replicas: 1", "replicaz: 1"), ":6: cluster.dedicated.replicas: it is missing"),
-        (("hosts: 2", "hosts: two"), ":9: cluster.serving.hosts: 'two' is no whole number"),
-        (("hosts: 2", "hosts: 0"), ":9: cluster.serving.hosts: 0; give a figure above 0"),
-        (("until_s: 30", "until_s: .nan"), ":2: until_s: nan is no finite number"),
+        (
+            ("replicas: 1", "replicaz: 1"),
+            ":6: cluster.dedicated.replicaz: unknown key; did you mean",
+        ),
+        (("    replicas: 1\n", ""), ":6: cluster.dedicated.replicas: it is missing"),
+        (("trainer:", "trainers:"), ":15: trainers: unknown key; did you mean 'trainer'?"),
+        (("rollouts: {environment: alfworld}", ""), ":1: rollouts: it is missing; give it, or a"),
+        (
+            ("hosts: 2", "hosts: two"),
+            ":9: cluster.serving.hosts: 'two'; it should be a valid integer",
+        ),
+        (
+            ("hosts: 2", "hosts: 0"),
+            ":9: cluster.serving.hosts: 0; it should be greater than or equal",
+        ),
+        (
+            ("hosts: 2", "hosts: true"),
+            ":9: cluster.serving.hosts: True; it should be a valid integer",
+        ),
+        (("hosts: 2", "hosts:"), ":9: cluster.serving.hosts: it has no value"),
+        (("until_s: 30", "until_s: .nan"), ":2: until_s: nan; it should be a finite number"),
+        (("until_s: 30", "until_s: 0"), ":2: until_s: 0; it should be greater than 0"),
+        (("until_s: 30", "slice_s: 0"), ":2: slice_s: 0; it should be greater than 0"),
         (("until_s: 30", "untils: 30"), ":2: untils: unknown key; did you mean 'until_s'?"),
         (("steps: 1", "stepz: 1"), ":20: trainer.stepz: unknown key; did you mean 'steps'?"),
-        (("samples: 2", "samples: -2"), ":16: trainer.samples: -2; give 1 or more"),
-        (("dapo", "dpo"), ":19: trainer.algorithm: 'dpo'; did you mean 'dapo'?"),
-        (("model: 8b, card: h100, max", "model: 9b, max"), ":7: cluster.dedicated.engine.model:"),
-        (("alfworld", "alfwrld"), ":21: rollouts.environment: there is no 'alfwrld'; did you"),
-        (("slack_share: 0.25", "slack_share: 2"), ":12: cluster.serving.guest.slack_share: 2.0;"),
-        (("slack_share: 0.4", "slackshare: 0.4"), ":23: options.slackshare: unknown key; did you"),
+        (("samples: 2", "samples: -2"), ":16: trainer.samples: -2; it should be greater than or"),
+        (("dapo", "dpo"), ":19: trainer.algorithm: 'dpo'; it should be 'grpo' or 'dapo'"),
+        (
+            ("model: 8b, card: h100, max", "model: 9b, max"),
+            ":7: cluster.dedicated.engine.model: model",
+        ),
+        (
+            ("{model: 8b, card: h100, max_s", "{profile: no.json, max_s"),
+            ":7: cluster.dedicated.engine.p",
+        ),
+        (
+            ("alfworld", "alfwrld"),
+            ":21: rollouts.environment: 'alfwrld'; it should be 'frozen_lake'",
+        ),
+        (("{environment: alfworld}", "{}"), ":21: rollouts: give either environment or sessions"),
+        (("slack_share: 0.25", "slack_share: 2"), ":12: cluster.serving.guest.slack_share: 2; it"),
+        (("card: h100}, kv", "cards: 2}, kv"), ":9: cluster.serving: guest.engine.cards is 2; its"),
+        (
+            ("slack_share: 0.4", "slackshare: 0.4"),
+            ":23: options.slackshare: there is no option 'sl",
+        ),
         (("rose-7b", "rose-8b"), ":11: cluster.serving.slo.preset: there is no 'rose-8b'; did"),
-        (("name: mine", "name: mine\nname: x"), ":2: name: it is given twice"),
-        (("kv_base_tokens: 20000", "kv_base_tokens: 1.5"), "kv_base_tokens: 1.5 is no whole"),
-        (("cluster:", "cluster: ["), "it is no YAML"),
-        (("azure: conversation", "trace: none.csv"), "requests_per_s: unknown key"),
+        (("{preset: rose-7b}", "{ttft: 1}"), ":11: cluster.serving.slo.ttft: unknown key; did you"),
+        (("{preset: rose-7b}", "{ttft_s: -1, tpot_s: 1}"), ":11: cluster.serving.slo: ttft_s of"),
+        (("name: mine", "name: mine\nname: x"), ":2: the file: it cannot be read: the key name is"),
+        (("name: mine", "[mine]: 1"), ":1: the file: a key is no text"),
+        (
+            ("name: mine", "setup: frozen_lake"),
+            ":1: setup: there is no 'frozen_lake'; did you mean",
+        ),
+        (("kv_base_tokens: 20000", "kv_base_tokens: 1.5"), "kv_base_tokens: 1.5; it should be"),
+        (("cluster:", "cluster: ["), ":5: the file: it cannot be read: expected"),
+        (
+            ("azure: conversation", "trace: none.csv"),
+            ":22: traffic: give azure with requests_per_s",
+        ),
+        (
+            ("azure: conversation, requests_per_s: 2", "trace: t, speed: 0"),
+            ":22: traffic.speed: 0; it",
+        ),
+        (
+            ("requests_per_s: 2", "requests_per_s: 0"),
+            ":22: traffic.requests_per_s: 0; it should be",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line_and_key(
@@ -147,7 +196,8 @@ def test_a_sweep_around_says_which_constants_matter(
     file = tmp_path / "scenario.yaml"
     file.write_text(WHOLE)
     few = {name: CONSTANTS[name] for name in ("sticky_margin", "cooldown_s")}
-    monkeypatch.setattr(sweep, "CONSTANTS", few)
+    for module in (commands, tables):
+        monkeypatch.setattr(module, "CONSTANTS", few)
     words = ["sweep", str(file), "--until-s", "0.5", "--workers", "1", "--around", "0.2"]
     assert main(["sim", *words, "-o", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 1 + 2 * len(few)
@@ -161,7 +211,7 @@ def test_a_sweep_around_says_which_constants_matter(
 
 
 def test_a_scaled_set_up_leaves_each_card_its_work() -> None:
-    whole, quarter = (setup_scenario(SETUPS["alfworld-32b"], scale=x) for x in (1.0, 0.25))
+    whole, quarter = (setup_scenario("alfworld-32b", scale=x) for x in (1.0, 0.25))
     assert (whole.trainer.batch, quarter.trainer.batch) == (1_024, 256)
     assert whole.cluster.serving is not None
     assert quarter.cluster.serving is not None

@@ -8,22 +8,18 @@ import pytest
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
-from rose.simulation.calibration import published_engine
+from rose.simulation.engine_specs import published_engine
 from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetResult, FleetSpec, run_fleet
-from rose.simulation.workloads import (
-    ALFWORLD,
-    ALFWORLD_32B,
-    CONVERSATION_DAY,
-    BurstyTraffic,
-    LogNormal,
-)
-from rose.simulation.workloads.fleets import thousand_cards
+from rose.simulation.setups import ALFWORLD_32B, thousand_cards
+from rose.simulation.workloads.amounts import LogNormal
+from rose.simulation.workloads.episodes import ALFWORLD
+from rose.simulation.workloads.traffic import CONVERSATION_DAY, BurstyTraffic
 from slo import SloSpec
 
 TRAFFIC = BurstyTraffic(10.0, LogNormal(1_000, 0.5), LogNormal(60, 0.5), day=CONVERSATION_DAY)
 SERVES = Deployment("chat", 8, published_engine("70b"), TRAFFIC, SloSpec("70b", 2.0, 0.2))
 TRAINS = FleetJob(
-    "train", "32b", 2, 2, 8, 16, replace(ALFWORLD_32B.grpo(), groups=4), ALFWORLD
+    "train", "32b", 2, 2, 8, 16, replace(ALFWORLD_32B.trainer(), groups=4), ALFWORLD
 )  # fmt: skip
 FLEET = FleetSpec((SERVES,), (TRAINS, replace(TRAINS, name="other", start_s=900.0)), 3_600.0)
 

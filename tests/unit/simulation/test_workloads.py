@@ -13,26 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.errors import ConfigError, RoseError
-from rose.simulation import Algorithm, Request
-from rose.simulation.workloads import (
+from rose.errors import RoseError
+from rose.simulation import Request
+from rose.simulation.setups import ALFWORLD_32B, FROZEN_LAKE_8B, setup_scenario
+from rose.simulation.workloads.amounts import LogNormal, Quantiles
+from rose.simulation.workloads.episodes import (
     ALFWORLD,
-    ALFWORLD_32B,
+    CODING_SESSIONS,
+    FROZEN_LAKE,
+    AgenticSessions,
+    SessionFile,
+)
+from rose.simulation.workloads.traffic import (
     AZURE_CODE_2023,
     CODE_DAY,
-    CODING_SESSIONS,
     CONVERSATION_DAY,
-    FROZEN_LAKE,
-    FROZEN_LAKE_8B,
-    AgenticSessions,
     Bursts,
     BurstyTraffic,
     DailyShape,
-    LogNormal,
-    Quantiles,
-    SessionFile,
     TraceTraffic,
-    fit_bursts,
 )
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -66,22 +65,6 @@ def test_bursts_are_as_uneven_as_the_trace_they_follow() -> None:
     requests = until(AZURE_CODE_2023.requests(0), 7_200)
     assert 6 < dispersion(requests, 1.0) < 20
     assert 40 < dispersion(requests, 10.0) < 110
-
-
-def test_bursts_that_were_generated_are_found_again() -> None:
-    planted = Bursts(ratio=40, share=0.2, length_s=20.0)
-    traffic = BurstyTraffic(5.0, LogNormal(10, 0), LogNormal(10, 0), planted)
-    found = fit_bursts(until(traffic.requests(3), 7_200))
-    assert found.share == pytest.approx(0.2, abs=0.05)
-    assert found.length_s == pytest.approx(20, rel=0.35)
-    assert found.ratio > 20
-
-
-def test_even_traffic_and_short_traces_have_no_bursts_to_fit() -> None:
-    even = [Request(float(second), 1, 1) for second in range(100)]
-    assert fit_bursts(even) == Bursts()
-    with pytest.raises(ConfigError, match="lasts less than"):
-        fit_bursts(even[:5])
 
 
 @pytest.mark.parametrize("day", [CODE_DAY, CONVERSATION_DAY])
@@ -140,7 +123,7 @@ def test_quantiles_are_sampled_as_their_table_says() -> None:
     ],
 )
 def test_impossible_workloads_are_refused(bad: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValueError):  # noqa: PT011 -- of several types
         bad()
 
 
@@ -236,7 +219,7 @@ def test_episodes_do_not_depend_on_what_was_asked_before_and_have_a_long_tail(
     tokens = sorted(episode.output_tokens for episode in episodes)
     assert tokens[-1] > 2 * statistics.median(tokens)
     assert all(episode.turns[-1].environment_s == 0 for episode in episodes)
-    assert all(episode.total_tokens <= workload.max_context for episode in episodes)
+    assert all(episode.total_tokens <= workload.each.max_context for episode in episodes)
 
 
 def test_samples_of_a_prompt_share_it_and_its_difficulty() -> None:
@@ -249,8 +232,7 @@ def test_samples_of_a_prompt_share_it_and_its_difficulty() -> None:
 
 
 def test_the_papers_batches() -> None:
-    small, large = FROZEN_LAKE_8B.grpo(), ALFWORLD_32B.grpo()
+    small, large = FROZEN_LAKE_8B.trainer(), ALFWORLD_32B.trainer()
     assert (small.batch, small.samples, large.batch) == (256, 16, 1_024)
-    assert FROZEN_LAKE_8B.dapo().algorithm is Algorithm.DAPO
-    assert FROZEN_LAKE_8B.dapo().over_sampling == 2.0
+    assert setup_scenario("frozen_lake-8b-dapo").trainer.started_groups == 24
     assert large.train_s_per_token == pytest.approx(6 * 32.8e9 / (0.35 * 989e12 * 32))

@@ -1,4 +1,4 @@
-"""Step times of published GPU tables: `python -m rose.simulation.calibration.gpu_tables`.
+"""Step times of published GPU tables: `python -m rose.simulation.gpu_tables`.
 
 The tables are those of NVIDIA's aiconfigurator-core (Apache-2.0), measured kernel by kernel for
 each card and engine. Steps of many sizes are estimated by them and fitted as `rose profile` fits
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.simulation.calibration.published import KIND, LAYOUT, PublishedEngine
+from rose.simulation.engine_specs import KIND, LAYOUT, EngineSpec
 from slo import StepProfile, StepSample, fit_profile
 
 PACKAGE = "aiconfigurator-core"
@@ -61,7 +61,7 @@ def kv_tokens(card: str, cards: int, parameters: float, kv_bytes_per_token: int)
     return int(room / kv_bytes_per_token)
 
 
-def engines() -> Iterator[PublishedEngine]:
+def engines() -> Iterator[EngineSpec]:
     """One for each model, card, engine and tensor parallel size."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
@@ -73,10 +73,10 @@ def engines() -> Iterator[PublishedEngine]:
             for engine in ENGINES:
                 for cards in sizes:
                     handle = EngineHandle.compile(theirs, system, engine, tp_size=cards)
-                    yield PublishedEngine(
-                        name, card, engine, cards, fit_profile(samples(handle)),
+                    yield EngineSpec(
+                        name, cards, fit_profile(samples(handle)),
                         kv_tokens(card, cards, parameters, kv_bytes), kv_bytes,
-                        int(parameters * BF16_BYTES),
+                        int(parameters * BF16_BYTES), card=card, engine=engine,
                     )  # fmt: skip
 
 

@@ -10,8 +10,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.errors import ConfigError
-
 
 class Amount(Protocol):
     """Distribution of an amount above 0: tokens, seconds, turns."""
@@ -31,7 +29,7 @@ class Quantiles:
     """Amounts by their quantiles: (fraction, amount), from fraction 0 to 1, amounts rising.
 
     Between two of them the logarithm is uniform. What a trace publishes as a table of percentiles
-    is sampled without a guess at its shape. Raises ConfigError for a table that cannot be.
+    is sampled without a guess at its shape. Raises ValueError for a table that cannot be.
     """
 
     table: tuple[tuple[float, float], ...]
@@ -39,12 +37,10 @@ class Quantiles:
     def __post_init__(self) -> None:
         fractions = [fraction for fraction, _ in self.table]
         amounts = [amount for _, amount in self.table]
-        if len(self.table) < 2 or fractions[0] != 0 or fractions[-1] != 1:
-            raise ConfigError("quantiles: give fractions from 0 to 1")
-        if sorted(set(fractions)) != fractions or sorted(amounts) != amounts:
-            raise ConfigError("quantiles: fractions and amounts must rise")
-        if not all(math.isfinite(amount) and amount > 0 for amount in amounts):
-            raise ConfigError("quantiles: give finite amounts above 0")
+        whole = len(self.table) > 1 and (fractions[0], fractions[-1]) == (0, 1)
+        rising = sorted(set(fractions)) == fractions and sorted(amounts) == amounts
+        if not (whole and rising and amounts[0] > 0 and amounts[-1] < math.inf):
+            raise ValueError("quantiles: give fractions from 0 to 1, and finite amounts that rise")
 
     @property
     def mean(self) -> float:
@@ -66,7 +62,7 @@ class Quantiles:
 class LogNormal:
     """Amounts around `median` whose logarithm has the deviation `sigma`, cut to least..most.
 
-    Token counts of prompts, answers and tools have such tails. Raises ConfigError for figures that
+    Token counts of prompts, answers and tools have such tails. Raises ValueError for figures that
     cannot be.
     """
 
@@ -76,12 +72,10 @@ class LogNormal:
     most: float = math.inf
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.median) and 0 < self.least <= self.median <= self.most):
-            raise ConfigError(
-                f"median is {self.median}; it must lie in {self.least:g} to {self.most:g}"
-            )
-        if not (math.isfinite(self.sigma) and self.sigma >= 0):
-            raise ConfigError(f"sigma is {self.sigma}; give 0 or more")
+        if not 0 < self.least <= self.median <= self.most or math.isinf(self.median):
+            raise ValueError(f"median is {self.median}; give {self.least:g} to {self.most:g}")
+        if not 0 <= self.sigma < math.inf:
+            raise ValueError(f"sigma is {self.sigma}; give 0 or more")
 
     @property
     def mean(self) -> float:

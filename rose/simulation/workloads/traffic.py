@@ -1,51 +1,72 @@
-"""Traffic of a serving cluster: generated bursts with a daily shape, or a recorded trace.
+"""Traffic of a serving cluster's users: generated bursts with a daily shape, or a recorded trace.
+
+Requests are read lazily and in order, so that a week of traffic never lies in memory, and are known
+before the run: every policy of a comparison is given the same ones.
 
 Generated arrivals are a Poisson process whose rate changes between calm and bursts (a two-state
-Markov-modulated process) and follows the hour of the day. `fit_bursts` finds the bursts of a
-trace, so that what is generated is as uneven as what was recorded.
+Markov-modulated process) and follows the hour of the day.
 """
 
 import math
 import random
-import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Protocol
 
-from rose.azure_trace import TracedRequest, stream_trace
-from rose.errors import ConfigError
-from rose.simulation.workload import Request
-from rose.simulation.workloads.lengths import Amount, LogNormal, Quantiles, whole
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
-HOUR_S, DAY_S, WEEK_S = 3_600.0, 86_400.0, 604_800.0
+from rose.azure_trace import stream_trace
+from rose.simulation.checked import CHECKED, NotNegative, Positive
+from rose.simulation.workloads.amounts import Amount, LogNormal, Quantiles, whole
+
+HOUR_S, DAY_S = 3_600.0, 86_400.0
 MAX_GAP_S = HOUR_S
+MAX_TOKENS = 1 << 20
 _BISECTIONS = 60
 _MAX_SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a user to the serving cluster; arrival_s: after the beginning."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class ServingWorkload(Protocol):
+    """Traffic of a serving cluster, in order of arrival."""
+
+    def requests(self, seed: int) -> Iterator[Request]:
+        """The same requests for the same seed; may be endless."""
+        ...
+
+
+@checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class DailyShape:
     """Load of an hour as a multiple of the mean: `peak` at `peak_hour`, `valley` half a day apart.
 
     Between them valley + (peak − valley) × ((1 + cos) ÷ 2)^k, k such that a day's mean is 1.
     weekend: factor of Saturday and Sunday; day 0 is a Monday. The mean of working days stays 1.
-    Raises ConfigError for a shape that cannot be.
+    Raises ValueError for a shape that cannot be.
     """
 
     peak: float = 1.0
     valley: float = 1.0
     peak_hour: float = 14.0
-    weekend: float = 1.0
+    weekend: NotNegative = 1.0
 
     def __post_init__(self) -> None:
         flat = self.peak == self.valley == 1
-        if not flat and not (math.isfinite(self.peak) and 0 <= self.valley < 1 < self.peak):
-            raise ConfigError(
+        if not flat and not (0 <= self.valley < 1 < self.peak):
+            raise ValueError(
                 f"daily shape of peak {self.peak} and valley {self.valley}: their mean is 1, so one"
                 " lies above and one, not negative, below"
             )
-        if not (math.isfinite(self.weekend) and self.weekend >= 0):
-            raise ConfigError(f"weekend is {self.weekend}; give a factor of 0 or more")
 
     @property
     def highest(self) -> float:
@@ -59,49 +80,33 @@ class DailyShape:
         if self.peak == self.valley:
             return factor
         turn = math.cos(2 * math.pi * (time_s / HOUR_S - self.peak_hour) / 24)
-        wave = math.pow((1 + turn) / 2, self._sharpness())
+        sharpness = _sharpness((1 - self.valley) / (self.peak - self.valley))
+        wave = math.pow((1 + turn) / 2, sharpness)
         return factor * (self.valley + (self.peak - self.valley) * wave)
 
-    def _sharpness(self) -> float:
-        return _sharpness((1 - self.valley) / (self.peak - self.valley))
 
-
-_sharpnesses: dict[float, float] = {}
-
-
+@cache
 def _sharpness(mean: float) -> float:
-    """The k for which ((1 + cos) ÷ 2)^k has that mean: Γ(k + ½) ÷ (√π Γ(k + 1))."""
-    if mean not in _sharpnesses:
-        low, high = 0.0, 1e4
-        for _ in range(_BISECTIONS):
-            k = (low + high) / 2
-            found = math.exp(math.lgamma(k + 0.5) - math.lgamma(k + 1)) / math.sqrt(math.pi)
-            low, high = (k, high) if found > mean else (low, k)
-        _sharpnesses[mean] = low
-    return _sharpnesses[mean]
+    """Return the k for which ((1 + cos) ÷ 2)^k has that mean: Γ(k + ½) ÷ (√π Γ(k + 1))."""
+    low, high = 0.0, 1e4
+    for _ in range(_BISECTIONS):
+        k = (low + high) / 2
+        found = math.exp(math.lgamma(k + 0.5) - math.lgamma(k + 1)) / math.sqrt(math.pi)
+        low, high = (k, high) if found > mean else (low, k)
+    return low
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class Bursts:
     """Bursts `ratio` times as dense as calm, for `share` of the time, `length_s` on the average.
 
     spread: deviation of the logarithm of their densities; 0 makes all of them alike.
     """
 
-    ratio: float = 1.0
-    share: float = 0.1
-    length_s: float = 10.0
-    spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.ratio) and self.ratio >= 1):
-            raise ConfigError(f"bursts: ratio is {self.ratio}; give 1 or more")
-        if not 0 < self.share < 1:
-            raise ConfigError(f"bursts: share is {self.share}; give a share between 0 and 1")
-        if not (math.isfinite(self.length_s) and self.length_s > 0):
-            raise ConfigError(f"bursts: length_s is {self.length_s}; give a time above 0")
-        if not (math.isfinite(self.spread) and 0 <= self.spread <= _MAX_SPREAD):
-            raise ConfigError(f"bursts: spread is {self.spread}; give 0 to {_MAX_SPREAD}")
+    ratio: Annotated[float, Field(ge=1)] = 1.0
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    length_s: Positive = 10.0
+    spread: Annotated[float, Field(ge=0, le=_MAX_SPREAD)] = 0.0
 
     @property
     def calm_factor(self) -> float:
@@ -113,25 +118,19 @@ class Bursts:
 class BurstyTraffic:
     """Endless generated traffic of `rate_per_s` requests on the average.
 
-    start_s: of the week, at which the run begins. Raises ConfigError for a rate that cannot be.
+    start_s: of the week, at which the run begins. Raises ValueError for a rate that cannot be.
     """
 
     rate_per_s: float
     prompt: Amount
     output: Amount
-    bursts: Bursts = Bursts()
-    day: DailyShape = DailyShape()
+    bursts: Bursts = field(default_factory=Bursts)
+    day: DailyShape = field(default_factory=DailyShape)
     start_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.rate_per_s) and self.rate_per_s > 0):
-            raise ConfigError(f"rate_per_s is {self.rate_per_s}; give a rate above 0")
-        if not (math.isfinite(self.start_s) and self.start_s >= 0):
-            raise ConfigError(f"start_s is {self.start_s}; give 0 or more seconds")
-
-    def scaled(self, factor: float) -> "BurstyTraffic":
-        """The same traffic with `factor` times the requests."""
-        return replace(self, rate_per_s=self.rate_per_s * factor)
+        if not (0 < self.rate_per_s < math.inf and 0 <= self.start_s < math.inf):
+            raise ValueError(f"rate_per_s is {self.rate_per_s} from {self.start_s} s on")
 
     def requests(self, seed: int) -> Iterator[Request]:
         """Requests in order of arrival; the same for the same seed."""
@@ -162,23 +161,18 @@ class BurstyTraffic:
             begin_s, bursting = end_s, not bursting
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class TraceTraffic:
     """Recorded traffic of a file in the Azure format, read as it is played.
 
     speed: how much denser it arrives than it was recorded. repeat: endless, the trace again and
-    again. max_tokens: longer prompts and answers are cut to it, as a gateway's limit would.
+    again. Prompts and answers longer than MAX_TOKENS are cut, as a gateway's limit would.
     """
 
     path: Path
-    speed: float = 1.0
+    speed: Positive = 1.0
     repeat: bool = False
     max_gap_s: float = MAX_GAP_S
-    max_tokens: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.speed) and self.speed > 0):
-            raise ConfigError(f"speed is {self.speed}; give a factor above 0")
 
     def requests(self, seed: int) -> Iterator[Request]:
         """Requests in order of arrival; a trace is the same for every seed.
@@ -193,8 +187,8 @@ class TraceTraffic:
                 count, last_s = count + 1, traced.offset_s
                 yield Request(
                     base_s + traced.offset_s / self.speed,
-                    min(self.max_tokens, traced.prompt_tokens),
-                    min(self.max_tokens, traced.output_tokens),
+                    min(MAX_TOKENS, traced.prompt_tokens),
+                    min(MAX_TOKENS, traced.output_tokens),
                 )
             if not self.repeat:
                 return
@@ -202,56 +196,8 @@ class TraceTraffic:
             base_s += (last_s + (last_s / count or 1.0)) / self.speed
 
 
-FIT_WINDOW_S = 2.0
-_BURST_AT = 0.5
-
-
-def fit_bursts(trace: Iterable[TracedRequest | Request], window_s: float = FIT_WINDOW_S) -> Bursts:
-    """Bursts of a trace: windows with more than half of the mean belong to one.
-
-    Raises ConfigError for a trace shorter than ten windows.
-    """
-    counts = _window_counts(trace, window_s)
-    if len(counts) < 10:
-        raise ConfigError(
-            f"the trace lasts less than {10 * window_s:g} s; bursts are seen in longer ones"
-        )
-    mean = sum(counts) / len(counts)
-    runs: list[list[int]] = []
-    calm, before = 0, False
-    for count in counts:
-        bursting = count > _BURST_AT * mean
-        if bursting:
-            runs = runs if before else [*runs, []]
-            runs[-1].append(count)
-        else:
-            calm += count
-        before = bursting
-    busy = sum(len(run) for run in runs)
-    if not 0 < busy < len(counts):
-        return Bursts()
-    dense = sum(sum(run) for run in runs) / busy
-    # A calm without any request still has the rate of one in all its windows.
-    ratio = dense / (max(calm, 1) / (len(counts) - busy))
-    logs = [math.log(sum(run) / len(run)) for run in runs]
-    spread = statistics.pstdev(logs)
-    return Bursts(
-        max(1.0, ratio), busy / len(counts), window_s * busy / len(runs), min(_MAX_SPREAD, spread)
-    )
-
-
-def _window_counts(trace: Iterable[TracedRequest | Request], window_s: float) -> list[int]:
-    counts: list[int] = []
-    for request in trace:
-        at_s = request.arrival_s if isinstance(request, Request) else request.offset_s
-        at = int(at_s / window_s)
-        if at >= len(counts):
-            counts += [0] * (at + 1 - len(counts))
-        counts[at] += 1
-    return counts
-
-
-# Azure LLM inference trace 2023, code: its quantiles and bursts, as `fit_bursts` finds them.
+# Azure LLM inference trace 2023, code: its quantiles, and bursts as runs of windows of 2 s with
+# more than half of the mean rate.
 AZURE_CODE_2023 = BurstyTraffic(
     rate_per_s=2.57,
     prompt=Quantiles(

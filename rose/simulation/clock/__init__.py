@@ -1,1 +1,0 @@
-"""Virtual clock: the queue of events, and an event loop of asyncio on it."""

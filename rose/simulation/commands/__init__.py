@@ -1,1 +1,0 @@
-"""`rose sim`: its commands, each in a module of its own."""

@@ -1,0 +1,133 @@
+"""Engines: how long a step takes and how much fits, measured or of published GPU tables.
+
+Step times are the straight line that `rose profile` fits. `published.json` beside this module has
+those of published GPU tables (`gpu_tables` writes it); a model's name may be short where it is
+clear: `70b` is the one model of that size.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from rose.errors import ConfigError, RoseError
+from rose.simulation.checked import CHECKED, Count
+from slo import ProfileError, StepProfile
+
+KIND, LAYOUT = "rose.published_engines", 1
+FACTS = "published.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Content of one step of continuous batching.
+
+    prefill_tokens: prompt tokens computed in it, none of them cached. decode_sequences: sequences
+    that get one token each. prefill_sequences: those that `prefill_tokens` belong to.
+    context_tokens: KV tokens that all its sequences attend to.
+    """
+
+    prefill_tokens: int
+    decode_sequences: int
+    prefill_sequences: int = 0
+    context_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed."""
+        return self.prefill_tokens + self.decode_sequences
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in it."""
+        return self.decode_sequences + self.prefill_sequences
+
+
+@checked_dataclass(frozen=True, slots=True, config=CHECKED)
+class EngineSpec:
+    """One engine: `cards` is its tensor parallel size; all figures are of its cards together.
+
+    kv_tokens: KV cache, in tokens. kv_bytes_per_token, weight_bytes: of memory.
+    max_sequences, max_step_tokens: of a step of continuous batching, prefill chunked to the latter.
+    block_tokens: of a KV block. card, engine: of the published table that it comes from.
+    """
+
+    model: str
+    cards: Count
+    profile: StepProfile
+    kv_tokens: Count
+    kv_bytes_per_token: Count
+    weight_bytes: Count
+    max_sequences: Count = 256
+    max_step_tokens: Count = 2_048
+    block_tokens: Count = 16
+    card: str = ""
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < self.block_tokens:
+            raise ValueError(f"kv_tokens is {self.kv_tokens}; one block has {self.block_tokens}")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its KV cache."""
+        return self.kv_tokens * self.kv_bytes_per_token
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step alone on its cards; 0 without tokens."""
+        return self.profile.seconds(work.tokens, work.sequences, work.context_tokens)
+
+
+@cache
+def _facts() -> tuple[str, tuple[EngineSpec, ...]]:
+    facts = json.loads(files(__package__).joinpath(FACTS).read_bytes())
+    assert (facts["kind"], facts["layout"]) == (KIND, LAYOUT)
+    return facts["source"], TypeAdapter(tuple[EngineSpec, ...]).validate_python(facts["engines"])
+
+
+def source() -> str:
+    """Return the source of the published tables."""
+    return _facts()[0]
+
+
+def published_engines() -> tuple[EngineSpec, ...]:
+    """Return the engines of all tables."""
+    return _facts()[1]
+
+
+def published_engine(
+    model: str, card: str = "h200", engine: str = "vllm", cards: int | None = None
+) -> EngineSpec:
+    """Return the engine of that model, on the fewest cards unless `cards` says how many.
+
+    Raises ConfigError, with what there is, for a model, card, engine or size without a table.
+    """
+    known = sorted({e.model for e in published_engines()})
+    named = [name for name in known if name == model.lower() or name.endswith(f"-{model.lower()}")]
+    if len(named) != 1:
+        raise ConfigError(f"model {model}: no table has it; there are {', '.join(known)}")
+    found = [e for e in published_engines() if e.model == named[0]]
+    for key, wanted in (("card", card), ("engine", engine), ("cards", cards)):
+        sizes = sorted({getattr(e, key) for e in found})
+        if wanted is not None and wanted not in sizes:
+            there = ", ".join(map(str, sizes))
+            raise ConfigError(f"{key} {wanted}: no table of {named[0]} has it; there are {there}")
+        found = [e for e in found if wanted is None or getattr(e, key) == wanted]
+    return min(found, key=lambda e: e.cards)
+
+
+def read_profile(path: Path) -> StepProfile:
+    """Return the step times of a file that `rose profile` saved.
+
+    Raises RoseError, with the file and what is wrong, for any other file.
+    """
+    try:
+        return StepProfile.from_json(path.read_text(encoding="utf-8"))
+    except ProfileError as error:
+        raise RoseError(f"{path}:1: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RoseError(f"{path}: cannot be read as a step profile: {error}") from error

@@ -1,1 +1,0 @@
-"""Ways to run a job that a simulation compares: ROSE's own, and what it is compared with."""

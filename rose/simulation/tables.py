@@ -1,0 +1,373 @@
+"""Tables of results: a row a run, the parts of a step, effects of constants, the paper's rows."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+
+from rose.command_line.output import Table, View
+from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.fluid.fleet import FleetResult
+from rose.simulation.fluid.what_if import WhatIfAnswer
+from rose.simulation.policies import CONSTANTS, usual_value
+from rose.simulation.results import Latencies, RunResult, StepResult
+from rose.simulation.scenario import Scenario
+from rose.simulation.workloads.episodes import Trajectory
+
+COLUMNS = (
+    "RUN",
+    "STEPS/H",
+    "TOKENS/S",
+    "X",
+    "STEP S",
+    "ROLLOUT S",
+    "TRAIN S",
+    "SYNC S",
+    "TRAJ P50 S",
+    "TRAJ P99 S",
+    "SLO",
+    "TTFT P99 S",
+    "TPOT P99 MS",
+    "GPU USE",
+    "GUEST GPU H",
+    "OVERHEAD",
+)
+PARTS = (
+    "RUN",
+    "ROLLOUT",
+    "TRAIN",
+    "SYNC",
+    "BORROWED",
+    "EPISODES",
+    "TURN P50 S",
+    "TURN P99 S",
+    "LONGEST S",
+    "X AT MOST",
+)
+STEP_COLUMNS = ("STEP", "S", "ROLLOUT S", "TRAIN S", "SYNC S", "TOKENS", "BORROWED", "OLDEST")
+EFFECTS = ("CONSTANT", "IS", "LESS", "MORE", "SLO POINTS", "MATTERS")
+FLEET = ("JOB", "STEPS", "BORROWING", "TOKENS/S", "BORROWING", "X", "GUEST GPU H", "ROLLOUT H")
+# A constant whose change moves throughput by less does not matter there.
+MATTERS = 0.005
+
+
+def median(values: Iterable[float]) -> float:
+    """Median; 0 of nothing."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def row(result: RunResult, label: str, base: RunResult | None) -> tuple[str, ...]:
+    """One run as text; X: tokens/s as a multiple of the first run's."""
+    steps, users = result.steps, result.users
+    times = base.tokens_per_s if base is not None else 0.0
+    return (
+        label,
+        f"{result.steps_per_hour:.2f}",
+        f"{result.tokens_per_s:.0f}",
+        f"{result.tokens_per_s / times:.2f}" if times else "",
+        f"{median(step.ended_s - step.started_s for step in steps):.1f}",
+        f"{median(step.rollout_s for step in steps):.1f}",
+        f"{median(step.train_s for step in steps):.1f}",
+        f"{median(step.sync_s for step in steps[1:]):.1f}",
+        f"{result.trajectory_s.p50:.1f}",
+        f"{result.trajectory_s.p99:.1f}",
+        f"{users.attainment:.2%}" if users is not None else "",
+        f"{users.ttft_s.p99:.3f}" if users is not None else "",
+        f"{1e3 * users.tpot_s.p99:.1f}" if users is not None else "",
+        f"{result.gpu_use:.0%}",
+        f"{result.borrowed_gpu_hours:.2f}",
+        f"{result.overhead_share:.2%}",
+    )
+
+
+def view(
+    results: Sequence[RunResult], label: Callable[[RunResult, int], str], title: str = ""
+) -> View:
+    """All runs, compared with the first."""
+    base = results[0] if results else None
+    rows = tuple(row(each, label(each, at), base) for at, each in enumerate(results))
+    table = Table(COLUMNS, rows, title, frozenset(COLUMNS[1:]), ("GUEST GPU H", "TRAJ P50 S"))
+    assumed = _assumed(line for each in results for line in each.assumptions)
+    return View([plain(each) for each in results], (), (table, assumed))
+
+
+def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
+    """Return the parts of a step: shares of its time, tokens of guests, its longest episode's
+    bound.
+
+    EPISODES: at once, on the mean of rollout phases. LONGEST S: the longest episode of a batch,
+    alone on a card, at the median; X AT MOST: by how much shorter rollouts could make the run
+    faster, down to that. Both only if a step waits for its whole batch.
+    """
+    # All policies play the same episodes.
+    longest_s = cache(partial(longest_alone_s, scenario))
+    rows = []
+    for each in results:
+        steps = each.steps[1:] or each.steps
+        whole_s = sum(step.ended_s - step.started_s for step in steps) or 1.0
+        rollout_s = sum(step.rollout_s for step in each.steps) or 1.0
+        made = sum(step.output_tokens for step in steps)
+        borrowed = sum(step.borrowed_tokens for step in steps) / made if made else 0.0
+        tails = bool(each.counts.get("buffer_deferred"))
+        alone = [0.0 if tails else longest_s(each.seed, step.number) for step in steps]
+        most = most_gain(steps, alone)
+        rows.append(
+            (
+                each.policy,
+                f"{sum(step.rollout_s for step in steps) / whole_s:.0%}",
+                f"{sum(step.train_s for step in steps) / whole_s:.0%}",
+                f"{sum(step.sync_s for step in steps) / whole_s:.0%}",
+                f"{borrowed:.0%}",
+                f"{each.trajectory_s.mean * each.trajectory_s.count / rollout_s:.0f}",
+                f"{each.turn_s.p50:.1f}",
+                f"{each.turn_s.p99:.1f}",
+                f"{median(alone):.1f}" if most else "",
+                f"{most:.2f}" if most else "",
+            )
+        )
+    return Table(PARTS, tuple(rows), "where a step goes", frozenset(PARTS[1:]))
+
+
+def plain(result: RunResult) -> dict[str, object]:
+    """Return a run as JSON has it. Raises ValueError for a figure that is not finite."""
+    result.to_json()
+    return asdict(result)
+
+
+def _assumed(lines: Iterable[str]) -> Table:
+    return Table(("ASSUMED",), tuple((line,) for line in dict.fromkeys(lines)))
+
+
+def steps_of(result: RunResult) -> Table:
+    """Return the steps of a run, a row each."""
+    rows = tuple(
+        (
+            str(step.number),
+            f"{step.ended_s - step.started_s:.1f}",
+            f"{step.rollout_s:.1f}",
+            f"{step.train_s:.1f}",
+            f"{step.sync_s:.1f}",
+            str(step.total_tokens),
+            f"{step.borrowed_tokens / max(1, step.output_tokens):.0%}",
+            str(step.oldest),
+        )
+        for step in result.steps
+    )
+    return Table(STEP_COLUMNS, rows, right=frozenset(STEP_COLUMNS))
+
+
+def alone_s(episode: Trajectory, engine: EngineSpec) -> float:
+    """Return the seconds of an episode whose engine has nothing else to do and keeps its prefix.
+
+    Turns of an episode follow each other, and a turn decodes token by token. More cards shorten a
+    rollout phase only down to the longest one's time: what is left above it a policy can gain.
+    """
+    context, passed_s = 0, 0.0
+    for turn in episode.turns:
+        passed_s += engine.seconds(StepWork(turn.observed_tokens, 0, 1, context))
+        context += turn.observed_tokens
+        # The prompt's step makes the first token; the others have half of the turn behind them.
+        middle = context + turn.output_tokens // 2
+        passed_s += (turn.output_tokens - 1) * engine.seconds(StepWork(0, 1, 0, middle))
+        context += turn.output_tokens
+        passed_s += turn.environment_s
+    return passed_s
+
+
+def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
+    """Return the seconds that the longest episode of step `number`'s batch takes alone.
+
+    0 for a trainer that need not wait for all of a batch: asynchronous, over-sampling, or with
+    rounds for the tail.
+    """
+    trainer = scenario.trainer
+    if trainer.filters or trainer.max_staleness or trainer.tail_batching:
+        return 0.0
+    first = number * trainer.groups
+    return max(
+        alone_s(
+            scenario.rollouts.trajectory(seed, prompt, sample),
+            scenario.cluster.dedicated.engine,
+        )
+        for prompt in range(first, first + trainer.groups)
+        for sample in range(trainer.samples)
+    )
+
+
+def most_gain(steps: Sequence[StepResult], alone: Sequence[float]) -> float:
+    """Return the largest speed-up of these steps by shorter rollouts alone; 0: unknown.
+
+    alone: of each step, the seconds of `longest_alone_s`.
+    """
+    if not all(alone):
+        return 0.0
+    took_s = sum(step.ended_s - step.started_s for step in steps)
+    least_s = sum(
+        min(longest_s, step.rollout_s) + step.train_s + step.sync_s
+        for step, longest_s in zip(steps, alone, strict=True)
+    )
+    return took_s / least_s if least_s else 0.0
+
+
+def effects(results: Sequence[RunResult], grid: Sequence[dict[str, float]], seeds: int) -> Table:
+    """Return each constant's effect: throughput and users' attainment, as medians over seeds."""
+    by_options = [results[at * seeds : (at + 1) * seeds] for at in range(len(grid))]
+    usual = by_options[0]
+    rows = []
+    for number, name in enumerate(CONSTANTS):
+        less, more = by_options[1 + 2 * number], by_options[2 + 2 * number]
+        changes = [_gain(each, usual) for each in (less, more)]
+        attained = min(_least_attained(less), _least_attained(more))
+        rows.append(
+            (
+                name,
+                f"{usual_value(name):g}",
+                *(f"{change:+.1%}" for change in changes),
+                f"{100 * attained - 100 * _least_attained(usual):+.2f}",
+                "no" if max(map(abs, changes)) < MATTERS else "yes",
+            )
+        )
+    return Table(EFFECTS, tuple(rows), "tokens/s with one constant changed", frozenset(EFFECTS[1:]))
+
+
+def _gain(results: Sequence[RunResult], usual: Sequence[RunResult]) -> float:
+    """Median over seeds of tokens a second as a multiple of the usual, less one."""
+    pairs = zip(results, usual, strict=True)
+    return median(a.tokens_per_s / b.tokens_per_s - 1 for a, b in pairs if b.tokens_per_s)
+
+
+def _least_attained(results: Sequence[RunResult]) -> float:
+    """Return the least share of users' requests that met their targets, over seeds."""
+    return min((each.users.attainment for each in results if each.users), default=1.0)
+
+
+Results = Mapping[str, Sequence[RunResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """One figure of the paper: its range, and ours by `measure`."""
+
+    what: str
+    low: float
+    high: float
+    unit: str
+    measure: Callable[[Results, str], float]
+
+
+def _throughput(results: Results, policy: str, over: str) -> float:
+    below = median(each.tokens_per_s for each in results.get(over, ()))
+    return median(each.tokens_per_s for each in results.get(policy, ())) / below if below else 0.0
+
+
+def _rollout_s(results: Results, policy: str) -> float:
+    return median(
+        step.rollout_s for each in results.get(policy, ()) for step in each.steps[1:] or each.steps
+    )
+
+
+def _shorter(results: Results, policy: str, than: str) -> float:
+    mine = _rollout_s(results, policy)
+    return _rollout_s(results, than) / mine if mine else 0.0
+
+
+def _attained(results: Results, policy: str) -> float:
+    return 100 * _least_attained(results.get(policy, ()))
+
+
+def _overhead(results: Results, policy: str) -> float:
+    return 100 * median(each.overhead_share for each in results.get(policy, ()))
+
+
+ROWS = (
+    PaperRow("throughput over fixed", 1.3, 3.3, "x", lambda r, p: _throughput(r, p, "fixed")),
+    PaperRow("rollouts shorter than spot", 1.2, 1.5, "x", lambda r, p: _shorter(r, p, "spot")),
+    PaperRow(
+        "rollouts shorter than serverless",
+        1.2,
+        1.5,
+        "x",
+        lambda r, p: _shorter(r, p, "serverless"),
+    ),
+    PaperRow("users within their SLO", 99.0, 100.0, "%", _attained),
+    PaperRow("allocation overhead", 0.3, 0.4, "%", _overhead),
+)
+
+
+def paper_rows(name: str, results: Results) -> Table:
+    """Return the paper's figures of a set-up beside ours; results: by policy."""
+    columns = ("FIGURE", "PAPER", "POLICY PAPER", "INSIDE", "POLICY ROSE")
+    rows = []
+    for row in ROWS:
+        paper, rose = row.measure(results, "paper"), row.measure(results, "rose")
+        inside = "yes" if row.low <= paper <= row.high else "no"
+        said = f"{row.low:g} to {row.high:g}{row.unit}"
+        rows.append((row.what, said, f"{paper:.2f}{row.unit}", inside, f"{rose:.2f}{row.unit}"))
+    return Table(columns, tuple(rows), f"{name}: the paper's rows beside ours")
+
+
+def what_if_view(answer: WhatIfAnswer) -> View:
+    """The answer: gains, costs, and what was assumed."""
+    gains = (
+        ("users keep the hosts busy", f"{answer.busy:.1%} of the time"),
+        ("rollouts could have", f"{answer.lent:.1%} of the cards"),
+        ("hosts are held for being too busy", f"{answer.held:.1%} of the time"),
+        ("tokens that could be harvested", f"{answer.harvested_tokens_a_day:.3g} a day"),
+        ("GPU-hours saved", f"{answer.gpu_hours_saved_a_day:.0f} a day"),
+    )
+    alone, lending = _column(answer.alone), _column(answer.lending)
+    names = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "within targets")
+    return View(
+        answer.plain(),
+        (f"{answer.requests} requests in {answer.hours:.2f} h on {answer.hosts} hosts",),
+        (
+            Table(("FIGURE", "VALUE"), gains, right=frozenset(("VALUE",))),
+            Table(
+                ("USERS", "ALONE", "LENDING"),
+                tuple(zip(names, alone, lending, strict=True)),
+                right=frozenset(("ALONE", "LENDING")),
+            ),
+            _assumed(answer.assumptions),
+        ),
+    )
+
+
+def _column(users: Latencies) -> tuple[str, ...]:
+    return (
+        f"{users.ttft_s.p50:.3f} s",
+        f"{users.ttft_s.p99:.3f} s",
+        f"{1e3 * users.tpot_s.p50:.1f} ms",
+        f"{1e3 * users.tpot_s.p99:.1f} ms",
+        f"{users.attainment:.3%}",
+    )
+
+
+def fleet_view(alone: FleetResult, borrowing: FleetResult) -> View:
+    """Both runs, a row a job."""
+    rows = []
+    for before, after in zip(alone.jobs, borrowing.jobs, strict=True):
+        gain = after.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0
+        rows.append(
+            (
+                after.name,
+                str(before.steps),
+                str(after.steps),
+                f"{before.tokens_per_s:.0f}",
+                f"{after.tokens_per_s:.0f}",
+                f"{gain:.2f}" if gain else "",
+                f"{after.borrowed_gpu_hours:.0f}",
+                f"{after.rollout_hours:.1f}",
+            )
+        )
+    lines = (
+        f"{borrowing.cards} cards for {borrowing.hours:.0f} h; users keep serving cards busy for"
+        f" {borrowing.users_busy:.0%} of the time",
+        f"cards in use: {alone.gpu_use:.1%} alone, {borrowing.gpu_use:.1%} borrowing, which lends"
+        f" {borrowing.borrowed_gpu_hours:.0f} GPU-hours",
+    )
+    tables = (
+        Table(FLEET, tuple(rows), right=frozenset(FLEET[1:])),
+        _assumed(borrowing.assumptions),
+    )
+    return View({"alone": alone.plain(), "borrowing": borrowing.plain()}, lines, tables)
