@@ -1,9 +1,12 @@
 """A gateway in this process with a replica table that the test sets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import MappingProxyType
+
+import aiohttp
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
@@ -49,6 +52,33 @@ async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator
 
 def base_url(gateway: Gateway) -> str:
     return f"http://127.0.0.1:{gateway.port}"
+
+
+@asynccontextmanager
+async def calling(
+    *rows: ReplicaEntry, **settings: object
+) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
+    """A gateway with these replicas, and a session with it."""
+    async with (
+        gateway_with(*rows, **settings) as gateway,
+        aiohttp.ClientSession(base_url(gateway)) as session,
+    ):
+        yield gateway, session
+
+
+@asynccontextmanager
+async def serving(
+    replica: StandInReplica | None = None,
+    name: str = "guest-0",
+    row: Mapping[str, object] = MappingProxyType({}),
+    **settings: object,
+) -> AsyncIterator[tuple[StandInReplica, Gateway, aiohttp.ClientSession]]:
+    """A replica, a gateway that has it alone, with changes of its `row`, and a session."""
+    async with (
+        replica or StandInReplica() as replica,
+        calling(entry(replica, name, **row), **settings) as (gateway, session),
+    ):
+        yield replica, gateway, session
 
 
 class Ticks:

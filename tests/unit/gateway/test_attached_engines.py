@@ -48,11 +48,7 @@ async def attached(*urls: str, more: tuple[str, ...] = ()) -> AsyncIterator[Gate
 async def test_a_stock_engine_serves_turns_and_the_gateway_says_what_is_missing(
     engine: StandInEngine, api: str, capsys: Any
 ) -> None:
-    async with (
-        engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
         body = vllm_body(10, priority=3)
         status, answer, _ = await ask(session, VLLM, body)
         _, events = await stream(session, VLLM, body)
@@ -90,11 +86,7 @@ async def test_an_engine_that_does_not_answer_is_said_to_be_missing_once(
 @pytest.mark.parametrize("engine", [StandInVllm(), StandInSglang(), StandInReplica()])
 async def test_a_turn_that_an_engine_stops_early_is_over(engine: Any) -> None:
     engine.stop_after = 4
-    async with (
-        engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
         status, answer, _ = await ask(session, VLLM, vllm_body(10))
     choice = answer["choices"][0]
     assert (status, choice["token_ids"], choice["finish_reason"]) == (200, COUNT[:4], "stop")
@@ -183,11 +175,7 @@ async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_rea
 async def test_what_an_engine_refuses_in_its_stream_is_the_callers_fault(
     engine: StandInEngine, code: int
 ) -> None:
-    async with (
-        engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
         asked = len(engine.requests)
         engine.error = {"message": "token 9 is out of vocabulary", "code": code}
         status, answer, _ = await ask(session, VLLM, vllm_body(10))

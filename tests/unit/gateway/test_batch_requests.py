@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import calling, entry, serving
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import TurnNeed
@@ -41,8 +40,7 @@ async def test_512_completions_of_one_request_are_answered_in_their_order() -> N
     async with (
         StandInReplica() as one,
         StandInReplica() as two,
-        gateway_with(entry(one, "own-0"), entry(two, "own-1"), model_names=("*",)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(one, "own-0"), entry(two, "own-1"), model_names=("*",)) as (_, session),
     ):
         status, answer, _ = await ask(session, COMPLETIONS, batch(64, 8))
     assert status == 200
@@ -64,10 +62,7 @@ async def test_512_completions_of_one_request_are_answered_in_their_order() -> N
 async def test_more_completions_than_allowed_are_refused_in_a_line_that_names_the_limit(
     path: str, body: Any
 ) -> None:
-    async with (
-        gateway_with(model_names=("*",), max_completions=8) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with calling(model_names=("*",), max_completions=8) as (_, session):
         status, answer, _ = await ask(session, path, body)
     assert status == 400
     message = answer["error"]["message"]
@@ -151,11 +146,7 @@ async def test_a_batch_that_waits_for_a_version_is_not_looked_through_for_each_o
 
 async def test_every_name_that_was_given_is_listed_and_others_are_refused_by_name() -> None:
     names = ("policy", "org/Model-7B")
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "own-0"), model_names=names) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(name="own-0", model_names=names) as (_, _, session):
         cards = (await (await session.get("/v1/models")).json())["data"]
         taken = [(await ask(session, VLLM, vllm_body(2, model=name)))[0] for name in (*names, None)]
         status, answer, _ = await ask(session, COMPLETIONS, batch(1, 1, model="other"))
@@ -170,8 +161,7 @@ async def test_every_name_that_was_given_is_listed_and_others_are_refused_by_nam
 async def test_a_star_takes_any_name_and_lists_those_beside_it() -> None:
     async with (
         StandInReplica() as replica,
-        gateway_with(entry(replica, "own-0"), model_names=("policy", "*")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(replica, "own-0"), model_names=("policy", "*")) as (_, session),
     ):
         cards = (await (await session.get("/v1/models")).json())["data"]
         status, answer, _ = await ask(session, COMPLETIONS, batch(1, 1, model="any/thing"))

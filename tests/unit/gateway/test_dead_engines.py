@@ -3,9 +3,8 @@
 import asyncio
 import time
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, entry, until
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import End
@@ -20,7 +19,7 @@ async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> Non
     """A dead engine looks idle, fast and healthy until the scheduler notices."""
     async with StandInReplica() as dead, StandInReplica(delay_s=0.001) as living:
         rows = entry(dead, "own-dead", decode_tok_s=9e5), entry(living, "own-live")
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as http:
+        async with calling(*rows) as (gw, http):
             assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
             assert len(dead.requests) == 1
             dead.kill()
@@ -53,10 +52,7 @@ async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice(
     async with StandInReplica() as hung, StandInReplica() as living:
         hung.hang_after = 0
         rows = entry(hung, "own-hung", decode_tok_s=9e5), entry(living, "own-live")
-        async with (
-            gateway_with(*rows, stall_s=stall_s) as gw,
-            aiohttp.ClientSession(base_url(gw)) as http,
-        ):
+        async with calling(*rows, stall_s=stall_s) as (gw, http):
             dispatcher, now_s = gw.dispatcher, asyncio.get_running_loop().time()
             monkeypatch.setattr(dispatcher, "_clock", lambda: now_s)
             turns = [asyncio.create_task(ask(http, VLLM, vllm_body(2))) for _ in range(10)]
@@ -79,10 +75,7 @@ async def test_a_turn_at_which_two_engines_ended_is_not_sent_to_a_third() -> Non
     async with StandInReplica() as one, StandInReplica() as two, StandInReplica() as third:
         rows = entry(one, "a", decode_tok_s=9e5), entry(two, "b", decode_tok_s=9e4)
         one.break_after = two.break_after = 0
-        async with (
-            gateway_with(*rows, entry(third, "c", decode_tok_s=1.0)) as gw,
-            aiohttp.ClientSession(base_url(gw)) as http,
-        ):
+        async with calling(*rows, entry(third, "c", decode_tok_s=1.0)) as (_, http):
             status, answer, _ = await ask(http, VLLM, vllm_body(2))
             assert (status, third.requests) == (422, [])
             assert "2 replicas ended before this turn's first token" in answer["error"]["message"]

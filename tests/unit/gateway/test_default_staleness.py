@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, entry, until
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.errors import ConfigError
@@ -46,10 +45,7 @@ def test_without_a_scheduler_the_newest_replica_says_what_is_latest() -> None:
 async def test_a_turn_that_says_nothing_waits_for_a_replica_within_the_bound() -> None:
     async with StandInReplica(version=4) as old, StandInReplica(version=6) as new:
         rules = (ANY_JOB,)
-        async with (
-            gateway_with(entry(old, "own-0"), max_staleness=rules) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
+        async with calling(entry(old, "own-0"), max_staleness=rules) as (gw, session):
             gw.dispatcher.default_versions.set_announced({})
             assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
             rows = entry(old, "own-0"), entry(new, "own-1", healthy=False)

@@ -4,8 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import serving, until
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
 
 from tests.fakes.replica import StandInReplica
@@ -33,11 +32,7 @@ def tokens_of(chunks: list[Any]) -> list[int]:
 async def test_a_broken_stream_resumes_where_the_reader_says_and_nothing_is_generated_twice() -> (
     None
 ):
-    async with (
-        StandInReplica(delay_s=0.005) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(delay_s=0.005)) as (replica, _, session):
         body = vllm_body(20, request_id="r")
         had = tokens_of(await read_some(session, 4, body))
         await asyncio.sleep(0.02)
@@ -54,11 +49,7 @@ async def test_a_broken_stream_resumes_where_the_reader_says_and_nothing_is_gene
 
 
 async def test_event_ids_count_the_tokens_so_far() -> None:
-    async with (
-        StandInReplica(delay_s=0.005) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(delay_s=0.005)) as (_, _, session):
         _, events = await stream(session, VLLM, vllm_body(3), headers={"Last-Event-ID": "0"})
         bad, _ = await stream(session, VLLM, vllm_body(3), headers={"Last-Event-ID": "x"})
     assert [event.split("\n")[0] for event in events[:3]] == ["id: 1", "id: 2", "id: 3"]
@@ -66,39 +57,27 @@ async def test_event_ids_count_the_tokens_so_far() -> None:
 
 
 async def test_a_turn_that_nobody_comes_back_for_is_cancelled_after_the_grace() -> None:
-    async with StandInReplica() as replica:
+    async with serving(resume_grace_s=0.1, stall_s=9) as (replica, _, session):
         replica.hang_after = 3
-        async with (
-            gateway_with(entry(replica, "guest-0"), resume_grace_s=0.1, stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            await read_some(session, 1, vllm_body(20, request_id="r"))
-            await asyncio.sleep(0.05)
-            assert replica.live == 1, "within the grace it goes on"
-            await until(lambda: replica.cancelled == 1)
-            replica.hang_after = None
-            status, answer, _ = await ask(session, VLLM, vllm_body(20, request_id="r"))
+        await read_some(session, 1, vllm_body(20, request_id="r"))
+        await asyncio.sleep(0.05)
+        assert replica.live == 1, "within the grace it goes on"
+        await until(lambda: replica.cancelled == 1)
+        replica.hang_after = None
+        status, answer, _ = await ask(session, VLLM, vllm_body(20, request_id="r"))
     assert (status, answer["choices"][0]["token_ids"]) == (200, COUNT)
 
 
 async def test_an_anonymous_stream_is_cancelled_at_once() -> None:
-    async with StandInReplica() as replica:
+    async with serving(stall_s=9) as (replica, gw, session):
         replica.hang_after = 3
-        async with (
-            gateway_with(entry(replica, "guest-0"), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            await read_some(session, 1, vllm_body(20))
-            await until(lambda: replica.cancelled == 1)
-            assert gw.status().live_turns == {"guest-0": 0}
+        await read_some(session, 1, vllm_body(20))
+        await until(lambda: replica.cancelled == 1)
+        assert gw.status().live_turns == {"guest-0": 0}
 
 
 async def test_many_readers_of_one_turn_get_the_same_tokens() -> None:
-    async with (
-        StandInReplica(delay_s=0.002) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(delay_s=0.002)) as (replica, _, session):
         body = vllm_body(20, request_id="r")
         streams = await asyncio.gather(*(stream(session, VLLM, body) for _ in range(10)))
     assert all(tokens_of(payloads(events)) == COUNT for _, events in streams)
@@ -106,60 +85,46 @@ async def test_many_readers_of_one_turn_get_the_same_tokens() -> None:
 
 
 async def test_an_abort_ends_the_turn_for_everybody_and_frees_its_id() -> None:
-    async with StandInReplica() as replica:
+    async with serving(stall_s=9) as (replica, _, session):
         replica.hang_after = 3
-        async with (
-            gateway_with(entry(replica, "guest-0"), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            body = vllm_body(20, request_id="r")
-            whole = asyncio.create_task(ask(session, VLLM, body))
-            await until(lambda: replica.live == 1)
-            _, said, _ = await ask(
-                session, "/inference/v1/abort_requests", {"request_ids": ["r", "unknown"]}
-            )
-            status, answer, _ = await whole
-            await until(lambda: replica.cancelled == 1)
-            replica.hang_after = None
-            again, _, _ = await ask(session, VLLM, body)
-            _, rid, _ = await ask(session, "/abort_request", {"rid": "over"})
+        body = vllm_body(20, request_id="r")
+        whole = asyncio.create_task(ask(session, VLLM, body))
+        await until(lambda: replica.live == 1)
+        _, said, _ = await ask(
+            session, "/inference/v1/abort_requests", {"request_ids": ["r", "unknown"]}
+        )
+        status, answer, _ = await whole
+        await until(lambda: replica.cancelled == 1)
+        replica.hang_after = None
+        again, _, _ = await ask(session, VLLM, body)
+        _, rid, _ = await ask(session, "/abort_request", {"rid": "over"})
     assert said == {"aborted": ["r"]}
     assert (status, answer["error"]["type"], again) == (409, "ConflictError", 200)
     assert rid == {"aborted": []}
 
 
 async def test_finishing_a_session_ends_its_turns_only() -> None:
-    async with StandInReplica() as replica:
+    async with serving(stall_s=9) as (replica, _, session):
         replica.hang_after = 1
-        async with (
-            gateway_with(entry(replica, "guest-0"), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            turns = [
-                asyncio.create_task(
-                    ask(session, VLLM, vllm_body(5), headers={"X-Session-ID": name})
-                )
-                for name in ("mine", "mine", "other")
-            ]
-            await until(lambda: replica.live == 3)
-            headers = {"X-Session-ID": "mine"}
-            async with session.post("/finish_session", headers=headers) as response:
-                said = await response.json()
-            await until(lambda: replica.cancelled == 2)
-            assert replica.live == 1
-            unnamed, _, _ = await ask(session, "/finish_session", {})
-            turns[2].cancel()
-            statuses = [(await turn)[0] for turn in turns[:2]]
+        turns = [
+            asyncio.create_task(ask(session, VLLM, vllm_body(5), headers={"X-Session-ID": name}))
+            for name in ("mine", "mine", "other")
+        ]
+        await until(lambda: replica.live == 3)
+        headers = {"X-Session-ID": "mine"}
+        async with session.post("/finish_session", headers=headers) as response:
+            said = await response.json()
+        await until(lambda: replica.cancelled == 2)
+        assert replica.live == 1
+        unnamed, _, _ = await ask(session, "/finish_session", {})
+        turns[2].cancel()
+        statuses = [(await turn)[0] for turn in turns[:2]]
     assert said == {"session_id": "mine", "aborted": 2}
     assert (statuses, unnamed) == ([409, 409], 400)
 
 
 async def test_kept_answers_are_bounded_by_their_bytes() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), answers_bytes=10_000) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(answers_bytes=10_000) as (replica, _, session):
         for name in ("first", "second", "large"):
             tokens = 300 if name == "large" else 2
             body = vllm_body(tokens, request_id=name)

@@ -5,13 +5,11 @@ import json
 import random
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, serving, until
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
-from tests.fakes.replica import StandInReplica
 
 ROUTES = (
     VLLM,
@@ -59,7 +57,7 @@ async def post_raw(session: Any, path: str, data: bytes) -> tuple[int, bytes]:
     "data", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":', b"[" * 5_000, b'{"stream":"maybe"}']
 )
 async def test_what_is_not_a_request_is_400(path: str, data: bytes) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         status, body = await post_raw(session, path, data)
     if path.endswith("abort_requests") and data == b'{"stream":"maybe"}':
         return
@@ -89,11 +87,7 @@ def mutate(dice: random.Random, body: Any) -> Any:
 @pytest.mark.parametrize("seed", range(6))
 async def test_mutated_requests_are_answered_and_honest_ones_beside_them_too(seed: int) -> None:
     dice = random.Random(seed)
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), version_wait_s=0.05) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(version_wait_s=0.05) as (_, gw, session):
         for _ in range(150):
             path = dice.choice(ROUTES)
             data = json.dumps(mutate(dice, GOOD[path])).encode()
@@ -108,10 +102,7 @@ async def test_mutated_requests_are_answered_and_honest_ones_beside_them_too(see
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_an_oversized_body_is_413_before_it_is_read_whole(path: str) -> None:
-    async with (
-        gateway_with(max_body_bytes=1_000) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with calling(max_body_bytes=1_000) as (_, session):
         status, body = await post_raw(session, path, b'{"prompt":"' + b"x" * 5_000 + b'"}')
     assert status == 413
     assert json.loads(body)["error"]["message"]
@@ -122,30 +113,26 @@ async def _connect(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.Stre
 
 
 async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
-    async with StandInReplica() as replica:
+    async with serving(stall_s=9) as (replica, gw, session):
         replica.hang_after = 1
-        async with (
-            gateway_with(entry(replica, "guest-0"), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            body = json.dumps(vllm_body(9)).encode()
-            head = f"POST {VLLM} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            _, whole = await _connect(gw)
-            whole.write(head.encode() + body)
-            await until(lambda: replica.live == 1)
-            # A client that has closed its side counts as gone, as for vLLM's server.
-            whole.write_eof()
-            await until(lambda: replica.cancelled == 1)
-            _, half = await _connect(gw)
-            half.write(head.encode() + body[:9])
-            half.write_eof()
-            _, garbage = await _connect(gw)
-            garbage.write(b"\x16\x03\x01 not HTTP\r\n\r\n")
-            replica.hang_after = None
-            assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
-            assert gw.status().live_turns == {"guest-0": 0}
-            for writer in (whole, half, garbage):
-                writer.close()
+        body = json.dumps(vllm_body(9)).encode()
+        head = f"POST {VLLM} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        _, whole = await _connect(gw)
+        whole.write(head.encode() + body)
+        await until(lambda: replica.live == 1)
+        # A client that has closed its side counts as gone, as for vLLM's server.
+        whole.write_eof()
+        await until(lambda: replica.cancelled == 1)
+        _, half = await _connect(gw)
+        half.write(head.encode() + body[:9])
+        half.write_eof()
+        _, garbage = await _connect(gw)
+        garbage.write(b"\x16\x03\x01 not HTTP\r\n\r\n")
+        replica.hang_after = None
+        assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
+        assert gw.status().live_turns == {"guest-0": 0}
+        for writer in (whole, half, garbage):
+            writer.close()
 
 
 # The first two change nothing in vLLM either: names of users, and penalties of beam search. The

@@ -5,8 +5,7 @@ import json
 import socket
 from typing import Any
 
-import aiohttp
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import entry, gateway_with, serving, until
 from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.gateway import Gateway
@@ -15,10 +14,10 @@ from tests.harness.waiting import PATIENCE_S
 
 
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0", max_sequences=1)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+    async with serving(StandInReplica(delay_s=0.01), row={"max_sequences": 1}) as (
+        replica,
+        gw,
+        session,
     ):
         first = asyncio.create_task(ask(session, VLLM, vllm_body(5, request_id="first")))
         await until(lambda: replica.live == 1)
@@ -33,20 +32,16 @@ async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
 
 
 async def test_a_deadline_ends_waiting_and_running_turns_with_504() -> None:
-    async with StandInReplica() as replica:
+    async with serving(row={"max_sequences": 1}, stall_s=9) as (replica, gw, session):
         replica.hang_after = 2
-        async with (
-            gateway_with(entry(replica, "guest-0", max_sequences=1), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            running = asyncio.create_task(ask(session, VLLM, vllm_body(5, timeout_s=0.2)))
-            await until(lambda: replica.live == 1)
-            headers = {"X-Request-Timeout": "0.05"}
-            waiting, answer, _ = await ask(session, VLLM, vllm_body(5), headers=headers)
-            status, partial, _ = await running
-            bad, _, _ = await ask(session, VLLM, vllm_body(5), headers={"X-Request-Timeout": "x"})
-            await until(lambda: replica.cancelled == 1)
-            assert gw.status().waiting == 0
+        running = asyncio.create_task(ask(session, VLLM, vllm_body(5, timeout_s=0.2)))
+        await until(lambda: replica.live == 1)
+        headers = {"X-Request-Timeout": "0.05"}
+        waiting, answer, _ = await ask(session, VLLM, vllm_body(5), headers=headers)
+        status, partial, _ = await running
+        bad, _, _ = await ask(session, VLLM, vllm_body(5), headers={"X-Request-Timeout": "x"})
+        await until(lambda: replica.cancelled == 1)
+        assert gw.status().waiting == 0
     assert (waiting, status, bad) == (504, 504, 400)
     assert answer["error"]["type"] == "GatewayTimeoutError"
     assert "2 tokens so far" in partial["error"]["message"]
@@ -79,11 +74,7 @@ async def _slow_reader(gateway: Gateway, body: Any) -> socket.socket:
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), slow_reader_s=0.2) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(slow_reader_s=0.2) as (replica, gw, session):
         readers = [
             await _slow_reader(gw, vllm_body(TOKENS, request_id="whole")),
             await _slow_reader(gw, vllm_body(TOKENS, request_id="stream", stream=True)),
@@ -124,17 +115,13 @@ async def test_what_the_gateway_holds_for_a_slow_reader_is_bounded() -> None:
 
 
 async def test_every_sample_of_a_request_counts_as_a_turn_that_waits() -> None:
-    async with StandInReplica() as replica:
+    async with serving(row={"max_sequences": 2}, max_waiting=10) as (replica, gw, session):
         replica.hang_after = 0
-        async with (
-            gateway_with(entry(replica, "guest-0", max_sequences=2), max_waiting=10) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            status, answer, headers = await ask(session, VLLM, vllm_body(2, sampling={"n": 256}))
-            assert (status, "Retry-After" in headers) == (429, True), answer
-            await until(lambda: not any(gw.status().live_turns.values()))
-            assert gw.status().waiting == 0
-            replica.hang_after = None
-            # Two run and ten wait.
-            status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"n": 12}))
-            assert (status, len(answer["choices"])) == (200, 12)
+        status, answer, headers = await ask(session, VLLM, vllm_body(2, sampling={"n": 256}))
+        assert (status, "Retry-After" in headers) == (429, True), answer
+        await until(lambda: not any(gw.status().live_turns.values()))
+        assert gw.status().waiting == 0
+        replica.hang_after = None
+        # Two run and ten wait.
+        status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"n": 12}))
+        assert (status, len(answer["choices"])) == (200, 12)

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, serving, until
 from scheduler_cases import GUEST, RunningScheduler, offering
 from wire_cases import VLLM, ask, vllm_body
 
@@ -94,10 +94,10 @@ async def test_a_new_gateway_reports_under_a_name_of_its_own(
 
 
 async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0", max_sequences=2)) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
+    async with serving(StandInReplica(delay_s=0.01), row={"max_sequences": 2}) as (
+        _,
+        gateway,
+        session,
     ):
         meter = DemandMeter(gateway.dispatcher, "gw", 0.0)
         assert meter.report(1.0) == pb.DemandReport(gateway="gw")
@@ -115,11 +115,7 @@ async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -
 
 
 async def test_once_turns_have_lengths_the_expected_ones_count_and_not_the_budgets() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0", max_sequences=64)) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
-    ):
+    async with serving(row={"max_sequences": 64}) as (replica, gateway, session):
         replica.stop_after = 5
         for _ in range(40):
             assert (await ask(session, VLLM, vllm_body(400)))[0] == 200

@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import Ticks, base_url, entry, gateway_with, until
+from gateway_cases import Ticks, base_url, calling, entry, gateway_with, until
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import ReplicaKind
@@ -74,17 +74,10 @@ async def test_a_death_costs_one_attempt_and_a_quarter_of_a_second_at_most() -> 
 
 
 async def test_a_revoked_lease_stops_admission_and_streams_within_50_ms() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as guest,
-        StandInReplica(delay_s=0.01) as dedicated,
-    ):
+    async with StandInReplica(delay_s=0.01) as guest, StandInReplica(delay_s=0.01) as dedicated:
         guest.hang_after = 5
         rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
-        async with (
-            gateway_with(*rows, stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-            Ticks() as ticks,
-        ):
+        async with calling(*rows, stall_s=9) as (gw, session), Ticks() as ticks:
             turn = asyncio.create_task(ask(session, VLLM, vllm_body(10)))
             await until(lambda: guest.live == 1)
             await asyncio.sleep(0.1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, serving, until
 from hedged_cases import COUNT, hedged_case, tokens_of
 from wire_cases import VLLM, ask, vllm_body
 
@@ -47,10 +47,7 @@ async def test_a_turn_goes_on_elsewhere_though_its_events_cannot_be_written(
     async with StandInReplica(delay_s=0.01) as dying, StandInReplica() as living:
         dying.break_after = 3
         rows = (entry(dying, "guest-0", decode_tok_s=9e5), entry(living, "ded-0"))
-        async with (
-            gateway_with(*rows, log_dir=full_logs) as gateway,
-            aiohttp.ClientSession(base_url(gateway)) as session,
-        ):
+        async with calling(*rows, log_dir=full_logs) as (gateway, session):
             answers = await asyncio.gather(
                 *(ask(session, VLLM, vllm_body(8, request_id=f"r{n}")) for n in range(4))
             )
@@ -71,10 +68,7 @@ async def test_a_turn_goes_on_elsewhere_though_its_events_cannot_be_written(
 async def test_a_lease_may_change_though_it_cannot_be_written(full_logs: Path) -> None:
     async with StandInReplica() as replica:
         row = entry(replica, "guest-0")
-        async with (
-            gateway_with(row, log_dir=full_logs) as gateway,
-            aiohttp.ClientSession(base_url(gateway)) as session,
-        ):
+        async with calling(row, log_dir=full_logs) as (gateway, session):
             gateway.set_table(())
             gateway.set_table((entry(replica, "guest-0", lease_epoch=2),))
             status, _, _ = await ask(session, VLLM, vllm_body(2))
@@ -91,11 +85,7 @@ async def test_a_sweep_that_breaks_once_is_taken_up_again(monkeypatch: pytest.Mo
         sweep(self)
 
     monkeypatch.setattr(Dispatcher, "sweep", once)
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "ded-0"), version_wait_s=0.05) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
-    ):
+    async with serving(name="ded-0", version_wait_s=0.05) as (_, _, session):
         async with asyncio.timeout(PATIENCE_S):
             status, _, _ = await ask(session, VLLM, vllm_body(2, min_version=5))
         assert status in (409, 503)
@@ -116,11 +106,7 @@ async def test_turns_that_cannot_be_judged_hold_up_no_others(
         return reachable(self, waiter, now_s)
 
     monkeypatch.setattr(Dispatcher, "_hopeless", breaks)
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "ded-0"), version_wait_s=0.05) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
-    ):
+    async with serving(name="ded-0", version_wait_s=0.05) as (_, _, session):
         async with asyncio.timeout(PATIENCE_S):
             bad, good = await asyncio.gather(
                 ask(session, VLLM, vllm_body(2, exact_version=4)),

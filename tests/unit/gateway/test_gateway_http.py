@@ -4,7 +4,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, gateway_with, serving, until
 
 from rose.client import (
     GatewayUnavailable,
@@ -163,11 +163,7 @@ async def test_attempts_are_bounded_and_the_turn_then_fails() -> None:
 
 
 async def test_stats_metrics_health_and_models() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (_, gw, session):
         await post(session, gw, BODY)
         stats = await (await session.get("/rose/v1/stats")).json()
         text = await (await session.get("/metrics")).text()
@@ -194,8 +190,7 @@ async def test_a_replica_that_is_gone_leaves_no_series() -> None:
     async with (
         StandInReplica() as gone,
         StandInReplica() as stays,
-        gateway_with(entry(gone, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(gone, "guest-0")) as (gw, session),
     ):
         await post(session, gw, BODY)
         gw.set_table((entry(stays, "guest-1"),))

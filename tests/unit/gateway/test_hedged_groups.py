@@ -273,10 +273,7 @@ async def test_whoever_reads_a_hedged_turn_as_a_stream_gets_the_winner() -> None
 
 
 async def test_the_client_asks_one_gateway_for_a_hedged_group() -> None:
-    async with (
-        StandInReplica(delay_s=SLOW_S) as slow,
-        StandInReplica(delay_s=0.002) as fast,
-    ):
+    async with StandInReplica(delay_s=SLOW_S) as slow, StandInReplica(delay_s=0.002) as fast:
         rows = (
             entry(slow, "own-slow", decode_tok_s=75.0),
             entry(fast, "own-fast", decode_tok_s=1e3, max_sequences=3),

@@ -3,7 +3,7 @@
 import asyncio
 
 import aiohttp
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, entry, gateway_with, serving, until
 from wire_cases import VLLM, ask, vllm_body
 
 from tests.fakes.replica import StandInReplica
@@ -16,11 +16,7 @@ async def finish(session: aiohttp.ClientSession, name: str) -> int:
 
 
 async def test_the_routers_books_do_not_grow_with_sessions_that_finish() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), answers_kept=1) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(answers_kept=1) as (_, gw, session):
         for number in range(30):
             body = vllm_body(3, session_id=f"t{number}")
             assert (await ask(session, VLLM, body))[0] == 200
@@ -30,24 +26,20 @@ async def test_the_routers_books_do_not_grow_with_sessions_that_finish() -> None
 
 
 async def test_a_session_that_is_finished_in_the_middle_of_a_turn_is_forgotten_too() -> None:
-    async with StandInReplica() as replica:
+    async with serving(stall_s=9) as (replica, gw, session):
         replica.hang_after = 3
-        async with (
-            gateway_with(entry(replica, "guest-0"), stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            turns = [
-                asyncio.create_task(ask(session, VLLM, vllm_body(9, session_id=f"t{number}")))
-                for number in range(5)
-            ]
-            await until(lambda: gw.stats.tokens["guest-0"] == 15)
-            for number in range(5):
-                assert await finish(session, f"t{number}") == 1
-            assert [status for status, _, _ in await asyncio.gather(*turns)] == [409] * 5
-            await until(lambda: replica.cancelled == 5)
-            assert gw.status().live_turns == {"guest-0": 0}
-            assert gw.status().sessions_known == 0
-            assert not gw.status().running
+        turns = [
+            asyncio.create_task(ask(session, VLLM, vllm_body(9, session_id=f"t{number}")))
+            for number in range(5)
+        ]
+        await until(lambda: gw.stats.tokens["guest-0"] == 15)
+        for number in range(5):
+            assert await finish(session, f"t{number}") == 1
+        assert [status for status, _, _ in await asyncio.gather(*turns)] == [409] * 5
+        await until(lambda: replica.cancelled == 5)
+        assert gw.status().live_turns == {"guest-0": 0}
+        assert gw.status().sessions_known == 0
+        assert not gw.status().running
 
 
 async def test_callers_that_vanish_leave_no_session_behind() -> None:

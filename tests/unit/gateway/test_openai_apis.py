@@ -7,7 +7,7 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, gateway_with, serving, until
 from hedged_cases import hedged_case
 from wire_cases import ask, payloads, stream
 
@@ -50,11 +50,7 @@ def letters(text: str) -> list[int]:
 
 
 async def test_token_prompts_need_no_tokenizer_and_answer_with_ids() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (_, _, session):
         body = {"prompt": [[1, 10], [1, 20]], "max_tokens": 2, "n": 2, "logprobs": 0}
         _, answer, _ = await ask(session, COMPLETIONS, body)
         status, refused, _ = await ask(session, COMPLETIONS, {"prompt": "text"})
@@ -224,10 +220,7 @@ async def test_retokenisation_drift_what_continues_is_the_sampled_tokens_never_t
         guest.script, guest.revoke_after = script, 2
         dedicated.script = script[2:]
         rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "own-0")
-        async with (
-            gateway_with(*rows, tokenizer=tokenizer, max_model_len=200) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
+        async with calling(*rows, tokenizer=tokenizer, max_model_len=200) as (_, session):
             body = {"prompt": "AB", "max_tokens": len(script), "return_token_ids": True}
             _, answer, _ = await ask(session, COMPLETIONS, body)
             prompt = [*((await alphabet.encode(["AB"]))[0]), *script]

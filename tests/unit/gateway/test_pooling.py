@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, gateway_with, serving, until
 from standin_engines import StandInSglang
 from test_attached_engines import attached
 from wire_cases import VLLM, ask, vllm_body
@@ -19,11 +19,7 @@ BODY = {"model": "rose-policy", "input": "abc", "task": "classify"}
 
 @pytest.mark.parametrize("path", ALL)
 async def test_an_input_is_handed_to_a_replica_and_its_answer_back(path: str) -> None:
-    async with (
-        StandInReplica(pools=ALL) as replica,
-        gateway_with(entry(replica, "own-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(pools=ALL), "own-0") as (replica, gw, session):
         asked = {**BODY, "timeout_s": 20.0, "session_id": "s", "request_id": "r", "priority": 3}
         status, answer, _ = await ask(session, path, asked)
         assert gw.status().live_turns == {"own-0": 0}
@@ -39,7 +35,7 @@ async def test_a_call_whose_replica_fails_is_asked_of_another(fault: str) -> Non
         rows = entry(first, "guest-0", prefill_tok_s=1e9), entry(second, "own-0")
         if fault == "dies":
             first.kill()
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (_, session):
             status, answer, _ = await ask(session, POOLING, BODY)
     assert (status, answer["data"][0]["data"]) == (200, [3])
     assert len(second.requests) == 1
@@ -49,7 +45,7 @@ async def test_a_lease_that_ends_under_a_call_moves_it_at_once() -> None:
     async with StandInReplica(pools=ALL) as first, StandInReplica(pools=ALL) as second:
         first.hang_after = 0
         row, other = entry(first, "guest-0"), entry(second, "own-0")
-        async with gateway_with(row) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(row) as (gw, session):
             call = asyncio.create_task(ask(session, POOLING, BODY))
             await until(lambda: bool(first.requests))
             gw.set_table((entry(first, "guest-0", leased=False), other))
@@ -58,16 +54,16 @@ async def test_a_lease_that_ends_under_a_call_moves_it_at_once() -> None:
 
 
 async def test_every_wait_has_an_end() -> None:
-    async with StandInReplica(pools=ALL) as replica:
+    async with serving(StandInReplica(pools=ALL), "own-0", max_attempts=2) as (
+        replica,
+        gw,
+        session,
+    ):
         replica.hang_after = 0
-        async with (
-            gateway_with(entry(replica, "own-0"), max_attempts=2) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            late, answer, _ = await ask(session, POOLING, {**BODY, "timeout_s": 0.1})
-            assert gw.status().live_turns == {"own-0": 0}
-            replica.hang_after, replica.break_after = None, 20
-            broken, said, _ = await ask(session, POOLING, BODY)
+        late, answer, _ = await ask(session, POOLING, {**BODY, "timeout_s": 0.1})
+        assert gw.status().live_turns == {"own-0": 0}
+        replica.hang_after, replica.break_after = None, 20
+        broken, said, _ = await ask(session, POOLING, BODY)
     assert (late, broken) == (504, 503)
     assert "/pooling had no answer after 0.1 s" in answer["error"]["message"]
     assert "2 replicas failed /pooling" in said["error"]["message"]
@@ -100,20 +96,16 @@ async def test_replicas_that_cannot_are_named() -> None:
     ],
 )
 async def test_a_wrong_call_is_refused_by_the_gateway(body: Any, status: int) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         found, answer, _ = await ask(session, POOLING, body)
     assert found == status
     assert answer["error"]["message"]
 
 
 async def test_what_the_engine_refuses_is_the_callers_to_correct() -> None:
-    async with StandInReplica(pools=ALL) as replica:
+    async with serving(StandInReplica(pools=ALL), "own-0") as (replica, _, session):
         replica.bad_request = True
-        async with (
-            gateway_with(entry(replica, "own-0")) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            status, answer, _ = await ask(session, POOLING, BODY)
+        status, answer, _ = await ask(session, POOLING, BODY)
     assert status == 400
     assert "own-0 refuses /pooling" in answer["error"]["message"]
     assert "too long" in answer["error"]["message"]

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, entry, serving, until
 from wire_cases import VLLM, ask, vllm_body
 
 from tests.fakes.replica import StandInReplica
@@ -23,10 +23,10 @@ def begin(http: aiohttp.ClientSession, name: str, priority: int, **fields: Any) 
 
 
 async def test_a_flood_of_low_priority_turns_does_not_hold_up_one_of_high_priority() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0", max_sequences=CAP)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as http,
+    async with serving(StandInReplica(delay_s=0.01), row={"max_sequences": CAP}) as (
+        replica,
+        gw,
+        http,
     ):
         turns = [begin(http, f"low-{k}", LOW) for k in range(20)]
         await until(lambda: replica.live == CAP and gw.status().waiting == 18)
@@ -45,16 +45,10 @@ async def test_a_flood_of_low_priority_turns_does_not_hold_up_one_of_high_priori
 
 
 async def test_turns_of_a_revoked_replica_do_not_pass_one_of_higher_priority() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as lost,
-        StandInReplica(delay_s=0.01) as kept,
-    ):
+    async with StandInReplica(delay_s=0.01) as lost, StandInReplica(delay_s=0.01) as kept:
         lost.hang_after = 2
         rows = entry(lost, "guest-0", max_sequences=3), entry(kept, "own-0", max_sequences=1)
-        async with (
-            gateway_with(rows[0], stall_s=9) as gw,
-            aiohttp.ClientSession(base_url(gw)) as http,
-        ):
+        async with calling(rows[0], stall_s=9) as (gw, http):
             turns = [begin(http, f"low-{k}", LOW) for k in range(3)]
             await until(lambda: lost.live == 3)
             turns.append(begin(http, "high", HIGH))
@@ -77,7 +71,7 @@ async def test_what_is_urgent_and_cannot_run_here_holds_up_nobody_and_is_not_pas
     """A free place of another policy version is no use to it; those of its own are."""
     async with StandInReplica(version=1) as old, StandInReplica(version=2, delay_s=0.01) as new:
         rows = entry(old, "own-0", max_sequences=1), entry(new, "own-1", max_sequences=1)
-        async with gateway_with(rows[1]) as gw, aiohttp.ClientSession(base_url(gw)) as http:
+        async with calling(rows[1]) as (gw, http):
             turns = [begin(http, "running", LOW, exact_version=2, tokens=20)]
             await until(lambda: new.live == 1)
             turns += [begin(http, f"low-{k}", LOW) for k in range(6)]

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, entry, serving, until
 from wire_cases import VLLM, ask, vllm_body
 
 from tests.fakes.replica import StandInReplica
@@ -48,8 +48,7 @@ async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(line: b
     async with (
         replica_that_says(line) as mad,
         StandInReplica() as good,
-        gateway_with(entry(mad, "guest-0", max_sequences=9)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(mad, "guest-0", max_sequences=9)) as (gw, session),
     ):
         turn = asyncio.create_task(ask(session, VLLM, vllm_body(3, exact_version=0)))
         await until(lambda: bool(mad.requests))
@@ -61,11 +60,7 @@ async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(line: b
 
 
 async def test_each_life_of_a_turn_has_attempt_ids_of_its_own() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), answers_kept=1) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(answers_kept=1) as (replica, _, session):
         for name in ("turn", "another", "turn"):
             assert (await ask(session, VLLM, vllm_body(1, request_id=name)))[0] == 200
     first, _, again = (asked["request_id"] for asked in replica.requests)
@@ -85,8 +80,7 @@ async def test_an_engine_that_knows_an_attempts_id_already_is_not_its_callers_fa
     async with (
         Busy() as busy,
         StandInReplica() as good,
-        gateway_with(entry(busy, "guest-0", max_sequences=9)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(busy, "guest-0", max_sequences=9)) as (gw, session),
     ):
         turn = asyncio.create_task(ask(session, VLLM, vllm_body(3)))
         await until(lambda: bool(busy.requests))

@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, gateway_with, serving, until
 from standin_engines import StandInSglang, StandInVllm
 from test_attached_engines import attached
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
@@ -42,11 +42,7 @@ def body_of(path: str, **sampling: Any) -> dict[str, Any]:
 
 async def asked_of_a_replica(path: str, body: Any) -> tuple[dict[str, Any], str]:
     """Send a request that is answered; return the replica's request and its path."""
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "own-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(name="own-0") as (replica, _, session):
         status, answer, _ = await ask(session, path, body)
     assert status == 200, answer
     return replica.requests[0]["sampling"], replica.paths[0]
@@ -120,18 +116,14 @@ async def test_structured_output_reaches_the_replica_in_one_form(
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(path: str, said: Any, named: str) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         status, answer, _ = await ask(session, path, body_of(path, **said))
     assert status == 400
     assert named in answer["error"]["message"]
 
 
 async def test_an_older_replica_refuses_instead_of_dropping_what_it_does_not_know() -> None:
-    async with (
-        StandInReplica(is_old=True) as replica,
-        gateway_with(entry(replica, "own-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(is_old=True), "own-0") as (_, _, session):
         plain, _, _ = await ask(session, VLLM, vllm_body(2))
         status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"min_p": 0.5}))
     assert (plain, status) == (200, 400)
@@ -150,7 +142,7 @@ async def test_a_turn_whose_output_counts_begins_anew_where_its_replica_died(
     async with StandInReplica() as guest, StandInReplica(version=1) as own:
         guest.break_after = 4
         rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (_, session):
             body = vllm_body(6, sampling=sampling)
             if streamed:
                 chunks = payloads((await stream(session, VLLM, body))[1])
@@ -176,7 +168,7 @@ async def test_a_turn_that_counts_the_prompt_too_goes_on_where_it_was(
     async with StandInReplica() as guest, StandInReplica() as own:
         guest.break_after = 4
         rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (_, session):
             _, answer, _ = await ask(session, VLLM, vllm_body(6, sampling=sampling))
     assert answer["choices"][0]["token_ids"] == [101, 102, 103, 104, 105, 106]
     assert own.requests[0]["token_ids"] == [1, 100, 101, 102, 103, 104]
@@ -187,7 +179,7 @@ async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> N
     async with StandInReplica() as guest, StandInReplica() as own:
         guest.break_after = breaks
         rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (_, session):
             body = vllm_body(4, token_ids=[1, 90, 100], sampling={"prompt_logprobs": 0})
             _, answer, _ = await ask(session, VLLM, body)
             body = {"prompt": [1, 90, 100], "max_tokens": 4, "prompt_logprobs": 0}
@@ -206,7 +198,7 @@ async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> N
 
 async def test_hedges_and_what_cannot_be_copied_exclude_each_other() -> None:
     group = {"group_id": "g", "group_size": 2, "hedges": 1}
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         for sampling in ({"frequency_penalty": 1.0}, {"prompt_logprobs": 0}):
             status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling=sampling, **group))
             assert (status, "hedges" in answer["error"]["message"]) == (400, True)
@@ -269,7 +261,7 @@ async def test_a_trajectory_is_known_by_the_names_that_routers_give_it(name: str
 async def test_without_a_name_turns_follow_the_prompt_that_they_go_on_from() -> None:
     async with StandInReplica() as one, StandInReplica() as two:
         rows = entry(one, "own-0"), entry(two, "own-1")
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (gw, session):
 
             async def episode(first: int) -> None:
                 """Three turns, each of which goes on from the tokens of the last."""

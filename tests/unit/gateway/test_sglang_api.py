@@ -1,9 +1,8 @@
 import json
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import calling, serving
 from wire_cases import ask, payloads, stream
 
 from tests.fakes.replica import StandInReplica
@@ -23,11 +22,7 @@ def sglang_body(max_new_tokens: int = 3, **fields: Any) -> dict[str, Any]:
 
 
 async def test_a_whole_answer_has_sglangs_shape() -> None:
-    async with (
-        StandInReplica(version=4) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(version=4)) as (replica, _, session):
         body = sglang_body(rid="r", sampling={"temperature": 0, "top_k": -1})
         status, answer, _ = await ask(session, GENERATE, body)
     meta = answer["meta_info"]
@@ -44,11 +39,7 @@ async def test_a_whole_answer_has_sglangs_shape() -> None:
 
 
 async def test_stream_events_repeat_the_output_so_far() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(delay_s=0.01)) as (_, _, session):
         _, events = await stream(session, GENERATE, sglang_body(3))
     outputs = payloads(events)
     assert [output["output_ids"] for output in outputs[:2]] == [[101], [101, 102]]
@@ -59,11 +50,7 @@ async def test_stream_events_repeat_the_output_so_far() -> None:
 
 
 async def test_a_list_of_prompts_is_answered_by_a_list() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (_, _, session):
         body = sglang_body(2, input_ids=[[1, 10], [1, 20]])
         _, answers, _ = await ask(session, GENERATE, body)
         refused, _ = await stream(session, GENERATE, body)
@@ -72,11 +59,7 @@ async def test_a_list_of_prompts_is_answered_by_a_list() -> None:
 
 
 async def test_sglangs_higher_priority_is_the_lower_number_inside() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         await ask(session, GENERATE, sglang_body(2, priority=5))
     assert replica.requests[0]["priority"] == -5
 
@@ -97,7 +80,7 @@ async def test_sglangs_higher_priority_is_the_lower_number_inside() -> None:
     ],
 )
 async def test_errors_are_400_in_sglangs_shape(body: Any) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         status, answer, _ = await ask(session, GENERATE, body)
     assert status == 400
     assert list(answer) == ["error"]
@@ -105,22 +88,14 @@ async def test_errors_are_400_in_sglangs_shape(body: Any) -> None:
 
 
 async def test_of_text_and_tokens_the_tokens_are_the_prompt_as_in_sglang() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "r")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(name="r") as (_, _, session):
         status, answer, _ = await ask(session, GENERATE, sglang_body(2, text="both"))
     assert (status, answer["meta_info"]["prompt_tokens"]) == (200, 2)
 
 
 async def test_an_error_after_the_first_token_is_an_event_and_an_end() -> None:
-    async with StandInReplica() as replica:
+    async with serving(max_attempts=1) as (replica, _, session):
         replica.break_after = 2
-        async with (
-            gateway_with(entry(replica, "guest-0"), max_attempts=1) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            _, events = await stream(session, GENERATE, sglang_body(5))
+        _, events = await stream(session, GENERATE, sglang_body(5))
     error = json.loads(events[-2][6:])["error"]
     assert (error["code"], error["retryable"]) == (503, True)

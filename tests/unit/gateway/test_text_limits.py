@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, calling, entry, gateway_with
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
@@ -192,10 +192,7 @@ async def test_those_beyond_the_queue_are_told_to_come_back(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.tokenizer_pool.pool.MAX_QUEUE", 1)
-    async with (
-        gateway_with(tokenizer=tokenizer, text_timeout_s=PATIENT_S) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with calling(tokenizer=tokenizer, text_timeout_s=PATIENT_S) as (gw, session):
         await ask(session, "/tokenize", chat())
         slow = chat(chat_template_kwargs={"spin": 99_999})
         with hurried(gw):

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, calling, entry, gateway_with, until
 from wire_cases import ask
 
 from rose.contract.replica import StreamLine
@@ -94,8 +94,7 @@ async def test_a_single_turn_is_asked_for_as_ever() -> None:
 async def test_a_replica_that_knows_no_batches_is_asked_turn_by_turn_from_then_on() -> None:
     async with (
         StandInReplica(is_old=True) as replica,
-        gateway_with(entry(replica, "own-0"), model_names=("*",)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
+        calling(entry(replica, "own-0"), model_names=("*",)) as (_, session),
     ):
         for _ in range(2):
             status, answer, _ = await ask(session, COMPLETIONS, body(3))
@@ -122,12 +121,7 @@ async def test_each_turn_of_a_batch_that_breaks_off_goes_on_elsewhere_without_lo
 ) -> None:
     broken, whole = StandInReplica(), StandInReplica()
     setattr(broken, fault, 2)
-    async with (
-        broken,
-        whole,
-        gateway_with(entry(broken, "own-0"), model_names=("*",)) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with broken, whole, calling(entry(broken, "own-0"), model_names=("*",)) as (gw, session):
         going = asyncio.create_task(ask(session, COMPLETIONS, body(4, 2, tokens=6)))
         await until(lambda: len(broken.requests) == 8)
         gw.set_table((entry(broken, "own-0"), entry(whole, "own-1")))

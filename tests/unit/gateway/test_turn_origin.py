@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, calling, entry, gateway_with, serving
 from wire_cases import VLLM, ask, stream, vllm_body
 
 from rose.client import RolloutClient, Sampling
@@ -35,11 +34,7 @@ def needs(gateway: Any) -> list[Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_body_and_headers_name_the_same_on_every_route(path: str) -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (_, gw, session):
         seen = needs(gw)
         assert (await ask(session, path, {**BODIES[path], **NAMES}))[0] == 200
         assert (await ask(session, path, BODIES[path], headers=HEADERS))[0] == 200
@@ -53,7 +48,7 @@ async def test_body_and_headers_name_the_same_on_every_route(path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("field", NAMES)
 async def test_what_is_no_name_is_400_and_says_which(path: str, field: str) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with calling() as (_, session):
         for bad in ("x" * 513, "a\nb", "a\x00b", 7, ["g"]):
             status, answer, _ = await ask(session, path, {**BODIES[path], field: bad})
             assert status == 400
@@ -63,11 +58,7 @@ async def test_what_is_no_name_is_400_and_says_which(path: str, field: str) -> N
 
 
 async def test_the_lengths_of_some_members_forecast_the_others() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, gw, session):
         replica.stop_after = 5
         for name in ("a", "b", "c"):
             body = vllm_body(900, request_id=name, group_id="g", job="j")

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import base_url, entry, gateway_with, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
@@ -96,11 +96,7 @@ async def test_a_trace_reaches_the_replica_and_comes_back(path: str) -> None:
 
 
 async def test_a_turn_without_a_valid_trace_is_a_turn_without_one() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         for headers in ({}, {"traceparent": "00-zz"}, {"tracestate": "a=1"}):
             async with session.post(VLLM, json=vllm_body(3), headers=headers) as answer:
                 assert answer.status == 200
@@ -129,11 +125,7 @@ async def test_each_attempt_is_of_the_trace_and_the_log_has_the_turn(tmp_path: P
 
 async def test_a_turn_that_is_sent_again_is_the_same_in_another_trace() -> None:
     body = {**vllm_body(3), "request_id": "r"}
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         first = await ask(session, VLLM, body, headers={"traceparent": SAMPLED})
         again = SAMPLED.replace(PARENT, "1" * 16)
         second = await ask(session, VLLM, body, headers={"traceparent": again})
@@ -175,11 +167,7 @@ async def test_spans_of_turn_and_attempts_stand_between_caller_and_replica(
 ) -> None:
     spans, _, exporter = otel()
     monkeypatch.setattr("rose.gateway.app.spans_of", lambda _: spans)
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         headers = {"traceparent": SAMPLED}
         assert (await stream(session, VLLM, vllm_body(3), headers=headers))[0] == 200
     attempt, turn = exporter.get_finished_spans()

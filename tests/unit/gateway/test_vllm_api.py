@@ -4,9 +4,8 @@ here they are pinned key by key, in vLLM's order."""
 import json
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with
+from gateway_cases import calling, entry, serving
 from wire_cases import VLLM, ask, payloads, stream, vllm_body
 
 from tests.fakes.replica import StandInReplica
@@ -34,11 +33,7 @@ def logprobs(*tokens: int) -> dict[str, Any]:
 
 
 async def test_a_whole_answer_has_vllms_keys_and_ours_after_them() -> None:
-    async with (
-        StandInReplica(version=4) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(version=4)) as (_, _, session):
         status, answer, _ = await ask(session, VLLM, vllm_body(request_id="r"))
     assert status == 200
     assert list(answer) == WHOLE_KEYS.split()
@@ -66,11 +61,7 @@ async def test_a_whole_answer_has_vllms_keys_and_ours_after_them() -> None:
 
 
 async def test_logprobs_come_only_when_asked_for_and_a_stop_token_is_named() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         replica.stop_after = 2
         body = vllm_body(9, sampling={"logprobs": None, "stop_token_ids": [102]})
         _, answer, _ = await ask(session, VLLM, body)
@@ -80,11 +71,7 @@ async def test_logprobs_come_only_when_asked_for_and_a_stop_token_is_named() -> 
 
 
 async def test_stream_events_are_vllms_byte_for_byte_but_for_our_last_fields() -> None:
-    async with (
-        StandInReplica(version=4, delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(StandInReplica(version=4, delay_s=0.01)) as (_, _, session):
         body = vllm_body(2, request_id="r", stream_options={"include_usage": True})
         status, events = await stream(session, VLLM, body)
     first = (
@@ -109,7 +96,7 @@ async def test_streamed_tokens_and_versions_cover_the_turn_across_a_revocation()
     async with StandInReplica(version=1) as guest, StandInReplica(version=2) as dedicated:
         guest.revoke_after = 4
         rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
-        async with gateway_with(*rows) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+        async with calling(*rows) as (_, session):
             _, events = await stream(session, VLLM, vllm_body(10))
     chunks = payloads(events)
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
@@ -125,11 +112,7 @@ async def test_streamed_tokens_and_versions_cover_the_turn_across_a_revocation()
 
 
 async def test_several_samples_are_several_choices_with_seeds_of_their_own() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving() as (replica, _, session):
         body = vllm_body(3, sampling={"n": 3, "seed": 7})
         _, whole, _ = await ask(session, VLLM, body)
         _, events = await stream(session, VLLM, body)
@@ -158,11 +141,7 @@ async def test_several_samples_are_several_choices_with_seeds_of_their_own() -> 
 async def test_errors_have_vllms_statuses_and_body(
     body: Any, status: int, kind: str, said: str
 ) -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), max_model_len=32, version_wait_s=0.02) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(max_model_len=32, version_wait_s=0.02) as (_, _, session):
         got, answer, _ = await ask(session, VLLM, body)
         again, _ = await stream(session, VLLM, body)
     error = answer["error"]
@@ -176,24 +155,16 @@ async def test_errors_have_vllms_statuses_and_body(
 
 
 async def test_without_max_tokens_a_turn_may_fill_the_models_length() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), max_model_len=32) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with serving(max_model_len=32) as (_, _, session):
         body = {"token_ids": [1, 2], "sampling_params": {}}
         _, answer, _ = await ask(session, VLLM, body)
     assert len(answer["choices"][0]["token_ids"]) == 30
 
 
 async def test_an_error_after_the_first_token_is_an_event_and_an_end() -> None:
-    async with StandInReplica() as replica:
+    async with serving(max_attempts=1) as (replica, _, session):
         replica.break_after = 2
-        async with (
-            gateway_with(entry(replica, "guest-0"), max_attempts=1) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
-            status, events = await stream(session, VLLM, vllm_body(5))
+        status, events = await stream(session, VLLM, vllm_body(5))
     assert status == 200
     error = json.loads(events[-2][6:])["error"]
     assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import calling, entry, until
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.rpc import rose_pb2, rose_pb2_grpc
@@ -47,11 +47,7 @@ def replica(tmp_path: Path) -> Iterator[Forked]:
 async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
     replica: Forked,
 ) -> None:
-    async with (
-        StandInReplica(version=2) as other,
-        gateway_with(stall_s=9) as gw,
-        aiohttp.ClientSession(base_url(gw)) as http,
-    ):
+    async with StandInReplica(version=2) as other, calling(stall_s=9) as (gw, http):
         url = await replica.line()
         stopped = entry(other, "guest-0", url=url, policy_version=1)
         gw.set_table((stopped,))
