@@ -37,14 +37,14 @@ from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
 from scripts.generated import ROOT, main, with_parts
-from weight_transfer.fetch.limits import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.limits import Asked, ChunkSource, ReplyKind, Traffic
 
 PAGE: Final = ROOT / "docs" / "operators" / "metrics.md"
 CALLS: Final = ("get", "list", "txn", "grant_lease", "keep_lease", "revoke_lease")
 PROCESSES: Final = ("node", "scheduler", "gateway", "relay")
 
 LABELS: Final = {
-    "answer": "how a reader was answered: " + ", ".join(f"`{each.value}`" for each in Answer),
+    "answer": "how a reader was answered: " + ", ".join(f"`{each.value}`" for each in ReplyKind),
     "asked": ", ".join(f"`{each.value}`" for each in Asked),
     "by": "who took the lease back: `node`, `operator`",
     "call": "a call of the store: " + ", ".join(f"`{call}`" for call in CALLS),
@@ -75,7 +75,7 @@ LABELS: Final = {
     "replica": "replicas of the node's file, a guest for each host that is found; a gateway:"
     " replicas that it sent turns to",
     "share": "`SCHED_IDLE`, `nice`, `plain`",
-    "source": ", ".join(f"`{each.value}`" for each in Source),
+    "source": ", ".join(f"`{each.value}`" for each in ChunkSource),
     "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
     + "; of an offered replica: `leased`, `free`; of a host: `guarded`, `watched`, `refused`",
     "targets": "`met`, `missed`",

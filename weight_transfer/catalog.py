@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Final
 
-from weight_transfer.errors import CatalogError, LeaseError
+from weight_transfer.errors import CatalogError, ReadLeaseError
 
 MOST_DELTAS = 16
 LONGEST_TTL_S: Final = 120.0
@@ -201,10 +201,10 @@ class ReadLeases:
     def take(
         self, reader: str, version: int, ttl_s: float, now_s: float, peer: str = OWN
     ) -> ReaderPin:
-        """Take or renew; a reader of a peer has one lease. Raises LeaseError."""
+        """Take or renew; a reader of a peer has one lease. Raises ReadLeaseError."""
         named = 0 < len(reader) <= MOST_READER_CHARS
         if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
-            raise LeaseError("a lease needs a reader, a version and a ttl_s above 0")
+            raise ReadLeaseError("a lease needs a reader, a version and a ttl_s above 0")
         if peer != OWN and reader not in self._by_peer.get(peer, ()):
             self._make_room(peer, now_s)
         held = self._by_peer.setdefault(peer, OrderedDict())

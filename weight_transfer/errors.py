@@ -23,7 +23,7 @@ WeightError
     ├── IndexFormatError    a reply is not a catalog of the job
     ├── StorageError        the disk refuses what is received
     ├── CacheFullError      a version does not fit into the cache
-    ├── LeaseError          a lease is asked for without a reader, a version or a time
+    ├── ReadLeaseError          a lease is asked for without a reader, a version or a time
     └── FanoutError         a group of GPUs cannot hand chunks around
         └── GroupBrokenError    its members do not make the same calls
 """
@@ -121,7 +121,7 @@ class CacheFullError(TransferError):
     """A version does not fit, even after everything evictable was evicted."""
 
 
-class LeaseError(TransferError):
+class ReadLeaseError(TransferError):
     """A lease needs a reader, a version and a time."""
 
 

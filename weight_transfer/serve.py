@@ -34,7 +34,7 @@ from aiohttp.typedefs import Handler
 
 from weight_transfer.catalog import ReadLeases
 from weight_transfer.chunk_store import ChunkStore
-from weight_transfer.errors import LeaseError, TransferError, WeightError
+from weight_transfer.errors import ReadLeaseError, TransferError, WeightError
 from weight_transfer.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
 from weight_transfer.fetch.fetcher import ChunkFetcher
 from weight_transfer.fetch.limits import Asked, Traffic
@@ -179,7 +179,7 @@ class VersionRoutes:
             # An address is all that tells callers apart, and never empty: that is the publisher.
             peer = request.remote or "unknown"
             lease = self._leases.take(asked.reader, asked.version, asked.ttl_s, now_s, peer)
-        except (*MALFORMED, LeaseError) as error:
+        except (*MALFORMED, ReadLeaseError) as error:
             raise web.HTTPBadRequest(text=f"no lease: {error!s:.200}") from error
         granted = msgspec.json.encode(LeaseGranted(lease.expires_s - now_s))
         return web.Response(body=granted, content_type="application/json")

@@ -184,7 +184,7 @@ class SglangProber:
                 part.copy_(content)
 
 
-class WeightWorker(WeightMethods):
+class SglangWeightWorker(WeightMethods):
     """Beside one rank's scheduler."""
 
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from rose.metrics_server import certificate_families, damaged_files_family
 from rose.security.certificates import CertificateFiles
-from weight_transfer.fetch.limits import Answer, Asked, Source, Traffic
+from weight_transfer.fetch.limits import Asked, ChunkSource, ReplyKind, Traffic
 
 Versions = Callable[[], Mapping[str, tuple[int, int]]]
 """By job: how many versions are known, and the newest of them."""
@@ -54,7 +54,7 @@ class RelayMetrics(Collector):
             "Bytes of chunks that came, by who sent them.",
             labels=["source"],
         )
-        for source in Source:
+        for source in ChunkSource:
             fetched.add_metric([source.value], traffic.fetched_bytes[source])
         yield fetched
         answers = CounterMetricFamily(
@@ -62,7 +62,7 @@ class RelayMetrics(Collector):
             "Answers to readers, by what was asked and how it was answered.",
             labels=["asked", "answer"],
         )
-        for asked, answer in product(Asked, Answer):
+        for asked, answer in product(Asked, ReplyKind):
             count = traffic.answers[asked, answer]
             answers.add_metric([asked.value, answer.value], count)
         yield answers

@@ -12,7 +12,7 @@ from functools import partial
 from rose.process.background_tasks import described
 from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
 from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
-from weight_transfer.errors import LeaseError
+from weight_transfer.errors import ReadLeaseError
 
 # Signatures live for a day and are renewed from half of that on.
 RENEW_EVERY_S = 3_600.0
@@ -122,5 +122,5 @@ class RetentionTask:
     def _hold(self, name: str, version: int) -> None:
         try:
             self._leases.take(name, version, LONGEST_TTL_S, time.monotonic())
-        except LeaseError as error:
+        except ReadLeaseError as error:
             self._on_trouble(str(error))

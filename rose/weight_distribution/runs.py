@@ -120,6 +120,11 @@ def run_error(
     return None
 
 
+def reason_of(error: grpc.aio.AioRpcError | UnavailableError) -> str:
+    """Return the text of a call's failure."""
+    return str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+
+
 async def until_free(register: Callable[[], Coroutine[None, None, T]], wait_s: float) -> T:
     """Register, for `wait_s` again and again while another run has the job. RunHeldError then."""
     loop = asyncio.get_running_loop()
@@ -191,7 +196,7 @@ class RunKeeper:
                     self.lost(fenced)
                     return
                 # A scheduler that is away is waited for: who leads next believes that this lives.
-                why = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+                why = reason_of(error)
                 if why != warned:
                     _log.warning("the run of job %s is not renewed: %s", self._job, why)
                 warned = why

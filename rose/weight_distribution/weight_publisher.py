@@ -26,7 +26,14 @@ from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.retention import Latest, RetentionTask
-from rose.weight_distribution.runs import WAIT_S, RunKeeper, RunRoot, run_error, until_free
+from rose.weight_distribution.runs import (
+    WAIT_S,
+    RunKeeper,
+    RunRoot,
+    reason_of,
+    run_error,
+    until_free,
+)
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import (
     CatalogError,
@@ -57,12 +64,6 @@ _log = logging.getLogger(__name__)
 
 # A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
 ANNOUNCE_TIMEOUT_S = 20.0
-
-
-def _announcing(
-    request: rose_pb2.AnnounceVersionRequest, stub: "SchedulerAsyncStub", left_s: float
-) -> Awaitable[rose_pb2.AnnounceVersionReply]:
-    return stub.AnnounceVersion(request, timeout=left_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,6 @@ def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> L
     if certificates is not None:
         certificates.insist(Role.TRAINER)
     return LeaderChannel(scheduler, "the publisher's scheduler", certificates)
-
-
-def _details(error: grpc.aio.AioRpcError | UnavailableError) -> str:
-    return str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
 
 
 class WeightPublisher:
@@ -456,24 +453,21 @@ class WeightPublisher:
         """Tell the scheduler, of those that it could not be told of before too."""
         self._unannounced.append((version, parent))
         async with self._announcing:
-            await self._announce_all()
+            while self._unannounced:
+                await self._tell(*self._unannounced[0])
+                del self._unannounced[0]
 
-    async def _announce_all(self) -> None:
-        while self._unannounced:
-            version, parent = self._unannounced[0]
-            request = rose_pb2.AnnounceVersionRequest(
-                job=self._job,
-                version=version,
-                parent=parent,
-                url=self._server.url,
-                claim=self._claim,
+    async def _tell(self, version: int, parent: int) -> None:
+        request = rose_pb2.AnnounceVersionRequest(
+            job=self._job, version=version, parent=parent, url=self._server.url, claim=self._claim
+        )
+        try:
+            await self._call(
+                lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
+                f"version {version} is published but could not be announced",
             )
-            failure = f"version {version} is published but could not be announced"
-            try:
-                await self._call(partial(_announcing, request), failure)
-            except UnavailableError as error:
-                raise NotAnnouncedError(f"{error}; it is, with the next one") from error
-            del self._unannounced[0]
+        except UnavailableError as error:
+            raise NotAnnouncedError(f"{error}; it is, with the next one") from error
 
     async def _call(
         self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", failure: str
@@ -487,7 +481,7 @@ class WeightPublisher:
                 self._keeper.lost(typed)
             if typed is not None:
                 raise typed from error
-            raise UnavailableError(f"{failure}: {_details(error)}") from error
+            raise UnavailableError(f"{failure}: {reason_of(error)}") from error
 
     @staticmethod
     def _receipt(

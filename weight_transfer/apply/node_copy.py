@@ -62,7 +62,7 @@ DecodeTensor = Callable[[str], StagedTensor]
 _PREPARING, _READY, _FAILED = 0, 1, 2
 
 
-class _Head:
+class _SegmentHead:
     """The words that leader and followers speak through, at the beginning of a segment.
 
     magic | identity: 4 words | state | progress | version | parent | wire bytes | error bytes
@@ -132,7 +132,7 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CopyLayout:
     """Layout of the copy's segment: head, digests, moved flags, tensors by page."""
 
     names: tuple[str, ...]
@@ -141,9 +141,9 @@ class _Layout:
     identity: bytes
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> _Layout:
+    def of(cls, checkpoint: Checkpoint) -> _CopyLayout:
         """Its identity is that of the files too: ranks that read others are no crew."""
-        at = _up(_Head.nbytes() + 16 * len(checkpoint.names), _PAGE)
+        at = _up(_SegmentHead.nbytes() + 16 * len(checkpoint.names), _PAGE)
         offsets, said = {}, blake3.blake3()
         for name in checkpoint.names:
             entry = checkpoint.entry(name)
@@ -158,7 +158,7 @@ class _Layout:
 
     def table(self, data: NDArray[np.uint8]) -> Words:
         """u64[2, tensors]: digests, and whether each tensor has moved."""
-        begin = _Head.nbytes()
+        begin = _SegmentHead.nbytes()
         table: Words = data[begin : begin + 16 * len(self.names)].view(np.uint64)
         return table.reshape(2, len(self.names))
 
@@ -178,10 +178,10 @@ class NodeCopy:
         Reads all of it when leading; a follower waits for that. Raises StoreError.
         """
         self._files = _Files(checkpoint)
-        self._layout = _Layout.of(checkpoint)
+        self._layout = _CopyLayout.of(checkpoint)
         self._clock, self._sleep = clock, sleep
         segment = SharedSegment.make("rose-weights", self._layout.nbytes)
-        head = _Head(segment.data)
+        head = _SegmentHead(segment.data)
         head.begin(self._layout.identity)
         leader = segment.address if place is None else elect(place, segment.address)
         self._alone = place is None
@@ -190,7 +190,7 @@ class NodeCopy:
         if leader != segment.address:
             self._watch = ProcessWatch(leader)
             segment = SharedSegment.open(leader)
-            head = _Head(segment.data)
+            head = _SegmentHead(segment.data)
             if not head.is_about(self._layout.identity):
                 raise StoreError("the ranks of this node read different checkpoints")
         self._segment, self._head = segment, head
@@ -292,14 +292,14 @@ class NodeCopy:
             if address is not None:
                 with suppress(StoreError):  # The one of an earlier update is withdrawn, or not yet.
                     segment = SharedSegment.open(address)
-                    if _Head(segment.data).is_about(identity):
+                    if _SegmentHead(segment.data).is_about(identity):
                         return segment
             self._insist_led()
             if self._clock() > deadline_s:
                 raise StoreError("the rank that decodes did not begin this update; ask again")
             self._sleep(POLL_S)
 
-    def _wait(self, head: _Head, ready: Callable[[], bool]) -> None:
+    def _wait(self, head: _SegmentHead, ready: Callable[[], bool]) -> None:
         """Return once it is; raise when the leader failed, ended or stands still."""
         progress, deadline_s = head.progress, self._clock() + SILENT_S
         while not ready():
@@ -393,9 +393,9 @@ class _Arena:
         if segment.address.nbytes != self.nbytes(rooms):
             raise StoreError("the rank that decodes reads another update; stage it again")
         self.segment = segment
-        self.head = _Head(segment.data)
+        self.head = _SegmentHead(segment.data)
         self._rooms = rooms
-        begin, count = _Head.nbytes(), len(rooms)
+        begin, count = _SegmentHead.nbytes(), len(rooms)
         table: Words = segment.data[begin : begin + 16 * count].view(np.uint64)
         self._table = table.reshape(count, 2)
         self._offsets = self._places(rooms)
@@ -449,7 +449,7 @@ class _Arena:
     @staticmethod
     def _places(rooms: Sequence[tuple[int, int]]) -> list[int]:
         """Return the offset of each tensor, and the end of the last one."""
-        at = _up(_Head.nbytes() + 16 * len(rooms), _PAGE)
+        at = _up(_SegmentHead.nbytes() + 16 * len(rooms), _PAGE)
         places = [at]
         for room, width in rooms:
             at = _up(at + (8 + 2 * width) * room, _LINE)

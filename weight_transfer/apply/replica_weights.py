@@ -229,7 +229,8 @@ class ReplicaWeights:
             unproven = write(prepared.placement) + loose.write()
             self._unsettled = prepared.update
             applied_s = time.perf_counter()
-            probe = compare(self._logits(), prepared.reference.logits)
+            logits = self.engine.prober.logits(self.engine.model)
+            probe = compare(logits, prepared.reference.logits)
         except BaseException:
             self._revert(prepared, loose)
             raise
@@ -237,9 +238,6 @@ class ReplicaWeights:
         if unproven or not probe.ok:
             self._revert(prepared, loose)
         return self._report(prepared, applied_s - started_s, probe_s, not unproven, probe)
-
-    def _logits(self) -> torch.Tensor:
-        return self.engine.prober.logits(self.engine.model)
 
     def _revert(self, prepared: Prepared, loose: OpaqueCopy) -> None:
         write_back(prepared.placement)

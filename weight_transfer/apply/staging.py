@@ -82,7 +82,7 @@ ParameterChange: TypeAlias = tuple[str, Change]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class UpdatePlacement:
     """This rank's part of an update: (changes, their exchange) on each device."""
 
     groups: tuple[tuple[tuple[ParameterChange, ...], Exchange], ...]
@@ -94,7 +94,7 @@ class Placement:
 
 def place(
     loader_map: LoaderMap, staged: StagedUpdate, resident_bytes: int = RESIDENT_BYTES
-) -> Placement:
+) -> UpdatePlacement:
     """Find this rank's part of an update and bring it to where it will be written.
 
     Reads no weight: the engine may serve meanwhile. Raises DeviceMemoryError.
@@ -102,12 +102,12 @@ def place(
     groups: dict[str, list[ParameterChange]] = defaultdict(list)
     for name, change in _located(loader_map, staged):
         groups[str(loader_map.parameter(name).device)].append((name, change))
-    return Placement(
+    return UpdatePlacement(
         tuple((tuple(c), _staged(loader_map, c, resident_bytes)) for c in groups.values())
     )
 
 
-def write(placement: Placement) -> tuple[str, ...]:
+def write(placement: UpdatePlacement) -> tuple[str, ...]:
     """Write the new values.
 
     Returns the parameters whose old bytes or new bytes are not the expected ones. If there are
@@ -121,7 +121,7 @@ def write(placement: Placement) -> tuple[str, ...]:
     return tuple(unproven)
 
 
-def write_back(placement: Placement) -> None:
+def write_back(placement: UpdatePlacement) -> None:
     """Write the old values; rerunning it is harmless."""
     for _, exchange in placement.groups:
         exchange.run(back=True)
@@ -186,7 +186,7 @@ class Decoded:
     """An update, and this rank's part of it where it will be written."""
 
     update: StagedUpdate
-    placement: Placement
+    placement: UpdatePlacement
 
 
 @dataclass(frozen=True, slots=True)

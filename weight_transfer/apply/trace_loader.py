@@ -180,7 +180,7 @@ class UntraceableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StridedView:
     """Elements of a flat buffer: at offset + Σ position·stride for each position in `shape`."""
 
     offset: int
@@ -188,7 +188,7 @@ class View:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
+    def of(cls, tensor: torch.Tensor) -> StridedView:
         """Return the view of its storage that `tensor` is."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
@@ -198,10 +198,10 @@ class Copy:
     """One `copy_` by a loader: a view of a checkpoint tensor into a view of some storage."""
 
     source: str
-    source_view: View
+    source_view: StridedView
     storage: int
     """Identity of the storage, see `storage_id`."""
-    target_view: View
+    target_view: StridedView
     cast: bool
     """True if source and target differ in type."""
 
@@ -244,7 +244,7 @@ class TracedTensor(torch.Tensor):
         return cls(source, tape, torch.empty(shape, dtype=dtype, device="meta"))
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"TracedTensor({self.source}, {View.of(self.geometry)})"
+        return f"TracedTensor({self.source}, {StridedView.of(self.geometry)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -300,13 +300,13 @@ def storage_id(tensor: torch.Tensor) -> int:
 def _record(target: torch.Tensor, traced: Any) -> torch.Tensor:  # noqa: ANN401 -- any operand
     if isinstance(target, TracedTensor) or not isinstance(traced, TracedTensor):
         raise UntraceableError("a loader writes into a checkpoint tensor")
-    view = View.of(traced.geometry.expand(target.shape))
+    view = StridedView.of(traced.geometry.expand(target.shape))
     traced.tape.copies.append(
         Copy(
             traced.source,
             view,
             storage_id(target),
-            View.of(target),
+            StridedView.of(target),
             cast=target.dtype != traced.dtype,
         )
     )

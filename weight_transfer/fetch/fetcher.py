@@ -86,14 +86,6 @@ class _Known:
         return self.origin if ref.origin is None else self.origins[ref.origin]
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
-    ref: ChunkRef
-    origin: str
-    path: str
-    job: str
-
-
 def path_of(version: int, *, base: bool = False) -> str:
     """Return the path of a version's manifest below a server's address."""
     return f"manifests/{version}{'.base' if base else ''}"
@@ -188,11 +180,11 @@ class ChunkFetcher:
         known = self._manifests.get((job, path))
         return known if known and time.time() < known.expires_s else None
 
-    def _where(self, name: str) -> _Where | None:
-        """Return the place of a chunk by the newest manifest that names it."""
+    def _where(self, name: str) -> tuple[ChunkRef, str, str, str] | None:
+        """Return (chunk, its origin, path, job) by the newest manifest that names the chunk."""
         for (job, path), known in reversed(self._manifests.items()):
             if ref := known.refs.get(name):
-                return _Where(ref, known.origin_of(ref), path, job)
+                return ref, known.origin_of(ref), path, job
         return None
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = ignore_reject) -> int:
@@ -207,7 +199,7 @@ class ChunkFetcher:
             where = self._where(ref.id)
             if where is None:
                 raise FetchError(f"chunk {ref.id} is of no manifest that is known here; ask again")
-            task = asyncio.create_task(self._fetch(where, on_reject))
+            task = asyncio.create_task(self._fetch(*where, on_reject))
             self._tasks[ref.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(ref.id, None))
         # One waiter that is cancelled takes nothing from the others.
@@ -228,7 +220,7 @@ class ChunkFetcher:
         else:
             await self._learns(lambda: self._where(name) is not None)
         where = self._where(name)
-        return where.ref if where else None
+        return where[0] if where else None
 
     async def known_manifest(self, path: str, job: str = "") -> bytearray | None:
         """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly.
@@ -269,15 +261,17 @@ class ChunkFetcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, where: _Where, on_reject: Callable[[str], None]) -> int:
-        ref, store = where.ref, self._receiving.store
+    async def _fetch(
+        self, ref: ChunkRef, origin: str, path: str, job: str, on_reject: Callable[[str], None]
+    ) -> int:
+        store = self._receiving.store
         if await self._receiving.work(partial(store.has, ref.id)):
             return 0
-        download = Download(ref, self._receiving, self._scores, on_reject, where.path, where.job)
+        download = Download(ref, self._receiving, self._scores, on_reject, path, job)
         self._downloads[ref.id] = download
         try:
-            route = self.route(ref.id, where.origin)
-            await download.run(self._session, route, lambda s: self._gate_of(s, where.origin))
+            route = self.route(ref.id, origin)
+            await download.run(self._session, route, lambda s: self._gate_of(s, origin))
         except TransferError:
             raise
         except Exception as error:

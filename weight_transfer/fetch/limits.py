@@ -28,7 +28,7 @@ READER_S = 60.0
 MOST_PEERS = 4_096
 
 
-class Source(StrEnum):
+class ChunkSource(StrEnum):
     """Sender of chunks."""
 
     PUBLISHER = "publisher"
@@ -42,7 +42,7 @@ class Asked(StrEnum):
     MANIFEST = "manifest"
 
 
-class Answer(StrEnum):
+class ReplyKind(StrEnum):
     """Kind of reply."""
 
     SENT = "sent"
@@ -54,17 +54,17 @@ class Answer(StrEnum):
 
 
 _ANSWERS = {
-    202: Answer.IN_LINE,
-    401: Answer.REFUSED,
-    403: Answer.REFUSED,
-    404: Answer.MISSING,
-    409: Answer.ELSEWHERE,
+    202: ReplyKind.IN_LINE,
+    401: ReplyKind.REFUSED,
+    403: ReplyKind.REFUSED,
+    404: ReplyKind.MISSING,
+    409: ReplyKind.ELSEWHERE,
 }
 
 
-def answer_of(status: int) -> Answer:
+def answer_of(status: int) -> ReplyKind:
     """Return the kind of reply of an HTTP status."""
-    return _ANSWERS.get(status) or (Answer.SENT if status < 400 else Answer.FAILED)
+    return _ANSWERS.get(status) or (ReplyKind.SENT if status < 400 else ReplyKind.FAILED)
 
 
 @dataclass(slots=True)
@@ -73,14 +73,16 @@ class Traffic:
 
     clock_s: Callable[[], float] = time.monotonic
     served_bytes: int = 0
-    fetched_bytes: Counter[Source] = field(default_factory=Counter)
+    fetched_bytes: Counter[ChunkSource] = field(default_factory=Counter)
     failed_fetches: int = 0
     rejected_chunks: int = 0
-    answers: Counter[tuple[Asked, Answer]] = field(default_factory=Counter)
+    answers: Counter[tuple[Asked, ReplyKind]] = field(default_factory=Counter)
     _peers: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def fetched(self, size: int, *, from_publisher: bool) -> None:
-        self.fetched_bytes[Source.PUBLISHER if from_publisher else Source.NEIGHBOUR] += size
+        self.fetched_bytes[ChunkSource.PUBLISHER if from_publisher else ChunkSource.NEIGHBOUR] += (
+            size
+        )
 
     def answered(self, asked: Asked, status: int, peer: str) -> None:
         self.answers[asked, answer_of(status)] += 1

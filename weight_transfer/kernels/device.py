@@ -133,39 +133,31 @@ def digest(bits: DeviceBits, first: int) -> int:
     return total(sums)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """Changes on the device: `indices` i64, `gaps` i32 (of u32's bits), `codes`, all [n]."""
-
-    indices: torch.Tensor
-    gaps: torch.Tensor
-    codes: torch.Tensor
-    growth: int
-
-
 @dataclass(frozen=True)
 class DeviceDifference:
-    """Changes on the device; they come to the host when asked for, once."""
+    """Changes on the device; they come to the host when asked for, once.
+
+    `indices` i64, `gaps_there` i32 (of u32's bits), `codes_there`: all [count], on the device.
+    """
 
     old: DeviceBits
     marked: Marked
-    described: Described
+    indices: torch.Tensor
+    gaps_there: torch.Tensor
+    codes_there: torch.Tensor
+    growth: int
 
     @property
     def count(self) -> int:
         return self.marked.count
 
-    @property
-    def growth(self) -> int:
-        return self.described.growth
-
     @functools.cached_property
     def gaps(self) -> NDArray[np.uint32]:
-        return to_host(self.described.gaps).view(np.uint32)
+        return to_host(self.gaps_there).view(np.uint32)
 
     @functools.cached_property
     def codes(self) -> Bits:
-        return to_host(self.described.codes)
+        return to_host(self.codes_there)
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = (
@@ -182,20 +174,20 @@ class DeviceDifference:
             where = to_device(slots, self.old.flat)
             ranks = ranks_by_slot(self.old, self.marked.bitmap, kind, where, int(slots.max()) + 1)
             keys, order = torch.sort(where[self._classes(kind)], stable=True)
-            ranks = ranks[self.described.indices[order]].to(torch.int64)
+            ranks = ranks[self.indices[order]].to(torch.int64)
             gaps = ranks.clone()
             # The first change of a class follows none.
             gaps[1:] -= torch.where(keys[1:] == keys[:-1], ranks[:-1] + 1, 0)
-            codes = self.described.codes[order]
+            codes = self.codes_there[order]
             return to_host(gaps.to(torch.int32)).view(np.uint32), to_host(codes)
 
     def _classes(self, kind: WeightClass) -> torch.Tensor:
         """Class of each changed weight, i64[count]."""
-        return (self.old.flat[self.described.indices].to(torch.int64) >> kind.shift) & kind.mask
+        return (self.old.flat[self.indices].to(torch.int64) >> kind.shift) & kind.mask
 
 
-def _described(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> Described:
-    """List what `found` marks; the range's first weight has index `first`."""
+def _difference(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> DeviceDifference:
+    """List what is marked; the range's first weight has index `first`."""
     indices = marks.indices()
     programs = -(-marks.count // _TILE)
     gaps = torch.empty(marks.count, dtype=torch.int32, device=indices.device)
@@ -206,7 +198,7 @@ def _described(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> D
             old.flat, new.flat, indices, gaps, codes, sums, marks.count, first,
             width_bits=8 * old.itemsize, tile_size=_TILE,
         )  # fmt: skip
-    return Described(indices, gaps, codes, total(sums))
+    return DeviceDifference(old, marks, indices, gaps, codes, total(sums))
 
 
 def compare(old: DeviceBits, new: DeviceBits, room: int, first: int) -> DeviceDifference | None:
@@ -215,16 +207,16 @@ def compare(old: DeviceBits, new: DeviceBits, room: int, first: int) -> DeviceDi
         marks = _marked(old, new)
         if marks.count > room:
             return None
-        return DeviceDifference(old, marks, _described(old, new, marks, first))
+        return _difference(old, new, marks, first)
 
 
 def mark(old: DeviceBits, new: DeviceBits, first: int) -> Marks:
     """Compare two ranges however much changed."""
     with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
         marks = _marked(old, new)
-        described = _described(old, new, marks, first)
+        found = _difference(old, new, marks, first)
         bitmap = to_host(marks.bitmap)[: (old.size + 7) // 8]
-        return Marks(bitmap, to_host(described.codes), described.growth)
+        return Marks(bitmap, found.codes, found.growth)
 
 
 def read(bits: DeviceBits) -> Bits:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from executor.engine_settings import POLICY_VERSION
-from weight_transfer.sglang import WeightWorker
+from weight_transfer.sglang import SglangWeightWorker
 
 METHOD: Final = "rose"
 PAUSED_SLEEP_S: Final = 0.0005
@@ -31,7 +31,7 @@ class SchedulerCalls:
     """The scheduler of this process, and the weight worker beside it."""
 
     def __init__(self) -> None:
-        self._worker: WeightWorker | None = None
+        self._worker: SglangWeightWorker | None = None
 
     def handle(self, original: Callable[..., Any], scheduler: Any, asked: Any) -> None:  # noqa: ANN401 -- SGLang's
         """Hook around the scheduler's `handle_dumper_control`."""
@@ -70,7 +70,7 @@ class SchedulerCalls:
         if not name.startswith("rose_weights_"):
             raise ValueError(f"a replica has no call {name}")
         if self._worker is None:
-            self._worker = WeightWorker(scheduler)
+            self._worker = SglangWeightWorker(scheduler)
         return getattr(self._worker, name)(*arguments)
 
     def _pause(self, scheduler: Any, clear: bool) -> None:  # noqa: ANN401 -- SGLang's

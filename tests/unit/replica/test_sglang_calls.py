@@ -65,7 +65,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> StandInScheduler:
     messages.DumperControlReqInput = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
     monkeypatch.setattr(calls_module, "_of_all_ranks", lambda _, mine: [mine])
-    monkeypatch.setattr(calls_module, "WeightWorker", StandInWorker)
+    monkeypatch.setattr(calls_module, "SglangWeightWorker", StandInWorker)
     return StandInScheduler()
 
 

@@ -39,7 +39,7 @@ from weight_transfer.catalog import (
     Published,
     ReadLeases,
 )
-from weight_transfer.errors import IndexFormatError, LeaseError
+from weight_transfer.errors import IndexFormatError, ReadLeaseError
 from weight_transfer.fetch import (
     Caps,
     ChunkFetcher,
@@ -260,7 +260,7 @@ def test_leases_end_are_bounded_and_are_waited_for_after_a_restart() -> None:
     assert [lease.version for lease in leases.live(1.0)] == [3]
     assert leases.live(LONGEST_TTL_S) == []
     for bad in (("", 1, 1.0), ("a", -1, 1.0), ("a", 1, 0.0), ("a", 1, float("nan"))):
-        with pytest.raises(LeaseError):
+        with pytest.raises(ReadLeaseError):
             leases.take(*bad, 0.0)
 
 

@@ -21,7 +21,14 @@ from rose.weight_distribution.relay_metrics import RelayMetrics
 from tests.harness.weight_peers import KEY, fetched, published, reading, serving
 from weight_transfer import SigningKey
 from weight_transfer import serve as serve_module
-from weight_transfer.fetch.limits import MOST_PEERS, READER_S, Answer, Asked, Source, Traffic
+from weight_transfer.fetch.limits import (
+    MOST_PEERS,
+    READER_S,
+    Asked,
+    ChunkSource,
+    ReplyKind,
+    Traffic,
+)
 from weight_transfer.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, Route, order
 
 NOWHERE = "http://127.0.0.1:9"
@@ -66,10 +73,10 @@ async def test_a_relay_counts_what_crosses_it(tmp_path: Path) -> None:
         async with session.get(f"{relay.url}/chunks/{'0' * 64}") as answer:
             assert answer.status == 404
     traffic = relay.fetcher.receiving.traffic
-    assert traffic.fetched_bytes == {Source.PUBLISHER: manifest.wire_bytes}
+    assert traffic.fetched_bytes == {ChunkSource.PUBLISHER: manifest.wire_bytes}
     assert traffic.served_bytes == 2 * manifest.wire_bytes
-    assert traffic.answers[Asked.CHUNK, Answer.SENT] == 2 * len(manifest.chunks)
-    assert traffic.answers[Asked.CHUNK, Answer.MISSING] == 1
+    assert traffic.answers[Asked.CHUNK, ReplyKind.SENT] == 2 * len(manifest.chunks)
+    assert traffic.answers[Asked.CHUNK, ReplyKind.MISSING] == 1
     metrics = RelayMetrics(traffic, relay.fetcher.versions, None, lambda: 2)
     metrics.look()
     text = generate_latest(metrics.registry).decode()
@@ -88,7 +95,7 @@ def test_readers_are_those_of_the_last_minute_and_bounded() -> None:
     now_s = READER_S + 1
     traffic.answered(Asked.MANIFEST, 500, "peer")
     assert traffic.readers() == 1
-    assert traffic.answers[Asked.MANIFEST, Answer.FAILED] == 1
+    assert traffic.answers[Asked.MANIFEST, ReplyKind.FAILED] == 1
 
 
 async def test_a_relay_serves_the_version_of_the_job_that_is_asked_for(tmp_path: Path) -> None:
