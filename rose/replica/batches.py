@@ -13,16 +13,14 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-import msgspec
 from starlette.types import Receive, Send
 
 from rose.contract.replica import BatchLine, StreamLine
-from rose.replica.asgi import ClientGoneError, until_gone
+from rose.replica.asgi import ClientGoneError
 from rose.replica.engine import RequestRefusedError
-from rose.replica.turns import ReplicaTurn, Turns, start_of_stream
+from rose.replica.turns import ReplicaTurn, Turns, stream
 
 _LOG = logging.getLogger("vllm.rose.replica")
-_encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class _Answer:
@@ -77,28 +75,13 @@ class TurnBatches:
         answer = _Answer(len(turns))
         answer.add(refused)
         this = self._open[name] = served, turns
-
-        def gone(watch: "asyncio.Task[None]") -> None:
-            if not watch.cancelled():
-                served.leave(turns.values())
-
         tasks = [asyncio.create_task(_run(served, answer, *each)) for each in turns.items()]
-        watch = asyncio.create_task(until_gone(receive))
-        watch.add_done_callback(gone)
         try:
-            # Headers go out with the first lines: one wake-up less for the gateway.
-            lines = await answer.next()
-            await send(start_of_stream())
-            while answer.left:
-                body = _encode_lines(lines)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                lines = await answer.next()
-            body = _encode_lines(lines)
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+            with served.watched(turns.values(), receive):
+                await stream(answer.next, lambda: not answer.left, send)
         finally:
             if self._open.get(name) is this:
                 del self._open[name]
-            watch.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from executor import (
     ControlPage,
@@ -29,6 +29,7 @@ from executor import (
 )
 from executor.control_page.page import PAGE_GROUP
 from executor.step_decision import may_use_idle_host
+from rose.replica.engine import ReplicaEngine
 from weight_transfer import WeightError
 
 IDLE_POLL_S: Final = 0.002
@@ -40,17 +41,6 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 class HostBusyError(WeightError):
     """The host was not idle for as long as the guest waits. Nothing was written."""
-
-
-class Wakeable(Protocol):
-    """An engine whose core sleeps while it has nothing to do."""
-
-    @property
-    def failures(self) -> tuple[type[Exception], ...]:
-        """Errors that it raises when it is ending or has ended."""
-
-    async def wake(self) -> None:
-        """Have an idle engine look for work."""
 
 
 class GuestControl:
@@ -113,7 +103,7 @@ class GuestControl:
         guest = self.page.guest.peek() if self.is_guest else None
         return None if guest is None else guest.yielded_ns / 1e9
 
-    def start_waking(self, engine: Wakeable) -> None:
+    def start_waking(self, engine: ReplicaEngine) -> None:
         """Keep waking an idle guest's engine for as long as this process lives."""
         if self.is_guest:
             self._waking = asyncio.get_running_loop().create_task(self.keep_waking(engine))
@@ -123,7 +113,7 @@ class GuestControl:
         if self._waking is not None:
             self._waking.cancel()
 
-    async def keep_waking(self, engine: Wakeable) -> None:
+    async def keep_waking(self, engine: ReplicaEngine) -> None:
         """Wake the core while its memory is wanted; ends with the loop, or with the engine."""
         while True:
             await asyncio.sleep(WAKE_POLL_S)
@@ -147,21 +137,6 @@ class GuestControl:
             return True
         # A host that lends by handle asks on a socket, which an idle engine does not read.
         return self._by_handle and misses_memory(page.host.peek())
-
-
-class HostPatience:
-    """Bounded wait for an idle host, repeated, `left_s` seconds in all."""
-
-    def __init__(self, control: GuestControl, left_s: float) -> None:
-        self._control = control
-        self._left_s = left_s
-
-    async def wait(self) -> None:
-        """Return once the host is idle. Raises HostBusyError when no patience is left."""
-        clock_s = asyncio.get_running_loop().time
-        began_s = clock_s()
-        await self._control.wait_host_idle(self._left_s)
-        self._left_s = max(0.0, self._left_s - (clock_s() - began_s))
 
 
 def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:

@@ -23,9 +23,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.datastructures import State
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -55,6 +54,7 @@ from rose.replica.turns import ReplicaTurn, Turns
 from rose.replica.warm_up import WarmUp
 from weight_transfer import WeightError, WrongBaseError
 
+_LOG = logging.getLogger("vllm.rose.replica")
 _Asked = GenerateBody | contract.BatchBody | contract.LeaveBody
 _BODY: msgspec.json.Decoder[_Asked] = msgspec.json.Decoder(GenerateBody)
 _BODIES: dict[str, msgspec.json.Decoder[_Asked]] = {
@@ -127,7 +127,20 @@ class GenerateApp:
 
 _EPOCH = msgspec.json.Decoder(contract.EpochBody)
 _APPLY = msgspec.json.Decoder(weights.ApplyBody)
-_Handler = Callable[[bytes], Awaitable[Response]]
+Answer = tuple[int, msgspec.Struct]
+_Handler = Callable[[bytes], Awaitable[Answer]]
+# Status and kind of a refusal by its error, the narrower errors first. A refused version was not
+# written: the replica serves on with the one that it has.
+_REFUSALS: dict[type[Exception], tuple[int, str]] = {
+    BodyTooLargeError: (413, "too_large"),
+    msgspec.MsgspecError: (400, "bad_request"),
+    StaleEpochError: (409, "stale_epoch"),
+    EpochAheadError: (400, "bad_request"),
+    AdmissionError: (409, "quarantined"),
+    WrongBaseError: (409, "wrong_base"),
+    HostBusyError: (503, "host_busy"),
+    WeightError: (422, "bad_version"),
+}
 
 
 class ReplicaEndpoint:
@@ -164,11 +177,11 @@ class ReplicaEndpoint:
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called directly, without a Request around it.
             *(Route(path, self._generate, methods=["POST"]) for path in contract.TURNS),
-            Route(contract.DRAIN, _Control(self._drain), methods=["POST"]),
-            Route(contract.ADMIT, _Control(self._admit), methods=["POST"]),
-            Route(weights.APPLY, _Control(self._apply), methods=["POST"]),
-            Route(weights.AUDIT, _Control(self._audit), methods=["POST"]),
-            Route(contract.STATE, self._state, methods=["GET"]),
+            Route(contract.DRAIN, _Answering(self._drain), methods=["POST"]),
+            Route(contract.ADMIT, _Answering(self._admit), methods=["POST"]),
+            Route(weights.APPLY, _Answering(self._apply), methods=["POST"]),
+            Route(weights.AUDIT, _Answering(self._audit), methods=["POST"]),
+            Route(contract.STATE, _Answering(self._state, control=False), methods=["GET"]),
         ]
 
     async def init_state(
@@ -180,7 +193,7 @@ class ReplicaEndpoint:
         """Keep the engine; `args` are the server's own, `state` is where the shortcut looks."""
         if not self._active:
             return
-        from rose.replica.vllm.engine import VllmEngine
+        from rose.replica.vllm import VllmEngine
 
         self.begin(VllmEngine(engine_client, str(args.model)), state)
 
@@ -196,120 +209,85 @@ class ReplicaEndpoint:
         self._warm_up.start()
         self._weights.start()
 
-    async def _drain(self, raw: bytes) -> Response:
-        try:
-            body = decoded(_EPOCH, raw)
-            self._admission.close(body.epoch, body.reason)
-        except (msgspec.MsgspecError, AdmissionError) as error:
-            return _refused(error)
+    async def _drain(self, raw: bytes) -> Answer:
+        body = decoded(_EPOCH, raw)
+        self._admission.close(body.epoch, body.reason)
         assert self._turns is not None
-        return _json(contract.Drained(await self._turns.revoke_all()))
+        return 200, contract.Drained(await self._turns.revoke_all())
 
-    async def _admit(self, raw: bytes) -> Response:
-        try:
-            body = decoded(_EPOCH, raw)
-            self._admission.admit(body.epoch, body.job)
-        except (msgspec.MsgspecError, AdmissionError) as error:
-            return _refused(error)
-        return _json(contract.Admitted())
+    async def _admit(self, raw: bytes) -> Answer:
+        body = decoded(_EPOCH, raw)
+        self._admission.admit(body.epoch, body.job)
+        return 200, contract.Admitted()
 
-    async def _apply(self, raw: bytes) -> Response:
+    async def _apply(self, raw: bytes) -> Answer:
         assert self._weights is not None
+        body = decoded(_APPLY, raw)
         try:
-            body = decoded(_APPLY, raw)
             report = await self._weights.apply(body.paths, body.chunks, body.on_update)
-        except msgspec.MsgspecError as error:
-            return _refused(error)
-        except WrongBaseError as error:
-            return _refusal(409, "wrong_base", str(error))
-        except HostBusyError as error:
-            return _refusal(503, "host_busy", str(error))
         except ActivationError as error:
-            return _json(weights.Unproven(contract.Fault("unproven", str(error))), 422)
-        except WeightError as error:
-            # Nothing was written: the replica serves on with its version.
-            return _refusal(422, "bad_version", str(error))
-        return _json(msgspec.convert(report, weights.UpdateApplied))
+            return 422, weights.Unproven(contract.Fault("unproven", str(error)))
+        return 200, msgspec.convert(report, weights.UpdateApplied)
 
-    async def _audit(self, raw: bytes) -> Response:
+    async def _audit(self, raw: bytes) -> Answer:
         del raw
         assert self._weights is not None
         try:
             report = msgspec.convert(await self._weights.audit(), weights.Audited)
         except WeightError as error:
-            return _refusal(503, "no_audit", str(error))
+            return 503, contract.Refusal(contract.Fault("no_audit", str(error)))
         if report.flipped:
             await self._weights.distrust(f"live weights of {report.flipped[0]} are wrong")
-            return _json(report, 422)
-        return _json(report)
+            return 422, report
+        return 200, report
 
-    async def _state(self, request: Request) -> Response:
-        del request
+    async def _state(self, raw: bytes) -> Answer:
+        del raw
         assert self._turns is not None
         assert self._weights is not None
         assert self._warm_up is not None
-        return _json(
-            contract.ReplicaState(
-                replica_id=os.environ.get("ROSE_REPLICA_ID", ""),
-                role=os.environ.get("ROSE_ROLE", ""),
-                policy_version=self._weights.version,
-                proven=not self._admission.quarantined,
-                admitting=self._admission.open,
-                epoch=self._admission.epoch,
-                running=self._turns.running,
-                waiting=self._turns.waiting,
-                tokens_total=self._turns.tokens_total,
-                kv_tokens=self._kv_tokens,
-                warm=self._warm_up.warm,
-                warm_up=contract.WarmUpState(self._warm_up.failed, self._warm_up.said),
-                job=self._weights.job,
-            )
+        return 200, contract.ReplicaState(
+            replica_id=os.environ.get("ROSE_REPLICA_ID", ""),
+            role=os.environ.get("ROSE_ROLE", ""),
+            policy_version=self._weights.version,
+            proven=not self._admission.quarantined,
+            admitting=self._admission.open,
+            epoch=self._admission.epoch,
+            running=self._turns.running,
+            waiting=self._turns.waiting,
+            tokens_total=self._turns.tokens_total,
+            kv_tokens=self._kv_tokens,
+            warm=self._warm_up.warm,
+            warm_up=contract.WarmUpState(self._warm_up.failed, self._warm_up.said),
+            job=self._weights.job,
         )
 
 
-class _Control:
-    """ASGI application for callers with the engine's secret; bodies are bounded.
+class _Answering:
+    """ASGI application that answers bounded bodies with JSON; control is for the secret's bearers.
 
-    `AccessFilter` is in front of it. This check holds for a server without that.
+    `AccessFilter` is in front of it. The check here holds for a server without that.
     """
 
-    def __init__(self, handler: _Handler) -> None:
+    def __init__(self, handler: _Handler, *, control: bool = True) -> None:
         self._handler = handler
+        self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not bears_secret(scope):
+        if self._control and not bears_secret(scope):
             await refuse_stranger(send)
             return
         try:
-            body = await read_body(receive, contract.MAX_CONTROL_BYTES)
-        except BodyTooLargeError as error:
-            await refuse(send, 413, "too_large", str(error))
+            raw = await read_body(receive, contract.MAX_CONTROL_BYTES)
+            status, answer = await self._handler(raw)
         except ClientGoneError:
             # Nothing was begun, and the client is gone.
             return
+        except tuple(_REFUSALS) as error:
+            status, kind = next(what for each, what in _REFUSALS.items() if isinstance(error, each))
+            await refuse(send, status, kind, str(error))
         else:
-            await (await self._handler(body))(scope, receive, send)
-
-
-def _json(answer: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status, media_type="application/json")
-
-
-def _refused(error: Exception) -> Response:
-    if isinstance(error, StaleEpochError):
-        return _refusal(409, "stale_epoch", str(error))
-    if isinstance(error, EpochAheadError):
-        return _refusal(400, "bad_request", str(error))
-    if isinstance(error, AdmissionError):
-        return _refusal(409, "quarantined", str(error))
-    return _refusal(400, "bad_request", str(error))
-
-
-def _refusal(status: int, kind: str, message: str) -> Response:
-    return _json(contract.Refusal(contract.Fault(kind, message)), status)
-
-
-_LOG = logging.getLogger("vllm.rose.replica")
+            await reply(send, status, answer)
 
 
 class EndpointMount:

@@ -23,19 +23,33 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 from rose.replica.admission import Admission
-from rose.replica.control import GuestControl, HostPatience
+from rose.replica.control import GuestControl
 from rose.replica.engine import ReplicaEngine
 from rose.replica.turns import Turns
 from weight_transfer import OnUpdate, WeightError
 from weight_transfer.apply.probe import Findings, Part, judge
+from weight_transfer.apply.shared_segment import ranks_folder
 from weight_transfer.apply.worker import merged, typed
 
 PIECE_ELEMENTS: Final = 8 << 20
 TRIES: Final = 3
+STAGE_POLL_S: Final = 0.01
+WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
+VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
+UNSIGNED: Final = "ROSE_UNSIGNED"
+FINISH_OLD_S: Final = 20.0
+STAGE_PATIENCE_S = 20.0
+"""Wait for a busy host, over all pieces; a node waits for the whole update for a minute."""
+SWITCH_PATIENCE_S = 5.0
+"""Wait for a busy host once all is staged."""
+CALL_LIMIT_S: Final = 30.0
+"""Time limit of each call under the pause; a node waits for the whole update for a minute."""
+_LOG = logging.getLogger("vllm.rose.replica")
+_T = TypeVar("_T")
 CallAll = Callable[..., Awaitable[list[dict[str, Any]]]]
 """Function that calls a worker method and returns each rank's answer."""
 
@@ -91,49 +105,6 @@ class Audits:
             return None
         findings = judge(parts, expected["digests"], expected["elements"])
         return versions.pop(), sum(part.elements for part in parts), findings
-
-
-STAGE_POLL_S: Final = 0.01
-Call = Callable[..., Awaitable[dict[str, Any]]]
-"""Function that calls a worker method on all ranks; `done` in its answer covers all of them."""
-
-
-async def decode(call: Call, manifests: list[str], chunks: str) -> None:
-    """Have versions verified and decoded beside the engine's steps. Raises the ranks' errors."""
-    attempt = secrets.token_hex(8)
-    while True:
-        if (await call("rose_weights_decode", manifests, chunks, attempt))["done"]:
-            return
-        await asyncio.sleep(STAGE_POLL_S)
-
-
-async def load(call: Call, patience: HostPatience) -> dict[str, Any]:
-    """Load and compute the decoded version between the engine's steps; return its facts.
-
-    Raises the ranks' errors, and HostBusyError; nothing is written then.
-    """
-    while True:
-        await patience.wait()
-        began_s = time.perf_counter()
-        loaded = await call("rose_weights_load", 1)
-        if loaded["done"]:
-            return loaded
-        # A piece delays the engine's steps: they get as much time as it took.
-        await asyncio.sleep(time.perf_counter() - began_s)
-
-
-WEIGHTS_DIR: Final = "ROSE_WEIGHTS_DIR"
-VERIFY_KEY: Final = "ROSE_VERIFY_KEY"
-UNSIGNED: Final = "ROSE_UNSIGNED"
-FINISH_OLD_S: Final = 20.0
-STAGE_PATIENCE_S = 20.0
-"""Wait for a busy host, over all pieces; a node waits for the whole update for a minute."""
-SWITCH_PATIENCE_S = 5.0
-"""Wait for a busy host once all is staged."""
-CALL_LIMIT_S: Final = 30.0
-"""Time limit of each call under the pause; a node waits for the whole update for a minute."""
-_LOG = logging.getLogger("vllm.rose.replica")
-_T = TypeVar("_T")
 
 
 class ActivationError(WeightError):
@@ -208,9 +179,11 @@ class WeightUpdater:
                     f" set {UNSIGNED}=1"
                 )
             await self._prepare()
-            await decode(self._call, manifests, chunks)
-            loaded = await load(self._call, HostPatience(self._control, STAGE_PATIENCE_S))
-            with self._held(on_update):
+            await self._decode(manifests, chunks)
+            loaded = await self._load()
+            # New turns are held back if the version under which they begin matters.
+            open_gate = on_update is OnUpdate.RECOMPUTE
+            with nullcontext() if open_gate else self._turns.hold.closed():
                 finished = await self._finish_old(on_update)
                 await self._control.wait_host_idle(SWITCH_PATIENCE_S)
                 started_s = time.perf_counter()
@@ -242,13 +215,30 @@ class WeightUpdater:
         except self._engine.failures:
             _LOG.exception("the engine has ended, and its turns with it")
 
-    @contextmanager
-    def _held(self, on_update: OnUpdate) -> Iterator[None]:
-        """Hold new turns back if the version under which they begin matters."""
-        with ExitStack() as stack:
-            if on_update is not OnUpdate.RECOMPUTE:
-                stack.enter_context(self._turns.hold.closed())
-            yield
+    async def _decode(self, manifests: list[str], chunks: str) -> None:
+        """Verify and decode versions beside the engine's steps. Raises the ranks' errors."""
+        attempt = secrets.token_hex(8)
+        while True:
+            if (await self._call("rose_weights_decode", manifests, chunks, attempt))["done"]:
+                return
+            await asyncio.sleep(STAGE_POLL_S)
+
+    async def _load(self) -> dict[str, Any]:
+        """Load and compute the decoded version between the engine's steps; return its facts.
+
+        Raises the ranks' errors, and HostBusyError; nothing is written then.
+        """
+        clock_s, patience_s = asyncio.get_running_loop().time, STAGE_PATIENCE_S
+        while True:
+            began_s = clock_s()
+            await self._control.wait_host_idle(patience_s)
+            patience_s = max(0.0, patience_s - (clock_s() - began_s))
+            began_s = clock_s()
+            loaded = await self._call("rose_weights_load", 1)
+            if loaded["done"]:
+                return loaded
+            # A piece delays the engine's steps: they get as much time as it took.
+            await asyncio.sleep(clock_s() - began_s)
 
     @contextmanager
     def _coming_of(self, job: str) -> Iterator[str]:
@@ -294,8 +284,7 @@ class WeightUpdater:
     async def _pause(self, job: str, *, keep_kv: bool) -> Exception | None:
         """Pause; return the error, if any. Nothing is written yet."""
         # With cleared caches running turns recompute their KV under the new weights; those of
-        # another job must
-        # not run under them.
+        # another job must not run under them.
         try:
             await _bounded(self._turns.revoke_others(job))
             await _bounded(self._engine.pause(clear_cache=not keep_kv))
@@ -331,7 +320,9 @@ class WeightUpdater:
         if not self._ready:
             key = os.environ.get(VERIFY_KEY) or None
             folder = os.environ.get(WEIGHTS_DIR) or None
-            place = self._engine.meeting_place()
+            # A new folder for every try: files of an earlier one have another meaning.
+            alone = self._engine.ranks == 1
+            place = None if alone else str(ranks_folder() / secrets.token_hex(8))
             await self._call("rose_weights_init", self._engine.model_dir, key, folder, place)
             self._ready = True
 

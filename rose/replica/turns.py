@@ -5,16 +5,17 @@ opened ── start ──> running ── next_lines ... ──> ended (stop, l
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import structs
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
 from rose.contract.replica import GenerateBody, StreamLine
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
-from rose.replica.engine import EngineRequest, ReplicaEngine, RequestRefusedError
+from rose.replica.engine import ReplicaEngine, RequestRefusedError, StampedRequest
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
 
@@ -51,7 +52,7 @@ class ReplicaTurn:
         self._client_gone = False
         self._unheard = False
         self.begun = False
-        self.request: EngineRequest | None = None
+        self.request: StampedRequest | None = None
         self.revoked = False
         self.ended = False
 
@@ -126,12 +127,6 @@ class ReplicaTurn:
         return "revoked" if self.revoked and reason == "abort" else reason
 
 
-def start_of_stream() -> Message:
-    """Return a fresh message each time: the server's middleware adds to its headers in place."""
-    headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
 class Turns:
     """Opens, serves and revokes turns."""
 
@@ -198,24 +193,33 @@ class Turns:
 
     async def serve(self, turn: ReplicaTurn, receive: Receive, send: Send) -> None:
         """Stream a turn; a client that goes away ends it."""
-
-        def gone(watch: "asyncio.Task[None]") -> None:
-            if not watch.cancelled():
-                self.leave([turn])
-
-        watch = asyncio.create_task(until_gone(receive))
-        watch.add_done_callback(gone)
         try:
-            await self.begin(turn)
-            await _stream(turn, send)
+            with self.watched([turn], receive):
+                await self.begin(turn)
+                await stream(turn.next_lines, lambda: turn.ended, send)
         except RequestRefusedError as error:
-            await refuse(send, error.status, kind_of(error), str(error))
+            kind = "bad_request" if error.status < 500 else "unavailable"
+            await refuse(send, error.status, kind, str(error))
         except ClientGoneError:
             # The client is gone; the rest of the turn is ended below.
             return
         finally:
-            watch.cancel()
             await self.close(turn)
+
+    @contextmanager
+    def watched(self, turns: Collection[ReplicaTurn], receive: Receive) -> Iterator[None]:
+        """Cancel these turns if their client goes away meanwhile."""
+
+        def gone(watch: "asyncio.Task[None]") -> None:
+            if not watch.cancelled():
+                self.leave(turns)
+
+        watch = asyncio.create_task(until_gone(receive))
+        watch.add_done_callback(gone)
+        try:
+            yield
+        finally:
+            watch.cancel()
 
     async def begin(self, turn: ReplicaTurn) -> None:
         """Start an opened turn in the engine, once no weight update holds it up.
@@ -239,16 +243,19 @@ class Turns:
         self._left.set()
 
 
-def kind_of(error: RequestRefusedError) -> str:
-    """Return a refusal's name in the contract."""
-    return "bad_request" if error.status < 500 else "unavailable"
+async def stream(
+    lines: Callable[[], Awaitable[Sequence[msgspec.Struct]]], over: Callable[[], bool], send: Send
+) -> None:
+    """Answer with lines until it is over; headers go out with the first ones.
 
-
-async def _stream(turn: ReplicaTurn, send: Send) -> None:
-    # Headers go out with the first line: one wake-up less for the gateway.
-    lines = await turn.next_lines()
-    await send(start_of_stream())
-    while not turn.ended:
-        await send({"type": "http.response.body", "body": _encode_lines(lines), "more_body": True})
-        lines = await turn.next_lines()
-    await send({"type": "http.response.body", "body": _encode_lines(lines), "more_body": False})
+    That is one wake-up less for the gateway.
+    """
+    ready = await lines()
+    # A fresh list: the server's middleware adds to its headers in place.
+    headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    while not over():
+        body = _encode_lines(ready)
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        ready = await lines()
+    await send({"type": "http.response.body", "body": _encode_lines(ready), "more_body": False})

@@ -23,9 +23,9 @@ from rose.contract.replica import GenerateBody, Sampling
 from rose.replica.control import GuestControl
 from rose.replica.engine import (
     WARM_UP_OUTPUT_TOKENS,
-    EngineRequest,
     ReplicaEngine,
     RequestRefusedError,
+    StampedRequest,
 )
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 
@@ -94,7 +94,7 @@ class WarmUp:
         _LOG.warning(self.said)
 
     async def _batch(self, sequences: int, prompt: int) -> None:
-        requests: list[EngineRequest] = []
+        requests: list[StampedRequest] = []
         turns: list[asyncio.Task[None]] = []
         try:
             for number in range(sequences):
@@ -144,7 +144,7 @@ class WarmUp:
         return self._last_yielded_s
 
 
-async def _finish(request: EngineRequest) -> None:
+async def _finish(request: StampedRequest) -> None:
     while (await request.next()).finish_reason is None:
         continue
 

@@ -1,21 +1,155 @@
-"""SGLang's TokenizerManager as a replica's engine; its scheduler is called by `scheduler_calls`."""
+"""SGLang's TokenizerManager as a replica's engine, and requests inside it.
 
-import secrets
+Its scheduler is called by `scheduler_calls`. `generate_request` hides the moment at which a request
+is registered, which a replica needs: its generator yields nothing before the first output. So
+`SglangRequest` makes the same calls, and reads the state that SGLang keeps of a request. Each
+output of a stream holds the new tokens alone (`--incremental-streaming-output`), with their
+logprobs and version stamps.
+
+An id is never the beginning of another one: SGLang aborts all that begin with the given one. Nor is
+it used twice: a turn may come back while its last request still ends.
+"""
+
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
-from rose.contract.replica import GenerateBody
-from rose.replica.engine import MOST_WARM_UP_TOKENS, WarmUpSizes
-from rose.replica.sglang.requests import EngineRequest, SglangError
-from rose.replica.token_versions import KvStaleness
+from executor.engine_settings import WARM_UP
+from executor.sglang.compat import STAMP
+from rose.contract.replica import (
+    GenerateBody,
+    PromptLogprobs,
+    Sampling,
+    StreamLine,
+    StructuredOutputs,
+)
+from rose.replica.engine import (
+    BAD_REQUEST,
+    MOST_WARM_UP_TOKENS,
+    OutputDelta,
+    RequestRefusedError,
+    StampedRequest,
+    WarmUpSizes,
+    model_ends,
+)
+from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
-from weight_transfer.apply.shared_segment import ranks_folder
 
 KEPT_TOKENS: Final = 6
 """Tokens of a model's length that SGLang keeps for itself: a longer prompt is refused."""
+ALLOWED: Final = "rose_allowed_token_ids"
+"""Custom parameter of a turn with allowed tokens; see `rose.replica.sglang.plugin`."""
+_numbers = itertools.count(1)
+
+
+class SglangError(Exception):
+    """The engine answered wrongly, or not at all."""
+
+
+class SglangRequest(StampedRequest):
+    """Request inside a TokenizerManager."""
+
+    __slots__ = ("_ended", "_error", "_manager", "_state")
+
+    def __init__(
+        self,
+        manager: Any,  # noqa: ANN401 -- SGLang's TokenizerManager
+        rid: str,
+        ages: KvStaleness,
+        began: int,
+        wants_prompt: bool = False,
+    ) -> None:
+        super().__init__(rid, ages, began, wants_prompt)
+        self._manager = manager
+        self._state = manager.rid_to_state[rid]
+        self._error: Exception | None = None
+        self._ended = False
+
+    @classmethod
+    async def start(
+        cls,
+        manager: Any,  # noqa: ANN401 -- SGLang's TokenizerManager
+        body: GenerateBody,
+        ages: KvStaleness,
+        ends: Sequence[int],
+    ) -> Self:
+        """Start a turn in the engine. Raises RequestRefusedError."""
+        if not body.token_ids:
+            raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
+        began = ages.current
+        rid = request_id(body.request_id)
+        asked = _request(rid, body, ages, () if body.sampling.ignore_eos else ends)
+        manager.auto_create_handle_loop()
+        try:
+            asked.normalize_batch_and_arguments()
+            manager._set_default_priority(asked)
+            manager._init_req_state(asked, None)
+        except ValueError as error:
+            raise RequestRefusedError(BAD_REQUEST, str(error)) from error
+        states = {rid: manager.rid_to_state[rid]}
+        try:
+            await manager._send_one_request(await manager._tokenize_one_request(asked))
+            return cls(manager, rid, ages, began, body.sampling.prompt_logprobs is not None)
+        except ValueError as error:
+            manager._release_req_states_on_failure(states)
+            raise RequestRefusedError(BAD_REQUEST, str(error)) from error
+        except BaseException:
+            manager._release_req_states_on_failure(states)
+            raise
+
+    async def next(self) -> OutputDelta:
+        state = self._state
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return OutputDelta([], "abort")
+            if state.out_list:
+                break
+            state.event.clear()
+            await state.event.wait()
+        outputs, state.out_list = state.out_list, []
+        chunks: list[StreamLine] = []
+        reason: str | None = None
+        for output in outputs:
+            # A refusal may come with a token that nobody sampled.
+            reason = _reason(output["meta_info"].get("finish_reason")) or reason
+            chunks += self._chunks(output)
+        return self._delta(chunks, reason, lambda: _places(outputs[0]["meta_info"]))
+
+    def interrupt(self, error: Exception) -> None:
+        self._error = error
+        self._state.event.set()
+
+    def end(self) -> None:
+        """Let `next` end with its present output; the engine is told separately."""
+        self._ended = True
+        self._manager.abort_request(self.id)
+        self._state.event.set()
+
+    def _chunks(self, output: dict[str, Any]) -> list[StreamLine]:
+        meta = output["meta_info"]
+        # The end of a request may repeat its last token: only the count shows the new ones.
+        new = int(meta["completion_tokens"]) - self.tokens
+        if new <= 0:
+            return []
+        tokens = list(output["output_ids"])[:new]
+        said = meta.get("output_token_logprobs") or []
+        logprobs = [float(place[0]) for place in said[:new]]
+        versions = meta.get(STAMP) or []
+        if not len(tokens) == len(logprobs) == new:
+            raise SglangError(f"{new} tokens came as {len(tokens)} with {len(logprobs)} logprobs")
+        if len(versions) < new or None in versions[:new]:
+            raise UnknownVersionError(f"no version is known for output token {self.tokens}")
+        self.tokens += new
+        spans = []
+        for version, run in itertools.groupby(range(new), key=lambda place: int(versions[place])):
+            places = list(run)
+            spans.append((version, places[0], places[-1] + 1))
+        return self._cut(tokens, logprobs, spans)
 
 
 class SglangEngine:
@@ -29,8 +163,9 @@ class SglangEngine:
         self._manager = manager
         self._arguments = arguments
         self.kv_tokens = kv_tokens
+        self.ranks = int(arguments.tp_size)
         self.model_dir = str(arguments.model_path)
-        self._ends = ends_of(manager, Path(self.model_dir))
+        self._ends = ends_of(manager, self.model_dir)
 
     @property
     def sizes(self) -> WarmUpSizes:
@@ -44,11 +179,11 @@ class SglangEngine:
 
     async def start(
         self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
-    ) -> EngineRequest:
+    ) -> SglangRequest:
         del trace  # SGLang sends spans of its own requests; a turn's come from the gateway.
-        return await EngineRequest.start(self._manager, body, ages, self._ends)
+        return await SglangRequest.start(self._manager, body, ages, self._ends)
 
-    async def abort(self, requests: Sequence[EngineRequest]) -> None:
+    async def abort(self, requests: Sequence[SglangRequest]) -> None:
         for request in requests:
             request.end()
 
@@ -70,10 +205,6 @@ class SglangEngine:
             raise SglangError(said.error)
         return [answer["answer"] for answer in said.response]
 
-    def meeting_place(self) -> str | None:
-        # A new one for every try: files of an earlier one have another meaning.
-        return None if self._arguments.tp_size == 1 else str(ranks_folder() / secrets.token_hex(8))
-
     async def reset_prefix_cache(self) -> bool:
         return bool((await self.call_all("flush"))[0])
 
@@ -81,16 +212,105 @@ class SglangEngine:
         await self.call_all("wake")
 
 
-def ends_of(manager: Any, model_dir: Path) -> tuple[int, ...]:  # noqa: ANN401 -- SGLang's
-    """Return the model's own ends of a sequence: its configuration's, and its tokenizer's."""
-    try:
-        text = (model_dir / "generation_config.json").read_bytes()
-        said = msgspec.json.decode(text, type=dict[str, Any]).get("eos_token_id")
-    except (OSError, msgspec.MsgspecError):
-        said = None
+def ends_of(manager: Any, model_dir: str) -> tuple[int, ...]:  # noqa: ANN401 -- SGLang's
+    """Return the model's own ends of a sequence."""
+    config, own = manager.model_config, getattr(manager.tokenizer, "eos_token_id", None)
+    return model_ends(Path(model_dir), config.hf_eos_token_id or (), own, int(config.vocab_size))
+
+
+def request_id(name: str) -> str:
+    """Return a request's own id: a prefix of fixed length before the turn's name."""
+    prefix = WARM_UP if name.startswith(WARM_UP) else ""
+    return f"{prefix}{next(_numbers):012x}.{name}"
+
+
+def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int]) -> Any:  # noqa: ANN401 -- SGLang's
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    wanted = body.sampling.prompt_logprobs
+    return GenerateReqInput(
+        rid=rid,
+        input_ids=list(body.token_ids),
+        sampling_params=parameters(body.sampling, ends),
+        return_logprob=True,
+        logprob_start_len=-1 if wanted is None else 0,
+        top_logprobs_num=wanted or 0,
+        stream=True,
+        # One convention everywhere: lower first. SGLang is started with it, too.
+        priority=body.priority,
+        extra_key=ages.salted(body.cache_salt),
+    )
+
+
+def parameters(sampling: Sampling, ends: Sequence[int] = ()) -> dict[str, Any]:
+    """Return SGLang's parameters. Raises RequestRefusedError for unsupported ones."""
+    stops = [*dict.fromkeys([*(sampling.stop_token_ids or ()), *ends])]
+    asked: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "stop_token_ids": stops or None,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "sampling_seed": sampling.seed,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.allowed_token_ids is not None:
+        asked["custom_params"] = {ALLOWED: list(sampling.allowed_token_ids)}
+    if sampling.structured_outputs is not None:
+        asked |= _structured(sampling.structured_outputs)
+    return asked
+
+
+def _structured(asked: StructuredOutputs) -> dict[str, str]:
+    if asked.whitespace_pattern or asked.disable_any_whitespace:
+        raise RequestRefusedError(
+            BAD_REQUEST, "structured_outputs: SGLang takes no rule for whitespace of one request"
+        )
+    if asked.choice is not None:
+        return {"ebnf": f"root ::= {' | '.join(map(_quoted, asked.choice))}"}
+    if asked.json_object:
+        return {"json_schema": '{"type": "object"}'}
+    known = {
+        "json_schema": asked.json,
+        "regex": asked.regex,
+        "ebnf": asked.grammar,
+        "structural_tag": asked.structural_tag,
+    }
+    found = {name: text for name, text in known.items() if text is not None}
+    if len(found) != 1:
+        raise RequestRefusedError(BAD_REQUEST, "structured_outputs: ask for exactly one kind")
+    return found
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
+    """Return `stop`, `length` or `abort`; None while it runs. Raises RequestRefusedError."""
     if said is None:
-        said = list(manager.model_config.hf_eos_token_id or ())
-    ids = [*said] if isinstance(said, list) else [said]
-    ids.append(getattr(manager.tokenizer, "eos_token_id", None))
-    size = int(manager.model_config.vocab_size)
-    return tuple({each: None for each in ids if each is not None and 0 <= each < size})
+        return None
+    if said.get("type") == "abort" and said.get("status_code") == BAD_REQUEST:
+        raise RequestRefusedError(BAD_REQUEST, str(said.get("message", "")))
+    return str(said["type"])
+
+
+def _places(meta: dict[str, Any]) -> PromptLogprobs:
+    """Return the logprobs of a prompt. SGLang reports no ranks."""
+    sampled = meta.get("input_token_logprobs") or []
+    others = meta.get("input_top_logprobs") or [None] * len(sampled)
+    places: PromptLogprobs = []
+    for own, beside in zip(sampled, others, strict=False):
+        if own[0] is None:
+            places.append(None)
+            continue
+        rest = [(int(t), float(lp), None) for lp, t, *_ in beside or () if int(t) != int(own[1])]
+        places.append([(int(own[1]), float(own[0]), None), *rest])
+    return places

@@ -4,6 +4,7 @@ Inert unless ROSE_ROLE makes a replica of the engine.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,13 +26,11 @@ from executor.sglang.compat import (
 )
 from rose.replica.asgi import ROLES, AccessFilter, GenerateShortcut
 from rose.replica.endpoint import ReplicaEndpoint
-from rose.replica.sglang.engine import SglangEngine
-from rose.replica.sglang.turn_sampling import biased_batch, ended_at_stop
+from rose.replica.sglang.engine import ALLOWED, SglangEngine
 
 _ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs.resolve_once"
 _HTTP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _BATCH: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
-
 _STOPS: Final = "sglang.srt.managers.schedule_batch.Req._check_token_based_finish"
 
 
@@ -127,3 +126,43 @@ def _scheduler_hooks() -> dict[str, Hook]:
     if os.environ.get("ROSE_ROLE") != GUEST:  # A guest's own hooks stamp.
         hooks[f"{SCHEDULER}.run_batch"] = stamped_run
     return hooks
+
+
+def biased_batch(original: Any, kind: Any, batch: Any, vocab_size: int) -> Any:  # noqa: ANN401 -- SGLang's
+    """Hook around `SamplingBatchInfo.from_schedule_batch`: forbid all but a turn's allowed tokens.
+
+    SGLang has no parameter for them. It filters and merges the batch's bias with its batches,
+    samples from it, and takes logprobs of it.
+    """
+    import torch
+
+    found = original(kind, batch, vocab_size)
+    for row, request in enumerate(batch.reqs):
+        allowed = (request.sampling_params.custom_params or {}).get(ALLOWED)
+        if allowed is None:
+            continue
+        if found.logit_bias is None:
+            found.logit_bias = torch.zeros(len(batch.reqs), vocab_size, device=batch.device)
+        forbidden = torch.full((vocab_size,), float("-inf"), device=batch.device)
+        inside = [token for token in allowed if 0 <= token < vocab_size]
+        forbidden[torch.tensor(inside, dtype=torch.int64, device=batch.device)] = 0.0
+        found.logit_bias[row] += forbidden
+    return found
+
+
+def ended_at_stop(original: Any, request: Any, new: Sequence[int]) -> bool:  # noqa: ANN401 -- SGLang's
+    """Hook around `Req._check_token_based_finish`: check stops of a turn without the model's ends.
+
+    SGLang checks no stop of a turn that ignores those.
+    """
+    asked = request.sampling_params
+    if not (asked.ignore_eos and asked.stop_token_ids):
+        return bool(original(request, new))
+    place = next((n for n, token in enumerate(new) if token in asked.stop_token_ids), None)
+    if place is None:
+        return False
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+
+    request.finished_reason = FINISH_MATCHED_TOKEN(matched=new[place])
+    request.finished_len = len(request.output_ids) - len(new) + place + 1
+    return True

@@ -13,7 +13,7 @@ from vllm.v1.engine import FinishReason
 from rose.replica.admission import Admission
 from rose.replica.endpoint import GenerateApp
 from rose.replica.turns import Turns
-from rose.replica.vllm.engine import VllmEngine
+from rose.replica.vllm import VllmEngine
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 

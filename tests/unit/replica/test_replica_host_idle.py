@@ -8,7 +8,7 @@ import pytest
 
 from executor import ControlPage, GrantMode
 from executor.freeze_reason import FreezeReason
-from rose.replica.control import GuestControl, HostBusyError, HostPatience
+from rose.replica.control import GuestControl, HostBusyError
 from tests.harness.seated_host import SeatedHost, granted
 
 PATIENCE_S = 0.02
@@ -96,17 +96,3 @@ async def test_a_replica_without_host_does_not_wait(
     SeatedHost(page).tell(running=1)
     monkeypatch.setenv("ROSE_ROLE", "dedicated")
     await GuestControl().wait_host_idle(PATIENCE_S)
-
-
-async def test_patience_is_spent_over_all_waits(page: ControlPage) -> None:
-    host = SeatedHost(page)
-    host.tell()
-    patience = HostPatience(GuestControl(), PATIENCE_S)
-    for _ in range(50):
-        await patience.wait()
-    host.tell(running=1)
-    with pytest.raises(HostBusyError):
-        await patience.wait()
-    host.tell()
-    # Nothing is left to wait with, and nothing is needed.
-    await patience.wait()

@@ -11,7 +11,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rose.replica.token_versions import KvStaleness
-from rose.replica.vllm.requests import EngineRequest
+from rose.replica.vllm import VllmRequest
 
 
 def output(tokens: list[int], logprobs: list[float], finish_reason: str | None = None) -> Any:
@@ -22,10 +22,10 @@ def output(tokens: list[int], logprobs: list[float], finish_reason: str | None =
     return SimpleNamespace(outputs=[completion])
 
 
-def request_with(*outputs: Any) -> EngineRequest:
+def request_with(*outputs: Any) -> VllmRequest:
     waiting = iter(outputs)
     collector = SimpleNamespace(request_id="r", get_nowait=lambda: next(waiting))
-    return EngineRequest(collector, [("default", 0)], KvStaleness(), 0)
+    return VllmRequest(collector, [("default", 0)], KvStaleness(), 0)
 
 
 async def test_an_end_without_a_token_repeats_no_logprobs() -> None:

@@ -11,14 +11,14 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason
 
-from rose.contract.replica import PROMPT_PLACES
+from rose.contract.replica import StreamLine
+from rose.replica import engine as engine_module
 from rose.replica.admission import Admission
 from rose.replica.asgi import AccessFilter
 from rose.replica.endpoint import GenerateApp
+from rose.replica.token_versions import KvStaleness
 from rose.replica.turns import Turns
-from rose.replica.vllm import requests
-from rose.replica.vllm.engine import VllmEngine
-from rose.replica.vllm.requests import ends_of
+from rose.replica.vllm import VllmEngine, VllmRequest, _places, ends_of
 from tests.fakes.asgi_client import exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 
@@ -108,19 +108,21 @@ async def test_a_turn_ends_at_them_unless_it_ignores_them(tmp_path: Path) -> Non
 async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "PROMPT_PLACES", 2)
-    assert PROMPT_PLACES > 2
+    monkeypatch.setattr(engine_module, "PROMPT_PLACES", 2)
     found = [
         {},
         {2: SimpleNamespace(logprob=-0.5, rank=1), 8: SimpleNamespace(logprob=-2.0, rank=2)},
         {3: SimpleNamespace(logprob=-0.25, rank=1)},
     ]
-    lines = requests._prompt_lines(found, 4)
+    request = VllmRequest(SimpleNamespace(request_id="r"), None, KvStaleness(), 4, True)
+    first = StreamLine([9], [-1.0], 4)
+    *lines, last = request._delta([first], None, lambda: _places(found)).chunks
     assert [line.prompt_logprobs for line in lines] == [
         [None, [(2, -0.5, 1), (8, -2.0, 2)]],
         [[(3, -0.25, 1)]],
     ]
     assert {line.version for line in lines} == {4}
+    assert last == first
 
 
 async def test_logprobs_of_a_prompt_that_two_versions_may_share_are_asked_for_again() -> None:

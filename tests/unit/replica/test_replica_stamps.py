@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rose.replica.token_versions import split_spans
-from rose.replica.vllm.stamps import CountedStamps, stamps_of
+from rose.replica.vllm import CountedStamps, stamps_of
 
 
 class Collector:

@@ -17,7 +17,7 @@ from rose.contract.replica import MAX_BODY_BYTES
 from rose.replica.admission import Admission
 from rose.replica.endpoint import GenerateApp
 from rose.replica.turns import Turns
-from rose.replica.vllm.engine import VllmEngine
+from rose.replica.vllm import VllmEngine
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 

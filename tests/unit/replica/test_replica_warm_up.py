@@ -14,7 +14,7 @@ from executor import ControlPage, GuestState
 from executor.engine_settings import WARM_UP
 from rose.replica.control import GuestControl
 from rose.replica.engine import WarmUpSizes
-from rose.replica.vllm.engine import VllmEngine
+from rose.replica.vllm import VllmEngine
 from rose.replica.warm_up import WarmUp
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.harness.waiting import PATIENCE_S

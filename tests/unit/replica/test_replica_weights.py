@@ -11,7 +11,7 @@ from rose.replica.admission import Admission
 from rose.replica.control import GuestControl
 from rose.replica.engine_update import ActivationError, EngineCallError, WeightUpdater
 from rose.replica.turns import Turns
-from rose.replica.vllm.engine import VllmEngine
+from rose.replica.vllm import VllmEngine
 from tests.harness.waiting import PATIENCE_S
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 from weight_transfer.apply.shared_segment import ranks_folder
@@ -162,6 +162,25 @@ async def test_several_ranks_are_told_where_to_meet_anew_at_every_try() -> None:
     assert places[0] is None, "a rank without others has nobody to meet"
     assert len(set(places)) == 3
     assert Path(places[1]).parent == Path(places[2]).parent == ranks_folder()
+
+
+async def test_patience_with_a_busy_host_is_spent_over_all_pieces_of_a_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[float] = []
+
+    async def wait_host_idle(patience_s: float) -> None:
+        left.append(patience_s)
+        await asyncio.sleep(0.02)
+
+    monkeypatch.setattr("rose.replica.engine_update.STAGE_PATIENCE_S", 0.03)
+    engine = FakeWeightEngine()
+    engine.answers["load"] = [{"done": False}, {"done": False}]
+    weights = made(engine)
+    monkeypatch.setattr(weights._control, "wait_host_idle", wait_host_idle)
+    await weights.apply(["m"], "c")
+    first, second, third, _ = left
+    assert first == 0.03 > second > third == 0.0
 
 
 async def test_every_decode_is_an_attempt_of_its_own_and_is_asked_for_by_its_name() -> None:

@@ -12,10 +12,9 @@ import sys
 from types import ModuleType
 
 import rose.replica.sglang.scheduler_calls as calls_module
-from rose.replica.sglang.engine import SglangEngine, ends_of
-from rose.replica.sglang.requests import SglangError
+from rose.replica.sglang.engine import SglangEngine, SglangError, ends_of
+from rose.replica.sglang.plugin import ALLOWED, biased_batch, ended_at_stop
 from rose.replica.sglang.scheduler_calls import SchedulerCalls
-from rose.replica.sglang.turn_sampling import ALLOWED, biased_batch, ended_at_stop
 
 
 class StandInScheduler:
@@ -139,16 +138,10 @@ async def test_answers_of_all_ranks_come_back_and_a_failure_raises(
         await engine.call_all("wake")
 
 
-def test_ranks_meet_where_there_are_several() -> None:
-    assert SglangEngine(_manager(), _arguments(), 1).meeting_place() is None
-    places = {SglangEngine(_manager(), _arguments(tp_size=2), 1).meeting_place() for _ in range(2)}
-    assert len(places) == 2, "another one for every try"
-
-
 def test_ends_are_the_models_and_its_tokenizers_inside_the_vocabulary(tmp_path: Any) -> None:
-    assert ends_of(_manager(), tmp_path) == (3, 9)
+    assert ends_of(_manager(), str(tmp_path)) == (3, 9)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 9, 99]}')
-    assert ends_of(_manager(), tmp_path) == (4, 9)
+    assert ends_of(_manager(), str(tmp_path)) == (4, 9)
 
 
 def test_tokens_that_are_not_allowed_are_never_sampled() -> None:

@@ -10,8 +10,8 @@ import pytest
 from executor.sglang.compat import STAMP
 from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
 from rose.replica.engine import RequestRefusedError
-from rose.replica.sglang.requests import EngineRequest, SglangError, parameters, request_id
-from rose.replica.sglang.turn_sampling import ALLOWED
+from rose.replica.sglang.engine import SglangError, SglangRequest, parameters, request_id
+from rose.replica.sglang.plugin import ALLOWED
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 
 
@@ -46,8 +46,8 @@ def manager() -> StandInManager:
     return StandInManager()
 
 
-def made(manager: StandInManager, began: int = 0, wants_prompt: bool = False) -> EngineRequest:
-    return EngineRequest(manager, "r", KvStaleness(), began, wants_prompt)
+def made(manager: StandInManager, began: int = 0, wants_prompt: bool = False) -> SglangRequest:
+    return SglangRequest(manager, "r", KvStaleness(), began, wants_prompt)
 
 
 async def test_what_came_since_the_last_look_is_merged(manager: StandInManager) -> None:
@@ -67,7 +67,7 @@ async def test_tokens_are_cut_where_the_version_changes(
 ) -> None:
     ages = KvStaleness()
     ages.activated(3, kept_kv=kept_kv)
-    request = EngineRequest(manager, "r", ages, 0)
+    request = SglangRequest(manager, "r", ages, 0)
     manager.say([1, 2, 3, 4], 4, [0, 0, 3, 3])
     delta = await request.next()
     assert delta.chunks == [

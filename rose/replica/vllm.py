@@ -1,0 +1,397 @@
+"""vLLM's AsyncLLM as a replica's engine, and requests inside it.
+
+`AsyncLLM.generate` hides facts that a replica needs: the moment at which a request is registered (a
+drain has to find it), its internal id, and the list of weight versions that grows while it runs.
+vLLM shows that list at most when a request ends, and a killed request never ends. So `VllmRequest`
+makes the same calls: `add_request`, then its collector, then `abort`. The pause is that of
+`AsyncLLM.pause_generation` without the 20 ms sleep at its end, which is there for callers that must
+have seen the last outputs. Versions do not depend on that.
+
+vLLM 0.32 sends the versions of tokens with every batch of outputs, 0.25 does not. For it this
+process counts:
+
+    engine core   tokens of a │ paused │ commit, `activate(v)` │ resumed │ tokens of v
+    output queue  ────── a ───┤                                          ├────── v ──────
+
+Outputs and answers come through one socket in order, and the engine answers a pause once no step is
+in flight: outputs put into the queue before `activate` were sampled under the old version, later
+ones under the new one. The time at which an output is taken out of the queue proves nothing, so
+tokens are counted when they are put in.
+
+Errors of vLLM at a request are caught by the names of the installed version: 0.25 has neither a
+common base nor errors with an HTTP status.
+"""
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+from weakref import WeakKeyDictionary
+
+from vllm import SamplingParams, exceptions
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestState
+
+from rose.contract.replica import (
+    GenerateBody,
+    PromptLogprobs,
+    Sampling,
+    StreamLine,
+    StructuredOutputs,
+)
+from rose.replica.engine import (
+    BAD_REQUEST,
+    MOST_WARM_UP_TOKENS,
+    OutputDelta,
+    RequestRefusedError,
+    StampedRequest,
+    WarmUpSizes,
+    model_ends,
+)
+from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
+from rose.tracing import TraceContext
+
+_ENGINE_SAYS: Final = hasattr(RequestState, "track_weight_version")
+_UNAVAILABLE: Final = 503
+_of_engines: "Final[WeakKeyDictionary[Any, Stamps]]" = WeakKeyDictionary()
+_ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
+
+
+class _NeverRaisedError(Exception):
+    """Stand-in for an error that a version does not have."""
+
+
+def _known(name: str) -> type[Exception]:
+    found: type[Exception] = getattr(exceptions, name, _NeverRaisedError)
+    return found
+
+
+ErrorWithStatus = _known("GracefulHTTPError")
+"""An error whose `http_status` is the answer's."""
+BAD_REQUESTS = (_known("VLLMClientError"), ValueError)
+ENGINE_FAILURES = (_known("VLLMError"), EngineDeadError, EngineGenerateError)
+
+
+class Stamps(Protocol):
+    """Versions of one engine's tokens."""
+
+    def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector
+        """Return (version, first output token) of a request, a list that grows while it runs.
+
+        None if the request has ended already and its last output has them.
+        """
+
+    async def activate(self, version: int) -> None:
+        """Stamp tokens with this version from here on. Only under the engine's pause."""
+
+
+class EngineStamps:
+    """Versions that the engine sends."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
+        # `_of_engines` keeps this for as long as there is the engine, and must not keep the engine.
+        self._engine = weakref.proxy(engine)
+
+    def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
+        state = self._engine.output_processor.request_states.get(collector.request_id)
+        found: Sequence[Start] | None = None if state is None else state.weight_version_starts
+        return found
+
+    async def activate(self, version: int) -> None:
+        await self._engine.update_weight_version(str(version))
+
+
+class CountedStamps:
+    """Versions counted at the queue of an engine that sends none."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
+        """Make it before the first request."""
+        self._states = engine.output_processor.request_states
+        self._version = UNNAMED
+        self._tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._starts: WeakKeyDictionary[Any, list[Start]] = WeakKeyDictionary()
+        queue = engine.engine_core.outputs_queue
+        self._put = queue.put_nowait
+        queue.put_nowait = self._count_and_put
+
+    def __len__(self) -> int:
+        return len({*self._tokens, *self._starts})
+
+    def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
+        return self._starts.setdefault(collector, [])
+
+    async def activate(self, version: int) -> None:
+        self._version = str(version)
+
+    def _count_and_put(self, outputs: Any) -> None:  # noqa: ANN401 -- EngineCoreOutputs or an error
+        for output in getattr(outputs, "outputs", ()):
+            state = self._states.get(output.request_id)
+            if state is not None and output.new_token_ids:
+                self._count(state.queue, len(output.new_token_ids))
+        self._put(outputs)
+
+    def _count(self, collector: Any, tokens: int) -> None:  # noqa: ANN401 -- vLLM's collector
+        before = self._tokens.get(collector, 0)
+        starts = self.starts(collector)
+        if not starts or starts[-1][0] != self._version:
+            starts.append((self._version, before))
+        self._tokens[collector] = before + tokens
+
+
+def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
+    """Return the stamps of an engine, always the same object."""
+    stamps = _of_engines.get(engine)
+    if stamps is None:
+        stamps = EngineStamps(engine) if _ENGINE_SAYS else CountedStamps(engine)
+        _of_engines[engine] = stamps
+    return stamps
+
+
+class VllmRequest(StampedRequest):
+    """Request inside an AsyncLLM."""
+
+    __slots__ = ("_collector", "_starts")
+
+    def __init__(
+        self,
+        collector: Any,  # noqa: ANN401 - vLLM's RequestOutputCollector
+        starts: Sequence[Start] | None,
+        ages: KvStaleness,
+        began: int,
+        wants_prompt: bool = False,
+    ) -> None:
+        super().__init__(collector.request_id, ages, began, wants_prompt)
+        self._collector = collector
+        self._starts = starts
+
+    @classmethod
+    async def start(
+        cls,
+        engine: Any,  # noqa: ANN401 - vLLM's AsyncLLM
+        body: GenerateBody,
+        ages: KvStaleness,
+        trace: TraceContext | None = None,
+    ) -> Self:
+        """Start a turn in the engine. Raises RequestRefusedError."""
+        _check_ids(engine, body)
+        ends = () if body.sampling.ignore_eos else ends_of(engine)
+        began, salt = ages.current, ages.salted(body.cache_salt)
+        try:
+            collector = await engine.add_request(
+                body.request_id,
+                tokens_input(body.token_ids, cache_salt=salt),
+                _parameters(body.sampling, ends),
+                priority=body.priority,
+                **_traced(engine, trace),
+            )
+        except ErrorWithStatus as error:
+            raise RequestRefusedError(_status(error), str(error)) from error
+        except BAD_REQUESTS as error:
+            raise RequestRefusedError(BAD_REQUEST, str(error)) from error
+        except ENGINE_FAILURES as error:
+            raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
+        wants_prompt = body.sampling.prompt_logprobs is not None
+        return cls(collector, stamps_of(engine).starts(collector), ages, began, wants_prompt)
+
+    async def next(self) -> OutputDelta:
+        output = self._collector.get_nowait() or await self._collector.get()
+        completion = output.outputs[0]
+        chunks = self._chunks(completion) if completion.token_ids else []
+        return self._delta(
+            chunks, completion.finish_reason, lambda: _places(output.prompt_logprobs or ())
+        )
+
+    def interrupt(self, error: Exception) -> None:
+        self._collector.put(error)
+
+    def _chunks(self, completion: Any) -> list[StreamLine]:  # noqa: ANN401 - vLLM's CompletionOutput
+        tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
+        so_far = self.tokens + len(tokens)
+        if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
+            # 0.25 repeats all logprobs of a request in a last output that has no token of its own.
+            logprobs = logprobs[: len(tokens)]
+        if len(logprobs) != len(tokens):
+            raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+        first, self.tokens = self.tokens, so_far
+        starts = self._starts
+        if starts is None:
+            starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+        return self._cut(tokens, logprobs, split_spans(starts, first, len(tokens)))
+
+
+class VllmEngine:
+    """An AsyncLLM. It counts tokens from here on, if the engine does not."""
+
+    failures = ENGINE_FAILURES
+
+    def __init__(self, engine: Any, model_dir: str = "") -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
+        self._engine = engine
+        self.model_dir = model_dir
+        self._stamps = stamps_of(engine)
+
+    @property
+    def updatable(self) -> bool:
+        parallel = getattr(self._engine.vllm_config, "parallel_config", None)
+        return bool(getattr(parallel, "worker_extension_cls", ""))
+
+    @property
+    def ranks(self) -> int:
+        parallel = getattr(self._engine.vllm_config, "parallel_config", None)
+        return max(getattr(parallel, name, 1) for name in ("world_size", "world_size_across_dp"))
+
+    @property
+    def kv_tokens(self) -> int:
+        cache = self._engine.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    @property
+    def sizes(self) -> WarmUpSizes:
+        config = self._engine.vllm_config
+        return WarmUpSizes(
+            config.scheduler_config.max_num_seqs,
+            config.model_config.max_model_len,
+            min(config.scheduler_config.max_num_batched_tokens, MOST_WARM_UP_TOKENS),
+            config.model_config.get_vocab_size(),
+        )
+
+    async def start(
+        self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
+    ) -> VllmRequest:
+        return await VllmRequest.start(self._engine, body, ages, trace)
+
+    async def abort(self, requests: Sequence[VllmRequest]) -> None:
+        if requests:
+            await self._engine.abort([request.id for request in requests], internal=True)
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        if clear_cache:
+            await self._engine.renderer.clear_mm_cache_async()
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def activate(self, version: int) -> None:
+        await self._stamps.activate(version)
+
+    async def call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+        return answers
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._engine.reset_prefix_cache())
+
+    async def wake(self) -> None:
+        # Any utility call ends an idle core's wait for its queue.
+        await self._engine.is_paused()
+
+
+def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
+    return int(error.http_status)
+
+
+def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa: ANN401 - AsyncLLM
+    """Return the trace headers for an engine that sends spans (`--otlp-traces-endpoint`).
+
+    Another engine would log a warning for the first turn, and does not use them.
+    """
+    if trace is None:
+        return {}
+    config = getattr(engine, "observability_config", None)
+    sends = getattr(config, "otlp_traces_endpoint", None) is not None
+    return {"trace_headers": trace.headers()} if sends else {}
+
+
+def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - AsyncLLM
+    """Refuse token ids that would end the engine, which looks them up without a check.
+
+    vLLM checks those of a prompt and `allowed_token_ids` only with a tokenizer, and masks every
+    stop by index before `min_tokens`.
+    """
+    size: int = engine.model_config.get_vocab_size()
+    sampling = body.sampling
+    named = {"token_ids": body.token_ids, "allowed_token_ids": sampling.allowed_token_ids or ()}
+    if sampling.min_tokens:
+        end = engine.renderer.get_eos_token_id()
+        ends = () if end is None else (end,)
+        named["min_tokens with stop_token_ids"] = [*(sampling.stop_token_ids or ()), *ends]
+    for field, ids in named.items():
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            outside = next(token for token in ids if not 0 <= token < size)
+            raise RequestRefusedError(
+                BAD_REQUEST, f"{field}: {outside} is not one of the vocabulary's {size} tokens"
+            )
+
+
+def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
+    """Return each position's first entry, the sampled token's; a neighbour may ask for others."""
+    values: list[float] = flat.logprobs
+    if len(values) == len(flat.start_indices):
+        return values
+    return [values[start] for start in flat.start_indices]
+
+
+def ends_of(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
+    """Return the model's own ends of a sequence.
+
+    The engine knows only its tokenizer's, and those only if it has loaded one.
+    """
+    if engine not in _ENDS:
+        config, own = engine.model_config, engine.renderer.get_eos_token_id()
+        of_config = getattr(config.hf_config, "eos_token_id", None)
+        _ENDS[engine] = model_ends(Path(config.model), of_config, own, config.get_vocab_size())
+    return _ENDS[engine]
+
+
+def _places(found: Any) -> PromptLogprobs:  # noqa: ANN401 - vLLM's PromptLogprobs
+    return [
+        None if not place else [(token, each.logprob, each.rank) for token, each in place.items()]
+        for place in found
+    ]
+
+
+def _structured(asked: StructuredOutputs) -> StructuredOutputsParams:
+    """Raises RequestRefusedError for a constraint that vLLM does not take."""
+    given = {name: getattr(asked, name) for name in asked.__struct_fields__}
+    if asked.choice is not None:
+        given["choice"] = [*asked.choice]
+    try:
+        # Only the given fields: a version may not know all of them.
+        return StructuredOutputsParams(**{name: each for name, each in given.items() if each})
+    except (TypeError, ValueError) as error:
+        raise RequestRefusedError(BAD_REQUEST, f"structured_outputs: {error}") from error
+
+
+def _parameters(sampling: Sampling, ends: Sequence[int] = ()) -> SamplingParams:
+    structured = sampling.structured_outputs
+    stops = _listed(sampling.stop_token_ids)
+    parameters = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=[*dict.fromkeys([*(stops or ()), *ends])] if ends else stops,
+        allowed_token_ids=_listed(sampling.allowed_token_ids),
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        prompt_logprobs=sampling.prompt_logprobs,
+        structured_outputs=None if structured is None else _structured(structured),
+        logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    # These parameters are this request's own: no deep copy of them is needed.
+    parameters.skip_clone = True
+    return parameters
+
+
+def _listed(ids: tuple[int, ...] | None) -> list[int] | None:
+    return None if ids is None else [*ids]

@@ -1,1 +1,0 @@
-"""A replica inside vLLM."""
