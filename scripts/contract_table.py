@@ -17,8 +17,7 @@ from typing import Final
 from contract_engines import ENGINES, ContractEngine
 from contract_promises import PROMISES, Promise, Side
 
-from rose.engines.capabilities import LACKS, Capability, lacking
-from rose.engines.spec import EngineKind
+from rose.engines.spec import LACKS, Capability, EngineKind, lacking
 from scripts.generated import ROOT, main, with_parts
 
 PAGE: Final = ROOT / "docs" / "engines.md"

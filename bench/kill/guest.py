@@ -108,5 +108,5 @@ def standin_spec(spec: EngineSpec) -> ProcessSpec:
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         serve(int(sys.argv[1]), int(sys.argv[2]))
-    launch.process_spec = standin_spec  # type: ignore[attr-defined]
+    launch.process_spec = standin_spec
     sys.exit(node.main())

@@ -1,6 +1,7 @@
 """Launch of an engine: checks before the start, each failure in one line, and the process itself.
 
-The process is started, awaited until it answers, and ended whole.
+The process is started, awaited until it answers, and ended whole. Of its command line and
+environment each kind of engine has its own part (`rose.engines.vllm`, `rose.engines.sglang`).
 """
 
 import asyncio
@@ -14,17 +15,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from types import ModuleType
 
 import aiohttp
 import msgspec
 import psutil
 
 from rose.contract.replica import STATE, ReplicaState
-from rose.engines.process import process_spec
+from rose.engines import sglang, vllm
 from rose.engines.spec import Device, EngineKind, EngineRole, EngineSpec
 from rose.errors import BAD_BYTES, ConfigError, EngineStartError
-from rose.process.child import AdoptedProcess, Keep, ManagedProcess, ProcessGroup
+from rose.process.child import AdoptedProcess, Keep, ManagedProcess, ProcessGroup, ProcessSpec
+from rose.process.launcher import Share
 from rose.process.procfs import ProcessIdentity
 from slo import ProfileError, StepProfile
 
@@ -44,11 +46,6 @@ if not any(entry_points(group=group, name="rose_host")):
     lacking.append("plugins of ROSE")
 print(*lacking[:1])
 """
-_PLUGIN_GROUPS: Final = {
-    EngineKind.VLLM: "vllm.stat_logger_plugins",
-    EngineKind.SGLANG: "sglang.srt.plugins",
-}
-
 # Also run by it: prints each plugin that cannot be imported. Calls none of them.
 _LOOK_AT_PLUGINS = """
 import json
@@ -70,6 +67,17 @@ for point in entry_points(group=sys.argv[1]):
         })
 print("\\n" + json.dumps(broken))
 """
+_KINDS: dict[EngineKind, ModuleType] = {EngineKind.VLLM: vllm, EngineKind.SGLANG: sglang}
+POLL_INTERVAL_S = 0.25
+POLL_TIMEOUT_S = 2.0
+# In a row, while an engine warms up: its API process may share a busy core.
+MISSED_STATES = 30
+LOG_TAIL_BYTES = 64 << 10
+SECRET = "ROSE_REPLICA_SECRET"  # noqa: S105 -- the name of a variable
+_STATE = msgspec.json.Decoder(ReplicaState)
+_SECRET_BYTES = 32
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
+_MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class BrokenPlugin(msgspec.Struct, frozen=True):
@@ -85,12 +93,6 @@ class BrokenPlugin(msgspec.Struct, frozen=True):
     why: str
 
 
-_LOADED: Final = {
-    EngineKind.VLLM: "vllm.general_plugins",
-    EngineKind.SGLANG: "sglang.srt.plugins",
-}
-
-
 def broken_plugins(
     python: str, env: Mapping[str, str], engine: EngineKind = EngineKind.VLLM
 ) -> list[BrokenPlugin]:
@@ -98,16 +100,26 @@ def broken_plugins(
 
     Raises OSError, TimeoutExpired or DecodeError if the interpreter gives no answer.
     """
-    found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
-        [python, "-c", _LOOK_AT_PLUGINS, _LOADED[engine]],
-        env={**os.environ, **env},
-        capture_output=True,
-        timeout=PLUGINS_TIMEOUT_S,
-        check=False,
+    found = _run(
+        PLUGINS_TIMEOUT_S, env, python, "-c", _LOOK_AT_PLUGINS, _KINDS[engine].PLUGINS_GROUP
     )
     # A plugin may print while it is imported.
-    last = found.stdout.strip().rpartition(b"\n")[2]
+    last = found.stdout.strip().rpartition("\n")[2]
     return msgspec.json.decode(last, type=list[BrokenPlugin])
+
+
+def _run(
+    timeout_s: float, env: Mapping[str, str], *words: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the operator's own interpreter. Raises OSError or TimeoutExpired."""
+    return subprocess.run(  # noqa: S603
+        words,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 def check_host(engines: int) -> None:
@@ -163,13 +175,9 @@ def check_port(port: int, owner: str) -> None:
 
 def check_model(model_dir: Path, *, weights: bool = True) -> None:
     """Raise unless the folder holds a model and its tokenizer; without `weights` no tensors."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (model_dir / name).is_file():
+    for name in ("config.json", "tokenizer.json", *(["*.safetensors"] if weights else [])):
+        if not any(model_dir.glob(name)):
             raise ConfigError(f"{model_dir} has no {name}; give a folder in Hugging Face's layout")
-    if weights and not any(model_dir.glob("*.safetensors")):
-        raise ConfigError(
-            f"{model_dir} has no *.safetensors; give a folder in Hugging Face's layout"
-        )
 
 
 def check_profile(path: Path) -> None:
@@ -185,14 +193,9 @@ def check_profile(path: Path) -> None:
 def check_python(spec: EngineSpec) -> None:
     """Raise unless the engine's interpreter finds the engine, ROSE and ROSE's plugins."""
     try:
-        found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
-            [spec.interpreter, "-c", _LOOK, spec.engine, _PLUGIN_GROUPS[spec.engine]],
-            env={**os.environ, **spec.extra_env},
-            capture_output=True,
-            text=True,
-            timeout=PYTHON_TIMEOUT_S,
-            check=False,
-        )
+        group = _KINDS[spec.engine].HOST_GROUP
+        words = spec.interpreter, "-c", _LOOK, spec.engine, group
+        found = _run(PYTHON_TIMEOUT_S, spec.extra_env, *words)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"engine {spec.name}: {spec.interpreter} does not run: {error}"
@@ -208,51 +211,15 @@ def check_python(spec: EngineSpec) -> None:
         )
 
 
-# Options that break a promise of every role, and of replicas, each with its meaning.
-_REFUSED: Final[Mapping[EngineKind, Mapping[str, str]]] = {
-    EngineKind.VLLM: {},
-    EngineKind.SGLANG: {
-        "--speculative-algorithm": "speculative decoding",
-        "--speculative-draft-model-path": "speculative decoding",
-        "--disaggregation-mode": "disaggregated prefill and decode",
-        "--dllm-algorithm": "diffusion models",
-    },
-}
-_REFUSED_IN_REPLICAS: Final[Mapping[EngineKind, Mapping[str, str]]] = {
-    EngineKind.VLLM: {
-        "--speculative-config": "speculative decoding",
-        "--kv-transfer-config": "disaggregated prefill and decode",
-        "--logits-processors": "custom samplers",
-        "--enable-lora": "LoRA adapters",
-    },
-    EngineKind.SGLANG: {
-        "--enable-custom-logit-processor": "custom samplers",
-        "--enable-lora": "LoRA adapters",
-        "--enable-hierarchical-cache": "the hierarchical cache",
-        "--enable-lmcache": "LMCache",
-    },
-}
-_NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
-
-
-def check_sglang(spec: EngineSpec) -> None:
-    """Raise if SGLang is not installed."""
-    if spec.python is None and importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
-            " interpreter (`make install-sglang` makes .venv-sglang/bin/python)"
-        )
-
-
 def check_options(spec: EngineSpec) -> None:
     """Raise for an option that breaks a promise of this role."""
-    more = _REFUSED_IN_REPLICAS[spec.engine] if spec.role.is_replica else {}
-    refused = {**_REFUSED[spec.engine], **more}
+    kind = _KINDS[spec.engine]
+    refused = kind.REFUSED | (kind.REFUSED_IN_REPLICAS if spec.role.is_replica else {})
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
         option = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if option in refused:
             raise ConfigError(
-                f"engine {spec.name}: a {spec.role} on {_NAMES[spec.engine]} does not have"
+                f"engine {spec.name}: a {spec.role} on {kind.NAME} does not have"
                 f" {refused[option]}; leave out {option}"
             )
 
@@ -261,8 +228,11 @@ def check_spec(spec: EngineSpec) -> None:
     """Raise if the engine could not start: interpreter, model, profiles, port, memory."""
     if spec.python is not None:
         check_python(spec)
-    if spec.engine is EngineKind.SGLANG:
-        check_sglang(spec)
+    elif spec.engine is EngineKind.SGLANG and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            f"engine {spec.name} is SGLang, which {spec.interpreter} does not have; name its"
+            " interpreter (`make install-sglang` makes .venv-sglang/bin/python)"
+        )
     check_options(spec)
     dummy = spec.load_format == "dummy"
     check_model(spec.model_dir, weights=not dummy)
@@ -275,18 +245,6 @@ def check_spec(spec: EngineSpec) -> None:
     else:
         needed, what = engine_bytes(spec.model_dir, spec.kv_bytes), "processes, weights and KV"
     check_memory(f"engine {spec.name}: {what}", needed, spec.headroom_bytes)
-
-
-POLL_INTERVAL_S = 0.25
-POLL_TIMEOUT_S = 2.0
-# In a row, while an engine warms up: its API process may share a busy core.
-MISSED_STATES = 30
-LOG_TAIL_BYTES = 64 << 10
-SECRET = "ROSE_REPLICA_SECRET"  # noqa: S105 -- the name of a variable
-_STATE = msgspec.json.Decoder(ReplicaState)
-_SECRET_BYTES = 32
-_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:ERROR \S+ \S+ \[\S+\]\s*)?")
-_MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class EngineProcess:
@@ -345,9 +303,7 @@ class EngineProcess:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 left_s -= 0 if held_up() else now_s() - looked_s
                 looked_s = now_s()
-        raise EngineStartError(
-            f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; see {self.spec.log}"
-        )
+        raise self._failure(f"did not answer within {timeout_s:.0f} s")
 
     async def warms_up(self) -> bool:
         """Return True if the engine answers that its warm-up continues."""
@@ -358,17 +314,12 @@ class EngineProcess:
 
     def _check_alive(self) -> None:
         if self.process.returncode is not None:
-            raise EngineStartError(
-                f"engine {self.spec.name} ended at start (exit {self.process.returncode}):"
-                f" {self.last_words()}; see {self.spec.log}"
-            )
+            code = self.process.returncode
+            raise self._failure(f"ended at start (exit {code}): {self.last_words()}")
 
     async def _wait_warm(self, session: aiohttp.ClientSession) -> None:
         if await _state(session, self.spec.url) is None:
-            raise EngineStartError(
-                f"engine {self.spec.name} serves without ROSE's endpoint: {self.last_words()};"
-                f" see {self.spec.log}"
-            )
+            raise self._failure(f"serves without ROSE's endpoint: {self.last_words()}")
         missed = 0
         while missed < MISSED_STATES:
             self._check_alive()
@@ -376,15 +327,13 @@ class EngineProcess:
             if state is not None and state.warm:
                 return
             if state is not None and state.warm_up.failed:
-                raise EngineStartError(
-                    f"engine {self.spec.name} is not warm: {state.warm_up.said};"
-                    f" see {self.spec.log}"
-                )
+                raise self._failure(f"is not warm: {state.warm_up.said}")
             missed = missed + 1 if state is None else 0
             await asyncio.sleep(POLL_INTERVAL_S)
-        raise EngineStartError(
-            f"engine {self.spec.name} stopped answering in its warm-up; see {self.spec.log}"
-        )
+        raise self._failure("stopped answering in its warm-up")
+
+    def _failure(self, what: str) -> EngineStartError:
+        return EngineStartError(f"engine {self.spec.name} {what}; see {self.spec.log}")
 
     def last_words(self) -> str:
         """Return the line of the log that best explains the engine's end."""
@@ -417,3 +366,58 @@ async def _state(session: aiohttp.ClientSession, url: str) -> ReplicaState | Non
             return _STATE.decode(await response.read()) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, *BAD_BYTES):
         return None
+
+
+def process_spec(spec: EngineSpec) -> ProcessSpec:
+    """Return the child process that is this engine."""
+    kind = _KINDS[spec.engine]
+    return ProcessSpec(
+        name=spec.name,
+        argv=(spec.interpreter, "-m", kind.MODULE, *kind.arguments(spec)),
+        env=_environment(spec) | kind.environment(spec) | spec.extra_env,
+        log=spec.log,
+        core=spec.core,
+        share=share_of(spec),
+        cgroup=spec.cgroup,
+        family=True,  # an engine core lives on for good when its API process is killed
+    )
+
+
+def share_of(spec: EngineSpec) -> Share | None:
+    """Return an engine's CPU share beside other processes, None for an equal one.
+
+    A guest on a GPU ranks above one on a CPU: if it has to wait for a core, the step that it has
+    begun ends in the host's time.
+    """
+    if spec.role is not EngineRole.GUEST:
+        return None
+    return "aside" if spec.device is Device.CUDA else "background"
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    env = {
+        "ROSE_ROLE": "" if spec.role is EngineRole.STOCK else spec.role.value,
+        "ROSE_REPLICA_ID": spec.name,
+        "ROSE_SLO_TTFT_S": str(spec.ttft_target_s),
+        "ROSE_SLO_TPOT_S": str(spec.tpot_target_s),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.control_page:
+        env["ROSE_CONTROL_PAGE"] = str(spec.control_page)
+        env["ROSE_PAGE_GROUP"] = spec.page_group
+        env["ROSE_ORPHAN_S"] = str(spec.orphan_s)
+        env["ROSE_KV_BACKEND"] = spec.kv_backend
+    if spec.warm_up_s is not None and spec.role.is_replica:
+        env["ROSE_WARM_UP_S"] = str(spec.warm_up_s)
+    if spec.step_profile:
+        env["ROSE_STEP_PROFILE"] = str(spec.step_profile.absolute())
+    if spec.host_step_profile:
+        env["ROSE_HOST_STEP_PROFILE"] = str(spec.host_step_profile.absolute())
+    if spec.weights_dir:
+        env["ROSE_WEIGHTS_DIR"] = str(spec.weights_dir.absolute())
+    if spec.verify_key:
+        env["ROSE_VERIFY_KEY"] = spec.verify_key
+    elif spec.unsigned:
+        env["ROSE_UNSIGNED"] = "1"
+    return env

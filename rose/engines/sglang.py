@@ -12,6 +12,21 @@ from rose.engines.spec import Device, EngineRole, EngineSpec
 from rose.errors import ConfigError
 
 MODULE = "sglang.launch_server"
+NAME = "SGLang"
+HOST_GROUP = PLUGINS_GROUP = "sglang.srt.plugins"
+# Options that break a promise of every role, and of replicas, each with its meaning.
+REFUSED = {
+    "--speculative-algorithm": "speculative decoding",
+    "--speculative-draft-model-path": "speculative decoding",
+    "--disaggregation-mode": "disaggregated prefill and decode",
+    "--dllm-algorithm": "diffusion models",
+}
+REFUSED_IN_REPLICAS = {
+    "--enable-custom-logit-processor": "custom samplers",
+    "--enable-lora": "LoRA adapters",
+    "--enable-hierarchical-cache": "the hierarchical cache",
+    "--enable-lmcache": "LMCache",
+}
 _PLUGINS: Final = {
     EngineRole.HOST: "rose_host",
     EngineRole.GUEST: "rose_guest,rose_replica",

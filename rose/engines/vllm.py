@@ -7,6 +7,17 @@ each other on one core, and only there the scheduler's plugin reaches the KV mem
 from rose.engines.spec import Device, EngineRole, EngineSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"
+NAME = "vLLM"
+# Entry points: of ROSE's plugin in a host, and of those that every engine loads.
+HOST_GROUP, PLUGINS_GROUP = "vllm.stat_logger_plugins", "vllm.general_plugins"
+# Options that break a promise of every role, and of replicas, each with its meaning.
+REFUSED: dict[str, str] = {}
+REFUSED_IN_REPLICAS = {
+    "--speculative-config": "speculative decoding",
+    "--kv-transfer-config": "disaggregated prefill and decode",
+    "--logits-processors": "custom samplers",
+    "--enable-lora": "LoRA adapters",
+}
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PLUGINS = {
     EngineRole.HOST: "rose_host",
@@ -27,8 +38,7 @@ _REPLICA_ARGS = (
     # The routes, for a vLLM without endpoint plugins.
     "--middleware=rose.replica.endpoint.EndpointMount",
     # Closes unused routes, and requires a secret for control. The last middleware is the outermost,
-    # so
-    # turns skip the others.
+    # so turns skip the others.
     "--middleware=rose.replica.asgi.AccessFilter",
     "--middleware=rose.replica.asgi.GenerateShortcut",
 )

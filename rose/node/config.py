@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from executor import PressureLimits, PressurePolicy
 from rose.addresses import checked_url, host_port, is_loopback
 from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
-from rose.engines.capabilities import Capability, lacking
+from rose.engines.spec import Capability, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.security.certificates import CertificateFiles, files_of

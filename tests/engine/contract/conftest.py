@@ -14,7 +14,7 @@ from contract_engines import ENGINES, ROOT, ContractEngine
 from contract_promises import PROMISES
 
 from rose.engines import EngineKind
-from rose.engines.capabilities import lacking
+from rose.engines.spec import lacking
 
 BY_ID = {promise.id: promise for promise in PROMISES}
 RESULTS = ROOT / "out/contract.json"

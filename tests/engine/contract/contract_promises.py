@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose.engines.capabilities import Capability
+from rose.engines.spec import Capability
 
 
 class Side(StrEnum):

@@ -18,7 +18,7 @@ from rose.engines import (
     module_path,
     process_spec,
 )
-from rose.engines.capabilities import LACKS, Capability, lacking
+from rose.engines.spec import LACKS, Capability, lacking
 from rose.errors import ConfigError, EngineStartError
 
 ROOT = Path(__file__).parents[3]
