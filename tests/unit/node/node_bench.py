@@ -5,9 +5,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from executor import ControlPage
 from rose.addresses import free_port
 from rose.engines import EngineSpec
 from rose.logs.eventlog import EventLog
-from rose.node import NodeConfig
+from rose.node import NodeConfig, NodeDaemon
+from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.process.child import ProcessSpec, group_alive
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
-from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
+from rose.rpc.rose_pb2_grpc import SchedulerServicer, SchedulerStub, add_SchedulerServicer_to_server
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
 from tests.fakes.memory_store import InMemoryStore
@@ -31,6 +33,7 @@ from weight_transfer import SigningKey, TensorBits
 
 HERE = Path(__file__).parent
 PATIENCE_S = 45.0
+_T = TypeVar("_T")
 
 
 def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
@@ -134,25 +137,37 @@ class Bench:
         return rows[0] if rows else None
 
     async def until(self, what: str, holds: Callable[[pb.Replica], bool]) -> pb.Replica:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    row = await self.row()
-                    if row is not None and holds(row):
-                        return row
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"never {what}: {await self.row()}") from None
+        async def held() -> pb.Replica | None:
+            row = await self.row()
+            return row if row is not None and holds(row) else None
+
+        return await self.awaited(what, held)
 
     async def until_noted(self, event: str, times: int = 1) -> dict[str, Any]:
+        async def noted() -> dict[str, Any] | None:
+            found = self.noted(event)
+            return found[-1] if len(found) >= times else None
+
+        return await self.awaited(f"{event} {times} times", noted)
+
+    async def awaited(self, what: str, look: Callable[[], Awaitable[_T | None]]) -> _T:
+        """Return what `look` finds at last."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    if len(found := self.noted(event)) >= times:
-                        return found[-1]
+                while (found := await look()) is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
+                return found
         except TimeoutError:
-            raise AssertionError(f"never {event} {times} times: {self._story()}") from None
+            raise AssertionError(f"never {what}: {await self.row()}\n{self._story()}") from None
+
+    @asynccontextmanager
+    async def running(self, node: NodeDaemon | None = None) -> AsyncIterator[NodeDaemon]:
+        """A node daemon in this process, which lasts until the test stops it or ends."""
+        self.node = node = node or NodeDaemon(self.config)
+        task = asyncio.create_task(node.run())
+        yield node
+        node.stop()
+        await task
 
     def _story(self) -> str:
         """Return the daemons' logs, for the reader of a failed test."""
@@ -187,3 +202,36 @@ class Bench:
             self.host.seat.start()
             settings["host"] = {"page": str(self.page.path), "pid": os.getpid()}
         return settings
+
+
+@asynccontextmanager
+async def attached(
+    attach: Callable[[Any, Any], Awaitable[None]],
+    obey: Callable[[pb.NodeCommand], None],
+    folder: Path,
+    **options: Any,
+) -> AsyncIterator["asyncio.Task[None]"]:
+    """A node's session with a scheduler that serves streams by `attach`; its log in `folder`."""
+
+    class Scheduler(SchedulerServicer):
+        async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            await attach(request_iterator, context)
+
+    server = make_server()
+    add_SchedulerServicer_to_server(Scheduler(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    events = EventLog(folder, "n0")
+    session = SchedulerSession(address, NodeIdentity("n0"), list, obey, events, **options)
+    running = asyncio.create_task(session.run())
+    async with asyncio.timeout(PATIENCE_S):
+        yield running
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+    events.close()
+
+
+def events_in(folder: Path) -> list[str]:
+    lines = (folder / "events-n0.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]

@@ -4,9 +4,6 @@ import asyncio
 import os
 import signal
 import stat
-import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 from node_bench import Bench
@@ -15,18 +12,15 @@ from rose.cli.main import main as rose
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
 from tests.harness.processes import Forked
+from tests.harness.waiting import until_async
 
 ORPHAN_S = 1.0
 # Delay that a busy machine may cause.
 LATE_S = 10.0
 
 
-@pytest.fixture
-async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path, "guest", orphan_s=getattr(request, "param", ORPHAN_S))
-    await bench.start()
-    yield bench
-    await bench.close()
+BENCH = {"orphan_s": ORPHAN_S}
+patient = pytest.mark.parametrize("bench", [{"orphan_s": 20.0}], indirect=True)
 
 
 async def leased_guest(bench: Bench) -> int:
@@ -35,21 +29,12 @@ async def leased_guest(bench: Bench) -> int:
     return int(bench.calls("start")[-1]["pid"])
 
 
-async def eventually(check: Callable[[], object], within_s: float) -> float:
-    """Seconds until `check` held."""
-    began_s = time.monotonic()
-    while not check():
-        assert time.monotonic() - began_s < within_s, f"not within {within_s} s"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began_s
-
-
 def kill(daemon: Forked) -> None:
     daemon.kill()
     daemon.wait()
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_lease(
     bench: Bench,
 ) -> None:
@@ -85,7 +70,9 @@ async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: B
     kill(daemon)
     await asyncio.sleep(ORPHAN_S / 2)
     assert group_alive(pid), "the next daemon may still come"
-    took_s = ORPHAN_S / 2 + await eventually(lambda: not group_alive(pid), ORPHAN_S + LATE_S)
+    took_s = ORPHAN_S / 2 + await until_async(
+        lambda: not group_alive(pid), ORPHAN_S + LATE_S, "it is so"
+    )
     assert took_s < ORPHAN_S + LATE_S
 
 
@@ -94,10 +81,10 @@ async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: Bench) -> No
     pid = await leased_guest(bench)
     os.kill(pid, signal.SIGKILL)  # The leader alone: the rest of its group is the keeper's to end.
     kill(daemon)
-    await eventually(lambda: not group_alive(pid), LATE_S)
+    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_a_guest_of_other_settings_is_not_adopted(bench: Bench) -> None:
     first = bench.spawn()
     pid = await leased_guest(bench)
@@ -106,12 +93,12 @@ async def test_a_guest_of_other_settings_is_not_adopted(bench: Bench) -> None:
     bench.spawn()
     refused = await bench.until_noted("engine_not_adopted")
     assert (refused["pid"], refused["reason"]) == (pid, "it was started with other settings")
-    await eventually(lambda: not group_alive(pid), LATE_S)
+    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
     await bench.until_noted("lease_taken", times=2)
     assert len(bench.calls("start")) == 2
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_a_record_cut_short_is_not_believed(bench: Bench) -> None:
     first = bench.spawn()
     await leased_guest(bench)
@@ -131,7 +118,7 @@ async def test_a_second_daemon_of_the_same_node_is_refused(bench: Bench) -> None
     assert f"held by process {first.pid}" in (bench.folder / "daemon.log").read_text()
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
     bench: Bench,
 ) -> None:
@@ -139,7 +126,7 @@ async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
     pid = await leased_guest(bench)
     kill(first)
     (bench.run_dir / "KILL").touch()
-    await eventually(lambda: not group_alive(pid), LATE_S)
+    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
     bench.spawn()
     await bench.until_noted("node_started", times=2)
     await asyncio.sleep(0.5)
@@ -148,19 +135,19 @@ async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
     await bench.until_noted("lease_taken", times=2)
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: Bench) -> None:
     daemon = bench.spawn()
     pid = await leased_guest(bench)
     await bench.server.stop(0)
     daemon.send_signal(signal.SIGUSR1)
-    await eventually(lambda: not group_alive(pid), LATE_S)
-    await eventually((bench.run_dir / "KILL").exists, LATE_S)
+    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
+    await until_async((bench.run_dir / "KILL").exists, LATE_S, "the file")
     assert daemon.poll() is None
     await bench.until_noted("kill_switch_set")
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_rose_kill_sees_the_guest_gone_though_the_daemon_is_stopped(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +160,7 @@ async def test_rose_kill_sees_the_guest_gone_though_the_daemon_is_stopped(
     daemon.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_rose_kill_needs_no_keeper(bench: Bench) -> None:
     """Everything that should have ended the guest is stopped: the command ends it itself."""
     daemon = bench.spawn()
@@ -184,7 +171,7 @@ async def test_rose_kill_needs_no_keeper(bench: Bench) -> None:
     assert not group_alive(pid)
 
 
-@pytest.mark.parametrize("bench", [20.0], indirect=True)
+@patient
 async def test_a_stopped_daemon_that_wakes_up_with_an_old_lease_grants_nothing(
     bench: Bench,
 ) -> None:
@@ -203,7 +190,7 @@ async def test_a_stopped_daemon_that_wakes_up_with_an_old_lease_grants_nothing(
         grants = bench.noted("grant")
         return [g["t_s"] for g in grants if g["mode"] == "run" and g["t_s"] > stalled]
 
-    await eventually(ran, LATE_S)
+    await until_async(ran, LATE_S, "it runs again")
     granted = bench.scheduled("lease_granted")[-1]
     assert granted["epoch"] > old
     assert min(ran()) >= granted["t_s"]

@@ -8,44 +8,28 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from node_bench import Bench, standin_spec
+from node_bench import Bench
 
 from executor import PageError
-from rose.engines import launch
 from rose.node import NodeDaemon
-from rose.node.guest import supervisor
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.harness.waiting import PATIENCE_S
 
 
-class NodeBench(Bench):
-    """With the node in this process."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        super().__init__(folder, kind)
-        self.node = NodeDaemon(self.config)
-
-
 @pytest.fixture(params=["dedicated"])
 async def bench(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[NodeBench]:
-    bench = NodeBench(tmp_path, request.param)
-    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr("rose.node.metrics.INTERVAL_S", 0.02)
+    request: pytest.FixtureRequest, tmp_path: Path, standins: None
+) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path, request.param)
     await bench.start()
-    running = asyncio.create_task(bench.node.run())
-    yield bench
-    bench.node.stop()
-    await running
+    async with bench.running():
+        yield bench
     await bench.close()
 
 
 async def test_a_lease_opens_admission_and_a_stop_drains_and_ends_the_engine(
-    bench: NodeBench,
+    bench: Bench,
 ) -> None:
     row = await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
@@ -57,7 +41,7 @@ async def test_a_lease_opens_admission_and_a_stop_drains_and_ends_the_engine(
     assert not group_alive(pid)
 
 
-async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench: NodeBench) -> None:
+async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench: Bench) -> None:
     await bench.publish(1)
     await bench.publish(2)
     first = await bench.until("caught up", lambda row: row.leased and row.policy_version == 2)
@@ -76,7 +60,7 @@ async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench:
     assert bench.noted("chunk_rejected"), "the publisher corrupts chunks, which are fetched again"
 
 
-async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench: NodeBench) -> None:
+async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench: Bench) -> None:
     unproven = bench.folder / "unproven"
     unproven.touch()
     await bench.publish(1)
@@ -86,7 +70,7 @@ async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench:
     assert len(bench.calls("start")) == 2
 
 
-async def test_a_replica_without_a_page_is_measured_all_the_same(bench: NodeBench) -> None:
+async def test_a_replica_without_a_page_is_measured_all_the_same(bench: Bench) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             guests = (await bench.stub.Snapshot(pb.SnapshotRequest())).guests
@@ -96,7 +80,7 @@ async def test_a_replica_without_a_page_is_measured_all_the_same(bench: NodeBenc
     assert (guests[0].running, guests[0].tokens_total, guests[0].mode) == (2, 7, "none")
 
 
-async def test_a_revoked_lease_is_drained_and_granted_anew(bench: NodeBench) -> None:
+async def test_a_revoked_lease_is_drained_and_granted_anew(bench: Bench) -> None:
     first = await bench.until("leased", lambda row: row.leased)
     await bench.stub.Revoke(pb.RevokeRequest(replica="r0", reason="drill"))
     await bench.until("leased anew", lambda row: row.lease_epoch > first.lease_epoch)
@@ -104,7 +88,7 @@ async def test_a_revoked_lease_is_drained_and_granted_anew(bench: NodeBench) -> 
     assert (ended["epoch"], ended["reason"]) == (first.lease_epoch, "drill")
 
 
-async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: NodeBench) -> None:
+async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: Bench) -> None:
     await bench.until("leased", lambda row: row.leased)
     await bench.server.stop(0)
     taken = await bench.until_noted("lease_taken_back")
@@ -115,7 +99,7 @@ async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: NodeBench) -> N
 
 @pytest.mark.parametrize("bench", ["guest"], indirect=True)
 async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
-    bench: NodeBench,
+    bench: Bench,
 ) -> None:
     await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
@@ -129,7 +113,7 @@ async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
 
 
 @pytest.mark.parametrize("bench", ["guest"], indirect=True)
-async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: NodeBench) -> None:
+async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: Bench) -> None:
     await bench.until("leased", lambda row: row.leased)
     kill_file = bench.folder / "run" / "KILL"
     kill_file.touch()
@@ -140,7 +124,7 @@ async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: N
 
 
 async def test_an_engine_that_never_admits_is_replaced(
-    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.node.lease.RETRY_PAUSE_S", 0.01)
     (bench.folder / "closed").touch()
@@ -150,7 +134,7 @@ async def test_an_engine_that_never_admits_is_replaced(
     assert len(bench.calls("start")) == 2
 
 
-async def test_metrics_are_served_beside_the_daemon(bench: NodeBench) -> None:
+async def test_metrics_are_served_beside_the_daemon(bench: Bench) -> None:
     await bench.until("leased", lambda row: row.leased)
     port = bench.settings["metrics_port"]
     async with (

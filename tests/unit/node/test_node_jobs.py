@@ -1,16 +1,12 @@
 """A node that is leased to another job: an update through a base, else a new engine, no mix."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from node_bench import AllCorruptPublisher, Bench, standin_spec, tensors
+from node_bench import AllCorruptPublisher, Bench, tensors
 
 from rose.addresses import free_port
-from rose.engines import launch
-from rose.node import NodeDaemon
-from rose.node.guest import supervisor
 from rose.node.replica import same_architecture
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import PublisherSettings
@@ -28,7 +24,6 @@ class JobsBench(Bench):
         for name in ("tokenizer.json", "model.safetensors"):
             (large / name).write_text("{}")
         super().__init__(folder, "dedicated", models={"m-large": str(large)})
-        self.node = NodeDaemon(self.config)
         self.others: list[AllCorruptPublisher] = []
 
     async def register(self, model: str = "") -> AllCorruptPublisher:
@@ -50,18 +45,13 @@ class JobsBench(Bench):
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JobsBench]:
+async def bench(tmp_path: Path, standins: None) -> AsyncIterator[JobsBench]:
     bench = JobsBench(tmp_path)
-    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
     await bench.start()
     await bench.publish(1)
-    running = asyncio.create_task(bench.node.run())
-    await bench.until("caught up", lambda row: row.healthy and row.policy_version == 1)
-    yield bench
-    bench.node.stop()
-    await running
+    async with bench.running():
+        await bench.until("caught up", lambda row: row.healthy and row.policy_version == 1)
+        yield bench
     for other in bench.others:
         await other.close()
     await bench.close()

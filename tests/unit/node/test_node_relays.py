@@ -6,13 +6,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from node_bench import Bench, standin_spec
+from node_bench import Bench
 
 from rose.addresses import free_port
-from rose.engines import launch
 from rose.errors import ConfigError
 from rose.node import NodeConfig, NodeDaemon
-from rose.node.guest import supervisor
 from rose.rpc import rose_pb2 as pb
 from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import ChunkStore
@@ -51,15 +49,8 @@ class Neighbour:
         await asyncio.gather(self._hearing, return_exceptions=True)
 
 
-@pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path, "dedicated")
-    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    await bench.start()
-    yield bench
-    await bench.close()
+BENCH = {"kind": "dedicated"}
+pytestmark = pytest.mark.usefixtures("standins")
 
 
 async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: Bench) -> None:
@@ -70,57 +61,51 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
         "relay": {"host": "127.0.0.1", "port": free_port()},
         "transport": {"token_file": str(token)},
     }
-    node = NodeDaemon(bench.config)
-    running = asyncio.create_task(node.run())
-    neighbour = Neighbour(bench)
-    url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
-    await neighbour.until_told(sorted([NEIGHBOUR, url]))
-    source = node._network._source
-    assert source
+    async with bench.running() as node:
+        neighbour = Neighbour(bench)
+        url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
+        await neighbour.until_told(sorted([NEIGHBOUR, url]))
+        source = node._network._source
+        assert source
 
-    def neighbours() -> set[str]:
-        route = source.fetcher.route("chunk", "http://origin")
-        return {*route.before, *route.holders}
+        def neighbours() -> set[str]:
+            route = source.fetcher.route("chunk", "http://origin")
+            return {*route.before, *route.holders}
 
-    # The order comes in the same step, over a stream of its own.
-    await until_async(neighbours, PATIENCE_S, "it knows of a neighbour")
-    assert neighbours() == {NEIGHBOUR}, "and it knows of its neighbour"
-    await neighbour.leave()
+        # The order comes in the same step, over a stream of its own.
+        await until_async(neighbours, PATIENCE_S, "it knows of a neighbour")
+        assert neighbours() == {NEIGHBOUR}, "and it knows of its neighbour"
+        await neighbour.leave()
 
-    await bench.publish(1)
-    await bench.until("up to date", lambda row: row.policy_version == 1)
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-        receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-        fetcher = ChunkFetcher(session, receiving, "", [url])
-        # Nobody is there but the relay.
-        fetched = await fetch_version(
-            fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
-        )
-        assert fetched.wire_bytes
-        receiving.close()
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/catalog") as answer:
-        assert answer.status == 401
-    node.stop()
-    await running
+        await bench.publish(1)
+        await bench.until("up to date", lambda row: row.policy_version == 1)
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+            receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
+            fetcher = ChunkFetcher(session, receiving, "", [url])
+            # Nobody is there but the relay.
+            fetched = await fetch_version(
+                fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+            )
+            assert fetched.wire_bytes
+            receiving.close()
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/catalog") as answer:
+            assert answer.status == 401
 
 
 async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench: Bench) -> None:
     (bench.folder / "unproven").touch()
     bench.settings["relay"] = {"host": "127.0.0.1", "port": free_port()}
-    node = NodeDaemon(bench.config)
-    running = asyncio.create_task(node.run())
-    await bench.until("there", lambda row: row.leased)
-    await bench.publish(1)
-    url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
-    async with aiohttp.ClientSession() as session:
-        receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-        fetcher = ChunkFetcher(session, receiving, "", [url])
-        await fetch_version(
-            fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
-        )
-        receiving.close()
-    node.stop()
-    await running
+    async with bench.running():
+        await bench.until("there", lambda row: row.leased)
+        await bench.publish(1)
+        url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
+        async with aiohttp.ClientSession() as session:
+            receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
+            fetcher = ChunkFetcher(session, receiving, "", [url])
+            await fetch_version(
+                fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+            )
+            receiving.close()
 
 
 async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
@@ -147,20 +132,17 @@ def test_relays_are_off_by_default(tmp_path: Path) -> None:
 
 
 async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> None:
-    node = NodeDaemon(bench.config)
-    running = asyncio.create_task(node.run())
-    await bench.publish(1)
-    await bench.until("at 1", lambda row: row.policy_version == 1)
-    (bench.folder / "other").touch()
-    await bench.publish(2)
-    await bench.until_noted("wrong_base")
-    store = ChunkStore(bench.folder / "published")
-    assert store.bases() == ()
-    await _publish_base(bench, 2)
-    await bench.until("at 2", lambda row: row.policy_version == 2)
-    assert bench.calls("apply")[-1]["based"]
-    node.stop()
-    await running
+    async with bench.running():
+        await bench.publish(1)
+        await bench.until("at 1", lambda row: row.policy_version == 1)
+        (bench.folder / "other").touch()
+        await bench.publish(2)
+        await bench.until_noted("wrong_base")
+        store = ChunkStore(bench.folder / "published")
+        assert store.bases() == ()
+        await _publish_base(bench, 2)
+        await bench.until("at 2", lambda row: row.policy_version == 2)
+        assert bench.calls("apply")[-1]["based"]
 
 
 async def _publish_base(bench: Bench, version: int) -> None:

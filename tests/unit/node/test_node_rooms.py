@@ -10,14 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 from found_hosts import FolderHost
-from node_bench import Bench, standin_spec
+from node_bench import Bench
 from prometheus_client import generate_latest
 
 from executor import LatencyRecord
 from rose.addresses import free_port
-from rose.engines import launch
-from rose.node import NodeDaemon, daemon
-from rose.node.guest import supervisor
+from rose.node import NodeDaemon
 from rose.node.guest.memory_gauges import Gpus
 from rose.node.host import summed
 from rose.process.child import group_alive
@@ -38,7 +36,6 @@ class RoomsBench(Bench):
         super().__init__(folder, "dedicated", id="guest")
         self.settings["replicas"][0]["kind"] = "guest"
         self.settings["discover"] = {"folder": str(self.shared)}
-        self.node = NodeDaemon(self.config, Gpus(lambda: StandInReader(replace(CARD, uuid=GPU))))
 
     def host(self, name: str, *devices: str) -> FolderHost:
         self.hosts[name] = FolderHost(self.shared, name, *devices)
@@ -49,28 +46,20 @@ class RoomsBench(Bench):
         self.hosts.pop(name).close()
 
     async def rows(self, what: str, holds: Callable[[dict[str, pb.Replica]], Any]) -> Any:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    seen = await self.stub.Snapshot(pb.SnapshotRequest())
-                    if holds(rows := {row.id: row for row in seen.replicas}):
-                        return rows
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"never {what}: {self._story()}") from None
+        async def held() -> dict[str, pb.Replica] | None:
+            seen = await self.stub.Snapshot(pb.SnapshotRequest())
+            rows = {row.id: row for row in seen.replicas}
+            return rows if holds(rows) else None
+
+        return await self.awaited(what, held)
 
     def metrics(self) -> str:
         return generate_latest(self.node._metrics.registry).decode()
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoomsBench]:
+async def bench(tmp_path: Path, standins: None) -> AsyncIterator[RoomsBench]:
     bench = RoomsBench(tmp_path)
-    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(daemon, "LOOK_S", 0.02)
-    monkeypatch.setattr(daemon, "LOOK_EVERY_S", 0.02)
     await bench.start()
     yield bench
     for host in bench.hosts.values():
@@ -80,10 +69,9 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.fixture
 async def running(bench: RoomsBench) -> AsyncIterator[RoomsBench]:
-    task = asyncio.create_task(bench.node.run())
-    yield bench
-    bench.node.stop()
-    await task
+    gpus = Gpus(lambda: StandInReader(replace(CARD, uuid=GPU)))
+    async with bench.running(NodeDaemon(bench.config, gpus)):
+        yield bench
 
 
 def both_leased(rows: dict[str, pb.Replica]) -> bool:
@@ -126,22 +114,19 @@ async def test_turns_of_other_machines_reach_each_guest_by_its_name(
 ) -> None:
     port = free_port()
     bench.settings["proxy"] = {"host": "127.0.0.1", "port": port}
-    node = NodeDaemon(bench.config)
-    task = asyncio.create_task(node.run())
-    bench.host("a")
-    rows = await bench.rows("leased", lambda rows: any(row.leased for row in rows.values()))
-    assert rows["guest-0"].url == f"http://127.0.0.1:{port}/guest-0"
-    async with aiohttp.ClientSession() as http:
-        answers = [
-            (await http.post(f"{rows['guest-0'].url}/{path}", json={})).status
-            for path in ("rose/v1/generate", "rose/v1/drain")
-        ]
-    # The stand-in takes no turn from somebody without its secret, and the proxy hands none on.
-    assert answers == [401, 404]
-    assert [each["path"] for each in bench.calls("stranger")] == ["/rose/v1/generate"]
-    assert node._background.running()["proxy"]
-    node.stop()
-    await task
+    async with bench.running() as node:
+        bench.host("a")
+        rows = await bench.rows("leased", lambda rows: any(row.leased for row in rows.values()))
+        assert rows["guest-0"].url == f"http://127.0.0.1:{port}/guest-0"
+        async with aiohttp.ClientSession() as http:
+            answers = [
+                (await http.post(f"{rows['guest-0'].url}/{path}", json={})).status
+                for path in ("rose/v1/generate", "rose/v1/drain")
+            ]
+        # The stand-in takes no turn from somebody without its secret, and the proxy hands none on.
+        assert answers == [401, 404]
+        assert [each["path"] for each in bench.calls("stranger")] == ["/rose/v1/generate"]
+        assert node._background.running()["proxy"]
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
 
@@ -187,18 +172,14 @@ async def test_a_second_daemon_leaves_hosts_of_the_first_alone(
     await bench.rows("leased", lambda rows: [row.leased for row in rows.values()] == [True])
     said = bench.config.model_dump() | {"run_dir": tmp_path / "r2", "log_dir": tmp_path / "l2"}
     config = type(bench.config).model_validate(said | {"metrics_port": None, "node": "n1"})
-    second = NodeDaemon(config)
-    task = asyncio.create_task(second.run())
-    log = tmp_path / "l2" / "events-n1.jsonl"
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            refused = bench._events_in(log, "host_refused")
-            if refused:
-                break
-            await asyncio.sleep(0.02)
-    assert "has a node daemon already" in refused[0]["message"]
-    second.stop()
-    await task
+
+    async def refused() -> Any:
+        log = tmp_path / "l2" / "events-n1.jsonl"
+        return next(iter(bench._events_in(log, "host_refused")), None)
+
+    async with bench.running(NodeDaemon(config)):
+        message = (await bench.awaited("a refusal", refused))["message"]
+    assert "has a node daemon already" in message
     assert len(bench.calls("start")) == 1
 
 
@@ -206,29 +187,26 @@ async def test_eight_hosts_are_told_one_by_one_and_as_one(
     bench: RoomsBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.settings["replicas"] = []
-    node = NodeDaemon(bench.config)
-    task = asyncio.create_task(node.run())
-    for number in range(9):
-        host = bench.host(f"h{number}", f"GPU-{number}")
-        host.host.tell(running=number, busy_ns=5)
-        lane = host.page.take_lane()
-        lane.append(LatencyRecord(1, 10**8, 10**7 if number else 10**9, 1, 1, 1, "r"))
-        lane.close()
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            seen = await bench.stub.Snapshot(pb.SnapshotRequest())
-            if len(seen.hosts) == 8:
-                break
-            await asyncio.sleep(0.02)
-    assert sorted(host.host for host in seen.hosts) == [f"h{number}" for number in range(8)]
-    assert {host.node for host in seen.hosts} == {"n0"}
-    whole = node._reports()[1].telemetry.host
-    assert (whole.running, whole.busy_ns, whole.host) == (sum(range(8)), 40, "")
-    await bench.until_noted("host_refused")
-    assert "at_most" in bench.noted("host_refused")[0]["message"]
-    assert node._count_hosts() == {"guarded": 0, "watched": 8, "refused": 1}
-    node.stop()
-    await task
+    async with bench.running() as node:
+        for number in range(9):
+            host = bench.host(f"h{number}", f"GPU-{number}")
+            host.host.tell(running=number, busy_ns=5)
+            lane = host.page.take_lane()
+            lane.append(LatencyRecord(1, 10**8, 10**7 if number else 10**9, 1, 1, 1, "r"))
+            lane.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                seen = await bench.stub.Snapshot(pb.SnapshotRequest())
+                if len(seen.hosts) == 8:
+                    break
+                await asyncio.sleep(0.02)
+        assert sorted(host.host for host in seen.hosts) == [f"h{number}" for number in range(8)]
+        assert {host.node for host in seen.hosts} == {"n0"}
+        whole = node._reports()[1].telemetry.host
+        assert (whole.running, whole.busy_ns, whole.host) == (sum(range(8)), 40, "")
+        await bench.until_noted("host_refused")
+        assert "at_most" in bench.noted("host_refused")[0]["message"]
+        assert node._count_hosts() == {"guarded": 0, "watched": 8, "refused": 1}
 
 
 def test_the_busiest_host_of_a_node_speaks_for_it() -> None:
@@ -243,7 +221,7 @@ def test_the_busiest_host_of_a_node_speaks_for_it() -> None:
 
 
 def test_a_node_whose_hosts_left_tells_no_host(bench: RoomsBench) -> None:
-    assert not bench.node._reports()[1].telemetry.HasField("host")
+    assert not NodeDaemon(bench.config)._reports()[1].telemetry.HasField("host")
 
 
 async def test_the_next_daemon_finds_the_hosts_again_and_adopts_their_guests(

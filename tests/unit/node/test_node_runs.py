@@ -1,28 +1,20 @@
 """A second run of a job on a running node: its base comes by an update, no engine starts anew."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from node_bench import AllCorruptPublisher, Bench, standin_spec, tensors
+from node_bench import AllCorruptPublisher, Bench, tensors
 
 from rose.addresses import free_port
-from rose.engines import launch
-from rose.node import NodeDaemon
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, standins: None) -> AsyncIterator[Bench]:
     bench = Bench(tmp_path, "dedicated")
-    monkeypatch.setattr(launch, "process_spec", standin_spec(bench.journal))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
     await bench.start()
-    node = NodeDaemon(bench.config)
-    running = asyncio.create_task(node.run())
-    yield bench
-    node.stop()
-    await running
+    async with bench.running():
+        yield bench
     await bench.close()
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from node_bench import Bench
@@ -18,14 +17,6 @@ from tests.harness.waiting import PATIENCE_S, until_async
 
 # With those of test_node_kill_switch.py these are a hundred.
 TRIALS = [5, pytest.param(25, marks=pytest.mark.nightly)]
-
-
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path, "guest")
-    await bench.start()
-    yield bench
-    await bench.close()
 
 
 async def stop(bench: Bench, mode: "pb.HarvestMode.ValueType") -> None:

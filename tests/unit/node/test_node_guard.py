@@ -1,7 +1,11 @@
-"""Whatever bytes a page holds, the guard goes on, and grants nothing by what makes no sense."""
+"""Whatever a page holds or a disk takes, the guard goes on, and grants by what makes sense."""
 
+import errno
+import os
 import random
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +19,17 @@ from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTE
 from executor.control_page.page import PAGE_BYTES
 from executor.control_page.seqlock_records import HEADER_BYTES, PageSection, SeatState
 from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.guest.guard import SAMPLE_EVERY_TICKS, GuardedHost, GuardThread
+from rose.logs.rotating_jsonl import LogThread
+from rose.node.guest.guard import SAMPLE_EVERY_TICKS, DutyMeter, GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
 from rose.node.host import HostWatch
 from tests.fakes.guarded_guest import LeasedGuest
 from tests.harness.examples import times
 from tests.harness.seated_host import SeatedHost
+from tests.harness.waiting import PATIENCE_S
+
+# ---- bytes of a page ----
+
 
 RING_AT = PAGE_BYTES - RING_BYTES
 EDGES = (0, 1, -1, 2**31, 2**62 - 1, 2**62, 2**63 - 1, -(2**63))
@@ -154,3 +163,102 @@ def test_a_file_that_goes_away_under_the_guard_freezes(tmp_path: Path) -> None:
     rig.page.path.rename(tmp_path / "away")
     assert rig.ticks() is GrantMode.FREEZE
     rig.close()
+
+
+# ---- duty ----
+
+
+def test_a_guest_held_back_half_of_the_time_has_duty_one_half() -> None:
+    meter = DutyMeter()
+    for tick in range(11):
+        now_ns = tick * 100_000_000
+        meter.update(now_ns, GuestState(step_seq=tick, yielded_ns=now_ns // 2))
+    assert meter.value == pytest.approx(0.5)
+
+
+def test_a_guest_that_does_not_step_has_no_duty() -> None:
+    meter = DutyMeter()
+    for tick in range(11):
+        meter.update(tick * 100_000_000, GuestState(step_seq=7))
+    assert meter.value == 0.0
+
+
+def test_no_guest_no_duty() -> None:
+    meter = DutyMeter()
+    meter.update(0, None)
+    assert meter.value == 0.0
+
+
+# ---- a disk that hangs, a fault, no descriptors ----
+
+
+def guard_of(
+    folder: Path,
+    thread: LogThread | None = None,
+    guest: LeasedGuest | None = None,
+    samples: JsonlLog | None = None,
+) -> GuardThread:
+    """A guard with a host that is idle and a lease that lasts."""
+    page = ControlPage.create(folder / "page")
+    page.host.write(HostState(heartbeat_ns=time.monotonic_ns()))
+    watch = HostWatch(JsonlLog(folder / "host_latency.jsonl", thread=thread))
+    return GuardThread(
+        guest or LeasedGuest("g0"),
+        GuardedHost(page, watch, os.getpid()),
+        GrantController(GuardConfig(64, 8)),
+        KillSwitch(folder / "KILL"),
+        samples or JsonlLog(folder / "guest.jsonl", thread=thread),
+        EventLog(folder, "n0", thread=thread),
+    )
+
+
+def test_a_disk_that_hangs_delays_no_grant(tmp_path: Path) -> None:
+    """Whatever the guard writes waits in a queue; what has no room there is dropped."""
+    hangs, thread = threading.Event(), LogThread("test", waiting=4)
+    thread.put(lambda: hangs.wait(60))
+    samples = JsonlLog(tmp_path / "guest.jsonl", thread=thread)
+    guard = guard_of(tmp_path, thread, samples=samples)
+    guard.start()
+    try:
+        until_s = time.monotonic() + PATIENCE_S
+        while samples.dropped < 7 and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert samples.dropped >= 7
+        assert guard.granted > 25, "five grants for each sample, all through the outage"
+    finally:
+        guard.stop()
+        hangs.set()
+        thread.close(PATIENCE_S)
+
+
+def test_a_guard_that_breaks_says_why(tmp_path: Path) -> None:
+    def breaks() -> int:
+        raise KeyError("a fault of the program")
+
+    broken = threading.Event()
+    guard = guard_of(tmp_path, guest=LeasedGuest("g0", breaks, on_broken=broken.set))
+    guard.start()
+    assert broken.wait(PATIENCE_S)
+    guard.stop()
+    assert guard.broke.startswith("KeyError: 'a fault of the program', test_node_guard.py:")
+    assert '"event":"guard_broke"' in (tmp_path / "events-n0.jsonl").read_text()
+
+
+def test_a_guard_without_descriptors_goes_on_once_it_has_some(tmp_path: Path) -> None:
+    looks = iter([1, OSError(errno.EMFILE, "Too many open files")])
+    again = threading.Event()
+
+    def lease_epoch() -> int:
+        if isinstance(look := next(looks, None), OSError):
+            raise look
+        if look is None:
+            again.set()
+        return 1
+
+    broken = threading.Event()
+    guard = guard_of(tmp_path, guest=LeasedGuest("g0", lease_epoch, on_broken=broken.set))
+    guard.start()
+    assert again.wait(PATIENCE_S)
+    guard.stop()
+    assert not broken.is_set()
+    assert '"event":"guard_held_up"' in (tmp_path / "events-n0.jsonl").read_text()

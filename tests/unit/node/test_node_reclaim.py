@@ -1,0 +1,653 @@
+"""The ladder and its gauges, against processes and cards that say true and untrue things of it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from executor import GuestState
+from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
+from rose.errors import RefusedError, UnavailableError
+from rose.logs.eventlog import EventLog
+from rose.node.guest import memory_gauges
+from rose.node.guest.memory_gauges import DRIVER, KERNEL, PAGE, DeviceMemory, HostMemory
+from rose.node.guest.reclaimer import NO_SLEEP, UNSEEN, Reclaimer
+from rose.node.replica_client import ReplicaAnswer, ReplicaClient
+from rose.nvml import Client
+from rose.process.procfs import group_bytes
+from tests.fakes.nvml import CARD, StandInReader
+from tests.harness.waiting import PATIENCE_S, until_async
+
+# ---- a guest of this machine's memory ----
+
+
+MIB = 1 << 20
+SIZE, KV = 160, 64
+GRANULE = 4 * MIB
+
+
+@dataclass
+class Rig:
+    """A guest of SIZE MiB, KV of them for its KV cache."""
+
+    process: subprocess.Popen[str]
+    events: EventLog
+    log: Path
+    kv_word: str = "free"
+    state: GuestState = field(
+        default_factory=lambda: GuestState(
+            bytes_mapped=KV * MIB, granules_total=16, granules_mapped=16, granule_bytes=GRANULE
+        )
+    )
+    holds: list[int | None] = field(default_factory=list)
+    name = "guest"
+    sleep_bytes: int | None = None
+
+    def gauge(self) -> HostMemory:
+        return HostMemory(lambda: self.process.pid)
+
+    @property
+    def memory(self) -> int | None:
+        return group_bytes(self.process.pid)
+
+    def say(self, word: str, mib: int) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{word} {mib}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def hold(self, cap: int | None) -> None:
+        self.holds.append(cap)
+        if cap and cap < self.state.granules_mapped:
+            self.say(self.kv_word, (self.state.granules_mapped - cap) * GRANULE // MIB)
+            self.state = replace(self.state, granules_mapped=cap, bytes_mapped=cap * GRANULE)
+
+    def kill(self, _: str) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def reclaimer(self, sleep: Callable[[], Any] | None = None, **changes: Any) -> Reclaimer:
+        self.sleep, self.can_sleep = sleep, sleep is not None
+        vars(self).update(changes)
+        return Reclaimer(self, self.events)  # type: ignore[arg-type]
+
+    def noted(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    delay_s = str(getattr(request, "param", 0.0))
+    script = Path(__file__).with_name("memory_holder.py")
+    process = subprocess.Popen(
+        [sys.executable, "-S", str(script), str(SIZE), delay_s],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    events = EventLog(tmp_path, "node")
+    try:
+        yield Rig(process, events, tmp_path / "events-node.jsonl")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        events.close()
+
+
+def outcomes(finished: Finished) -> dict[ReclaimLevel, ReclaimOutcome]:
+    return {report.level: report.outcome for report in finished.levels}
+
+
+async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
+    before = rig.memory
+    assert before is not None
+    assert SIZE * MIB < before < (SIZE + 64) * MIB
+    rig.say("free", 100)
+    wanted = before - 100 * MIB
+    await until_async(lambda: abs((rig.memory or 0) - wanted) < MIB, PATIENCE_S, "100 MiB are gone")
+    rig.kill("")
+    assert rig.memory == 0
+
+
+async def test_the_balloon_gives_no_more_than_is_wanted(rig: Rig) -> None:
+    finished = await rig.reclaimer().reclaim(30 * MIB, 30.0, "test")
+    assert finished.enough
+    assert finished.in_time
+    assert list(outcomes(finished)) == [ReclaimLevel.FREEZE, ReclaimLevel.BALLOON]
+    assert rig.state.granules_mapped == (KV - 30) * MIB // GRANULE
+    assert rig.holds == [0, 8, None], "frozen, ballooned, free again"
+    assert rig.process.poll() is None
+
+
+@pytest.mark.parametrize("rig", [0.06], indirect=True)
+async def test_release_returned_early(rig: Rig) -> None:
+    finished = await rig.reclaimer().reclaim(30 * MIB, 5.0, "test")
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.FREED, (
+        "waited for, and not believed before"
+    )
+    assert rig.process.poll() is None
+    assert finished.freed_bytes >= 30 * MIB
+
+
+async def test_sleep_reported_success_but_memory_stayed_held(rig: Rig) -> None:
+    async def sleep() -> None:
+        rig.say("lie", 90)
+
+    finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
+    assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
+    assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
+    levels = {e["level"]: e for e in rig.noted() if e["event"] == "reclaim_level"}
+    assert levels["sleep"]["outcome"] == "held"
+    assert levels["sleep"]["claimed_bytes"] > 0
+    assert abs(levels["sleep"]["freed_bytes"]) < 2 * MIB
+
+
+async def test_a_balloon_that_only_says_so_is_found_out(rig: Rig) -> None:
+    rig.kv_word = "lie"
+    finished = await rig.reclaimer().reclaim(30 * MIB, 8.0, "test")
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.HELD
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+    assert rig.memory == 0
+
+
+async def test_an_engine_that_really_slept_has_no_weights_and_is_ended(rig: Rig) -> None:
+    """Others' known pain: it answers that it is well, and turns routed there never end."""
+
+    async def sleep() -> None:
+        rig.say("free", 90)
+
+    finished = await rig.reclaimer(sleep).reclaim(120 * MIB, 8.0, "test")
+    assert list(outcomes(finished))[-1] is ReclaimLevel.SLEEP
+    assert finished.enough
+    assert rig.process.poll() is not None
+
+
+class Unknown(HostMemory):
+    """Gauge of a kernel that gives no answer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def held_bytes(self) -> int | None:
+        return None
+
+
+async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> None:
+    reclaimer = rig.reclaimer(gauge=Unknown)
+    finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+    assert not finished.enough
+    assert rig.process.poll() is not None
+
+
+async def test_a_debt_that_is_paid_meanwhile_ends_the_climb(rig: Rig) -> None:
+    reclaimer = rig.reclaimer()
+    reclaimer.begin(SIZE * MIB, 5.0, "test", settled=lambda: len(rig.holds) > 1)
+    finished = await reclaimer.reclaim(0, 0.0, "joins")
+    assert finished.enough
+    assert rig.process.poll() is None
+    assert rig.holds[-1] is None
+    assert "reclaim_settled" in [event["event"] for event in rig.noted()]
+
+
+class Torn:
+    """Section of a page that cannot be read."""
+
+    def __getattr__(self, name: str) -> int:
+        raise ValueError("a torn name")
+
+
+async def test_a_reclaim_that_breaks_has_killed_before(rig: Rig) -> None:
+    reclaimer = rig.reclaimer(state=Torn())
+    with pytest.raises(ValueError, match="torn name"):
+        await reclaimer.reclaim(30 * MIB, 5.0, "test")
+    assert rig.process.poll() is not None
+    assert rig.noted()[-1]["event"] == "reclaim_broke"
+
+
+async def refused() -> None:
+    raise RefusedError("HTTP 404")
+
+
+@pytest.mark.parametrize(("sleep", "why"), [(None, NO_SLEEP), (refused, "HTTP 404")])
+async def test_a_level_the_engine_does_not_have_is_skipped_and_said(
+    rig: Rig, sleep: Any, why: str
+) -> None:
+    finished = await rig.reclaimer(sleep).reclaim(SIZE * MIB, 8.0, "test")
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.UNSUPPORTED
+    said = [e for e in rig.noted() if e["event"] == "reclaim_level" and e["level"] == "sleep"]
+    assert [e["why"] for e in said] == [why]
+    assert rig.memory == 0
+
+
+class Hangs(HostMemory):
+    """Gauge of a driver that answers too late."""
+
+    def __init__(self, group: Callable[[], int | None]) -> None:
+        super().__init__(group)
+        self.answers = threading.Event()
+
+    def held_bytes(self) -> int | None:
+        assert self.answers.wait(PATIENCE_S)
+        return super().held_bytes()
+
+
+async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
+    gauge = Hangs(lambda: rig.process.pid)
+    reclaimer = rig.reclaimer(gauge=lambda: gauge)
+    task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 1.0, "test"))
+    while rig.process.poll() is None:
+        await asyncio.sleep(0.01)
+        assert not task.done()
+    gauge.answers.set()
+    finished = await task
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+
+
+class KvAlone(HostMemory):
+    """Gauge of a guest whose KV alone can be measured."""
+
+    sees_all = False
+
+
+async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(rig: Rig) -> None:
+    async def sleep() -> None:
+        raise AssertionError("asked for what nobody could confirm")
+
+    gauge = KvAlone(lambda: rig.process.pid)
+    reclaimer = rig.reclaimer(sleep, gauge=lambda: gauge)
+    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
+    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
+    assert finished.enough
+
+
+async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: Rig) -> None:
+    """On a GPU with reserved KV it gives up weights alone, and says nothing else."""
+
+    async def sleep() -> None:
+        rig.say("free", 40)
+
+    reclaimer = rig.reclaimer(sleep, sleep_bytes=40 * MIB)
+    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
+    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, 40 * MIB)
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+    assert finished.enough
+
+
+async def test_who_measured_is_written_down(rig: Rig) -> None:
+    await rig.reclaimer().reclaim(MIB, 5.0, "test")
+    assert next(e for e in rig.noted() if e["event"] == "reclaim_begun")["measured_by"] == KERNEL
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(404, RefusedError), (500, UnavailableError), (503, UnavailableError)]
+)
+async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_sleep(
+    status: int, error: type[Exception]
+) -> None:
+    class Broken(ReplicaClient):
+        async def _call(self, *_: object, **__: object) -> ReplicaAnswer:
+            return ReplicaAnswer(
+                status, b'{"error":{"message":"Memory usage increased after sleeping."}}'
+            )
+
+    client = Broken(cast(Any, None), "http://engine")
+    with pytest.raises(error, match=f"HTTP {status}"):
+        await client.sleep()
+
+
+async def test_an_engine_that_does_not_answer_is_killed_before_the_deadline(rig: Rig) -> None:
+    async def hangs() -> None:
+        raise UnavailableError("no answer")
+
+    rig.kv_word = "lie"
+    finished = await rig.reclaimer(hangs).reclaim(SIZE * MIB, 2.0, "test")
+    assert finished.enough
+    assert finished.in_time
+
+
+async def test_while_it_lasts_the_guest_may_not_be_started(rig: Rig) -> None:
+    reclaimer = rig.reclaimer()
+    assert reclaimer.holding is None
+    reclaimer.begin(30 * MIB, 5.0, "test")
+    assert reclaimer.holding
+    finished = await reclaimer.reclaim(10 * MIB, 5.0, "joins the one under way")
+    assert finished.wanted_bytes == 30 * MIB
+    assert reclaimer.holding is None
+
+
+# ---- a guest on a GPU, by what a stand-in for its driver says ----
+
+
+GIB = 1 << 30
+CARD_GRANULE = 2 << 20
+CONTEXT, CARD_WEIGHTS, CARD_KV = 1 * GIB, 16 * GIB, 8 * GIB
+
+
+@dataclass
+class CardGuest:
+    """A process and what a driver would say it has: context, weights and CARD_KV pages.
+
+    listed: whether the driver tells by process. gives: whether pages that it says it gave back are.
+    """
+
+    process: subprocess.Popen[bytes]
+    events: EventLog
+    listed: bool = True
+    gives: bool = True
+    weights: int = CARD_WEIGHTS
+    sleeps: str = "well"
+    name = "g0"
+    can_sleep, sleep_bytes = True, CARD_WEIGHTS
+    reader: StandInReader = field(default_factory=lambda: StandInReader(CARD))
+    state: GuestState = field(
+        default_factory=lambda: GuestState(
+            bytes_mapped=CARD_KV,
+            granule_bytes=CARD_GRANULE,
+            granules_mapped=CARD_KV // CARD_GRANULE,
+            granules_total=CARD_KV // CARD_GRANULE,
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.kv = CARD_KV
+        self.reader.free = 40 * GIB
+        self.all_free = self.reader.free + CONTEXT + CARD_WEIGHTS + CARD_KV
+        self.tell()
+
+    def tell(self) -> None:
+        alive = self.process.poll() is None
+        held = CONTEXT + self.weights + self.kv if alive else 0
+        self.reader.free = self.all_free - held
+        seen = self.listed and alive
+        self.reader.listed = (Client(self.process.pid, held),) if seen else ()
+
+    def hold(self, cap: int | None) -> None:
+        if cap and cap < self.state.granules_mapped:
+            mapped = cap * CARD_GRANULE
+            self.state = replace(self.state, granules_mapped=cap, bytes_mapped=mapped)
+            self.kv = mapped if self.gives else self.kv
+        self.tell()
+
+    async def sleep(self) -> None:
+        if self.sleeps != "lies":
+            self.weights = 0
+        self.tell()
+        if self.sleeps == "breaks":
+            raise UnavailableError("HTTP 500 Memory usage increased after sleeping.")
+
+    def kill(self, _: str) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.tell()
+
+    async def reclaim(self, wanted: int) -> Finished:
+        return await Reclaimer(self, self.events).reclaim(wanted, 8.0, "test")  # type: ignore[arg-type]
+
+    def gauge(self) -> DeviceMemory:
+        return DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state)
+
+
+@pytest.fixture
+def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: True)
+
+
+@pytest.fixture
+def guest(
+    tmp_path: Path, process: "subprocess.Popen[bytes]", on_the_machine: None
+) -> Iterator[CardGuest]:
+    events = EventLog(tmp_path, "node")
+    yield CardGuest(process, events)
+    events.close()
+
+
+def noted(tmp_path: Path) -> Any:
+    lines = (tmp_path / "events-node.jsonl").read_text().splitlines()
+    return next(e for e in map(json.loads, lines) if e["event"] == "reclaim_begun")
+
+
+async def test_the_balloon_gives_what_is_wanted_of_the_card(
+    guest: CardGuest, tmp_path: Path
+) -> None:
+    finished = await guest.reclaim(3 * GIB)
+    assert outcomes(finished) == {
+        ReclaimLevel.FREEZE: ReclaimOutcome.TOO_LITTLE,
+        ReclaimLevel.BALLOON: ReclaimOutcome.FREED,
+    }
+    assert (finished.enough, finished.freed_bytes) == (True, 3 * GIB)
+    assert guest.process.poll() is None
+    said = noted(tmp_path)
+    assert (said["measured_by"], said["held_bytes"]) == (DRIVER, CONTEXT + CARD_WEIGHTS + CARD_KV)
+
+
+async def test_a_balloon_of_a_card_that_only_says_so_is_found_out(guest: CardGuest) -> None:
+    guest.gives = False
+    guest.sleeps = "lies"
+    finished = await guest.reclaim(3 * GIB)
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.HELD
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.HELD
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+    assert finished.freed_bytes == CONTEXT + CARD_WEIGHTS + CARD_KV
+
+
+async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: CardGuest) -> None:
+    finished = await guest.reclaim(CARD_KV + CARD_WEIGHTS + CONTEXT)
+    slept = next(report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, CARD_WEIGHTS)
+    assert slept.freed_bytes == CARD_WEIGHTS
+    assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
+
+
+@pytest.mark.parametrize("sleeps", ["well", "breaks"])
+async def test_an_engine_that_gave_up_its_weights_is_ended_whatever_it_answered(
+    guest: CardGuest, sleeps: str
+) -> None:
+    """vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone."""
+    guest.sleeps = sleeps
+    finished = await guest.reclaim(CARD_KV + CARD_WEIGHTS // 2)
+    assert outcomes(finished)[ReclaimLevel.SLEEP] is ReclaimOutcome.FREED
+    assert guest.process.poll() is not None
+
+
+async def test_where_the_driver_tells_nothing_by_process_kv_is_all_that_is_believed(
+    guest: CardGuest, tmp_path: Path
+) -> None:
+    guest.listed = False
+    guest.tell()
+    finished = await guest.reclaim(3 * GIB)
+    assert outcomes(finished) == {
+        ReclaimLevel.FREEZE: ReclaimOutcome.TOO_LITTLE,
+        ReclaimLevel.BALLOON: ReclaimOutcome.FREED,
+    }
+    said = noted(tmp_path)
+    assert (said["measured_by"], said["held_bytes"]) == (PAGE, CARD_KV)
+
+
+async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: CardGuest) -> None:
+    guest.listed = False
+    guest.tell()
+    finished = await guest.reclaim(CARD_KV + GIB)
+    slept = next(report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
+    assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
+    assert outcomes(finished)[ReclaimLevel.KILL] is ReclaimOutcome.FREED
+    assert guest.weights == CARD_WEIGHTS, "it was asked for what nobody could confirm"
+    assert finished.freed_bytes == CARD_KV, "no more than was measured"
+
+
+async def test_there_pages_that_the_card_did_not_get_back_are_not_freed(
+    guest: CardGuest,
+) -> None:
+    guest.listed = guest.gives = False
+    guest.tell()
+    finished = await guest.reclaim(3 * GIB)
+    assert outcomes(finished)[ReclaimLevel.BALLOON] is ReclaimOutcome.HELD
+    assert finished.levels[-1].level is ReclaimLevel.KILL
+
+
+# ---- what a guest holds of a GPU ----
+
+
+@dataclass
+class CardRig:
+    """A group of one process, and what driver and page say of it."""
+
+    process: subprocess.Popen[bytes]
+    reader: StandInReader = field(default_factory=lambda: StandInReader(CARD))
+    state: GuestState | None = field(default_factory=lambda: GuestState(bytes_mapped=CARD_KV))
+
+    def __post_init__(self) -> None:
+        self.gauge = DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state)
+
+    def lists(self, *clients: tuple[int, int | None]) -> None:
+        self.reader.listed = tuple(Client(pid, held) for pid, held in clients)
+
+    def maps(self, amount: int) -> None:
+        assert self.state is not None
+        self.state = replace(self.state, bytes_mapped=amount)
+
+    def frees(self, amount: int) -> None:
+        assert self.reader.free is not None
+        self.reader.free += amount
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def held(self) -> int | None:
+        return self.gauge.held_bytes()
+
+
+@pytest.fixture
+def card(process: "subprocess.Popen[bytes]") -> CardRig:
+    return CardRig(process)
+
+
+@pytest.fixture
+def contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: False)
+
+
+@pytest.mark.usefixtures("on_the_machine")
+def test_the_driver_tells_what_its_processes_hold_and_others_do_not_count(card: CardRig) -> None:
+    card.lists((card.process.pid, CARD_WEIGHTS + CARD_KV), (1, 60 * GIB))
+    assert card.held == CARD_WEIGHTS + CARD_KV
+    assert (card.gauge.by, card.gauge.sees_all) == (DRIVER, True)
+    card.maps(0)
+    assert card.held == CARD_WEIGHTS + CARD_KV, "the guest's word is nothing beside the driver's"
+    card.lists((card.process.pid, CARD_WEIGHTS))
+    assert card.held == CARD_WEIGHTS
+
+
+@pytest.mark.usefixtures("on_the_machine")
+def test_a_dead_process_is_counted_until_the_driver_has_its_memory_back(card: CardRig) -> None:
+    """Others' known pain: release returned early."""
+    card.lists((card.process.pid, CARD_WEIGHTS))
+    assert card.held == CARD_WEIGHTS
+    card.end()
+    assert card.held == CARD_WEIGHTS
+    card.lists()
+    assert card.held == 0
+
+
+@pytest.mark.usefixtures("on_the_machine")
+def test_a_process_that_lives_and_is_no_longer_listed_is_not_taken_for_freed(card: CardRig) -> None:
+    card.lists((card.process.pid, CARD_WEIGHTS))
+    assert card.held == CARD_WEIGHTS
+    card.lists((1, GIB))
+    assert card.held is None
+    card.lists((card.process.pid, None))
+    assert card.held is None
+    card.reader.listed = None
+    assert card.held is None, "a driver that does not answer says nothing"
+
+
+@pytest.mark.usefixtures("contained")
+@pytest.mark.parametrize(
+    "listed",
+    [
+        pytest.param(lambda pid: (), id="an empty list"),
+        pytest.param(lambda pid: ((2**22 + 1, 24 * GIB),), id="numbers of another namespace"),
+        pytest.param(lambda pid: ((pid, None),), id="its number without its memory"),
+        pytest.param(
+            lambda pid: ((pid, GIB), (2**22 + 1, 24 * GIB)), id="its number is another's there"
+        ),
+    ],
+)
+def test_in_a_container_pages_count_as_far_as_the_card_has_more_free(
+    card: CardRig, listed: object
+) -> None:
+    assert callable(listed)
+    card.lists(*listed(card.process.pid))
+    assert card.held == CARD_KV
+    assert (card.gauge.by, card.gauge.sees_all) == (PAGE, False)
+    card.maps(2 * GIB)
+    assert card.held == CARD_KV, (
+        "it says that it gave 6 GiB back, and the card has no more than before"
+    )
+    card.frees(4 * GIB)
+    assert card.held == 4 * GIB
+    card.frees(40 * GIB)
+    assert card.held == 2 * GIB, "what others gave back is not its own"
+
+
+@pytest.mark.usefixtures("contained")
+def test_the_driver_is_believed_in_a_container_that_sees_all_it_lists(card: CardRig) -> None:
+    card.lists((card.process.pid, CARD_WEIGHTS), (os.getpid(), GIB), (0, GIB))
+    assert card.held == CARD_WEIGHTS
+    assert card.gauge.by == DRIVER
+
+
+@pytest.mark.usefixtures("contained")
+def test_memory_that_a_neighbour_took_at_once_is_not_counted_as_freed(card: CardRig) -> None:
+    assert card.held == CARD_KV
+    card.maps(0)
+    card.frees(-GIB)
+    assert card.held == CARD_KV
+
+
+@pytest.mark.usefixtures("contained")
+def test_a_guest_that_ended_holds_nothing_whoever_has_the_memory_now(card: CardRig) -> None:
+    assert card.held == CARD_KV
+    card.end()
+    assert card.held == 0
+
+
+@pytest.mark.usefixtures("contained")
+def test_without_driver_and_page_nothing_is_known(card: CardRig) -> None:
+    card.state = None
+    assert card.held is None
+    card.state = GuestState(bytes_mapped=CARD_KV)
+    card.reader.free = None
+    assert card.held is None
+
+
+@pytest.mark.usefixtures("contained")
+def test_what_is_measured_one_way_is_not_compared_with_the_other(card: CardRig) -> None:
+    assert card.held == CARD_KV
+    card.lists((card.process.pid, CARD_WEIGHTS))
+    assert card.held == CARD_KV
+    assert card.gauge.by == PAGE
+
+
+def test_no_process_holds_nothing() -> None:
+    gauge = DeviceMemory(StandInReader(CARD), CARD, lambda: None, lambda: None)
+    assert gauge.held_bytes() == 0
