@@ -287,7 +287,13 @@ class ShardedPublisher:
             return self._encoder.parts()
 
         def merge(parts: list[ShardReport]) -> Mapping[str, int]:
-            self._coordinator = self._coordinate(job, trainer, key, lifetime_s, clock)
+            if key is None:
+                raise ShardError("the first rank signs; give it the job's key")
+            origins = self._origins if any(self._origins) else ()
+            size = self._ranks.size
+            self._coordinator = ShardCoordinator(
+                store, job, trainer, key, size, origins, lifetime_s, clock
+            )
             return self._coordinator.begin(parts)
 
         self._digests = self._agree_on_digests(begin, merge)
@@ -335,20 +341,6 @@ class ShardedPublisher:
         manifest = Manifest.from_bytes(raw)
         self._keep(manifest)
         return manifest
-
-    def _coordinate(
-        self,
-        job: str,
-        trainer: str,
-        key: SigningKey | None,
-        lifetime_s: float,
-        clock: Callable[[], float],
-    ) -> ShardCoordinator:
-        if key is None:
-            raise ShardError("the first rank signs; give it the job's key")
-        origins = self._origins if any(self._origins) else ()
-        size = self._ranks.size
-        return ShardCoordinator(self._store, job, trainer, key, size, origins, lifetime_s, clock)
 
     def _keep(self, manifest: Manifest) -> None:
         """A store of this rank's own has the manifest too, to know what may be deleted when."""

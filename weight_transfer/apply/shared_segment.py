@@ -199,8 +199,7 @@ def _own(folder: Path) -> None:
         status = folder.lstat()
     except OSError as error:
         raise StoreError(f"{folder} cannot be made: {error}") from error
-    alone = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not alone or status.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
         raise StoreError(f"{folder} is not this user's alone; remove it")
 
 
@@ -227,7 +226,7 @@ def _read(path: Path) -> Address:
             raw = file.read(_MAX_RECORD_BYTES) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not _is_own(status):
         raise StoreError(f"{path} is not this user's alone; remove it")
     try:
         fields = json.loads(raw)
@@ -243,8 +242,7 @@ def _read(path: Path) -> Address:
 def _check(descriptor: int, address: Address) -> None:
     status = os.fstat(descriptor)
     same = (status.st_dev, status.st_ino) == (address.device, address.inode)
-    mine = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    if not (same and mine and status.st_size == address.nbytes):
+    if not (same and _is_own(status) and status.st_size == address.nbytes):
         raise StoreError(f"what process {address.pid} has there is not the segment that it shared")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -252,6 +250,11 @@ def _check(descriptor: int, address: Address) -> None:
         raise StoreError(f"process {address.pid} shares no sealed memory: {error}") from error
     if seals & _SEALS != _SEALS:
         raise StoreError(f"what process {address.pid} shares may still be changed by others")
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return True for what is this user's, and open to no other."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _namespace() -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -206,23 +206,19 @@ class Copy:
     """True if source and target differ in type."""
 
 
-@dataclass(slots=True)
-class Tape:
-    """Record of the copies by loaders, in order."""
-
-    copies: list[Copy] = field(default_factory=list)
-
-
 class TracedTensor(torch.Tensor):
-    """Looks like a CPU tensor of its shape; any use of its values raises UntraceableError."""
+    """Looks like a CPU tensor of its shape; any use of its values raises UntraceableError.
+
+    `tape`: the copies by loaders, in order.
+    """
 
     source: str
-    tape: Tape
+    tape: list[Copy]
     geometry: torch.Tensor
 
     @staticmethod
     def __new__(
-        cls: type[TracedTensor], source: str, tape: Tape, geometry: torch.Tensor
+        cls: type[TracedTensor], source: str, tape: list[Copy], geometry: torch.Tensor
     ) -> TracedTensor:
         """`geometry` is on the meta device, a view of as many elements as the whole tensor has."""
         make: Any = torch.Tensor._make_wrapper_subclass
@@ -239,7 +235,7 @@ class TracedTensor(torch.Tensor):
 
     @classmethod
     def whole(
-        cls, source: str, dtype: torch.dtype, shape: tuple[int, ...], tape: Tape
+        cls, source: str, dtype: torch.dtype, shape: tuple[int, ...], tape: list[Copy]
     ) -> TracedTensor:
         return cls(source, tape, torch.empty(shape, dtype=dtype, device="meta"))
 
@@ -301,7 +297,7 @@ def _record(target: torch.Tensor, traced: Any) -> torch.Tensor:  # noqa: ANN401 
     if isinstance(target, TracedTensor) or not isinstance(traced, TracedTensor):
         raise UntraceableError("a loader writes into a checkpoint tensor")
     view = StridedView.of(traced.geometry.expand(target.shape))
-    traced.tape.copies.append(
+    traced.tape.append(
         Copy(
             traced.source,
             view,
@@ -362,32 +358,27 @@ def _destinations(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _run(
     skeleton: torch.nn.Module, base: Mapping[str, TensorBits]
 ) -> tuple[list[Copy], dict[str, str]]:
-    """All copies, and why some tensors cannot be traced."""
-    tape = Tape()
+    """Return all copies, and why some tensors cannot be traced."""
+    copies: list[Copy] = []
     try:
-        _load(skeleton, base.values(), tape)
+        _load(skeleton, base.values(), copies)
     except UntraceableError:
         # One of them is computed with; the others can be told apart one by one.
-        return _run_singly(skeleton, base)
-    return tape.copies, {}
-
-
-def _run_singly(
-    skeleton: torch.nn.Module, base: Mapping[str, TensorBits]
-) -> tuple[list[Copy], dict[str, str]]:
-    copies: list[Copy] = []
+        copies.clear()
+    else:
+        return copies, {}
     refused: dict[str, str] = {}
     for name, tensor in base.items():
-        tape = Tape()
+        own: list[Copy] = []
         try:
-            _load(skeleton, [tensor], tape)
-            copies += tape.copies
+            _load(skeleton, [tensor], own)
+            copies += own
         except UntraceableError as error:
             refused[name] = str(error)
     return copies, refused
 
 
-def _load(skeleton: torch.nn.Module, tensors: Iterable[TensorBits], tape: Tape) -> None:
+def _load(skeleton: torch.nn.Module, tensors: Iterable[TensorBits], tape: list[Copy]) -> None:
     load: Any = skeleton.load_weights
     with torch.no_grad():
         load(

@@ -22,6 +22,7 @@ from rose.node.weight_updates import (
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.retention import Latest, RetentionTask
 from tests.harness.waiting import PATIENCE_S
+from tests.harness.weight_peers import reading
 from weight_transfer import (
     CatalogError,
     ChunkStore,
@@ -41,9 +42,6 @@ from weight_transfer.catalog import (
 )
 from weight_transfer.errors import IndexFormatError, ReadLeaseError
 from weight_transfer.fetch import (
-    Caps,
-    ChunkFetcher,
-    DownloadLimits,
     PublisherClient,
     publisher_client,
 )
@@ -63,7 +61,7 @@ def tensors(version: int) -> dict[str, TensorBits]:
     return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
 
 
-class Trainer:
+class RetainedTrainer:
     """A publisher's store and server."""
 
     def __init__(self, root: Path, port: int) -> None:
@@ -82,8 +80,8 @@ class Trainer:
 
 
 @pytest.fixture
-async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Trainer]:
-    trainer = Trainer(tmp_path / "origin", unused_tcp_port)
+async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[RetainedTrainer]:
+    trainer = RetainedTrainer(tmp_path / "origin", unused_tcp_port)
     await trainer.server.start()
     yield trainer
     await trainer.retention.close()
@@ -91,26 +89,19 @@ async def trainer(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Trainer
 
 
 async def joined(
-    trainer: Trainer, folder: Path, receiver: Receiver, target: int, *, rebase: bool = False
+    trainer: RetainedTrainer, folder: Path, receiver: Receiver, target: int, *, rebase: bool = False
 ) -> int:
-    """Bring a replica to a version; returns how many manifests it took."""
-    async with aiohttp.ClientSession() as session:
-        receiving = DownloadLimits(ChunkStore(folder), Caps())
-        chain = AnnouncedVersions()
-        known = KnownVersion("job", target, target - 1, trainer.server.url)
-        chain.add(known)
-        source = WeightSource(
-            session,
-            ChunkFetcher(session, receiving),
-            chain,
-            KEY.verify_key,
-            PublisherClient(session, "node", KEY.verify_key),
-        )
+    """Bring a replica to a version; return how many manifests it took."""
+    chain, known = AnnouncedVersions(), KnownVersion("job", target, target - 1, trainer.server.url)
+    chain.add(known)
+    async with reading(folder) as fetcher:
+        client = PublisherClient(fetcher._session, "node", KEY.verify_key)
+        source = WeightSource(fetcher._session, fetcher, chain, KEY.verify_key, client)
         wish = UpdateRequest("r0", receiver.version, known, rebase)
         brought = await fetch_update(source, wish, lambda _: None, set())
-        receiving.close()
+        store = fetcher.receiving.store
     manifests = [Manifest.from_bytes(path.read_bytes()) for path in brought.manifests]
-    chunks = {ref.id: receiving.store.get(ref.id) for m in manifests for ref in m.chunks}
+    chunks = {ref.id: store.get(ref.id) for m in manifests for ref in m.chunks}
     receiver.commit(receiver.decode_chain(manifests, chunks, KEY.verify_key, time.time()))
     assert receiver.version == brought.version == target
     return len(manifests)
@@ -122,7 +113,7 @@ def equal(receiver: Receiver, version: int) -> bool:
 
 @pytest.mark.parametrize("base", [None, 0, 1, 3, VERSIONS])
 async def test_a_join_at_any_version_is_bit_exact(
-    base: int | None, trainer: Trainer, tmp_path: Path
+    base: int | None, trainer: RetainedTrainer, tmp_path: Path
 ) -> None:
     for version in range(1, VERSIONS + 1):
         trainer.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
@@ -136,7 +127,7 @@ async def test_a_join_at_any_version_is_bit_exact(
 
 
 async def test_wrong_weights_are_healed_by_a_newer_base_only(
-    trainer: Trainer, tmp_path: Path
+    trainer: RetainedTrainer, tmp_path: Path
 ) -> None:
     for version in range(1, 5):
         trainer.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
@@ -154,7 +145,7 @@ async def test_wrong_weights_are_healed_by_a_newer_base_only(
 
 
 async def test_a_base_follows_a_long_chain_and_only_leased_versions_outlive_it(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: RetainedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 3)
     trainer.publish(1)
@@ -190,7 +181,7 @@ def _without_announced(leases: ReadLeases) -> Callable[[float], list[object]]:
 
 
 async def test_a_base_in_the_making_does_not_hold_a_version_up(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: RetainedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
     begun, made = asyncio.Event(), asyncio.Event()
@@ -214,7 +205,7 @@ async def test_a_base_in_the_making_does_not_hold_a_version_up(
 
 
 async def test_what_was_just_announced_waits_for_readers_to_lease_it(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: RetainedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weight_transfer.catalog.MOST_DELTAS", 1)
     for version in (1, 2, 3):
@@ -242,7 +233,7 @@ class MoodySession:
 
 
 async def test_a_lease_is_renewed_after_whatever_one_try_raised(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trainer: RetainedTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publisher_client, "LEASE_TTL_S", 0.03)
     async with aiohttp.ClientSession() as session, asyncio.timeout(PATIENCE_S):
@@ -286,7 +277,7 @@ def test_a_flood_of_leases_takes_none_from_other_peers() -> None:
     assert few.live(LONGEST_TTL_S + 1.0) == []
 
 
-async def test_a_lease_that_says_nothing_is_refused(trainer: Trainer) -> None:
+async def test_a_lease_that_says_nothing_is_refused(trainer: RetainedTrainer) -> None:
     async with aiohttp.ClientSession() as session:
         for body in (
             b"",
@@ -336,33 +327,30 @@ def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
 
 def test_a_catalog_of_another_key_job_or_time_is_refused() -> None:
     catalog = Catalog({4: 100}, (Published(5, 4, 7),))
-    raw = encode_catalog(catalog, "job", KEY, 50.0)
-    for args, why in (
-        (("job", SigningKey.generate().verify_key, 60.0), "does not match key"),
-        (("other", KEY.verify_key, 60.0), "versions of other"),
-        (("job", KEY.verify_key, 50.0 + publisher_client.LIFETIME_S), "expired"),
+    raw, unsigned = (encode_catalog(catalog, "job", key, 50.0) for key in (KEY, None))
+    late_s = 50.0 + publisher_client.LIFETIME_S
+    for catalog_bytes, job, key, now_s, why in (
+        (raw, "job", SigningKey.generate(), 60.0, "does not match key"),
+        (raw, "other", KEY, 60.0, "versions of other"),
+        (raw, "job", KEY, late_s, "expired"),
+        (unsigned, "job", KEY, 60.0, "no signature"),
     ):
         with pytest.raises(IndexFormatError, match=why):
-            decode_catalog(raw, *args)
-    unsigned = encode_catalog(catalog, "job", None, 50.0)
-    with pytest.raises(IndexFormatError, match="no signature"):
-        decode_catalog(unsigned, "job", KEY.verify_key, 60.0)
+            decode_catalog(catalog_bytes, job, key.verify_key, now_s)
 
 
 def test_the_longest_catalog_is_readable_and_more_is_left_to_older_ones() -> None:
-    top = (1 << 63) - 1
-    deltas = tuple(
-        Published(top - n, top - n - 1, top) for n in range(2 * publisher_client.MOST_DELTAS)
-    )
+    top, most = (1 << 63) - 1, publisher_client.MOST_DELTAS
+    deltas = tuple(Published(top - n, top - n - 1, top) for n in range(2 * most))
     bases = {top - n: top for n in range(2 * publisher_client.MOST_BASES)}
     raw = encode_catalog(Catalog(bases, deltas), "job", KEY, 50.0)
     read = decode_catalog(raw, "job", KEY.verify_key, 60.0)
     assert read.newest == top
-    assert len(read.deltas) == publisher_client.MOST_DELTAS
+    assert len(read.deltas) == most
 
 
 async def test_retention_that_breaks_is_told_and_taken_up_with_the_next_version(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: RetainedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, broke = trainer.store.catalog, []
 

@@ -1,19 +1,23 @@
-"""One copy for the ranks of a node: what followers believe, and what they refuse."""
+"""One copy for the ranks of a node, in one process and in several, of which any may die."""
 
 import json
 import mmap
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import blake3
 import numpy as np
 import pytest
 from msgspec import structs
 from weight_cases import model, next_model
 
 from bench.weights.ranks import write_safetensors
+from tests.harness.processes import Forked
 from weight_transfer import (
     ChunkStore,
     DigestMismatchError,
@@ -35,7 +39,7 @@ from weight_transfer.format.checkpoint import Checkpoint
 KEY = SigningKey.from_hex("04" * 32)
 
 
-class Clock:
+class SleptClock:
     """Time passes where somebody sleeps."""
 
     def __init__(self) -> None:
@@ -50,11 +54,11 @@ class Clock:
         self.on_sleep()
 
 
-class Node:
+class RankedNode:
     """Ranks of one node, all in this process."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.clock = root, Clock()
+        self.root, self.clock = root, SleptClock()
         self.base = {n: t for n, t in model(1).items() if t.dtype == "bfloat16"}
         (root / "model").mkdir()
         write_safetensors(root / "model" / "model.safetensors", self.base)
@@ -62,14 +66,20 @@ class Node:
         self.publisher = VersionPublisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
         self.place = root / "ranks" / "engine"
 
-    def rank(self, place: Path | None = None) -> "Rank":
+    def pair(self) -> tuple["LocalRank", "LocalRank"]:
+        """Publish version 1, of the weights `new`; return a leader and a follower."""
+        self.new = next_model(self.base, 1, 0.3)
+        self.publisher.publish(1, 0, self.base, self.new)
+        return self.rank(), self.rank()
+
+    def rank(self, place: Path | None = None) -> "LocalRank":
         checkpoint = Checkpoint.open(self.root / "model")
         copy = NodeCopy(checkpoint, place or self.place, self.clock, self.clock.sleep)
-        return Rank(self, copy)
+        return LocalRank(self, copy)
 
 
-class Rank:
-    def __init__(self, node: Node, copy: NodeCopy) -> None:
+class LocalRank:
+    def __init__(self, node: RankedNode, copy: NodeCopy) -> None:
         self._node, self.copy = node, copy
         self.receiver = Receiver.over(copy)
 
@@ -97,11 +107,11 @@ class Rank:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path) -> RankedNode:
+    return RankedNode(tmp_path)
 
 
-def test_a_chain_and_a_base_arrive_on_all_ranks(node: Node) -> None:
+def test_a_chain_and_a_base_arrive_on_all_ranks(node: RankedNode) -> None:
     models = [node.base]
     for version, density in enumerate((0.1, 0.0, 1.0), start=1):
         models.append(next_model(models[-1], version, density))
@@ -120,15 +130,15 @@ def test_a_chain_and_a_base_arrive_on_all_ranks(node: Node) -> None:
             rank.holds(wanted, update.version)
 
 
-def test_a_rank_alone_needs_no_place(node: Node) -> None:
+def test_a_rank_alone_needs_no_place(node: RankedNode) -> None:
     new = next_model(node.base, 1, 0.3)
     node.publisher.publish(1, 0, node.base, new)
-    rank = Rank(node, NodeCopy(Checkpoint.open(node.root / "model")))
+    rank = LocalRank(node, NodeCopy(Checkpoint.open(node.root / "model")))
     rank.receiver.commit(rank.decode(rank.plan(1), ""))
     rank.holds(new, 1)
 
 
-def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: Node) -> None:
+def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: RankedNode) -> None:
     name = "proj"
     new = node.base | {name: next_model(node.base, 1, 0.3)[name]}
     node.publisher.publish(1, 0, node.base, new)
@@ -141,9 +151,8 @@ def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: Nod
     assert inside == {name}
 
 
-def test_the_leaders_failure_is_everybodys(node: Node) -> None:
-    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
-    leader, follower = node.rank(), node.rank()
+def test_the_leaders_failure_is_everybodys(node: RankedNode) -> None:
+    leader, follower = node.pair()
     plan = leader.plan(1)
 
     def broken(name: str) -> StagedTensor:
@@ -158,9 +167,8 @@ def test_the_leaders_failure_is_everybodys(node: Node) -> None:
     assert update.changed
 
 
-def test_an_earlier_attempt_is_not_taken_for_this_one(node: Node) -> None:
-    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
-    leader, follower = node.rank(), node.rank()
+def test_an_earlier_attempt_is_not_taken_for_this_one(node: RankedNode) -> None:
+    leader, follower = node.pair()
     leader.decode(leader.plan(1), "first")
     with pytest.raises(StoreError, match="did not begin"):
         follower.decode(follower.plan(1), "second")
@@ -169,9 +177,8 @@ def test_an_earlier_attempt_is_not_taken_for_this_one(node: Node) -> None:
         follower.decode(follower.plan(1), "")
 
 
-def test_a_leader_that_stands_still_is_not_waited_for(node: Node) -> None:
-    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
-    leader, follower = node.rank(), node.rank()
+def test_a_leader_that_stands_still_is_not_waited_for(node: RankedNode) -> None:
+    leader, follower = node.pair()
     plan = leader.plan(1)
     decode, names = leader.receiver.decode_tensor, list(plan.tensors)
 
@@ -189,9 +196,8 @@ def test_a_leader_that_stands_still_is_not_waited_for(node: Node) -> None:
     follower.holds(node.base, 0)
 
 
-def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: Node) -> None:
-    node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
-    leader, follower = node.rank(), node.rank()
+def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: RankedNode) -> None:
+    leader, follower = node.pair()
     update = leader.decode(leader.plan(1))
     for values in (update.tensors[0].change.new, update.tensors[0].change.old):
         values[0] ^= 1
@@ -206,11 +212,9 @@ def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: Node)
     assert follower.decode(follower.plan(1)).changed == update.changed
 
 
-def test_a_leader_that_decoded_another_version_is_not_believed(node: Node) -> None:
+def test_a_leader_that_decoded_another_version_is_not_believed(node: RankedNode) -> None:
     """The same bytes on the wire and the same attempt, and the manifest says something else."""
-    new = next_model(node.base, 1, 0.3)
-    node.publisher.publish(1, 0, node.base, new)
-    leader, follower = node.rank(), node.rank()
+    leader, follower = node.pair()
     leader.decode(leader.plan(1))
     plan = follower.plan(1)
     other = structs.replace(plan.tensors["proj"][-1], digest_after="0" * 16)
@@ -219,7 +223,7 @@ def test_a_leader_that_decoded_another_version_is_not_believed(node: Node) -> No
         follower.decode(wrong)
 
 
-def test_ranks_that_read_other_files_are_no_crew(node: Node, tmp_path: Path) -> None:
+def test_ranks_that_read_other_files_are_no_crew(node: RankedNode, tmp_path: Path) -> None:
     leader = node.rank()
     other = {n: t for n, t in next_model(node.base, 5).items() if n != "bias"}
     write_safetensors(tmp_path / "new", other)
@@ -229,7 +233,7 @@ def test_ranks_that_read_other_files_are_no_crew(node: Node, tmp_path: Path) -> 
     leader.holds(node.base, 0)
 
 
-def test_a_follower_whose_version_is_another_is_told(node: Node) -> None:
+def test_a_follower_whose_version_is_another_is_told(node: RankedNode) -> None:
     models = [node.base, next_model(node.base, 1, 0.3)]
     models.append(next_model(models[1], 2, 0.3))
     node.publisher.publish(1, 0, *models[:2])
@@ -243,20 +247,18 @@ def test_a_follower_whose_version_is_another_is_told(node: Node) -> None:
         follower.receiver.commit(behind)
 
 
-def test_a_follower_commits_once_the_leader_has(node: Node) -> None:
-    new = next_model(node.base, 1, 0.3)
-    node.publisher.publish(1, 0, node.base, new)
-    leader, follower = node.rank(), node.rank()
+def test_a_follower_commits_once_the_leader_has(node: RankedNode) -> None:
+    leader, follower = node.pair()
     update, own = leader.decode(leader.plan(1)), follower.decode(follower.plan(1))
     with pytest.raises(StoreError, match="stood still"):
         follower.receiver.commit(own)
     follower.holds(node.base, 0)
     node.clock.on_sleep = lambda: leader.receiver.commit(update)
     follower.receiver.commit(own)
-    follower.holds(new, 1)
+    follower.holds(node.new, 1)
 
 
-def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: Node) -> None:
+def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: RankedNode) -> None:
     node.publisher.publish(1, 0, node.base, next_model(node.base, 1, 0.3))
     leader = node.rank()
     leader.receiver.commit(leader.decode(leader.plan(1)))
@@ -264,7 +266,7 @@ def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: Node) -> 
         node.rank()
 
 
-def record(node: Node, **changes: Any) -> Path:
+def record(node: RankedNode, **changes: Any) -> Path:
     """A place that names some segment of this process, its fields changed."""
     node.place.parent.mkdir(mode=0o700)
     node.place.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | changes))
@@ -273,19 +275,19 @@ def record(node: Node, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"pid": "x"}', "{" * 900])
-def test_a_torn_record_is_refused(node: Node, text: str) -> None:
+def test_a_torn_record_is_refused(node: RankedNode, text: str) -> None:
     record(node).write_text(text)
     with pytest.raises(StoreError, match="names no segment"):
         node.rank()
 
 
-def test_a_record_of_somebody_else_is_refused(node: Node) -> None:
+def test_a_record_of_somebody_else_is_refused(node: RankedNode) -> None:
     record(node).chmod(0o644)
     with pytest.raises(StoreError, match="not this user's alone"):
         node.rank()
 
 
-def test_a_link_in_the_place_of_a_record_is_refused(node: Node, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_record_is_refused(node: RankedNode, tmp_path: Path) -> None:
     path = record(node)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -294,14 +296,14 @@ def test_a_link_in_the_place_of_a_record_is_refused(node: Node, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o711])
-def test_a_folder_that_others_may_enter_is_refused(node: Node, mode: int) -> None:
+def test_a_folder_that_others_may_enter_is_refused(node: RankedNode, mode: int) -> None:
     node.place.parent.mkdir()
     node.place.parent.chmod(mode)
     with pytest.raises(StoreError, match="not this user's alone"):
         node.rank()
 
 
-def test_what_dead_ranks_left_is_removed(node: Node) -> None:
+def test_what_dead_ranks_left_is_removed(node: RankedNode) -> None:
     left = record(node, pid=2**22 + 1)
     node.rank(node.place.with_name("next"))
     assert not left.exists()
@@ -312,7 +314,7 @@ def test_what_dead_ranks_left_is_removed(node: Node) -> None:
     assert kept.exists(), "of another container: nobody here knows whether it lives"
 
 
-def test_ranks_that_cannot_see_each_other_say_so(node: Node) -> None:
+def test_ranks_that_cannot_see_each_other_say_so(node: RankedNode) -> None:
     segment = SharedSegment.make("other", 4096)
     address = replace(segment.address, namespace=1)
     with pytest.raises(StoreError, match="one namespace of process ids"):
@@ -372,3 +374,112 @@ def test_of_many_one_is_elected(tmp_path: Path) -> None:
     found = {elect(tmp_path / "ranks" / "engine", segment.address) for segment in segments}
     assert found == {segments[0].address}
     assert isinstance(found.pop(), Address)
+
+
+PROGRAM = str(Path(__file__).with_name("node_rank_main.py"))
+VERSIONS = 3
+
+
+class VersionedNode(RankedNode):
+    """A checkpoint with its versions, and the processes of ranks that read it."""
+
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        super().__init__(root)
+        self._stack = stack
+        self.ranks = root / "ranks"
+        self.models = [self.base]
+        for version in range(1, VERSIONS + 1):
+            self.models.append(next_model(self.models[-1], version, 0.2))
+            self.publisher.publish(version, version - 1, *self.models[-2:])
+
+    def start(self, place: str, hold_at: int | None = None) -> "RankProcess":
+        words = [str(self.root), str(self.ranks / place), str(VERSIONS)]
+        words += [] if hold_at is None else [str(hold_at)]
+        return RankProcess(self._stack.enter_context(Forked(PROGRAM, *words, stdout=True)))
+
+
+class RankProcess:
+    def __init__(self, process: Forked) -> None:
+        self.process = process
+        self._leads: bool | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Return the first line that the rank prints, once it has read the checkpoint."""
+        if self._leads is None:
+            self._leads = bool(self.says()["leads"])
+        return self._leads
+
+    def says(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return dict(json.loads(self.process.stdout.readline()))
+
+
+def all_follow(node: VersionedNode, ranks: list[RankProcess]) -> None:
+    """Every version, one after the other, each decoded once and the same everywhere."""
+    assert [rank.leads for rank in ranks].count(True) == 1
+    for version in range(1, VERSIONS + 1):
+        assert [rank.says() for rank in ranks] == [{"decoded": version}] * len(ranks)
+        step(ranks)
+        said = [rank.says() for rank in ranks]
+        assert {each["version"] for each in said} == {version}
+        assert {each["held"] for each in said} == {held(node.models[version])}
+        decodes = [each["decodes"] for each in said]
+        assert sorted(decodes) == [0] * (len(ranks) - 1) + [len(node.models[0])]
+        step(ranks)
+
+
+def step(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGUSR1)
+
+
+def held(tensors: dict[str, TensorBits]) -> str:
+    found = blake3.blake3()
+    for name in sorted(tensors):
+        found.update(tensors[name].bits.tobytes())
+    return found.hexdigest()
+
+
+@pytest.fixture
+def versioned(tmp_path: Path) -> Iterator[VersionedNode]:
+    with ExitStack() as stack:
+        yield VersionedNode(tmp_path, stack)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_update_is_decoded_once_and_all_ranks_have_it_bit_for_bit(
+    versioned: VersionedNode, size: int
+) -> None:
+    all_follow(versioned, [versioned.start("engine") for _ in range(size)])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_when_the_rank_that_decodes_is_killed_nothing_activates_anywhere(
+    versioned: VersionedNode, size: int
+) -> None:
+    leader = versioned.start("engine", hold_at=1)
+    assert leader.leads
+    others = [versioned.start("engine") for _ in range(size - 1)]
+    assert not any(rank.leads for rank in others)
+    assert "decoding" in leader.says()
+    leader.process.send_signal(signal.SIGKILL)
+    for rank in others:
+        said = rank.says()
+        assert (said["error"], said["version"]) == ("StoreError", 0)
+        assert "has ended" in said["message"]
+        assert rank.process.wait(30) == 0
+    # The engine starts anew, and so do its ranks; what the dead ones left is gone.
+    all_follow(versioned, [versioned.start("engine-2") for _ in range(size)])
+    assert [path.name for path in versioned.ranks.iterdir()] == ["engine-2"]
+
+
+def test_a_rank_that_only_follows_takes_nobody_with_it(versioned: VersionedNode) -> None:
+    leader = versioned.start("engine", hold_at=1)
+    assert leader.leads
+    follower = versioned.start("engine")
+    assert not follower.leads
+    assert "decoding" in leader.says()
+    follower.process.send_signal(signal.SIGKILL)
+    follower.process.wait(30)
+    assert leader.process.poll() is None
