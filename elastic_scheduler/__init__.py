@@ -16,9 +16,11 @@ The loop of a turn, of which the gateway's is the real one; golden traces: tests
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
 from elastic_scheduler.hedging import Hedge, HedgedGroup, MemberView, Won
 from elastic_scheduler.idempotency import Conflict, IdempotencyCache
-from elastic_scheduler.leases.harvest_mode import HarvestMode, HarvestModes, HarvestPlan
 from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease_table import (
+    HarvestMode,
+    HarvestModes,
+    HarvestPlan,
     Lease,
     LeaseState,
     LeaseTable,
@@ -27,7 +29,7 @@ from elastic_scheduler.leases.lease_table import (
     SwitchKind,
 )
 from elastic_scheduler.policies import Policy, make_policy, policy_names
-from elastic_scheduler.policies.drf import FairShares
+from elastic_scheduler.policies.rose import FairShares
 from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
 from elastic_scheduler.rollouts.admission import (
     StalenessAdmission,
@@ -35,15 +37,19 @@ from elastic_scheduler.rollouts.admission import (
     TakenGroup,
     TurnTicket,
 )
-from elastic_scheduler.rollouts.batching import PromptQueue, Round, RoundDone, TailBatcher, TailPlan
 from elastic_scheduler.rollouts.buffer import (
     CancelRun,
     DroppedGroup,
+    PromptQueue,
     RolloutBuffer,
     RolloutProgress,
+    Round,
+    RoundDone,
     SampleRun,
     StartRun,
     StepPlan,
+    TailBatcher,
+    TailPlan,
     TrainingGroup,
     TrainingStep,
 )

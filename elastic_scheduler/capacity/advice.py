@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from elastic_scheduler.capacity.effective import EffectivePolicy
-from elastic_scheduler.leases.harvest_mode import HarvestMode
+from elastic_scheduler.leases.lease_table import HarvestMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,15 @@ a slow leak that only wants a ticket does not. A hold ends by hysteresis. Lendin
 slow shows in several of a deployment at once, since a router evens their load out; one slow host
 shows alone.
 
-Both are state machines without a clock: `step(event, now_s) -> actions` and `status()`.
+Both are state machines without a clock: they take reports, `judge` returns the holds that begin
+and end, and `status` has those that last.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
@@ -38,48 +40,10 @@ SHARE_OF_DEPLOYMENT: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """Requests of a node's host since its last report; `lends`: a lease of its guest lives.
+class HoldChange:
+    """A hold that begins or ends; `why` has its figures. deployment: None for a hold of `node`."""
 
-    With several hosts good and bad are sums, and `hosts` has both of each: a host that burns its
-    budget among seven that do not would not show in a sum.
-    """
-
-    node: str
-    good: int
-    bad: int
-    lends: bool
-    hosts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeBudgets:
-    """Event: time to decide. limits: in force for each node. deployments: of each node."""
-
-    limits: Mapping[str, SloBudget | None]
-    deployments: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """Event: a node is gone; its budget is dropped if it is not back within the period."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class HoldBegun:
-    """Action: a hold begins; `why` has its figures. deployment: None for a hold of `node`."""
-
-    node: str
-    why: str
-    deployment: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HoldEnded:
-    """Action: a hold ends."""
-
+    begins: bool
     node: str
     why: str
     deployment: str | None = None
@@ -113,21 +77,36 @@ class BudgetHold:
         self._deployments: dict[str, str] = {}
         self._of: dict[str, str] = {}
 
-    def step(
-        self, event: Served | JudgeBudgets | Gone, now_s: float
-    ) -> list[HoldBegun | HoldEnded]:
-        """Return the actions that follow; only `JudgeBudgets` decides."""
-        match event:
-            case Served():
-                self._serve(event, now_s)
-                return []
-            case Gone():
-                host = self._hosts.get(event.node)
-                if host is not None and host.held is None:
-                    del self._hosts[event.node]
-                return []
-            case JudgeBudgets():
-                return self._judge(event, now_s)
+    def serve(
+        self,
+        node: str,
+        good: int,
+        bad: int,
+        now_s: float,
+        *,
+        lends: bool,
+        hosts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """Take the requests of a node's host since its last report. lends: its guest is leased.
+
+        With several hosts good and bad are sums, and `hosts` has both of each: a host that burns
+        its budget among seven that do not would not show in a sum.
+        """
+        host = self._hosts.get(node)
+        if host is None:
+            host = self._hosts[node] = _Host(ErrorBudget(OBJECTIVE))
+        if good or bad:
+            host.budget.add(now_s, good, bad)
+        if hosts or host.hosts:
+            _serve_each(host, hosts, now_s)
+        if lends:
+            host.lent_s = now_s
+
+    def forget(self, node: str) -> None:
+        """Drop the budget of a node that is gone, unless it is held: leaving ends no hold."""
+        host = self._hosts.get(node)
+        if host is not None and host.held is None:
+            del self._hosts[node]
 
     def status(self) -> dict[str, str]:
         """Return the reason of each held node: its own burn, or its deployment's."""
@@ -156,43 +135,35 @@ class BudgetHold:
             name: 1.0 - burnt(good, bad, objectives[name]) for name, (good, bad) in counts.items()
         }
 
-    def _serve(self, event: Served, now_s: float) -> None:
-        host = self._hosts.get(event.node)
-        if host is None:
-            host = self._hosts[event.node] = _Host(ErrorBudget(OBJECTIVE))
-        if event.good or event.bad:
-            host.budget.add(now_s, event.good, event.bad)
-        if event.hosts or host.hosts:
-            _serve_each(host, event, now_s)
-        if event.lends:
-            host.lent_s = now_s
-
-    def _judge(self, event: JudgeBudgets, now_s: float) -> list[HoldBegun | HoldEnded]:
-        acts: list[HoldBegun | HoldEnded] = []
-        self._of = dict(event.deployments)
+    def judge(
+        self,
+        limits: Mapping[str, SloBudget | None],
+        now_s: float,
+        deployments: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[HoldChange]:
+        """Return the changes now. limits: in force for each node. deployments: of each node."""
+        acts: list[HoldChange] = []
+        self._of = dict(deployments)
         for node, host in self._hosts.items():
-            limit = event.limits.get(node)
+            limit = limits.get(node)
             if limit is None:
-                if node in event.limits and host.held is not None:
+                if node in limits and host.held is not None:
                     host.held = host.calm_since_s = None
-                    acts.append(HoldEnded(node, "no policy bounds its SLO budget any more"))
+                    why = "no policy bounds its SLO budget any more"
+                    acts.append(HoldChange(False, node, why))
                 continue
             for budget in (host.budget, *(each.budget for each in host.hosts.values())):
                 budget.objective = limit.objective
             if host.held is None:
-                why = self._burns(host, limit, now_s)
-                if why is not None:
-                    host.held, host.calm_since_s = why, None
-                    acts.append(HoldBegun(node, why))
+                burns = self._burns(host, limit, now_s)
+                if burns is not None:
+                    host.held, host.calm_since_s = burns, None
+                    acts.append(HoldChange(True, node, burns))
             elif self._calm(host, limit, now_s):
                 host.held = host.calm_since_s = None
-                acts.append(
-                    HoldEnded(
-                        node,
-                        f"its burn rate was at most {CALM_BURN:g} for {limit.release_after_s:g} s",
-                    )
-                )
-        return acts + self._judge_deployments(event.deployments)
+                why = f"its burn rate was at most {CALM_BURN:g} for {limit.release_after_s:g} s"
+                acts.append(HoldChange(False, node, why))
+        return acts + self._judge_deployments(deployments)
 
     def _burns(self, host: _Host, limit: SloBudget, now_s: float) -> str | None:
         if now_s > host.lent_s + LENT_LATELY_S:
@@ -213,11 +184,11 @@ class BudgetHold:
             host.calm_since_s = now_s
         return now_s >= host.calm_since_s + limit.release_after_s
 
-    def _judge_deployments(self, deployments: Mapping[str, str]) -> list[HoldBegun | HoldEnded]:
+    def _judge_deployments(self, deployments: Mapping[str, str]) -> list[HoldChange]:
         members: dict[str, list[str]] = {}
         for node, name in deployments.items():
             members.setdefault(name, []).append(node)
-        acts: list[HoldBegun | HoldEnded] = []
+        acts: list[HoldChange] = []
         for name, nodes in members.items():
             burning = [n for n in nodes if n in self._hosts and self._hosts[n].held is not None]
             most = max(LEAST_OF_DEPLOYMENT, math.ceil(SHARE_OF_DEPLOYMENT * len(nodes)))
@@ -227,18 +198,19 @@ class BudgetHold:
                     f" {name or '(none)'} burn theirs, {most} hold all"
                 )
                 self._deployments[name] = why
-                acts.append(HoldBegun("", why, name))
+                acts.append(HoldChange(True, "", why, name))
             elif name in self._deployments and not burning:
                 del self._deployments[name]
-                acts.append(HoldEnded("", "no host of it burns its budget any more", name))
+                why = "no host of it burns its budget any more"
+                acts.append(HoldChange(False, "", why, name))
         for name in [n for n in self._deployments if n not in members]:
             del self._deployments[name]
         return acts
 
 
-def _serve_each(node: _Host, event: Served, now_s: float) -> None:
+def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float) -> None:
     """Add the requests of each host; one without a report for the longest window is dropped."""
-    for name, (good, bad) in event.hosts.items():
+    for name, (good, bad) in hosts.items():
         one = node.hosts.get(name)
         if one is None:
             if len(node.hosts) >= MOST_HOSTS:
@@ -269,23 +241,8 @@ def _burnt(budget: ErrorBudget, limit: SloBudget, now_s: float, whose: str) -> s
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class BusySeen:
-    """Share of the time since the last report in which a node's host worked."""
-
-    node: str
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeBusy:
-    """Event: time to decide; limits: in force for each node."""
-
-    limits: Mapping[str, MaxHostBusy | None]
-
-
 @dataclass(slots=True)
-class _Load:
+class _HostLoad:
     samples: deque[tuple[float, float]]
     since_s: float
     held: str | None = None
@@ -299,23 +256,18 @@ class BusyHold:
     """Holds of nodes whose host is busy: less idle time than a guest is worth."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _HostLoad] = {}
 
-    def step(self, event: BusySeen | JudgeBusy | Gone, now_s: float) -> list[HoldBegun | HoldEnded]:
-        """Return the actions that follow; only `JudgeBusy` decides."""
-        match event:
-            case BusySeen():
-                load = self._loads.get(event.node)
-                if load is None:
-                    load = _Load(deque(maxlen=_MOST_SAMPLES), now_s)
-                    self._loads[event.node] = load
-                load.samples.append((now_s, min(1.0, max(0.0, event.share))))
-                return []
-            case Gone():
-                self._loads.pop(event.node, None)
-                return []
-            case JudgeBusy():
-                return self._judge(event, now_s)
+    def seen(self, node: str, share: float, now_s: float) -> None:
+        """Take the share of the time since the last report in which a node's host worked."""
+        load = self._loads.get(node)
+        if load is None:
+            load = self._loads[node] = _HostLoad(deque(maxlen=_MOST_SAMPLES), now_s)
+        load.samples.append((now_s, min(1.0, max(0.0, share))))
+
+    def forget(self, node: str) -> None:
+        """Forget a node that is gone."""
+        self._loads.pop(node, None)
 
     def status(self) -> dict[str, str]:
         """Return the reason of each held node."""
@@ -326,16 +278,16 @@ class BusyHold:
         load = self._loads.get(node)
         return load.samples[-1][1] if load is not None and load.samples else None
 
-    def _judge(self, event: JudgeBusy, now_s: float) -> list[HoldBegun | HoldEnded]:
-        acts: list[HoldBegun | HoldEnded] = []
+    def judge(self, limits: Mapping[str, MaxHostBusy | None], now_s: float) -> list[HoldChange]:
+        """Return the changes now. limits: in force for each node."""
+        acts: list[HoldChange] = []
         for node, load in self._loads.items():
-            limit = event.limits.get(node)
+            limit = limits.get(node)
             if limit is None:
-                if load.held is not None and node in event.limits:
+                if load.held is not None and node in limits:
                     load.held = None
-                    acts.append(
-                        HoldEnded(node, "no policy bounds how busy its host may be any more")
-                    )
+                    why = "no policy bounds how busy its host may be any more"
+                    acts.append(HoldChange(False, node, why))
                 continue
             mean = self._mean(load, limit.over_s, now_s)
             if mean is None:
@@ -345,17 +297,17 @@ class BusyHold:
                     f"busy: its host worked {mean:.0%} of the last {limit.over_s:g} s, at most"
                     f" {limit.share:.0%} while it lends"
                 )
-                acts.append(HoldBegun(node, load.held))
+                acts.append(HoldChange(True, node, load.held))
             elif load.held is not None and mean < limit.resume:
                 load.held = None
                 why = (
                     f"its host worked {mean:.0%} of the last {limit.over_s:g} s, below"
                     f" {limit.resume:.0%}"
                 )
-                acts.append(HoldEnded(node, why))
+                acts.append(HoldChange(False, node, why))
         return acts
 
-    def _mean(self, load: _Load, over_s: float, now_s: float) -> float | None:
+    def _mean(self, load: _HostLoad, over_s: float, now_s: float) -> float | None:
         """Return the average by time; None before a whole window, or without reports."""
         if now_s < load.since_s + over_s:
             return None

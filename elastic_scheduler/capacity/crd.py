@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
-from elastic_scheduler.capacity.blackout import BlackoutWindow
 from elastic_scheduler.capacity.gate import CLI
 from elastic_scheduler.capacity.policy import (
+    BlackoutWindow,
     Canary,
     CapacityPolicy,
     HostReserve,
@@ -29,8 +29,8 @@ from elastic_scheduler.capacity.policy import (
     SloBudget,
     TenantLimit,
     Watermarks,
+    duration_text,
 )
-from elastic_scheduler.capacity.values import duration_text
 
 _DROPPED: Final = frozenset({"title", "additionalProperties"})
 _NESTED: Final[dict[str, type[BaseModel]]] = {

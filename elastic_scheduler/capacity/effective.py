@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
-from elastic_scheduler.capacity.blackout import BlackoutWindow
 from elastic_scheduler.capacity.policy import (
     LEASE_TTL_S,
+    BlackoutWindow,
     CapacityPolicy,
     MaxHostBusy,
     PolicyMode,

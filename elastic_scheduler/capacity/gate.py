@@ -25,17 +25,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from elastic_scheduler.capacity.budget_hold import (
-    BudgetHold,
-    BusyHold,
-    BusySeen,
-    Gone,
-    HoldBegun,
-    HoldEnded,
-    JudgeBudgets,
-    JudgeBusy,
-    Served,
-)
+from elastic_scheduler.capacity.budget_hold import BudgetHold, BusyHold, HoldChange
 from elastic_scheduler.capacity.effective import (
     NO_POLICY,
     EffectivePolicy,
@@ -43,16 +33,18 @@ from elastic_scheduler.capacity.effective import (
     in_canary,
     rank_of,
 )
-from elastic_scheduler.capacity.policy import CapacityPolicy, PolicyMode, StopPolicy
-from elastic_scheduler.capacity.values import most_of
+from elastic_scheduler.capacity.policy import CapacityPolicy, PolicyMode, StopPolicy, most_of
 from elastic_scheduler.errors import PolicyError
-from elastic_scheduler.leases.harvest_mode import (
+from elastic_scheduler.leases.lease_table import (
     HarvestMode,
     HarvestModes,
     HarvestPlan,
+    Lease,
+    LeaseState,
+    Offer,
+    ReplicaKind,
     stricter,
 )
-from elastic_scheduler.leases.lease_table import Lease, LeaseState, Offer, ReplicaKind
 
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 # Key of all hosts together among the counters of a node's hosts. No host has this name.
@@ -262,12 +254,12 @@ class CapacityGate:
         hosts: counters of each of several, by name; good and bad are their sums.
         """
         if busy is not None:
-            self._busy.step(BusySeen(node, busy), now_s)
+            self._busy.seen(node, busy, now_s)
         before = self._counted.get(node, {})
         now = self._counted[node] = {ALL_HOSTS: (good, bad), **hosts}
         since = {name: _since(before.get(name), counts) for name, counts in now.items()}
         good, bad = since.pop(ALL_HOSTS)
-        self._budgets.step(Served(node, good, bad, lends, since), now_s)
+        self._budgets.serve(node, good, bad, now_s, lends=lends, hosts=since)
 
     def watched(self, node: str, *, scraped: bool) -> None:
         """Record the source of a node's host: a scraped one is too late to yield to."""
@@ -277,8 +269,8 @@ class CapacityGate:
 
     def forget(self, node: str) -> None:
         """Forget a lost node; its budget is kept while it is held, so that leaving ends no hold."""
-        for hold in (self._budgets, self._busy):
-            hold.step(Gone(node), 0.0)
+        self._budgets.forget(node)
+        self._busy.forget(node)
         self._scraped.discard(node)
         for known in (self._counted, self._labels, self._effective, self._verdicts):
             known.pop(node, None)
@@ -427,7 +419,7 @@ class CapacityGate:
 
     def _judge_holds(self, facts: list[NodeFacts], now_s: float) -> list[CapacityNote | Halt]:
         busy_limits = {each.name: self._effective[each.name].max_host_busy for each in facts}
-        changes = self._busy.step(JudgeBusy(busy_limits), now_s)
+        changes = self._busy.judge(busy_limits, now_s)
         if now_s >= self._budgeted_s + JUDGE_BUDGETS_S:
             self._budgeted_s = now_s
             budgets = {each.name: self._effective[each.name].slo_budget for each in facts}
@@ -436,14 +428,14 @@ class CapacityGate:
                 for each in facts
                 if each.labels.get(DEPLOYMENT_LABEL)
             }
-            burns = self._budgets.step(JudgeBudgets(budgets, deployments), now_s)
+            burns = self._budgets.judge(budgets, now_s, deployments)
             acts = [act for each in burns for act in self._halts(each)]
             return [*map(_noted, [*changes, *burns]), *acts]
         return [*map(_noted, changes)]
 
-    def _halts(self, change: HoldBegun | HoldEnded) -> list[CapacityNote | Halt]:
+    def _halts(self, change: HoldChange) -> list[CapacityNote | Halt]:
         """Halt every partial canary that a burning host was part of."""
-        if not isinstance(change, HoldBegun) or change.deployment is not None:
+        if not change.begins or change.deployment is not None:
             return []
         acts: list[CapacityNote | Halt] = []
         for name in self._effective[change.node].policies:
@@ -625,13 +617,12 @@ class CapacityGate:
         return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
 
 
-def _noted(change: HoldBegun | HoldEnded) -> CapacityNote:
-    begins = isinstance(change, HoldBegun)
+def _noted(change: HoldChange) -> CapacityNote:
     whose = (
         {"node": change.node} if change.deployment is None else {"deployment": change.deployment}
     )
     return CapacityNote(
-        "capacity_held" if begins else "capacity_freed", {**whose, "why": change.why}
+        "capacity_held" if change.begins else "capacity_freed", {**whose, "why": change.why}
     )
 
 

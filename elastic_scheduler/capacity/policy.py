@@ -1,7 +1,13 @@
 """CapacityPolicy: the operator's limits on lending: which nodes, under which conditions.
 
 It is the one description of a policy: files, the CRD's schema, the table in the docs and the checks
-come from it. Fields are camelCase in files and snake_case here, with units in the names.
+come from it. Fields are camelCase in files and snake_case here, with units in the names. Durations
+(`5s`), bytes (`8Gi`) and counts that may be shares (`25%`) are plain numbers here, and in files the
+strings that Kubernetes users write. A `ValueError` says what to write instead.
+
+A moment lies in a blackout window by what a clock on the wall of its zone shows. So an hour that a
+change to summer time skips is in no window, one that comes twice in autumn is in it both times, and
+a window that crosses midnight belongs to the day on which it begins.
 
 Nothing in a policy lends by itself: the default mode only computes and reports what it would do.
 """
@@ -10,30 +16,234 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
+from zoneinfo import ZoneInfo
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 
-from elastic_scheduler.capacity.blackout import BlackoutWindow
-from elastic_scheduler.capacity.values import Bytes, CountOrShare, Seconds, Share
 from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_SECONDS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}
+_BYTES = re.compile(r"(\d+)(Ki|Mi|Gi|Ti)?")
+_FACTORS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_MOST_CHARS: Final = 32
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
+# A pattern holds for the string, a bound for the number.
+_INT_OR_STRING: Final = {
+    "x-kubernetes-int-or-string": True,
+    "minimum": 0,
+    "maxLength": _MOST_CHARS,
+}
 MAX_POLICY_BYTES: Final = 16 << 10
 MAX_WINDOWS: Final = 64
 MAX_TENANTS: Final = 256
 # Life of an unrenewed lease: beyond it a cut-off node harvests nothing in any case.
 LEASE_TTL_S: Final = 5.0
+
+
+def seconds_of(value: object) -> float:
+    """Read `500ms`, `5s`, `2m` or `1h`; a number is seconds already."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is no duration; write one as 500ms, 5s, 2m or 1h")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def duration_text(seconds: float) -> str:
+    """Write seconds as a file has them."""
+    for unit, factor in (("h", 3_600.0), ("m", 60.0), ("s", 1.0)):
+        if seconds >= factor and (seconds / factor).is_integer():
+            return f"{seconds / factor:.0f}{unit}"
+    return f"{seconds * 1e3:.0f}ms"
+
+
+def bytes_of(value: object) -> int:
+    """Read `8Gi`, `512Mi` or a plain number of bytes."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    match = _BYTES.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is no number of bytes; write one as 8Gi, 512Mi or 1073741824")
+    return int(match[1]) * _FACTORS[match[2]]
+
+
+def bytes_text(count: int) -> str:
+    """Write bytes as a file has them, in the largest unit that is exact."""
+    for unit, factor in (("Ti", 1 << 40), ("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return str(count)
+
+
+def count_or_share(value: object) -> int | str:
+    """Check `3` (a count) or `25%` (that share of all, rounded down)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) > 100:
+        raise ValueError(f"{value!r} is neither; write a number as 3, or a share as 25%")
+    assert isinstance(value, str)
+    return value
+
+
+def most_of(limit: int | str, count: int) -> int:
+    """Return how many of `count` a limit allows; a share is rounded down."""
+    if isinstance(limit, int):
+        return min(limit, count)
+    # 0.29 × 100 is a little less than 29 in floating point.
+    return int(count * float(limit.removesuffix("%")) / 100 + 1e-9)
+
+
+def _schema(kind: str, pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": kind, "pattern": f"^{pattern}$", "maxLength": _MOST_CHARS})
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(seconds_of),
+    PlainSerializer(duration_text, str, when_used="json"),
+    _schema("string", r"[0-9]+(\.[0-9]+)?(ms|s|m|h)"),
+]
+Bytes = Annotated[
+    int,
+    BeforeValidator(bytes_of),
+    PlainSerializer(bytes_text, str, when_used="json"),
+    WithJsonSchema(_INT_OR_STRING | {"pattern": "^[0-9]+(Ki|Mi|Gi|Ti)?$"}),
+]
+CountOrShare = Annotated[
+    Any,
+    BeforeValidator(count_or_share),
+    WithJsonSchema(_INT_OR_STRING | {"pattern": r"^([0-9]{1,2}(\.[0-9]+)?|100(\.0+)?)%$"}),
+]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+_CLOCK = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])|24:00")
+
+
+class Day(StrEnum):
+    """Day of the week on which a window begins."""
+
+    MON = "Mon"
+    TUE = "Tue"
+    WED = "Wed"
+    THU = "Thu"
+    FRI = "Fri"
+    SAT = "Sat"
+    SUN = "Sun"
+
+
+DAYS: Final = tuple(Day)
+
+
+def minutes_of(clock: str) -> int:
+    """Return minutes since midnight of `HH:MM`, up to 24:00. Raises ValueError for another text."""
+    if not _CLOCK.fullmatch(clock):
+        raise ValueError(f"{clock!r} is no time of day; write one as 07:30, up to 24:00")
+    hours, minutes = clock.split(":")
+    return int(hours) * 60 + int(minutes)
+
+
+def _clock(text: str) -> str:
+    minutes_of(text)
+    return text
+
+
+@cache
+def _zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        raise ValueError(
+            f"time zone {name!r} is unknown here; write an IANA name as Europe/Berlin, or install"
+            " the system's tzdata"
+        ) from None
+
+
+def _known_zone(name: str) -> str:
+    _zone(name)
+    return name
+
+
+Clock = Annotated[
+    str,
+    AfterValidator(_clock),
+    WithJsonSchema({"type": "string", "pattern": f"^({_CLOCK.pattern})$", "maxLength": 5}),
+]
+
+
+class BlackoutWindow(BaseModel):
+    """Hours in which nothing is lent: lent capacity is returned when they begin."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
+    )
+
+    days: tuple[Day, ...] = Field(
+        default=DAYS, description="days on which it begins (all): Mon, Tue, Wed, Thu, Fri, Sat, Sun"
+    )
+    begin: Clock = Field(alias="from", description="time of day at which it begins, HH:MM")
+    end: Clock = Field(
+        alias="to", description="time of day at which it ends; earlier than `from`: the next day"
+    )
+    time_zone: Annotated[str, AfterValidator(_known_zone)] = Field(
+        description="IANA name, as Europe/Berlin or UTC"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.days:
+            raise ValueError("a window on no day never begins; name days, or leave `days` out")
+        if len(set(self.days)) < len(self.days):
+            raise ValueError("a day is there twice; name each once")
+        if self.begin == self.end:
+            raise ValueError(
+                f"a window from {self.begin} to {self.end} is empty; write 00:00 to 24:00 for"
+                " whole days"
+            )
+        if self.begin == "24:00":
+            raise ValueError("a window cannot begin at 24:00; write 00:00 of the next day")
+        return self
+
+    def holds_at(self, wall_s: float) -> bool:
+        """Return True if a moment, in Unix seconds, lies in it."""
+        local = datetime.fromtimestamp(wall_s, UTC).astimezone(_zone(self.time_zone))
+        minute = local.hour * 60 + local.minute
+        begin, end = minutes_of(self.begin), minutes_of(self.end)
+        today = local.date()
+        if end > begin:
+            return self._begins(today) and begin <= minute < end
+        yesterday = today - timedelta(days=1)
+        return (self._begins(today) and minute >= begin) or (
+            self._begins(yesterday) and minute < end
+        )
+
+    def _begins(self, day: date) -> bool:
+        return DAYS[day.weekday()] in self.days
+
+    def __str__(self) -> str:
+        days = "daily" if len(self.days) == len(DAYS) else ",".join(self.days)
+        return f"{days} {self.begin}-{self.end} {self.time_zone}"
+
+
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 

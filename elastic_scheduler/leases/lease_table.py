@@ -1,4 +1,4 @@
-"""Offers of nodes and the table of leases: which job may use which replica, until when.
+"""Offers of nodes, the table of leases, and the modes of lending.
 
 An offer is one replica's capacity, and it goes stale soon unless the node repeats it.
 
@@ -10,8 +10,23 @@ A replica has one lease at a time. Every grant has a greater epoch than all befo
 restarts: an epoch is `proposed`, persisted, `reserve`d, and only then granted under. After a
 restart the next table is given the persisted epochs, and may `adopt` a lease of the newest epoch,
 which lives on at its node.
+
 Messages that carry another epoch than the live lease's are refused, so a late release or revocation
 can never end a younger lease.
+
+A harvest mode says which guests may be lent. The operator's stop is one of the cluster and stricter
+ones of single replicas; a capacity policy's verdict on a node is one too
+(`elastic_scheduler.capacity.gate`), and the stricter holds.
+
+| mode | new leases of guests | live leases of guests |
+| --- | --- | --- |
+| ACTIVE | granted | renewed |
+| HOLD | none | renewed |
+| HOLD_AND_DRAIN | none | released |
+| OFF | none | released; the node ends its guests |
+
+Dedicated replicas belong to the jobs, not to the operator of a serving cluster: they are leased in
+every mode.
 """
 
 import math
@@ -31,6 +46,12 @@ MAX_TOK_S = 1e9
 MAX_TTL_S = 3_600.0
 MAX_NAME_CHARS = 253
 MAX_URL_CHARS = 2_048
+# Most epochs that a node may be ahead of the table, as after the store was lost: a node can neither
+# use
+# all epochs up in a step nor reach one that no message holds.
+MAX_EPOCH_LEAD = 2**20
+# Epochs are kept for ever, so the number of names must be bounded.
+MAX_REPLICAS = 2**18
 
 
 class ReplicaKind(StrEnum):
@@ -126,14 +147,6 @@ class Offer:
     def is_stale(self, received_s: float, now_s: float) -> bool:
         """Return True if the offer that arrived at `received_s` has run out at `now_s`."""
         return now_s >= received_s + self.ttl_s
-
-
-# Most epochs that a node may be ahead of the table, as after the store was lost: a node can neither
-# use
-# all epochs up in a step nor reach one that no message holds.
-MAX_EPOCH_LEAD = 2**20
-# Epochs are kept for ever, so the number of names must be bounded.
-MAX_REPLICAS = 2**18
 
 
 class LeaseState(StrEnum):
@@ -311,3 +324,71 @@ class LeaseTable:
 def _refusal(replica: str, epoch: int, lease: Lease | None) -> str:
     now = f"its lease is {lease.id}" if lease else "it has no lease"
     return f"epoch {epoch} of {replica} is refused: {now}; read the table again"
+
+
+class HarvestMode(StrEnum):
+    """Mode of lending, from nothing to all offers."""
+
+    OFF = "off"
+    HOLD_AND_DRAIN = "hold_and_drain"
+    HOLD = "hold"
+    ACTIVE = "active"
+
+
+_STRICTEST_FIRST = tuple(HarvestMode)
+
+
+def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
+    """Return the mode of the two that lends less."""
+    # Called for every replica at every turn, and mostly nothing is against lending.
+    if one is other or other is HarvestMode.ACTIVE:
+        return one
+    if one is HarvestMode.ACTIVE:
+        return other
+    return min(one, other, key=_STRICTEST_FIRST.index)
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestPlan:
+    """Changes that follow from the modes now.
+
+    A lease in no field is being released, or has no live offer and runs out.
+    """
+
+    lease: tuple[Offer, ...]
+    renew: tuple[Lease, ...]
+    release: tuple[Lease, ...]
+
+
+class HarvestModes:
+    """The operator's stop: the cluster's mode and those of single replicas; the stricter holds.
+
+    Stricter wins so that a forgotten permission for one replica never defeats a cluster-wide stop.
+    """
+
+    def __init__(
+        self,
+        mode: HarvestMode = HarvestMode.ACTIVE,
+        overrides: Mapping[str, HarvestMode] | None = None,
+    ) -> None:
+        self.mode = mode
+        self._overrides = dict(overrides or {})
+
+    @property
+    def overrides(self) -> dict[str, HarvestMode]:
+        """Modes of single replicas, as set."""
+        return dict(self._overrides)
+
+    def set_mode(self, mode: HarvestMode, replica: str | None = None) -> None:
+        """Set the cluster's mode, or that of one replica; ACTIVE for a replica clears its entry."""
+        if replica is None:
+            self.mode = mode
+        elif mode is HarvestMode.ACTIVE:
+            self._overrides.pop(replica, None)
+        else:
+            self._overrides[replica] = mode
+
+    def mode_of(self, replica: str) -> HarvestMode:
+        """Return the mode that holds for a guest."""
+        own = self._overrides.get(replica)
+        return self.mode if own is None else stricter(self.mode, own)

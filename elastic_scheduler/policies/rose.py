@@ -1,19 +1,57 @@
-"""ROSE's leasing policy: leases by net benefit."""
+"""RosePolicy: leases by net benefit: what a replica saves, what it costs, and whose turn it is.
 
-from collections.abc import Iterable, Iterator, Mapping
+`AimdLimit` bounds a job's guests: plus one while nothing happens, half when hosts revoke some.
+Hosts share their load: where one revokes its guest, others are about to. As in TCP (Chiu and Jain
+1989), additive increase and multiplicative decrease let all jobs find the level that hosts can
+carry, without being told it. The limit ends no lease; it only stops growth.
+
+`saved_s` compares the gain from another replica with the cost of starting it. A job with W tokens
+to make at rate R needs W / R seconds; with a replica of rate r, W / (R + r). Each turn decodes one
+sequence, so fewer turns than places leave a part of the rate unused, though less than that share: a
+step reads all weights whatever its batch, so turns are faster where fewer share it.
+
+    rate(replicas) = sum of decode rates * x * (1 + s) / (1 + s * x),  x = min(1, turns / places)
+
+s is `SATURATION`: alone a turn is 1 + s times as fast as in a full batch. A replica more than there
+are turns helps none of them.
+
+The gain counts only while the replica is likely to stay: up to the mean time between its
+revocations. The cost is the measured time from the lease to the first token: weights and warm-up.
+
+`FairShares` shares capacity between jobs: weighted max-min over dominant shares. A replica brings
+decode rate and KV memory; the larger of a job's two shares of the whole is its dominant share
+(Ghodsi et al., "Dominant Resource Fairness", NSDI 2011). Replicas are indivisible: the next one
+goes to the job with the least dominant share for its weight that has use for it. If there are fewer
+replicas than jobs they take turns, by the service that each had so far.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
-from elastic_scheduler.policies.cost_model import (
-    FIRST_SWITCHES_S,
-    AimdLimit,
-    Supply,
-    SwitchCosts,
-    saved_s,
-)
-from elastic_scheduler.policies.drf import HOLD_S, FairShares, Supplies, is_poor
 from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
+from elastic_scheduler.routing.cost import UNKNOWN_DECODE_TOK_S
 
+# By published step times of 8B to 70B models on H100 and H200 a sequence alone is 1.9 to 4 times as
+# fast as one of 128 with contexts of 3,000 tokens; this is the least of these.
+SATURATION = 1.0
+GROW_S = 5.0
+# Revocations this close together are one event.
+EVENT_S = 5.0
+# Default before the first measurement: a few seconds, so that a first lease is tried. Another job's
+# weights are fetched and proven, another model's engine is started.
+FIRST_SWITCH_S = 5.0
+NEWEST_SHARE = 0.3
+KEPT = 65_536
+# A replica stays with a job at least this long: moving it costs a switch.
+HOLD_S = 120.0
+# A move takes at most a tenth of a replica's time with a job.
+SWITCHES_HELD = 10.0
+# A replica that was revoked for a job is kept for it this long, since draining takes a while.
+MEANT_S = 30.0
+# Trainers pause between rounds of rollouts: one that pauses this long still waits for its turn.
+PAUSE_S = 25.0
 # A guest is taken if it saves more than a switch costs, and returned if it saves less than a
 # quarter.
 TAKE_ABOVE = 1.0
@@ -25,6 +63,312 @@ COOLDOWN_S = 10.0
 # Expected stay of a replica that was never revoked.
 FIRST_TENURE_S = 600.0
 REPLICAS_KEPT = 65_536
+
+
+class AimdLimit:
+    """Unlimited until the first revocation. Times are monotonic seconds, handed in."""
+
+    def __init__(self, grow_s: float = GROW_S, event_s: float = EVENT_S) -> None:
+        self._grow_s = grow_s
+        self._event_s = event_s
+        self._limit = math.inf
+        self._changed_s = -math.inf
+        self._halved_s = -math.inf
+
+    def limit(self, now_s: float) -> float:
+        """Return the guests that may be held at `now_s`, at least 1."""
+        if math.isinf(self._limit):
+            return self._limit
+        steps = math.floor((now_s - self._changed_s) / self._grow_s)
+        if steps > 0:
+            self._limit += steps
+            self._changed_s += steps * self._grow_s
+        return self._limit
+
+    def revoked(self, held: int, now_s: float) -> None:
+        """Record that a host took a guest back; `held` is the job's number before."""
+        if now_s < self._halved_s + self._event_s:
+            return
+        self._limit = max(1.0, min(self.limit(now_s), float(held)) / 2)
+        self._changed_s = self._halved_s = now_s
+
+
+FIRST_SWITCHES_S = {SwitchKind.NONE: FIRST_SWITCH_S, SwitchKind.JOB: 15.0, SwitchKind.MODEL: 60.0}
+
+
+class SwitchCosts:
+    """Measured seconds from a lease to its first token, by replica, else by kind of replica.
+
+    Each kind of switch has figures of its own: a replica that keeps its job's weights is ready
+    long before one that takes another job's, or another model.
+    """
+
+    def __init__(self, first_s: Mapping[SwitchKind, float] = FIRST_SWITCHES_S) -> None:
+        self._first_s = first_s
+        self._measured_s: dict[tuple[str, SwitchKind], float] = {}
+        self._kinds_s: dict[tuple[ReplicaKind, SwitchKind], float] = {}
+
+    def observe(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
+        """Record a measured switch. An invalid duration is left out."""
+        if not 0 <= took_s < math.inf:
+            return
+        key, kind = (offer.replica, switch), (offer.kind, switch)
+        known_s = self._measured_s.get(key, took_s)
+        self._measured_s[key] = known_s + NEWEST_SHARE * (took_s - known_s)
+        kind_s = self._kinds_s.get(kind, took_s)
+        self._kinds_s[kind] = kind_s + NEWEST_SHARE * (took_s - kind_s)
+        if len(self._measured_s) > KEPT:
+            del self._measured_s[next(iter(self._measured_s))]
+
+    def expected_s(self, offer: Offer, switch: SwitchKind = SwitchKind.NONE) -> float:
+        """Return the seconds that such a switch of the replica will take."""
+        measured_s = self._measured_s.get(
+            (offer.replica, switch), self._kinds_s.get((offer.kind, switch))
+        )
+        if measured_s is not None:
+            return measured_s
+        if switch is SwitchKind.NONE:
+            return self._first_s[switch]
+        # A switch takes no less than a lease that changes nothing.
+        return max(self._first_s[switch], self.expected_s(offer))
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Sum of replicas: a job's own, so that one more or less is weighed without all others."""
+
+    count: int = 0
+    decode_tok_s: float = 0.0
+    places: float = 0.0
+
+    def plus(self, offer: Offer) -> "Supply":
+        """Return the sum with one more replica."""
+        return Supply(
+            self.count + 1,
+            self.decode_tok_s + (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
+            self.places + offer.max_sequences,
+        )
+
+    def minus(self, offer: Offer) -> "Supply":
+        """Return the sum without one of its replicas; exactly nothing without the last one."""
+        if self.count <= 1:
+            return Supply()
+        return Supply(
+            self.count - 1,
+            self.decode_tok_s - (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
+            self.places - offer.max_sequences,
+        )
+
+    def rate_tok_s(self, turns: float) -> float:
+        """Return the tokens per second that `turns` turns get out of them."""
+        if self.places <= 0:
+            return 0.0
+        share = min(1.0, turns / self.places)
+        return self.decode_tok_s * share * (1 + SATURATION) / (1 + SATURATION * share)
+
+
+def supply_of(offers: Iterable[Offer]) -> Supply:
+    """Return the sum of replicas."""
+    supply = Supply()
+    for offer in offers:
+        supply = supply.plus(offer)
+    return supply
+
+
+def saved_s(demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf) -> float:
+    """Return how much sooner the job would be done with `offer` beside its own, in seconds.
+
+    Infinite for a job without replicas, or with unknown demand; 0 for one without work, or with no
+    more turns than replicas.
+    """
+    if demand.turns <= have.count or demand.owed_tokens <= 0:
+        return 0.0
+    if math.isinf(demand.owed_tokens):
+        return math.inf
+    before = have.rate_tok_s(demand.turns)
+    after = have.plus(offer).rate_tok_s(demand.turns)
+    if after <= before:
+        return 0.0
+    if before <= 0:
+        return math.inf
+    left_s = min(demand.owed_tokens / before, tenure_s)
+    return left_s * (1 - before / after)
+
+
+class FairShares:
+    """Service of each job so far, per unit of weight, and the next job."""
+
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._served: dict[str, float] = {}
+        self._wanted_s: dict[str, float] = {}
+        self._seen_s: float | None = None
+        # Revoked replicas with their next job and time: no other job gets them meanwhile.
+        self._meant: dict[str, tuple[str, float]] = {}
+
+    def meant_for(self, replica: str, now_s: float) -> str | None:
+        """Return the job that a free replica was revoked for, None if it is any job's."""
+        job, since_s = self._meant.get(replica, ("", now_s))
+        return job if job and now_s < since_s + MEANT_S else None
+
+    def give_up(self, replicas: Iterable[str]) -> None:
+        """Release replicas that their next jobs did not take."""
+        for replica in replicas:
+            self._meant.pop(replica, None)
+
+    def account(self, jobs: Sequence[JobDemand], held: Iterable[Holding], now_s: float) -> None:
+        """Add the service since the last call.
+
+        A job that wants nothing for longer than a pause gains no credit; service beyond its turn it
+        still owes, or a trainer that pauses while it holds a replica would keep it.
+        """
+        elapsed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+        held = tuple(held)
+        use = dominant_shares(jobs, held, (each.offer for each in held))
+        self._wanted_s = {
+            job.job: now_s if job.turns > 0 else self._wanted_s.get(job.job, -math.inf)
+            for job in jobs
+        }
+        active = {name for name, at_s in self._wanted_s.items() if now_s <= at_s + PAUSE_S}
+        served = {
+            job.job: self._served[job.job] + elapsed_s * use[job.job]
+            for job in jobs
+            if job.job in self._served
+        }
+        # A newcomer starts level with the least served, without debt or credit.
+        least = min((served[name] for name in active if name in served), default=0.0)
+        so_far = {job.job: served.get(job.job, least) for job in jobs}
+        self._served = {
+            name: (had_s if name in active else max(had_s, least)) - least
+            for name, had_s in so_far.items()
+        }
+
+    def order(self, jobs: Sequence[JobDemand], use: Mapping[str, float]) -> list[JobDemand]:
+        """Return the jobs, the one that should get the next replica first."""
+        return sorted(jobs, key=lambda job: (use[job.job], self._served.get(job.job, 0.0), job.job))
+
+    def move(
+        self,
+        jobs: Sequence[JobDemand],
+        held: Sequence[Holding],
+        now_s: float,
+        cost_s: Callable[[Offer, JobDemand], float] | None = None,
+    ) -> str | None:
+        """Return the replica that its job should give back for one that is worse off, if any.
+
+        cost_s: returns the time of the switch. It is a small part of the time that a job keeps a
+        replica, and of equal replicas the cheapest goes.
+        """
+        use = dominant_shares(jobs, held, (each.offer for each in held))
+        weight = {job.job: job.weight for job in jobs}
+        poor = [job for job in jobs if is_poor(job, held)]
+        ripe = [each for each in held if now_s >= each.since_s + self._hold_s]
+        total = _total(each.offer for each in held)
+        for job in sorted(poor, key=lambda job: (use[job.job], self._served.get(job.job, 0.0))):
+            name = job.job
+            full = guests_of(name, held) >= job.max_guests
+            others = [
+                each
+                for each in ripe
+                if each.job != name
+                and each.job in weight
+                and each.offer.serves(job.model)
+                and not (full and is_guest(each))
+            ]
+            by_use = [
+                (-use.get(each.job, 0.0), cost_s(each.offer, job) if cost_s else 0.0)
+                for each in others
+            ]
+            for (_, switch_s), each in sorted(zip(by_use, others, strict=True), key=_first):
+                if now_s < each.since_s + SWITCHES_HELD * switch_s:
+                    continue
+                size = _dominant(_total((each.offer,)), total)
+                after_rich = use[each.job] - size / weight[each.job]
+                after_poor = use[name] + size / weight[name]
+                ahead = self._served.get(each.job, 0.0) - self._served.get(name, 0.0)
+                if max(after_poor, after_rich) < use[each.job] - 1e-9:
+                    return self._ask_back(each, name, now_s)
+                # No move makes them more even: they take turns, each for a time by its weight.
+                turn = size * self._hold_s / weight[each.job]
+                if use[name] < use[each.job] and ahead >= turn - 1e-9:
+                    return self._ask_back(each, name, now_s)
+        return None
+
+    def _ask_back(self, each: Holding, job: str, now_s: float) -> str:
+        meant = {n: (j, at_s) for n, (j, at_s) in self._meant.items() if now_s < at_s + MEANT_S}
+        self._meant = {**meant, each.offer.replica: (job, now_s)}
+        return each.offer.replica
+
+
+def _first(pair: tuple[tuple[float, float], Holding]) -> tuple[float, float]:
+    return pair[0]
+
+
+def is_poor(job: JobDemand, held: Sequence[Holding]) -> bool:
+    """Return True if a job could use another replica."""
+    return job.turns > count_of(job.job, held)
+
+
+def is_guest(holding: Holding) -> bool:
+    """Return True for a guest."""
+    return holding.offer.kind is ReplicaKind.GUEST
+
+
+def guests_of(job: str, held: Iterable[Holding]) -> int:
+    """Return the guests that a job holds."""
+    return sum(each.job == job and is_guest(each) for each in held)
+
+
+def count_of(job: str, held: Iterable[Holding]) -> int:
+    """Return the number of replicas that a job holds."""
+    return sum(each.job == job for each in held)
+
+
+def dominant_shares(
+    jobs: Iterable[JobDemand], held: Iterable[Holding], all_offers: Iterable[Offer]
+) -> dict[str, float]:
+    """Return each job's dominant share of all offers, divided by its weight."""
+    supplies = Supplies(all_offers)
+    for each in held:
+        supplies.add(each.job, each.offer)
+    return supplies.shares(jobs)
+
+
+class Supplies:
+    """Resources that each job holds of a whole, counted up as replicas are given out."""
+
+    def __init__(self, all_offers: Iterable[Offer]) -> None:
+        self._total = _total(all_offers)
+        self._held: dict[str, tuple[float, float]] = {}
+
+    def add(self, job: str, offer: Offer) -> None:
+        """Add one more replica of a job."""
+        decode_tok_s, kv_tokens = self._held.get(job, (0.0, 0.0))
+        self._held[job] = (
+            decode_tok_s + (offer.decode_tok_s or 1.0),
+            kv_tokens + (offer.kv_tokens or 1.0),
+        )
+
+    def shares(self, jobs: Iterable[JobDemand]) -> dict[str, float]:
+        """Return each job's dominant share, divided by its weight."""
+        return {
+            job.job: _dominant(self._held.get(job.job, (0.0, 0.0)), self._total) / job.weight
+            for job in jobs
+        }
+
+
+def _dominant(mine: tuple[float, float], total: tuple[float, float]) -> float:
+    return max(a / b if b else 0.0 for a, b in zip(mine, total, strict=True))
+
+
+def _total(offers: Iterable[Offer]) -> tuple[float, float]:
+    """Return decode rate and KV tokens; a replica that knows neither counts as one of each."""
+    decode_tok_s = kv_tokens = 0.0
+    for offer in offers:
+        decode_tok_s += offer.decode_tok_s or 1.0
+        kv_tokens += offer.kv_tokens or 1.0
+    return decode_tok_s, kv_tokens
 
 
 @dataclass(slots=True)
@@ -42,7 +386,7 @@ class _Past:
 class RosePolicy:
     """Takes a guest when the time that it saves exceeds what bringing it up costs.
 
-    `cost_model.saved_s` is the measure, `AimdLimit` the limit after hosts revoked guests, and
+    `saved_s` is the measure, `AimdLimit` the limit after hosts revoked guests, and
     `FairShares` the order of jobs. Dedicated replicas are always leased.
 
     Against oscillation a guest is given back only when it saves less than a quarter of the gain

@@ -23,7 +23,7 @@ from elastic_scheduler.capacity.crd import (
     PolicyLimit,
     PolicySummary,
 )
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import PolicyView
 
 Object = Mapping[str, Any]
 """An object of the API server, as its JSON."""

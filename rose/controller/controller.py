@@ -38,7 +38,7 @@ from rose.controller.conditions import (
 from rose.controller.kube_api import ApiError, KubeApi
 from rose.errors import ConfigError, RefusedError
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import PolicyView
 
 LOOK_S: Final = 0.25
 STATUS_S: Final = 2.0

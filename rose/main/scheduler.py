@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
-from elastic_scheduler.policies.drf import HOLD_S
+from elastic_scheduler.policies.rose import HOLD_S
 from rose.addresses import check_exposure, host_port, is_address
 from rose.command_line.parser import Parser, add_log_limits, taken_log_limits
 from rose.controller.controller import PolicyController
@@ -47,8 +47,7 @@ from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.core.usage import UsageLog
 from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, load
-from rose.scheduler.service import AuditSink, SchedulerService
-from rose.scheduler.standby import LeaderHandlers
+from rose.scheduler.service import AuditSink, LeaderHandlers, SchedulerService
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
     CertificateFiles,

@@ -29,7 +29,7 @@ from rose.metrics_server import certificate_families
 from rose.scheduler.service import SchedulerService, ServiceFigures
 from rose.security.audit_log import AuditLog
 from rose.security.certificates import CertificateFiles
-from rose.store.leadership import Leadership
+from rose.store.election import Leadership
 
 MOST_JOBS = 256
 OTHERS = "(others)"

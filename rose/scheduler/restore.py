@@ -33,8 +33,7 @@ from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.leases.harvest_mode import stricter
-from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
+from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION, stricter
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.persistence import (
@@ -51,10 +50,9 @@ from rose.scheduler.persistence import (
     save_stop,
 )
 from rose.store.backup_file import Backup, without
-from rose.store.election import LEADER, address_of
-from rose.store.leadership import Leadership
+from rose.store.election import Leadership, address_of
 from rose.store.protocol import Delete, Put, Store, StoreEntry, Write
-from rose.store.wrappers import FENCE, FencedStore
+from rose.store.wrappers import FENCE, LEADER, FencedStore
 
 # Least lift of the epochs, where the clock is behind the stored times.
 LEAST_LIFT = 2**20

@@ -2,6 +2,10 @@
 
 A peer that sends what means nothing ends its own stream or call, with a line for it and an event.
 Whatever else breaks while something is handled ends no more than that, and never the process.
+
+`LeaderHandlers` answers by the service of the term that this process leads. As a standby it answers
+every call UNAVAILABLE, with the trailing metadata `rose-leader: HOST:PORT` (empty while it knows of
+none). Such a call was surely not carried out, so it may be made again elsewhere.
 """
 
 import asyncio
@@ -10,17 +14,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from typing_extensions import override
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy
-from elastic_scheduler.leases.harvest_mode import stricter
+from elastic_scheduler.leases.lease_table import stricter
 from rose.errors import (
     ConfigError,
     RefusedError,
@@ -31,6 +36,7 @@ from rose.errors import (
 from rose.logs.eventlog import EventLog
 from rose.release import release
 from rose.rpc import rose_pb2 as pb
+from rose.rpc.leader_channel import LEADER_METADATA
 from rose.rpc.rose_pb2_grpc import SchedulerServicer
 from rose.scheduler import wire
 from rose.scheduler.core.messages import (
@@ -49,8 +55,7 @@ from rose.scheduler.core.messages import (
     StoredEvent,
     Tick,
 )
-from rose.scheduler.core.observed import Observed
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import Observed, PolicyView
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
 from rose.security.rpc_access import CALLING
@@ -70,6 +75,11 @@ ANSWER_S = 5.0
 MAX_COMMITS = 64
 
 AuditSink = Callable[[str, dict[str, object], str], None]
+LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
+BROKEN = "the scheduler could not handle this; see its events"
+# Far more than a version chain: a node this far behind attaches anew and gets all of it again.
+COMMAND_LIMIT = 4_096
+STANDBY = "this scheduler is a standby; ask the one that leads"
 """Takes an event, its fields, and by whose call it came."""
 # Figures that follow from others, and complaints of the process about itself, which may repeat.
 UNAUDITED = frozenset({"health_changed", "first_token", "policy_broken", "replica_broken"})
@@ -80,12 +90,6 @@ CODES = {
     RunHeldError: grpc.StatusCode.ALREADY_EXISTS,
     RunFencedError: grpc.StatusCode.ABORTED,
 }
-LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
-BROKEN = "the scheduler could not handle this; see its events"
-
-
-# Far more than a version chain: a node this far behind attaches anew and gets all of it again.
-COMMAND_LIMIT = 4_096
 
 
 class CommandQueue:
@@ -675,3 +679,71 @@ class SchedulerService(SchedulerServicer):
             case CloseStream():
                 if action.stream in self._queues:
                     self._queues[action.stream].close(action.reason)
+
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Scheduler"]
+_METHODS: Final[dict[str, MethodDescriptor]] = {
+    f"/{_SERVICE.full_name}/{method.name}": method for method in _SERVICE.methods
+}
+# By whether requests and replies are streams.
+_KINDS: Final = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Handlers of the scheduler's calls: those of a service while it leads, else refusals.
+
+    leader: says the leader's address, "" while unknown.
+    """
+
+    def __init__(self, leader: Callable[[], str]) -> None:
+        self._leader = leader
+        self._service: SchedulerService | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._service is not None
+
+    @property
+    def service_now(self) -> SchedulerService | None:
+        """The service that answers, None while this process stands by."""
+        return self._service
+
+    def lead(self, service: SchedulerService) -> None:
+        """Let the service answer from now on."""
+        self._service = service
+
+    def stand_by(self) -> None:
+        """Refuse all calls from now on."""
+        self._service = None
+
+    def refused(self, who: str, method: str, reason: str) -> None:
+        """Record a call that its caller's certificate did not allow; a standby serves nobody."""
+        if self._service is not None:
+            self._service.refused(who, method, reason)
+
+    @override
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        method = _METHODS.get(handler_call_details.method)
+        if method is None:
+            return None
+        answer = self._refuse if self._service is None else getattr(self._service, method.name)
+        handler: grpc.RpcMethodHandler[Any, Any] = _KINDS[
+            method.client_streaming, method.server_streaming
+        ](
+            answer,
+            getattr(pb, method.input_type.name).FromString,
+            getattr(pb, method.output_type.name).SerializeToString,
+        )
+        return handler
+
+    async def _refuse(self, request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        del request
+        metadata = ((LEADER_METADATA, self._leader()),)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, STANDBY, metadata)

@@ -19,7 +19,6 @@ from enum import StrEnum
 from types import MappingProxyType, ModuleType
 
 from elastic_scheduler import Policy, hedging, make_policy
-from elastic_scheduler.policies import cost_model
 from elastic_scheduler.policies import rose as rose_policy
 from elastic_scheduler.routing import cost, predictors, router
 from executor.kv.pressure import PressurePolicy
@@ -93,7 +92,7 @@ CONSTANTS: Mapping[str, tuple[ModuleType, str]] = MappingProxyType(
         "long_on_guest": (cost, "LONG_ON_GUEST"),
         "long_quantile": (predictors, "LONG_QUANTILE"),
         "prior_revoke_s": (cost, "PRIOR_REVOKE_S"),
-        "saturation": (cost_model, "SATURATION"),
+        "saturation": (rose_policy, "SATURATION"),
         "take_above": (rose_policy, "TAKE_ABOVE"),
         "keep_above": (rose_policy, "KEEP_ABOVE"),
         "linger_s": (rose_policy, "LINGER_S"),

@@ -4,9 +4,8 @@
 on a store one leads (`Leadership`), and only its writes succeed (`FencedStore`).
 """
 
-from rose.store.etcd import EtcdStore
-from rose.store.etcd_link import EtcdAccess
-from rose.store.leadership import Leadership
+from rose.store.election import Leadership
+from rose.store.etcd import EtcdAccess, EtcdStore
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 from rose.store.protocol import (
     ABSENT,

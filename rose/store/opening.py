@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rose.addresses import checked_addresses
 from rose.errors import ConfigError
-from rose.store.etcd import EtcdStore
-from rose.store.etcd_link import EtcdAccess
+from rose.store.etcd import EtcdAccess, EtcdStore
 from rose.store.protocol import Store
 from rose.store.sqlite import SqliteStore
 

@@ -15,7 +15,6 @@ from typing import TypeVar
 from typing_extensions import override
 
 from rose.errors import RefusedError, UnavailableError
-from rose.store.election import LEADER
 from rose.store.protocol import (
     ABSENT,
     Change,
@@ -31,7 +30,7 @@ from rose.store.protocol import (
 T = TypeVar("T")
 OnCall = Callable[[str, float, bool], None]
 """Takes the call's name, its seconds, and whether the store answered."""
-FENCE = "fence"
+LEADER, FENCE = "leader", "fence"
 
 
 class WrappedStore(TxnStore):

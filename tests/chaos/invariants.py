@@ -16,8 +16,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import LogRecord
 from rose.scheduler.persistence import EPOCHS, POLICIES, STOP, VERSIONS, Saved, load, stop_of
 from rose.store import Delete, Put, StoreEntry
-from rose.store.election import LEADER
-from rose.store.wrappers import FENCE
+from rose.store.wrappers import FENCE, LEADER
 from tests.chaos.simulated_store import SimulatedStore, Txn
 from tests.chaos.simulation import InvariantError
 

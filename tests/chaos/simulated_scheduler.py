@@ -17,8 +17,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import LogRecord, Offered, Reserve, StoredEvent
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import EPOCHS, STOP, load
-from rose.scheduler.service import SchedulerService, ServiceTimes
-from rose.scheduler.standby import LeaderHandlers
+from rose.scheduler.service import LeaderHandlers, SchedulerService, ServiceTimes
 from rose.store import FencedStore, Leadership, StoreEntry
 from tests.chaos.invariants import Invariants
 from tests.chaos.simulated_grpc import (

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from rose.errors import UnavailableError
 from rose.store import Change, Delete, Expect, LeaseGoneError, Listing, Put, StoreEntry, Write
-from rose.store.election import LEADER
 from rose.store.protocol import TxnStore, difference, note
+from rose.store.wrappers import LEADER
 from tests.chaos.simulated_grpc import LoopProcess
 from tests.chaos.simulation import SKIPPED, SimulatedProcess, Simulation
 

@@ -13,8 +13,7 @@ from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.persistence import load
 from rose.scheduler.restore import restore, take_backup
 from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put, SqliteStore
-from rose.store.etcd import end_of
-from rose.store.etcd_link import EtcdLink, UnansweredError
+from rose.store.etcd import EtcdLink, UnansweredError, end_of
 from tests.harness.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
 from tests.harness.waiting import PATIENCE_S
 

@@ -31,7 +31,7 @@ from elastic_scheduler.capacity import (
     cli_policy,
 )
 from elastic_scheduler.errors import PolicyError
-from elastic_scheduler.leases.harvest_mode import stricter
+from elastic_scheduler.leases.lease_table import stricter
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.fleet import Fleet, NodeView

@@ -66,9 +66,17 @@ from rose.scheduler.core.messages import (
     Tick,
     VersionAnnounced,
 )
-from rose.scheduler.core.observed import Books, Observed, observe, replicas_seen
-from rose.scheduler.core.policy_views import PolicyView, policy_views
-from rose.scheduler.core.replies import explained, replica_rows, snapshot
+from rose.scheduler.core.observed import (
+    Books,
+    Observed,
+    PolicyView,
+    explained,
+    observe,
+    policy_views,
+    replica_rows,
+    replicas_seen,
+    snapshot,
+)
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import (

@@ -34,7 +34,7 @@ from elastic_scheduler import (
     SwitchKind,
 )
 from elastic_scheduler.policies.baselines import SpotPolicy, spread
-from elastic_scheduler.policies.cost_model import Supply, supply_of
+from elastic_scheduler.policies.rose import Supply, supply_of
 from rose.simulation.clock import EventQueue
 from rose.simulation.fleet.node import ModelledNode
 from rose.simulation.fleet.trainer import ModelledTrainer

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_scheduler import CancelRun, RolloutBuffer, SampleRun, StalenessBound, StepPlan
-from elastic_scheduler.rollouts.batching import TailPlan
+from elastic_scheduler.rollouts.buffer import TailPlan
 from rose.gateway.errors import TurnError
 from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.simulation.clock import VirtualLoop

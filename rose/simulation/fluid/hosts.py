@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from elastic_scheduler.capacity.budget_hold import BusyHold, BusySeen, JudgeBusy
+from elastic_scheduler.capacity.budget_hold import BusyHold
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.simulation.checked import CHECKED, Positive
 from rose.simulation.engine_specs import EngineSpec
@@ -316,7 +316,7 @@ class ServingFluid:
         self.lent_s += self._share * duty * WINDOW_S
         self.held_s += held * WINDOW_S
         self.in_host_s += fluid.in_host * WINDOW_S
-        self._busy_hold.step(BusySeen(_POOL, busy), end_s)
+        self._busy_hold.seen(_POOL, busy, end_s)
         queue_s = fluid.queued / (fluid.capacity_rps(speed) * self._pool.hosts)
         step_s, token_s = fluid.step_s(speed), fluid.token_s(speed)
         moment = HostMoment(busy, step_s, token_s, speed, guests.step_s * duty, queue_s)
@@ -349,7 +349,7 @@ class ServingFluid:
         """Return True if production's hold of busy hosts holds this one now."""
         if self._hold is None:
             return False
-        self._busy_hold.step(JudgeBusy({_POOL: self._hold}), self.now_s)
+        self._busy_hold.judge({_POOL: self._hold}, self.now_s)
         return _POOL in self._busy_hold.status()
 
     def _beside_busy(self, guest_step_s: float) -> float:

@@ -19,7 +19,7 @@ from rose.controller.conditions import (
     is_news,
     judged,
 )
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import PolicyView
 
 NOON_S = 1_700_000_000.0
 THEN = "2023-11-14T22:13:20Z"

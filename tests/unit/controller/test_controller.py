@@ -15,7 +15,7 @@ from rose.controller.controller import ObjectReader, PolicyController, plan
 from rose.controller.kube_api import ApiError
 from rose.errors import RefusedError
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import PolicyView
 from tests.harness.waiting import PATIENCE_S
 
 Object = dict[str, Any]

@@ -22,9 +22,8 @@ from elastic_scheduler.capacity import (
     policy_of,
     read_policies,
 )
-from elastic_scheduler.capacity.blackout import BlackoutWindow
 from elastic_scheduler.capacity.effective import NO_POLICY
-from elastic_scheduler.capacity.values import most_of
+from elastic_scheduler.capacity.policy import BlackoutWindow, most_of
 from elastic_scheduler.errors import PolicyError
 
 FULL = {

@@ -23,7 +23,7 @@ from elastic_scheduler import (
 )
 from elastic_scheduler.capacity import CapacityGate, NodeFacts, cli_policy
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_EPOCH_LEAD, MAX_TOK_S
-from elastic_scheduler.policies.cost_model import supply_of
+from elastic_scheduler.policies.rose import supply_of
 
 OPERATIONS = ("grant", "renew", "release", "released", "revoke", "expire", "restart")
 

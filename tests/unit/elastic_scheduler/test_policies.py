@@ -17,8 +17,7 @@ from elastic_scheduler import (
     make_policy,
     policy_names,
 )
-from elastic_scheduler.policies.cost_model import AimdLimit, SwitchCosts, saved_s, supply_of
-from elastic_scheduler.policies.rose import RosePolicy
+from elastic_scheduler.policies.rose import AimdLimit, RosePolicy, SwitchCosts, saved_s, supply_of
 
 BURSTY = Trace(
     steps=6, turns=256, mean_tokens=1500, train_s=30.0, guests=6, switch_s=8.0, offered=bursty

@@ -34,7 +34,7 @@ from rose.scheduler.core.messages import (
     TakenBack,
     Tick,
 )
-from rose.scheduler.core.policy_views import PolicyView
+from rose.scheduler.core.observed import PolicyView
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.core.usage import (
     KEPT_S,

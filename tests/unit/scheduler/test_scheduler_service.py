@@ -32,7 +32,7 @@ from rose.rpc.leader_channel import (
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, SchedulerStub
 from rose.scheduler import SchedulerService, service
 from rose.scheduler.core.messages import Action, Attached, Event
-from rose.scheduler.standby import LeaderHandlers
+from rose.scheduler.service import LeaderHandlers
 from rose.store import Expect, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S
 from tests.fakes.memory_store import InMemoryStore

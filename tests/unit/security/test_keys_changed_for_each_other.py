@@ -29,7 +29,7 @@ from rose.security import CertificateFiles, Role
 from rose.security.development_ca import DevelopmentCa
 from rose.security.keys import public_key, signing_key
 from rose.security.tokens import TokenFile, TokenVerifier, issue
-from rose.store.etcd_link import EtcdAccess
+from rose.store.etcd import EtcdAccess
 from rose.weight_distribution import Credentials
 from rose.weight_distribution.relay import followed_jobs
 from weight_transfer import SignatureError, SigningKey

@@ -10,7 +10,7 @@ import pytest
 
 from rose.errors import ConfigError, UnavailableError
 from rose.store import SqliteStore
-from rose.store.lease_file import HEADER_BYTES, LeaseFile
+from rose.store.sqlite import HEADER_BYTES, LeaseFile
 
 
 async def test_everything_is_kept_across_a_restart(tmp_path: Path) -> None:
