@@ -54,27 +54,20 @@ class GrantMode(IntEnum):
 _FORMATS: Final[dict[Any, str]] = {int: "q", bool: "?", float: "d", GrantMode: "q"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Layout of pack and unpack: of `names`, the first `numbers` are not text.
-
-    `floats`: positions of fields with a fraction. `readers`: conversions of the values that the
-    struct does not return as fields.
-    """
-
-    names: tuple[str, ...]
-    numbers: int
-    floats: tuple[int, ...]
-    readers: tuple[tuple[int, Callable[[Any], object]], ...]
-
-
 class PageRecord:
-    """Base of the page's records: `pack` and `unpack` by the table that `record` made."""
+    """Base of the page's records: `pack` and `unpack` by the layout that `record` read off.
+
+    NAMES: all fields. NUMBERS: how many of them, from the first on, are not text. FLOATS: places of
+    those with a fraction. READERS: conversions of values that the struct does not return as fields.
+    """
 
     __slots__ = ()
 
     LAYOUT: ClassVar[struct.Struct]
-    TABLE: ClassVar[_Table]
+    NAMES: ClassVar[tuple[str, ...]]
+    NUMBERS: ClassVar[int]
+    FLOATS: ClassVar[tuple[int, ...]]
+    READERS: ClassVar[dict[int, Callable[[Any], object]]]
 
     def pack(self) -> bytes:
         """Return the binary form of LAYOUT.size bytes; `record` puts each class's own here."""
@@ -83,34 +76,28 @@ class PageRecord:
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """Return the record of a binary form. Raises ValueError for impossible numbers."""
-        table = cls.TABLE
         values: Sequence[Any] = cls.LAYOUT.unpack(raw)
-        numbers = values[: table.numbers]
-        for at in table.floats:
+        numbers = values[: cls.NUMBERS]
+        for at in cls.FLOATS:
             if not isfinite(numbers[at]):
                 raise ValueError(f"{numbers[at]} is no number")
         if min(numbers) < 0 or max(numbers) >= MOST_INT:
             raise ValueError("a number is out of range")
-        if table.readers:
+        if cls.READERS:
             values = list(values)
-            for at, read in table.readers:
+            for at, read in cls.READERS.items():
                 values[at] = read(values[at])
         return cls(*values)
 
     @classmethod
     def packer(cls, *names: str) -> Callable[..., bytes]:
-        """Return a `pack` of bare numbers in the order of `names`, without an intermediate record.
+        """Return the bare struct's `pack`, for a writer at every step that makes no record.
 
-        Raises TypeError unless these are all of the record's fields. In the record's own order it
-        is the bare struct's `pack`, without further cost for a writer at every step.
+        Raises TypeError unless `names` are all of the record's fields, in its order.
         """
-        own = cls.TABLE.names
-        if sorted(names) != sorted(own):
-            raise TypeError(f"{cls.__name__} has the fields {', '.join(own)}")
-        if names == own:
-            return cls.LAYOUT.pack
-        order = [names.index(name) for name in own]
-        return lambda *values: cls.LAYOUT.pack(*[values[at] for at in order])
+        if names != cls.NAMES:
+            raise TypeError(f"{cls.__name__} has the fields {', '.join(cls.NAMES)}")
+        return cls.LAYOUT.pack
 
 
 R = TypeVar("R", bound=PageRecord)
@@ -118,41 +105,33 @@ R = TypeVar("R", bound=PageRecord)
 
 @dataclass_transform(frozen_default=True)
 def record(text_bytes: int = 0) -> Callable[[type[R]], type[R]]:
-    """Make a class a record: a frozen dataclass with the table of its fields.
+    """Make a class a record: a frozen dataclass with the layout of its fields.
 
     `text_bytes`: room of its last field, where that is text. Raises TypeError for a field without a
     binary form.
     """
 
-    def tabled(plain: type[R]) -> type[R]:
+    def laid_out(plain: type[R]) -> type[R]:
         made: type[R] = dataclass(frozen=True, slots=True)(plain)
-        names = [field.name for field in fields(made)]  # type: ignore[arg-type]
-        kinds = [field.type for field in fields(made)]  # type: ignore[arg-type]
-        if text_bytes and kinds[-1] is not str:
-            raise TypeError(f"{made.__name__}.{names[-1]} is no text; text stands last")
-        readers: list[tuple[int, Callable[[Any], object]]] = []
-        layout = "="
-        for at, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-            if text_bytes and at == len(names) - 1:
-                layout += f"{text_bytes}s"
-                readers.append((at, _decode_text))
-            elif kind in _FORMATS:
-                layout += _FORMATS[kind]
-                if kind is GrantMode:
-                    readers.append((at, GrantMode))
-            else:
+        kinds: dict[str, Any] = {f.name: f.type for f in fields(made)}  # type: ignore[arg-type]
+        made.NAMES = names = tuple(kinds)
+        made.FLOATS = tuple(at for at, kind in enumerate(kinds.values()) if kind is float)
+        made.READERS = {at: GrantMode for at, k in enumerate(kinds.values()) if k is GrantMode}
+        text = ""
+        if text_bytes:
+            if kinds.pop(names[-1]) is not str:
+                raise TypeError(f"{made.__name__}.{names[-1]} is no text; text stands last")
+            text = f"{text_bytes}s"
+            made.READERS[len(kinds)] = _decode_text
+        made.NUMBERS = len(kinds)
+        for name, kind in kinds.items():
+            if kind not in _FORMATS:
                 raise TypeError(f"{made.__name__}.{name} has no binary form; text stands last")
-        made.LAYOUT = struct.Struct(layout)
-        made.pack = _packing(made.LAYOUT, names, text=bool(text_bytes))  # type: ignore[method-assign,assignment]
-        made.TABLE = _Table(
-            tuple(names),
-            kinds.index(str) if str in kinds else len(kinds),
-            tuple(at for at, kind in enumerate(kinds) if kind is float),
-            tuple(readers),
-        )
+        made.LAYOUT = struct.Struct("=" + "".join(_FORMATS[k] for k in kinds.values()) + text)
+        made.pack = _packing(made.LAYOUT, names, text=bool(text))  # type: ignore[method-assign,assignment]
         return made
 
-    return tabled
+    return laid_out
 
 
 def _packing(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from executor.cuda.driver import Driver, Handle
 from executor.cuda.page_pool import PagePool, PageSource
 from executor.errors import DeviceError, DeviceMemoryShort, MappingLost
-from executor.kv.backing import Extent, coalesce, runs
+from executor.kv.backing import Extent, PageBackend, coalesce, runs
 from executor.kv.shrink_plan import Granules
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 256
 Numbers = npt.NDArray[np.int64]
 _NOTHING: Final = Handle(-1)
-_BYTES: Final = "|i1"
-_VERSION: Final = 3
 _reservations: Final[dict[int, Reservation]] = {}
 
 
@@ -252,7 +250,7 @@ class PageRefcounts:
         )
 
 
-class CudaPages:
+class CudaPages(PageBackend):
     """PageBackend over a mapping. Each call does all that it is asked for, or nothing.
 
     A page goes when no mapped granule has a byte on it. Bytes count as returned when their page was
@@ -285,28 +283,23 @@ class CudaPages:
 
     @property
     def released(self) -> Collection[int]:
-        """Granules on the alias page."""
         return self._held
 
     @property
     def kept(self) -> int:
-        """Granules' worth of pages in the source."""
         return -(-self._source.idle // self._use.most_pages)
 
     @property
     def owed(self) -> int:
-        """Granules to release for the pages that the source's lender wants back."""
         return -(-self._source.wanted // self._use.most_pages)
 
     def borrowed(self, granule: int) -> bool:
-        """Return True if any of a granule's pages is a lender's."""
         foreign = self._source.foreign
         if not foreign:
             return False
         return any(self._mapping.behind(page) in foreign for page in self._use.pages_of(granule))
 
     def ready(self, granules: Sequence[int]) -> int:
-        """Return how many of these, from the first on, the source has pages for."""
         left = self._source.available
         for count, granule in enumerate(granules):
             left -= self._use.lacking(granule)
@@ -315,16 +308,13 @@ class CudaPages:
         return len(granules)
 
     def recall(self, granules: int) -> None:
-        """Have the source ask for the pages of this many granules."""
         self._source.recall(granules * self._use.most_pages)
 
     def poll(self) -> bool:
-        """Let the source read the messages of its lender or its borrowers."""
         return self._source.step()
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes whose pages this process no longer has."""
         away = max(0, self._away - self._source.idle)
         return min(self.bytes_total, away * self._mapping.page_bytes)
 
@@ -444,17 +434,6 @@ def reservation_at(address: int) -> Reservation | None:
     return _reservations.get(address)
 
 
-class CudaArrayInterface(TypedDict):
-    """Version 3 of the interface; `strides` are bytes, None for a contiguous array."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    typestr: str
-    data: tuple[int, bool]
-    stream: int | None
-    version: int
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
     """Signed bytes at an address of the device; `owner` lives as long as a tensor over them."""
@@ -465,16 +444,16 @@ class DeviceBytes:
     owner: Reservation
 
     @property
-    def __cuda_array_interface__(self) -> CudaArrayInterface:
-        """Writable; no stream has pending work on them."""
-        return CudaArrayInterface(
-            shape=self.shape,
-            strides=self.strides,
-            typestr=_BYTES,
-            data=(self.address, False),
-            stream=None,
-            version=_VERSION,
-        )
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """Version 3 of the interface: writable, and no stream has pending work on them."""
+        return {
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": "|i1",
+            "data": (self.address, False),
+            "stream": None,
+            "version": 3,
+        }
 
 
 def whole(reservation: Reservation) -> DeviceBytes:

@@ -9,7 +9,7 @@ Every call raises DeviceError; those that need memory raise DeviceMemoryShort wh
 from __future__ import annotations
 
 import os
-from typing import Any, Final, NewType, Protocol
+from typing import Any, Final, NewType
 
 from executor.errors import DeviceError, DeviceMemoryShort
 
@@ -19,73 +19,12 @@ Handle = NewType("Handle", int)
 """Physical memory as this process names it; one page in everything built on a driver."""
 
 
-class Driver(Protocol):
-    """One device, in one process. Addresses, sizes and the granularity are bytes."""
-
-    @property
-    def device(self) -> bytes:
-        """The device's 16-byte UUID: the same in every process."""
-        ...
-
-    @property
-    def granularity(self) -> int:
-        """Unit of sizes and addresses of physical memory."""
-        ...
-
-    def reserve(self, size: int) -> int:
-        """Reserve addresses and return the first; they have no memory yet."""
-        ...
-
-    def unreserve(self, address: int, size: int) -> None:
-        """Give a whole reservation back; nothing may be mapped in it."""
-        ...
-
-    def create(self, size: int) -> Handle:
-        """Allocate physical memory that can be exported. Its content is undefined."""
-        ...
-
-    def release(self, handle: Handle) -> None:
-        """Release a handle. The memory is freed with its last mapping and last handle anywhere."""
-        ...
-
-    def map(self, address: int, size: int, handle: Handle) -> None:
-        """Map the whole of a handle's memory at reserved addresses that have none."""
-        ...
-
-    def unmap(self, address: int, size: int) -> None:
-        """Undo exactly one `map`."""
-        ...
-
-    def set_access(self, address: int, size: int) -> None:
-        """Let this device read and write a run of mappings, all of it mapped."""
-        ...
-
-    def export_handle(self, handle: Handle) -> int:
-        """Return a file descriptor that another process can import; the caller closes it."""
-        ...
-
-    def import_handle(self, descriptor: int) -> Handle:
-        """Return a handle of another process's memory; the descriptor stays the caller's."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Return the device's free memory as the driver measures it."""
-        ...
-
-    def fill(self, address: int, value: int, size: int) -> None:
-        """Write one byte value over usable memory, some time before `synchronize` returns."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for every `fill`."""
-        ...
-
-
-class CudaDriver:
-    """The `Driver` of one device.
+class Driver:
+    """Driver of one device, in one process. Addresses, sizes and the granularity are bytes.
 
     Calls come from the thread that opened it, or from one in which the device's primary context,
-    torch's own, is current.
+    torch's own, is current. `device`: its 16-byte UUID, the same in every process. `granularity`:
+    unit of sizes and addresses of physical memory.
     """
 
     def __init__(self, cuda: Any, ordinal: int) -> None:  # noqa: ANN401 -- a module without types
@@ -110,32 +49,41 @@ class CudaDriver:
         self.device = bytes(self._call("cuDeviceGetUuid", self._ordinal).bytes)
 
     def reserve(self, size: int) -> int:
+        """Reserve addresses and return the first; they have no memory yet."""
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, _ZERO_FLAGS))
 
     def unreserve(self, address: int, size: int) -> None:
+        """Give a whole reservation back; nothing may be mapped in it."""
         self._call("cuMemAddressFree", address, size)
 
     def create(self, size: int) -> Handle:
+        """Allocate physical memory that can be exported. Its content is undefined."""
         return Handle(int(self._call("cuMemCreate", size, self._properties, _ZERO_FLAGS)))
 
     def release(self, handle: Handle) -> None:
+        """Release a handle. The memory is freed with its last mapping and last handle anywhere."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: Handle) -> None:
+        """Map the whole of a handle's memory at reserved addresses that have none."""
         self._call("cuMemMap", address, size, 0, handle, _ZERO_FLAGS)
 
     def unmap(self, address: int, size: int) -> None:
+        """Undo exactly one `map`."""
         self._call("cuMemUnmap", address, size)
 
     def set_access(self, address: int, size: int) -> None:
+        """Let this device read and write a run of mappings, all of it mapped."""
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def export_handle(self, handle: Handle) -> int:
+        """Return a file descriptor that another process can import; the caller closes it."""
         return int(
             self._call("cuMemExportToShareableHandle", handle, self._descriptors, _ZERO_FLAGS)
         )
 
     def import_handle(self, descriptor: int) -> Handle:
+        """Return a handle of another process's memory; the descriptor stays the caller's."""
         handle = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
         return Handle(int(handle))
 
@@ -144,10 +92,11 @@ class CudaDriver:
         return int(free)
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Write one byte value, on a stream of its own."""
+        """Write one byte value over usable memory, some time before `synchronize` returns."""
         self._call("cuMemsetD8Async", address, value, size, self._stream)
 
     def synchronize(self) -> None:
+        """Wait for every `fill`."""
         self._call("cuStreamSynchronize", self._stream)
 
     @property
@@ -183,7 +132,7 @@ class CudaDriver:
         return values[0] if len(values) == 1 else tuple(values) or None
 
 
-def open_driver(ordinal: int = 0) -> CudaDriver:
+def open_driver(ordinal: int = 0) -> Driver:
     """Return the driver of the process's GPU `ordinal`, whose primary context becomes current.
 
     Raises DeviceError without a driver, such a GPU or `cuda-bindings`.
@@ -195,7 +144,7 @@ def open_driver(ordinal: int = 0) -> CudaDriver:
             "KV pages on a GPU need the package cuda-bindings: install rose-rollout[cuda]"
         ) from None
     try:
-        return CudaDriver(cuda, ordinal)
+        return Driver(cuda, ordinal)
     except (RuntimeError, OSError) as error:
         # The bindings raise this if the driver's library, or a function in it, is missing.
         where = os.environ.get("LD_LIBRARY_PATH", "")

@@ -6,9 +6,10 @@ another process of the same GPU, until it wants them back.
 
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from executor.cuda.driver import Driver, Handle
 from executor.cuda.page_messages import (
@@ -29,55 +30,59 @@ from executor.errors import DeviceError, DeviceMemoryShort, LoanError
 MOST_FRAMES: Final = 8
 
 
-class PageSource(Protocol):
-    """Source of physical pages; a page taken belongs to its taker alone until it is given back."""
+class PageSource(ABC):
+    """Source of physical pages; a page taken belongs to its taker alone until it is given back.
 
-    @property
-    def idle(self) -> int:
-        """Pages of this process without a mapping: kept, not returned."""
-        ...
-
-    @property
-    def available(self) -> int:
-        """Pages that `take` would return now."""
-        ...
+    `foreign`: pages that this process has and that belong to another one. `wanted`: number of
+    borrowed pages that their owner wants back; give as many.
+    """
 
     @property
     def wanted(self) -> int:
-        """Number of borrowed pages that their owner wants back; give as many."""
-        ...
+        return 0
 
     @property
     def foreign(self) -> Collection[Handle]:
-        """Pages that this process has and that belong to another one."""
-        ...
+        return ()
 
+    @property
+    @abstractmethod
+    def idle(self) -> int:
+        """Pages of this process without a mapping: kept, not returned."""
+
+    @property
+    @abstractmethod
+    def available(self) -> int:
+        """Pages that `take` would return now."""
+
+    @abstractmethod
     def take(self, count: int) -> list[Handle]:
-        """Return that many pages, their content undefined. Raises DeviceMemoryShort."""
-        ...
+        """Return that many pages, their content undefined.
 
+        Raises DeviceMemoryShort, and changes nothing then.
+        """
+
+    @abstractmethod
     def give(self, handles: Collection[Handle]) -> None:
         """Take pages back that this process has unmapped."""
-        ...
 
-    def recall(self, count: int) -> None:
+    def recall(self, count: int) -> None:  # noqa: B027 -- most lend nothing
         """Have this many pages in stock as soon as others have returned them; 0 ends that."""
-        ...
 
     def step(self) -> bool:
         """Read the messages of sharing processes; never waits. Returns True with more to lend.
 
         Raises LoanError or DeviceError.
         """
-        ...
+        return False
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything that is not mapped, and disconnect."""
-        ...
 
 
-class PagePool:
-    """PageSource that asks the driver.
+class PagePool(PageSource):
+    """Source that asks the driver.
 
     Creating a page costs a hundred times as much as mapping one, so up to `most_spare` are kept;
     only further pages return to the device.
@@ -85,9 +90,6 @@ class PagePool:
     With others it shares through the driver alone: pages that it returns they can create, and the
     other way round, unless another process on the device is faster.
     """
-
-    wanted = 0
-    foreign: Collection[Handle] = ()
 
     def __init__(
         self, driver: Driver, page_bytes: int, *, most_spare: int = 0, headroom_bytes: int = 0
@@ -101,7 +103,6 @@ class PagePool:
 
     @property
     def idle(self) -> int:
-        """Pages kept."""
         return len(self._spare)
 
     @property
@@ -110,19 +111,11 @@ class PagePool:
         free = self._driver.free_bytes() - self._headroom_bytes
         return len(self._spare) + max(0, free // self._page_bytes)
 
-    def recall(self, count: int) -> None:
-        """Do nothing: others are asked on the control page."""
-
-    def step(self) -> bool:
-        """Do nothing: there are no messages."""
-        return False
-
     def close(self) -> None:
-        """Release all kept pages."""
         self._release_down_to(0)
 
     def take(self, count: int) -> list[Handle]:
-        """Return kept pages, then new ones; on DeviceMemoryShort nothing changed."""
+        """Return kept pages, then new ones."""
         kept = min(count, len(self._spare))
         created = self._create(count - kept)
         taken = self._spare[len(self._spare) - kept :]
@@ -160,8 +153,8 @@ class PagePool:
         return created
 
 
-class PageClient:
-    """PageSource that takes borrowed pages first, then its own. One thread calls it.
+class PageClient(PageSource):
+    """Source that takes borrowed pages first, then its own. One thread calls it.
 
     A borrowed page that is given goes back to its lender. When the lender ends, pages that are
     mapped stay as they are, and no others come.
@@ -204,7 +197,6 @@ class PageClient:
 
     @property
     def wanted(self) -> int:
-        """Number of borrowed pages that have to be given back now."""
         return max(0, self.borrowed - self._keep)
 
     @property
@@ -214,14 +206,10 @@ class PageClient:
 
     @property
     def foreign(self) -> Collection[Handle]:
-        """Pages of the lender's."""
         return self._numbers.keys()
 
-    def recall(self, count: int) -> None:
-        """Do nothing: it has lent nothing."""
-
     def take(self, count: int) -> list[Handle]:
-        """Return borrowed pages, then own ones; on DeviceMemoryShort nothing changed."""
+        """Return borrowed pages, then own ones."""
         borrowed = min(count, len(self._stock))
         own = self._own.take(count - borrowed)
         taken = self._stock[len(self._stock) - borrowed :]

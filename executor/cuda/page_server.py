@@ -41,7 +41,7 @@ from executor.cuda.page_messages import (
     receive,
     send,
 )
-from executor.cuda.page_pool import PagePool
+from executor.cuda.page_pool import PagePool, PageSource
 from executor.errors import DeviceMemoryShort, LoanError
 
 _NOBODY: Final = -1
@@ -142,11 +142,8 @@ class _Borrower:
     keep: int = EVERYTHING
 
 
-class PageServer:
-    """PageSource of the owner. One thread calls it, and `step` does all work for the borrowers."""
-
-    wanted = 0
-    foreign: Collection[Handle] = ()
+class PageServer(PageSource):
+    """Source of the owner. One thread calls it, and `step` does all work for the borrowers."""
 
     def __init__(
         self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0

@@ -169,14 +169,9 @@ class HostPlugin(ABC, Generic[Publisher]):
             self.stop_lending(error)
         if lender.over:
             self._lender = None
-        if observer is not None and self._lent() != before:
+        now = self._lender.lent if self._lender is not None else KvLent()
+        if observer is not None and now != before:
             self._quietly(observer.publish)
-
-    def _lent(self) -> KvLent:
-        return self._lender.lent if self._lender is not None else KvLent()
-
-    def _blocks_away(self) -> int:
-        return self._lender.blocks_away if self._lender is not None else 0
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:

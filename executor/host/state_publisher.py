@@ -5,12 +5,30 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from executor.control_page.host_seat import HostSeat
 from executor.control_page.seqlock_records import NO_DEADLINE, HostState
-from executor.host.kv_lender import KvLent
+from executor.host.kv_lender import HostLender, KvLent
 from executor.step_log import StepLog
+
+# `_publish` packs the fields itself: a HostState would cost as much again.
+_PACK: Final = HostState.packer(
+    "step_seq",
+    "in_step",
+    "running",
+    "waiting",
+    "queued_prefill_tokens",
+    "earliest_prefill_deadline_ns",
+    "earliest_decode_deadline_ns",
+    "kv_used",
+    "kv_total",
+    "busy_ns",
+    "last_step_ns",
+    "heartbeat_ns",
+    *KvLent._fields,
+)
+_NOTHING_LENT: Final = KvLent()
 
 
 class DeadlineTracker:
@@ -175,34 +193,20 @@ class StatePublisher(ABC):
 
     def __init__(
         self,
+        scheduler: Any,  # noqa: ANN401 -- the engine's
         seat: HostSeat,
-        ttft_s: float,
-        tpot_s: float,
+        targets_s: tuple[float, float],
         clock_ns: Callable[[], int] = time.monotonic_ns,
         step_log: StepLog | None = None,
-        lent: Callable[[], KvLent] = KvLent,
+        lender: Callable[[], HostLender | None] = lambda: None,
     ) -> None:
-        """lent: returns the present loan of KV memory."""
+        """targets_s: of TTFT and TPOT. lender: returns the owner of lent KV memory, if any."""
+        self._scheduler = scheduler
         self._write = seat.write_packed
-        # Order of what `_publish` packs directly: a HostState would cost as much again.
-        self._pack = HostState.packer(
-            "step_seq",
-            "in_step",
-            "running",
-            "waiting",
-            "queued_prefill_tokens",
-            "earliest_prefill_deadline_ns",
-            "earliest_decode_deadline_ns",
-            "kv_used",
-            "kv_total",
-            "busy_ns",
-            "last_step_ns",
-            "heartbeat_ns",
-            *KvLent._fields,
-        )
         self._step_log = step_log
-        self._lent = lent
+        self._lender = lender
         self._clock_ns = clock_ns
+        ttft_s, tpot_s = targets_s
         self._deadlines = self.tracker(round(ttft_s * 1e9), round(tpot_s * 1e9))
         self._steps_in_flight = 0
         self._step_seq = 0
@@ -256,11 +260,11 @@ class StatePublisher(ABC):
 
     def _publish(self, now_ns: int) -> None:
         running, waiting, kv_used, kv_total = self._figures()
-        deadlines = self._deadlines
+        deadlines, lender = self._deadlines, self._lender()
         self._published_idle = not (self._steps_in_flight or running or waiting)
         self._unpublished = False
         self._write(
-            self._pack(
+            _PACK(
                 self._step_seq,
                 self._steps_in_flight > 0,
                 running,
@@ -273,6 +277,6 @@ class StatePublisher(ABC):
                 self._busy_ns,
                 self._last_step_ns,
                 now_ns,
-                *self._lent(),
+                *(_NOTHING_LENT if lender is None else lender.lent),
             )
         )

@@ -21,7 +21,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from executor.errors import PageReleaseError
 from executor.kv.shrink_plan import Granules, GranuleUse
@@ -33,64 +33,58 @@ _MADV_POPULATE_WRITE = 23
 GRANULE_RUN_BYTES: Final = 256 << 10
 
 
-class PageBackend(Protocol):
-    """Physical pages under the KV blocks of one engine.
+class PageBackend(ABC):
+    """Physical pages under the KV blocks of one engine, by default shared with no other process.
 
     Callers serialise: no step that could touch a granule is in flight while it is released.
+    `always_restores`: `restore` cannot fail for want of memory. `bytes_total`: size of the KV
+    memory.
     """
 
-    @property
-    def always_restores(self) -> bool:
-        """True if `restore` cannot fail for want of memory."""
-        ...
+    always_restores = True
+    bytes_total: int
 
     @property
-    def bytes_total(self) -> int:
-        """Size of the KV memory."""
-        ...
-
-    @property
+    @abstractmethod
     def bytes_returned(self) -> int:
         """Bytes whose physical pages were confirmed freed at the last release."""
-        ...
 
     @property
+    @abstractmethod
     def released(self) -> Collection[int]:
         """Granules without pages; some from the start if memory was short."""
-        ...
 
     @property
     def kept(self) -> int:
         """Pages of this process without a mapping, in granules."""
-        ...
+        return 0
 
     @property
     def owed(self) -> int:
         """Borrowed granules that the owners of their pages want back."""
-        ...
+        return 0
 
     def borrowed(self, granule: int) -> bool:
         """Return True if a granule lies on pages of others."""
-        ...
+        return False
 
+    @abstractmethod
     def release(self, granules: Collection[int]) -> None:
         """Give back the pages that lie wholly inside the held granules."""
-        ...
 
+    @abstractmethod
     def restore(self, granules: Collection[int]) -> None:
         """Have zeroed pages under these granules again, at the latest on first touch.
 
         Raises DeviceMemoryShort, and changes nothing then, unless `always_restores`.
         """
-        ...
 
     def ready(self, granules: Sequence[int]) -> int:
         """Return how many of these released granules, in order, can be restored without waiting."""
-        ...
+        return len(granules)
 
-    def recall(self, granules: int) -> None:
+    def recall(self, granules: int) -> None:  # noqa: B027 -- most lend nothing
         """Ask the borrowers of this process's pages for this many granules; 0 ends that."""
-        ...
 
     def poll(self) -> bool:
         """Exchange messages with the processes that share pages, and lend them some; never waits.
@@ -98,39 +92,17 @@ class PageBackend(Protocol):
         Returns True if there is more to lend to a connected borrower. Raises LoanError or
         DeviceError.
         """
-        ...
-
-
-class OwnPages:
-    """The sharing part of a PageBackend, for memory that is shared with no other process."""
-
-    always_restores = True
-    kept = 0
-    owed = 0
-
-    def borrowed(self, granule: int) -> bool:
-        """Return nothing: all pages are this process's own."""
-        return False
-
-    def ready(self, granules: Sequence[int]) -> int:
-        """Return all of them."""
-        return len(granules)
-
-    def recall(self, granules: int) -> None:
-        """Do nothing: there is no borrower."""
-
-    def poll(self) -> bool:
-        """Return False: there is no borrower."""
         return False
 
 
-class NoPages(OwnPages):
+class NoPages(PageBackend):
     """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
+
+    bytes_returned = 0
+    released: Collection[int] = ()
 
     def __init__(self, bytes_total: int) -> None:
         self.bytes_total = bytes_total
-        self.bytes_returned = 0
-        self.released: Collection[int] = ()
 
     def release(self, granules: Collection[int]) -> None:
         """Keep the pages; the published state says so."""
@@ -239,7 +211,7 @@ class Extent:
             yield Range(start, start + self.block_bytes)
 
 
-class HostPages(OwnPages):
+class HostPages(PageBackend):
     """PageBackend over anonymous memory of this process."""
 
     def __init__(self, extents: Sequence[Extent], granules: Granules, bytes_total: int) -> None:
@@ -251,12 +223,10 @@ class HostPages(OwnPages):
 
     @property
     def bytes_returned(self) -> int:
-        """Bytes measured to be gone."""
         return sum(self._returned.values())
 
     @property
     def released(self) -> Collection[int]:
-        """Granules that were given back."""
         return self._held
 
     def release(self, granules: Collection[int]) -> None:

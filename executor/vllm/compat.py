@@ -19,41 +19,25 @@ _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 class RequestSurface(Protocol):
-    """vllm.v1.request.Request; `arrival_time` is wall-clock seconds."""
+    """vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens are those so far."""
 
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
     num_computed_tokens: int
     num_output_placeholders: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        ...
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """Tokens of prompt and output so far, and drafted ones."""
-        ...
+    num_tokens: int
+    num_output_tokens: int
+    num_tokens_with_spec: int
 
 
 class BlockSurface(Protocol):
-    """vllm.v1.core.kv_cache_utils.KVCacheBlock."""
+    """vllm.v1.core.kv_cache_utils.KVCacheBlock; `block_hash` names the cached content."""
 
     block_id: int
     is_null: bool
     ref_cnt: int
-
-    @property
-    def block_hash(self) -> bytes | None:
-        """Name of the cached content, None without any."""
-        ...
+    block_hash: bytes | None
 
 
 class FreeQueueSurface(Protocol):
@@ -61,57 +45,37 @@ class FreeQueueSurface(Protocol):
 
     num_free_blocks: int
 
-    def get_all_free_blocks(self) -> list[BlockSurface]:
-        """Return all free blocks."""
-        ...
+    def get_all_free_blocks(self) -> list[BlockSurface]: ...
 
 
 class BlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool."""
+    """vllm.v1.core.block_pool.BlockPool; `evict_blocks` drops their cached content."""
 
     num_gpu_blocks: int
     blocks: list[BlockSurface]
     free_block_queue: FreeQueueSurface
 
-    def get_num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
-        ...
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Drop the cached content of these blocks."""
-        ...
+    def get_num_free_blocks(self) -> int: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
 
 
 class KvCacheManagerSurface(Protocol):
     """vllm.v1.core.kv_cache_manager.KVCacheManager."""
 
-    @property
-    def block_pool(self) -> BlockPoolSurface:
-        """The pool all blocks come from."""
-        ...
+    block_pool: BlockPoolSurface
 
 
 class SchedulerSurface(Protocol):
-    """vllm.v1.core.sched.scheduler.Scheduler; `finished_req_ids`: since the last schedule()."""
+    """vllm.v1.core.sched.scheduler.Scheduler; `requests` are unfinished.
 
-    @property
-    def requests(self) -> Mapping[str, RequestSurface]:
-        """Unfinished requests by id."""
-        ...
+    `finished_req_ids`: since the last schedule(). `get_request_counts`: running and waiting ones.
+    """
 
-    @property
-    def finished_req_ids(self) -> set[str]:
-        """Requests that finished since the last schedule()."""
-        ...
+    requests: Mapping[str, RequestSurface]
+    finished_req_ids: set[str]
+    kv_cache_manager: KvCacheManagerSurface
 
-    @property
-    def kv_cache_manager(self) -> KvCacheManagerSurface:
-        """Owner of the KV blocks."""
-        ...
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests."""
-        ...
+    def get_request_counts(self) -> tuple[int, int]: ...
 
 
 class NewRequestSurface(Protocol):
@@ -121,36 +85,21 @@ class NewRequestSurface(Protocol):
 
 
 class StepSurface(Protocol):
-    """vllm.v1.core.sched.output.SchedulerOutput."""
+    """vllm.v1.core.sched.output.SchedulerOutput.
 
-    @property
-    def scheduled_new_reqs(self) -> Sequence[NewRequestSurface]:
-        """Requests that are in a step for the first time."""
-        ...
+    `scheduled_new_reqs`: in a step for the first time. `num_scheduled_tokens`: by request id.
+    """
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Sum over all requests."""
-        ...
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """Tokens of this step by request id."""
-        ...
+    scheduled_new_reqs: Sequence[NewRequestSurface]
+    total_num_scheduled_tokens: int
+    num_scheduled_tokens: Mapping[str, int]
 
 
 class SampledSurface(Protocol):
-    """vllm.v1.outputs.ModelRunnerOutput."""
+    """vllm.v1.outputs.ModelRunnerOutput: the step's requests, and new tokens of each."""
 
-    @property
-    def req_ids(self) -> Sequence[str]:
-        """Requests of the step, in the order of its outputs."""
-        ...
-
-    @property
-    def sampled_token_ids(self) -> Sequence[Sequence[int]]:
-        """New tokens of each request of the step."""
-        ...
+    req_ids: Sequence[str]
+    sampled_token_ids: Sequence[Sequence[int]]
 
 
 class FinishedSurface(Protocol):
@@ -167,10 +116,7 @@ class FinishedSurface(Protocol):
 class IterationSurface(Protocol):
     """vllm.v1.metrics.stats.IterationStats."""
 
-    @property
-    def finished_requests(self) -> Sequence[FinishedSurface]:
-        """Requests that finished in this iteration."""
-        ...
+    finished_requests: Sequence[FinishedSurface]
 
 
 def check_version(version: str | None = None) -> None:

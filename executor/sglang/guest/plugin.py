@@ -24,8 +24,7 @@ when the gate is asked. Retracted requests keep their tokens and compute their K
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -84,7 +83,7 @@ class QueuedRequest:
 
 
 class GuestScheduler:
-    """One guest's gate and balloon. Only the scheduler's thread may call it."""
+    """One guest's gate and balloon, and its hooks. Only the scheduler's thread may call it."""
 
     def __init__(self, scheduler: Any, settings: EngineSettings) -> None:  # noqa: ANN401 -- SGLang's
         """Attach to a scheduler that is complete and has not begun.
@@ -132,48 +131,65 @@ class GuestScheduler:
             self._park(self.tokens)
         return self.tokens > 0
 
-    @contextmanager
-    def capped(self) -> Iterator[bool]:
-        """Limit a prefill to the granted tokens; yields True if there is room."""
-        scheduler = self._scheduler
+    def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Plan a prefill of no more tokens than granted."""
         room = self.tokens // self._page_tokens * self._page_tokens
+        if not room:
+            return None, named.get("running_batch", a[-1] if a else None)
         full = scheduler.chunked_prefill_size, scheduler.max_prefill_tokens
-        chunk = room if full[0] is None else min(full[0], room)
-        scheduler.chunked_prefill_size = chunk
+        scheduler.chunked_prefill_size = room if full[0] is None else min(full[0], room)
         scheduler.max_prefill_tokens = min(full[1], room)
         try:
-            yield room > 0
+            return original(scheduler, *a, **named)
         finally:
             scheduler.chunked_prefill_size, scheduler.max_prefill_tokens = full
 
-    def scheduled(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Record that a step begins."""
+    def get_num_allocatable_reqs(
+        self,
+        original: Hook,
+        scheduler: Any,  # noqa: ANN401 -- SGLang's
+        running_bs: int,
+        *a: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> int:
+        """Return no more sequences than granted."""
+        found = int(original(scheduler, running_bs, *a, **named))
+        return min(found, self.sequences - running_bs)
+
+    def update_running_batch(self, original: Hook, scheduler: Any, batch: Any) -> Any:  # noqa: ANN401
+        """Without permission return None, which skips decode in this step."""
+        return original(scheduler, batch) if self.tokens else None
+
+    def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+        """Publish the begin of a step, run it, stamp its tokens."""
         self._kv.step_begun()
         self._gate.scheduled(self._load(batch), tokens_of(batch))
-
-    def sampled(self, batch: Any, result: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Stamp the sampled tokens."""
+        result = original(scheduler, batch, *a, **named)
         stamp(batch, result)
+        return result
 
-    def stepped(self, batch: Any, sampled: int) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Record that it is done, its output on the way."""
+    def process_batch_result(self, original: Hook, scheduler: Any, batch: Any, result: Any) -> Any:  # noqa: ANN401
+        """Process a step's output as SGLang does, then publish it."""
+        before = _output_tokens(batch)
+        done = original(scheduler, batch, result)
         self._kv.step_done()
+        sampled = _output_tokens(batch) - before
         self._gate.stepped(self._load(batch), tokens_of(batch), len(batch.reqs), sampled)
+        return done
 
-    def output_tokens(self, batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Return the tokens of a batch's rollouts so far; a warm-up's do not count."""
-        return sum(len(r.output_ids) for r in batch.reqs if not r.rid.startswith(WARM_UP))
-
-    def sleep(self, poller: Any) -> None:  # noqa: ANN401 -- a zmq.Poller
+    def maybe_sleep(self, original: Hook, sleeper: Any) -> None:  # noqa: ANN401 -- SGLang's
         """Wait for a message; return sooner if KV memory is wanted."""
+        del original
         for _ in range(IDLE_ROUNDS):
-            if poller.poll(IDLE_POLL_MS) or self._kv.must_shrink(self._gate.grant()):
+            if sleeper.poller.poll(IDLE_POLL_MS) or self._kv.must_shrink(self._gate.grant()):
                 return
 
-    def cleared(self, allocator: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Adapt to this guest's allocator that began anew."""
+    def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
+        """Keep the held granules out of an allocator that begins anew."""
+        done = original(allocator)
         if allocator is self._allocator:
             self._pool.cleared()
+        return done
 
     def retract(self, request_ids: Collection[str]) -> None:
         """Send running requests back to the queue, their KV freed."""
@@ -309,6 +325,11 @@ class GuestScheduler:
         return EngineLoad(len(ids), waiting, max(0, used))
 
 
+def _output_tokens(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
+    """Return the tokens of a batch's rollouts so far; a warm-up's do not count."""
+    return sum(len(r.output_ids) for r in batch.reqs if not r.rid.startswith(WARM_UP))
+
+
 def tokens_of(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
     """Return the tokens of one step: a prefill's new ones, or one a sequence."""
     if batch.forward_mode.is_extend():
@@ -338,20 +359,31 @@ class GuestHooks:
     @property
     def hooks(self) -> Mapping[str, Hook]:
         """Hooks by the names of the functions that they are set around."""
-        named: dict[str, Hook] = {
-            f"{SCHEDULER}.run_event_loop": self.run_event_loop,
-            f"{SCHEDULER}._should_defer_prefill": self.should_defer_prefill,
-            f"{SCHEDULER}._get_new_batch_prefill_raw": self.get_new_batch_prefill,
-            f"{SCHEDULER}.get_num_allocatable_reqs": self.get_num_allocatable_reqs,
-            f"{SCHEDULER}.update_running_batch": self.update_running_batch,
-            f"{SCHEDULER}.run_batch": self.run_batch,
-            f"{SCHEDULER}.process_batch_result": self.process_batch_result,
-            _SLEEPER: self.maybe_sleep,
+        guests: dict[str, Callable[..., Any]] = {
+            f"{SCHEDULER}._get_new_batch_prefill_raw": GuestScheduler.get_new_batch_prefill,
+            f"{SCHEDULER}.get_num_allocatable_reqs": GuestScheduler.get_num_allocatable_reqs,
+            f"{SCHEDULER}.update_running_batch": GuestScheduler.update_running_batch,
+            f"{SCHEDULER}.run_batch": GuestScheduler.run_batch,
+            f"{SCHEDULER}.process_batch_result": GuestScheduler.process_batch_result,
+            _SLEEPER: GuestScheduler.maybe_sleep,
+            **dict.fromkeys(_ALLOCATORS, GuestScheduler.clear),
         }
-        named |= dict.fromkeys(_ALLOCATORS, self.clear)
+        named: dict[str, Hook] = {target: self._attached(hook) for target, hook in guests.items()}
+        named[f"{SCHEDULER}.run_event_loop"] = self.run_event_loop
+        named[f"{SCHEDULER}._should_defer_prefill"] = self.should_defer_prefill
         if self._start is not None:
             named[_RUNNER] = self.forward
         return named
+
+    def _attached(self, hook: Callable[..., Any]) -> Hook:
+        """Return a hook of the guest's; SGLang's own function runs alone before there is one."""
+
+        def around(original: Hook, *a: Any, **named: Any) -> Any:  # noqa: ANN401 -- SGLang's
+            if self._guest is None:
+                return original(*a, **named)
+            return hook(self._guest, original, *a, **named)
+
+        return around
 
     def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
         """Attach to a complete scheduler. Raises ExecutorError; SGLang then ends."""
@@ -366,64 +398,6 @@ class GuestHooks:
         if self._guest is None or not self._guest.begin(running_batch):
             return True
         return bool(original(scheduler, running_batch))
-
-    def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Plan a prefill of no more tokens than granted."""
-        if self._guest is None:
-            return original(scheduler, *a, **named)
-        with self._guest.capped() as room:
-            if not room:
-                return None, named.get("running_batch", a[-1] if a else None)
-            return original(scheduler, *a, **named)
-
-    def get_num_allocatable_reqs(
-        self,
-        original: Hook,
-        scheduler: Any,  # noqa: ANN401 -- SGLang's
-        running_bs: int,
-        *a: Any,  # noqa: ANN401
-        **named: Any,  # noqa: ANN401
-    ) -> int:
-        """Return no more sequences than granted."""
-        found = int(original(scheduler, running_bs, *a, **named))
-        return found if self._guest is None else min(found, self._guest.sequences - running_bs)
-
-    def update_running_batch(self, original: Hook, scheduler: Any, batch: Any) -> Any:  # noqa: ANN401
-        """Without permission return None, which skips decode in this step."""
-        if self._guest is not None and not self._guest.tokens:
-            return None
-        return original(scheduler, batch)
-
-    def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Publish the begin of a step, run it, stamp its tokens."""
-        if self._guest is None:
-            return original(scheduler, batch, *a, **named)
-        self._guest.scheduled(batch)
-        result = original(scheduler, batch, *a, **named)
-        self._guest.sampled(batch, result)
-        return result
-
-    def process_batch_result(self, original: Hook, scheduler: Any, batch: Any, result: Any) -> Any:  # noqa: ANN401
-        """Process a step's output as SGLang does, then publish it."""
-        if self._guest is None:
-            return original(scheduler, batch, result)
-        before = self._guest.output_tokens(batch)
-        done = original(scheduler, batch, result)
-        self._guest.stepped(batch, self._guest.output_tokens(batch) - before)
-        return done
-
-    def maybe_sleep(self, original: Hook, sleeper: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Sleep until there is work, or KV memory is wanted."""
-        if self._guest is None:
-            return original(sleeper)
-        return self._guest.sleep(sleeper.poller)
-
-    def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Keep the held granules out of an allocator that begins anew."""
-        done = original(allocator)
-        if self._guest is not None:
-            self._guest.cleared(allocator)
-        return done
 
     def forward(self, original: Hook, runner: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
         """Let a pass of the start wait for the host; the scheduler asks the gate for steps."""

@@ -75,7 +75,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._quietly(self._tell_arrival, self._observer, request, again)
             self._lend(arrived=True)
 
-    def turn(self) -> None:
+    def turn(self, *_: object) -> None:
         """Begin a turn of the loop; an idle host lends in `idled`."""
         self._began_ns = time.monotonic_ns()
         if self._lender is not None and (
@@ -83,14 +83,14 @@ class SglangHost(HostPlugin[BatchPublisher]):
         ):
             self._lend()
 
-    def begin(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+    def begin(self, batch: Any, *_: object) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Publish the begin of a step."""
         if self._lender is not None:
             self._lender.step_begun()
         if self._observer is not None:
             self._quietly(self._observer.began, batch, self._began_ns)
 
-    def done(self, batch: Any) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
+    def done(self, batch: Any, *_: object) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Publish a processed step."""
         if self._lender is not None:
             self._lender.step_done()
@@ -98,13 +98,13 @@ class SglangHost(HostPlugin[BatchPublisher]):
         if self._observer is not None:
             self._quietly(self._observer.stepped, batch)
 
-    def aborted(self) -> None:
+    def aborted(self, *_: object) -> None:
         """Publish that requests were aborted."""
         if self._observer is not None:
             self._quietly(self._observer.aborted)
 
     def idled(self) -> None:
-        """Publish a turn of the loop without work, and lend."""
+        """Publish a turn of the loop without work, and lend, before SGLang sleeps."""
         if self._observer is not None:
             self._quietly(self._observer.idled)
         if self._lender is not None:
@@ -149,8 +149,9 @@ class SglangHost(HostPlugin[BatchPublisher]):
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> BatchPublisher:
+        targets_s = settings.ttft_s, settings.tpot_s
         return BatchPublisher(
-            self._scheduler, seat, settings.ttft_s, settings.tpot_s, step_log=log, lent=self._lent
+            self._scheduler, seat, targets_s, step_log=log, lender=lambda: self.lender
         )
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
@@ -193,11 +194,11 @@ class HostHooks:
         named: dict[str, Hook] = {
             f"{SCHEDULER}.__init__": self.made,
             f"{SCHEDULER}._add_request_to_queue": self.add_request,
-            f"{SCHEDULER}.get_next_batch_to_run": self.get_next_batch,
-            f"{SCHEDULER}.run_batch": self.run_batch,
-            f"{SCHEDULER}.process_batch_result": self.process_batch_result,
-            f"{SCHEDULER}.abort_request": self.abort_request,
-            f"{SCHEDULER}.on_idle": self.on_idle,
+            f"{SCHEDULER}.get_next_batch_to_run": self._before(SglangHost.turn),
+            f"{SCHEDULER}.run_batch": self._before(SglangHost.begin),
+            f"{SCHEDULER}.process_batch_result": self._after(SglangHost.done),
+            f"{SCHEDULER}.abort_request": self._after(SglangHost.aborted),
+            f"{SCHEDULER}.on_idle": self._before(SglangHost.idled),
             f"{SCHEDULER}.maybe_sleep_on_idle": self.maybe_sleep,
             f"{SCHEDULER}.run_event_loop": self.run_event_loop,
         }
@@ -235,44 +236,26 @@ class HostHooks:
             self._host.arrived(request, again=again)
         return found
 
-    def get_next_batch(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Begin a turn of the loop."""
-        if self._host is not None:
-            self._host.turn()
-        return original(scheduler, *a, **named)
+    def _before(self, act: Callable[..., None]) -> Hook:
+        """Return a hook that acts on the host, then calls SGLang's own function."""
 
-    def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Publish the begin of a step."""
-        if self._host is not None:
-            self._host.begin(batch)
-        return original(scheduler, batch, *a, **named)
+        def around(original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+            if self._host is not None:
+                act(self._host, *a)
+            return original(scheduler, *a, **named)
 
-    def process_batch_result(
-        self,
-        original: Hook,
-        scheduler: Any,  # noqa: ANN401 -- SGLang's
-        batch: Any,  # noqa: ANN401
-        *a: Any,  # noqa: ANN401
-        **named: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        """Publish a finished step."""
-        found = original(scheduler, batch, *a, **named)
-        if self._host is not None:
-            self._host.done(batch)
-        return found
+        return around
 
-    def abort_request(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Publish that requests may be gone."""
-        found = original(scheduler, *a, **named)
-        if self._host is not None:
-            self._host.aborted()
-        return found
+    def _after(self, act: Callable[..., None]) -> Hook:
+        """Return a hook that calls SGLang's own function, then acts on the host."""
 
-    def on_idle(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Publish that the host is idle, and lend, before SGLang sleeps."""
-        if self._host is not None:
-            self._host.idled()
-        return original(scheduler)
+        def around(original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
+            found = original(scheduler, *a, **named)
+            if self._host is not None:
+                act(self._host, *a)
+            return found
+
+        return around
 
     def maybe_sleep(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
         """Sleep if there is nothing more to lend."""

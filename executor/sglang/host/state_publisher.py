@@ -1,13 +1,9 @@
 """Publisher of an SGLang host's state: its scheduler's work as the page's host section."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from executor.control_page.host_seat import HostSeat
-from executor.host.kv_lender import KvLent
 from executor.host.state_publisher import DeadlineTracker, StatePublisher
-from executor.step_log import StepLog
 
 RECONCILE_STEPS: Final = 64
 """Most steps in which a request that left the queue in another way is not noticed."""
@@ -76,20 +72,6 @@ class BatchPublisher(StatePublisher):
 
     tracker = BatchDeadlines
     _deadlines: BatchDeadlines
-
-    def __init__(
-        self,
-        scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
-        seat: HostSeat,
-        ttft_s: float,
-        tpot_s: float,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        step_log: StepLog | None = None,
-        lent: Callable[[], KvLent] = KvLent,
-    ) -> None:
-        """lent: returns the present loan of KV memory."""
-        super().__init__(seat, ttft_s, tpot_s, clock_ns, step_log, lent)
-        self._scheduler = scheduler
 
     @property
     def requests(self) -> int:

@@ -107,15 +107,8 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def _publisher(
         self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
     ) -> HostStatePublisher:
-        return HostStatePublisher(
-            self,
-            seat,
-            settings.ttft_s,
-            settings.tpot_s,
-            step_log=log,
-            lent=self._lent,
-            blocks_away=self._blocks_away,
-        )
+        targets_s = settings.ttft_s, settings.tpot_s
+        return HostStatePublisher(self, seat, targets_s, step_log=log, lender=lambda: self.lender)
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         return lender_of(self, lending_limits(settings), settings.kv_backend)

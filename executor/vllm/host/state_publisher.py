@@ -3,10 +3,7 @@
 import time
 from collections.abc import Callable
 
-from executor.control_page.host_seat import HostSeat
-from executor.host.kv_lender import KvLent
 from executor.host.state_publisher import StatePublisher
-from executor.step_log import StepLog
 from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface
 
 
@@ -16,29 +13,14 @@ class HostStatePublisher(StatePublisher):
     A schedule() without news waits for the end of its step.
     """
 
-    def __init__(
-        self,
-        scheduler: SchedulerSurface,
-        seat: HostSeat,
-        ttft_s: float,
-        tpot_s: float,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        wall_s: Callable[[], float] = time.time,
-        step_log: StepLog | None = None,
-        lent: Callable[[], KvLent] = KvLent,
-        blocks_away: Callable[[], int] = int,
-    ) -> None:
-        """blocks_away: returns the part of the loan that vLLM's pool does not count."""
-        super().__init__(seat, ttft_s, tpot_s, clock_ns, step_log, lent)
-        self._scheduler = scheduler
-        self._blocks_away = blocks_away
-        self._wall_s = wall_s
+    wall_s: Callable[[], float] = staticmethod(time.time)
+    _scheduler: SchedulerSurface
 
     def arrived(self, request: RequestSurface) -> None:
         """Add a request."""
         now_ns = self._clock_ns()
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
-        age_ns = max(0, round((self._wall_s() - request.arrival_time) * 1e9))
+        age_ns = max(0, round((self.wall_s() - request.arrival_time) * 1e9))
         arrived_ns, prompt_tokens = now_ns - age_ns, request.num_prompt_tokens
         self._deadlines.arrived(request.request_id, arrived_ns, prompt_tokens)
         self._arrives(now_ns, arrived_ns, prompt_tokens)
@@ -78,7 +60,9 @@ class HostStatePublisher(StatePublisher):
         pool = self._scheduler.kv_cache_manager.block_pool
         counted = pool.num_gpu_blocks - 1  # Block 0 is the null block.
         used = counted - pool.get_num_free_blocks()
-        return running, waiting, used, counted + self._blocks_away()
+        lender = self._lender()
+        away = 0 if lender is None else lender.blocks_away
+        return running, waiting, used, counted + away
 
 
 def _has_token(request: RequestSurface | None) -> bool:

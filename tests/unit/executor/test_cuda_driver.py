@@ -109,8 +109,8 @@ class Results:
     CUDA_ERROR_OUT_OF_MEMORY = 2
 
 
-def refusing(code: int) -> cuda_driver.CudaDriver:
-    driver = object.__new__(cuda_driver.CudaDriver)
+def refusing(code: int) -> cuda_driver.Driver:
+    driver = object.__new__(cuda_driver.Driver)
     driver._cuda = SimpleNamespace(CUresult=Results, cuMemRelease=lambda _handle: (code,))
     return driver
 

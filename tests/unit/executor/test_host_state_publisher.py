@@ -75,8 +75,9 @@ class Rig:
         self.scheduler = FakeEngineScheduler()
         self.begun: set[str] = set()
         self.observer = HostStatePublisher(
-            self.scheduler, page.take_host(), 0.5, 0.15, self.clock, lambda: 100.0
+            self.scheduler, page.take_host(), (0.5, 0.15), self.clock
         )
+        self.observer.wall_s = lambda: 100.0
         self.observer.publish()
 
     def state(self) -> HostState:

@@ -85,7 +85,7 @@ def test_without_a_grant_no_step_begins_and_requests_stay(rig: Rig) -> None:
     rig.scheduler.run("a", 20)
     assert not rig.begin()
     batch = rig.scheduler.running_batch
-    assert rig.hooks.update_running_batch(_never, rig.scheduler, batch) is None
+    assert rig.guest.update_running_batch(_never, rig.scheduler, batch) is None
     assert rig.hooks.should_defer_prefill(_never, rig.scheduler, batch) is True
     assert rig.running == ["a"]
     assert rig.state().gate_reason == "page_unreadable"
@@ -115,7 +115,7 @@ def test_a_prefill_has_no_more_tokens_than_are_granted_chunks_included(rig: Rig)
         return "planned"
 
     batch = rig.scheduler.running_batch
-    said = rig.hooks.get_new_batch_prefill(plan, rig.scheduler, running_batch=batch)
+    said = rig.guest.get_new_batch_prefill(plan, rig.scheduler, running_batch=batch)
     assert (said, seen) == ("planned", [(10, 10)])
     assert (rig.scheduler.chunked_prefill_size, rig.scheduler.max_prefill_tokens) == (32, 64)
 
@@ -125,7 +125,7 @@ def test_nobody_is_admitted_beyond_the_granted_sequences(rig: Rig) -> None:
         rig.scheduler.run(name, 4)
     rig.grant(tokens=64, sequences=5)
     rig.begin()
-    room = lambda running: rig.hooks.get_num_allocatable_reqs(  # noqa: E731
+    room = lambda running: rig.guest.get_num_allocatable_reqs(  # noqa: E731
         lambda *_: 100, rig.scheduler, running
     )
     assert (room(3), room(5), room(9)) == (2, 0, -4)
@@ -219,10 +219,10 @@ def test_an_idle_guest_hears_that_its_memory_is_wanted(rig: Rig) -> None:
     polls: list[int] = []
     poller = SimpleNamespace(poll=lambda ms: polls.append(ms))
     rig.grant(cap=2)
-    rig.hooks.maybe_sleep(_never, SimpleNamespace(poller=poller))
+    rig.guest.maybe_sleep(_never, SimpleNamespace(poller=poller))
     assert len(polls) == 1
     rig.grant(cap=0)
-    rig.hooks.maybe_sleep(_never, SimpleNamespace(poller=poller))
+    rig.guest.maybe_sleep(_never, SimpleNamespace(poller=poller))
     assert len(polls) == 1 + guest_module.IDLE_ROUNDS, "it slept as long as it may"
 
 
@@ -241,8 +241,8 @@ def test_a_step_is_published_from_its_begin_to_its_end(rig: Rig) -> None:
         request.output_ids.append(5)
         warm.output_ids.append(5)
 
-    result = rig.hooks.run_batch(run, rig.scheduler, batch)
-    rig.hooks.process_batch_result(process, rig.scheduler, batch, result)
+    result = rig.guest.run_batch(run, rig.scheduler, batch)
+    rig.guest.process_batch_result(process, rig.scheduler, batch, result)
     state = rig.state()
     assert not state.in_step
     assert state.step_seq == 1
@@ -262,7 +262,7 @@ def test_an_allocator_that_begins_anew_gives_out_no_held_granule(rig: Rig) -> No
     rig.begin()
     allocator = rig.scheduler.token_to_kv_pool_allocator
     free = allocator.available_size()
-    rig.hooks.clear(type(allocator).clear, allocator)
+    rig.guest.clear(type(allocator).clear, allocator)
     assert allocator.available_size() == free
 
 

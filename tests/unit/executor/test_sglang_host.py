@@ -30,7 +30,7 @@ class Rig:
         self.now_ns = 1_000 * MS
         self.scheduler = FakeScheduler()
         self.observer = BatchPublisher(
-            self.scheduler, page.take_host(), 0.5, 0.15, lambda: self.now_ns
+            self.scheduler, page.take_host(), (0.5, 0.15), lambda: self.now_ns
         )
         self.observer.publish()
 
