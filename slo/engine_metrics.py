@@ -15,9 +15,9 @@ before that `sglang/srt/metrics/collector.py`; its gaps were `time_per_output_to
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from slo.errors import ScrapeError
 from slo.histogram import Histogram
@@ -106,11 +106,6 @@ def known_series(text: str, model: str | None) -> dict[str, Series]:
     return dict(found)
 
 
-def models(text: str) -> list[str]:
-    """Names of the models that known metrics carry."""
-    return sorted(set(re.findall(r'model_name="([^"]*)"', _known_lines(text))))
-
-
 def _known_lines(text: str) -> str:
     # An engine exports thousands of lines and the parser is slow: it gets the few that matter.
     return "".join(_spelt(line) + "\n" for line in text.splitlines() if _base(line) is not None)
@@ -145,15 +140,6 @@ def _add(found: dict[str, Series], name: str, labels: Mapping[str, str], value: 
 
 def _without(labels: Mapping[str, str], *names: str) -> Labels:
     return frozenset((name, value) for name, value in labels.items() if name not in names)
-
-
-def merged_ranks(values: Mapping[Labels, float], ranks: Iterable[str]) -> list[float]:
-    """One value for each label set without `ranks`: ranks of one engine repeat the same number."""
-    merged: dict[Labels, float] = {}
-    for labels, value in values.items():
-        key = _without(dict(labels), *ranks)
-        merged[key] = max(value, merged.get(key, value))
-    return list(merged.values())
 
 
 # SGLang may export each rank of one engine; data-parallel ranks are engines of their own.
@@ -193,7 +179,7 @@ class Scrape:
             raise ScrapeError(
                 f"scrapes of {earlier.engine} and {self.engine}; compare two of one engine"
             )
-        fresh: dict[str, Histogram | None] = {}
+        fresh: dict[str, Any] = {}
         for name in HISTOGRAMS:
             then, now = getattr(earlier, name), getattr(self, name)
             first = then is None or not then.count
@@ -203,9 +189,7 @@ class Scrape:
                 return replace(self, restarted=True)
         if self.started_s != earlier.started_s:
             return replace(self, restarted=True)
-        return replace(
-            self, ttft=fresh["ttft"], tpot=fresh["tpot"], itl=fresh["itl"], e2e=fresh["e2e"]
-        )
+        return replace(self, **fresh)
 
 
 def parse_scrape(text: str, model: str | None = None) -> Scrape:
@@ -215,7 +199,8 @@ def parse_scrape(text: str, model: str | None = None) -> Scrape:
     """
     found = known_series(text, model)
     engines = {QUANTITIES[name][0] for name in found if name in QUANTITIES}
-    if not engines and (served := models(text)):
+    served = sorted(set(re.findall(r'model_name="([^"]*)"', _known_lines(text))))
+    if not engines and served:
         raise ScrapeError(f"no metrics of model {model!r}; the engine has {', '.join(served)}")
     if len(engines) != 1:
         both = " and ".join(sorted(engines)) or "no known engine"
@@ -229,12 +214,10 @@ def parse_scrape(text: str, model: str | None = None) -> Scrape:
         for quantity, known in ENGINES[engine].items()
     }
     held = {quantity: found[name] for quantity, name in names.items() if name is not None}
+    histograms: dict[str, Any] = {name: _histogram(name, held) for name in HISTOGRAMS}
     return Scrape(
         engine,
-        ttft=_histogram("ttft", held),
-        tpot=_histogram("tpot", held),
-        itl=_histogram("itl", held),
-        e2e=_histogram("e2e", held),
+        **histograms,
         running=_requests(held.get("running")),
         waiting=_requests(held.get("waiting")),
         kv_usage=_fullest(held.get("kv_usage")),
@@ -257,7 +240,12 @@ def _requests(series: Series | None) -> int | None:
         return None
     # SGLang splits queues by priority beside their total, whose priority is empty.
     totals = {k: v for k, v in series.values.items() if not dict(k).get("priority")}
-    finite = [v for v in merged_ranks(totals or series.values, _RANKS) if math.isfinite(v)]
+    engines: dict[Labels, float] = {}
+    for labels, value in (totals or series.values).items():
+        # Ranks of one engine repeat the same number.
+        engine = _without(dict(labels), *_RANKS)
+        engines[engine] = max(value, engines.get(engine, value))
+    finite = [value for value in engines.values() if math.isfinite(value)]
     return int(sum(finite)) if finite else None
 
 

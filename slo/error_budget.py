@@ -5,15 +5,12 @@ spends it in exactly the period; an alert "2% at 1 h" is a burn rate of 0.02 × 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 MINUTE_S: Final = 60.0
 HOUR_S: Final = 3600.0
 DAY_S: Final = 86400.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,56 +56,44 @@ def burnt(good: int, bad: int, objective: float) -> float:
     return bad / (good + bad) / allowed if allowed else math.inf
 
 
-class TimeBuckets(Generic[T]):
-    """The last `slices` spans of `slice_s` seconds, each with a T of its own made by `make`.
+class CountRing:
+    """Good and bad requests of the last `slices` spans of `slice_s` seconds.
 
     A slice that fell out of the ring is replaced when its place is needed. Slices ahead of the
     asked time are ignored: a clock that went back sees nothing of its former future.
     Raises ValueError unless both sizes are positive.
     """
 
-    def __init__(self, slice_s: float, slices: int, make: Callable[[], T]) -> None:
+    def __init__(self, slice_s: float, slices: int) -> None:
         if not (math.isfinite(slice_s) and slice_s > 0 and slices > 0):
             raise ValueError(f"ring of {slices} slices of {slice_s} s; both must be positive")
         self.slice_s = slice_s
         self.span_s = slice_s * slices
-        self._make = make
-        self._places: list[tuple[int, T] | None] = [None] * slices
+        # By place: number of the slice, good and bad requests in it.
+        self._places: list[tuple[float, int, int]] = [(-math.inf, 0, 0)] * slices
 
-    def epoch(self, now_s: float) -> int:
-        """Number of the slice that `now_s` lies in."""
-        return math.floor(now_s / self.slice_s)
+    def add(self, now_s: float, good: int, bad: int) -> None:
+        """Count requests of the slice of `now_s`, unless its place holds a later one."""
+        number = math.floor(now_s / self.slice_s)
+        place = number % len(self._places)
+        held, held_good, held_bad = self._places[place]
+        if held == number:
+            good, bad = good + held_good, bad + held_bad
+        if held <= number:
+            self._places[place] = number, good, bad
 
-    def at(self, now_s: float) -> T | None:
-        """The slice of `now_s`, made if need be; None if its place holds a later one."""
-        epoch = self.epoch(now_s)
-        place = epoch % len(self._places)
-        held = self._places[place]
-        if held is not None and held[0] >= epoch:
-            return held[1] if held[0] == epoch else None
-        made = self._make()
-        self._places[place] = (epoch, made)
-        return made
-
-    def window(self, now_s: float, window_s: float | None = None) -> list[T]:
-        """Slices of the last `window_s` seconds (all without one), the running slice among them.
+    def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
+        """Return good and bad requests of the last `window_s` seconds, the running slice included.
 
         Whole slices: up to one slice of time less than asked for. Raises ValueError for a window
         that the ring cannot hold.
         """
-        window_s = self.span_s if window_s is None else window_s
         if not 0 < window_s <= self.span_s:
             raise ValueError(f"window of {window_s} s; the ring holds up to {self.span_s} s")
-        last = self.epoch(now_s)
+        last = math.floor(now_s / self.slice_s)
         first = last - math.ceil(window_s / self.slice_s - 1e-9)
-        return [held[1] for held in self._places if held is not None and first < held[0] <= last]
-
-
-class _Counts:
-    __slots__ = ("bad", "good")
-
-    def __init__(self) -> None:
-        self.good = self.bad = 0
+        held = [(good, bad) for number, good, bad in self._places if first < number <= last]
+        return sum(good for good, _ in held), sum(bad for _, bad in held)
 
 
 class ErrorBudget:
@@ -138,17 +123,14 @@ class ErrorBudget:
         )
         if pages_only:
             sizes = ((MINUTE_S, 62), (5 * MINUTE_S, 74))
-        self._rings = tuple(TimeBuckets(slice_s, slices, _Counts) for slice_s, slices in sizes)
+        self._rings = tuple(CountRing(slice_s, slices) for slice_s, slices in sizes)
 
     def add(self, now_s: float, good: int, bad: int) -> None:
         """Count requests that ended at `now_s`; raises ValueError for a negative count."""
         if good < 0 or bad < 0:
             raise ValueError(f"counts are {good} good, {bad} bad; they cannot be negative")
         for ring in self._rings:
-            counts = ring.at(now_s)
-            if counts is not None:
-                counts.good += good
-                counts.bad += bad
+            ring.add(now_s, good, bad)
 
     def burn_rate(self, now_s: float, window_s: float) -> float:
         """Share of bad requests ÷ share that may be bad; 0 without traffic, never NaN.
@@ -179,7 +161,6 @@ class ErrorBudget:
         # The finest ring that holds the window and the slice that is still running.
         for ring in self._rings:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:
-                held = ring.window(now_s, window_s)
-                return sum(c.good for c in held), sum(c.bad for c in held)
+                return ring.counts(now_s, window_s)
         longest_s = min(self.period_s, self._rings[-1].span_s - self._rings[-1].slice_s)
         raise ValueError(f"window of {window_s} s; give at most the period, or {longest_s:g} s")

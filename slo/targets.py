@@ -1,8 +1,9 @@
 """Latency targets of a model, presets of them by name, and how many requests met them."""
 
 import math
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -160,33 +161,14 @@ class Attainment:
         """Share of good requests; 1 without requests, since none was missed."""
         return self.good / self.requests if self.requests else 1.0
 
-    def holds(self, spec: SloSpec) -> bool:
-        """Return True if at least the spec's percentile of the requests were good."""
-        return self.good >= spec.percentile * self.requests
-
     def __add__(self, other: "Attainment") -> "Attainment":
-        return Attainment(
-            self.requests + other.requests,
-            self.good + other.good,
-            self.ttft_met + other.ttft_met,
-            self.tpot_met + other.tpot_met,
-            self.itl_met + other.itl_met,
-            self.e2e_met + other.e2e_met,
-        )
+        return Attainment(*map(operator.add, astuple(self), astuple(other)))
 
 
 def attainment(latencies: Iterable[RequestLatency], spec: SloSpec) -> Attainment:
     """Exact attainment of `spec`, counted request by request; raises as `RequestLatency.met`."""
-    requests = good = ttft_met = tpot_met = itl_met = e2e_met = 0
-    for latency in latencies:
-        met = latency.met(spec)
-        requests += 1
-        good += all(met)
-        ttft_met += met.ttft
-        tpot_met += met.tpot
-        itl_met += met.itl
-        e2e_met += met.e2e
-    return Attainment(requests, good, ttft_met, tpot_met, itl_met, e2e_met)
+    met = [latency.met(spec) for latency in latencies]
+    return Attainment(len(met), sum(map(all, met)), *map(sum, zip(*met, strict=True)))
 
 
 def goodput_rps(latencies: Iterable[RequestLatency], spec: SloSpec, window_s: float) -> float:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from bench.common.engines import EngineSet, family, make_background, make_foreground
+from bench.common.jsonl_process import JsonlProcess
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
 from bench.coserve.records import CoserveBlockRecord, Counters
@@ -35,7 +36,7 @@ from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
 from rose.node.guest.guard import GUEST_SAMPLES, GuardedHost, GuardThread
 from rose.node.guest.kill_switch import KillSwitch
 from rose.node.host import HOST_LATENCY, HostWatch
-from rose.process.child import JsonlProcess, ProcessSpec
+from rose.process.child import ProcessSpec
 
 _SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
 # Counters of each engine: requests that have to be computed again, and generated tokens. SGLang

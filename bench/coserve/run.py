@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from bench.common import tiny_models
+from bench.common.jsonl_process import JsonlProcess
 from bench.coserve.calibration import (
     TARGETS_FROM,
     choose_targets,
@@ -66,7 +67,7 @@ from rose.azure_trace import read_trace
 from rose.engines import EngineKind, check_host
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog
-from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
+from rose.process.child import ManagedProcess, ProcessSpec
 from weight_transfer import SigningKey
 
 ENGINES = 3

@@ -9,12 +9,12 @@ import os
 import signal
 import time
 
+from bench.common.jsonl_process import JsonlProcess
 from bench.demo.plan import STORM_STEPS, ExperimentBlock, Plan
 from bench.demo.report.records import BlockStats
 from bench.demo.stack import GUEST, Stack, Watcher, cpu_seconds, engine_pid, replica_of
 from rose.errors import UnavailableError
 from rose.logs.eventlog import KEEP_ALL, EventLog, JsonlLog
-from rose.process.child import JsonlProcess
 from rose.rpc import rose_pb2
 
 # Not each revocation finds the guest at work.

@@ -19,13 +19,14 @@ import grpc
 import psutil
 
 from bench.common.engines import make_foreground, make_nicer
+from bench.common.jsonl_process import JsonlProcess
 from bench.demo.cli import JOB, DemoSettings, TrainerControl
 from bench.demo.report.records import RunLayout
 from executor.control_page.page import PAGE_FOLDER
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
 from rose.engines.launch import check_port
 from rose.errors import EngineStartError, RoseError, UnavailableError
-from rose.process.child import JsonlProcess, ManagedProcess, ProcessSpec
+from rose.process.child import ManagedProcess, ProcessSpec
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from weight_transfer import SigningKey
 

@@ -41,7 +41,7 @@ from rose.node.scheduler_session import SchedulerSession
 from rose.node.weight_updates import Updates, WeightSource
 from rose.process.background_tasks import Background
 from rose.process.launcher import Share
-from rose.process.listening import exposed_at
+from rose.process.procfs import exposed_at
 from rose.rpc import rose_pb2
 
 DRAIN_PATIENCE_S = 2.0

@@ -2,12 +2,9 @@
 
 A group and not a session: Linux schedules sessions against each other as equals (autogroups), and
 inside its own session a guest's SCHED_IDLE would mean nothing to the host.
-
-`JsonlProcess` is a child that speaks JSON lines: commands on its stdin, events on its stdout.
 """
 
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -17,9 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rose.errors import RoseError, UnavailableError
 from rose.process import launcher
 from rose.process.launcher import Share, kill_group
 from rose.process.procfs import ProcessIdentity, group_states
@@ -245,74 +240,3 @@ def _placed(spec: ProcessSpec) -> list[str]:
         options["family"] = "yes"
     placer = (sys.executable, "-I", "-S", str(launcher.__file__))
     return [*placer, *(f"{name}={value}" for name, value in options.items()), "--", *spec.argv]
-
-
-MAX_WAITING_EVENTS = 10_000
-
-
-class JsonlProcess:
-    """A child that takes commands and reports events as JSON lines."""
-
-    def __init__(self, process: ManagedProcess) -> None:
-        self.process = process
-        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=MAX_WAITING_EVENTS)
-        self._reader = asyncio.create_task(self._read())
-
-    @classmethod
-    async def start(cls, spec: ProcessSpec) -> "JsonlProcess":
-        """Start the child with pipes."""
-        return cls(await ManagedProcess.start(spec))
-
-    async def say(self, **command: object) -> None:
-        """Send one command; nothing happens if the child is gone."""
-        if self.process.returncode is not None:
-            return
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        await self.process.stdin.drain()
-
-    async def next(self) -> dict[str, Any]:
-        """Return the next event. Raises RoseError for an error event and for an unexpected end."""
-        event = await self.events.get()
-        if event["event"] == "error":
-            raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
-        return event
-
-    def check(self) -> None:
-        """Raise `RoseError` if the child reported an error or has ended; skip all other events."""
-        while not self.events.empty():
-            event = self.events.get_nowait()
-            if event["event"] == "error":
-                raise RoseError(f"{self.process.spec.name}: {event.get('message')}")
-        if self.process.returncode is not None:
-            raise RoseError(f"{self.process.spec.name} ended; see {self.process.spec.log}")
-
-    async def expect(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """Skip events until one of this name. Raises UnavailableError if none comes in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (event := await self.next())["event"] != name:
-                    continue
-                return event
-        except TimeoutError as error:
-            raise UnavailableError(
-                f"{self.process.spec.name} did not say {name!r} within {timeout_s:.0f} s;"
-                f" see {self.process.spec.log}"
-            ) from error
-
-    async def stop(self) -> None:
-        """End the child."""
-        await self.process.stop()
-        self._reader.cancel()
-
-    async def _read(self) -> None:
-        try:
-            while line := await self.process.stdout.readline():
-                await self.events.put(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            # This also covers a line that is longer or deeper than any event.
-            message = f"said what is no event ({error}); see {self.process.spec.log}"
-            await self.events.put({"event": "error", "message": message})
-            return
-        code = await self.process.wait()
-        message = f"ended (exit {code}); see {self.process.spec.log}"
-        await self.events.put({"event": "end" if code == 0 else "error", "message": message})

@@ -28,7 +28,6 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -64,12 +63,6 @@ Around = Callable[[web.BaseRequest, Answer], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[int, str], bytes]
 
 
-@dataclass(slots=True)
-class _Bout:
-    times: int
-    last_s: float
-
-
 class LimitLog:
     """Limits of one process by the names of their options; `clock` gives monotonic seconds.
 
@@ -79,25 +72,23 @@ class LimitLog:
     def __init__(self, say: Callable[..., None], clock: Callable[[], float]) -> None:
         self._say = say
         self._clock = clock
-        self._bouts: dict[str, _Bout] = {}
+        # Times since the limit was first reached, and when it was last.
+        self._bouts: dict[str, tuple[int, float]] = {}
 
     def bites(self, limit: str, times: int = 1) -> None:
         """Record that something was refused or closed because of a limit."""
-        bout = self._bouts.get(limit)
-        if bout is None:
-            self._bouts[limit] = _Bout(times, self._clock())
+        if limit not in self._bouts:
             self._say("limit_reached", limit=limit, times=times)
-            return
-        bout.times += times
-        bout.last_s = self._clock()
+        earlier, _ = self._bouts.get(limit, (0, 0.0))
+        self._bouts[limit] = earlier + times, self._clock()
 
     def sweep(self) -> None:
         """Report the limits that are over."""
         now_s = self._clock()
-        for limit, bout in list(self._bouts.items()):
-            if now_s - bout.last_s > QUIET_S:
+        for limit, (times, last_s) in list(self._bouts.items()):
+            if now_s - last_s > QUIET_S:
                 del self._bouts[limit]
-                self._say("limit_over", limit=limit, times=bout.times)
+                self._say("limit_over", limit=limit, times=times)
 
 
 def connections_allowed() -> int:
@@ -327,60 +318,51 @@ class BoundedSocket(socket.socket):
     def __init__(self, *of: int) -> None:
         """of: family, type and protocol, as a socket's."""
         super().__init__(*of)
-        self._accepted = _Accepted()
+        self.accepted = 0
+        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def full(self) -> bool:
         """True if the next connection would be closed at once."""
-        return self._accepted.count >= self.capacity
+        return self.accepted >= self.capacity
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Return a connection and its peer. Raises BlockingIOError if it was closed at once."""
-        accepted = self._accepted
         try:
             descriptor, peer = cast(Any, self)._accept()
         except OSError as error:
             if error.errno not in _OUT_OF_RESOURCES:
                 raise
             self._bites("descriptors")
-            accepted.shed(self)
+            self._shed()
             raise _ClosedAtOnceError from error
         connection = _Counted(self.family, self.type, self.proto, fileno=descriptor)
         if self.full:
             connection.close()
             self._bites("max_connections")
             raise _ClosedAtOnceError
-        connection.counted_in(accepted)
+        connection.count_for(self)
         connection.setblocking(False)
         return connection, peer
 
     def close(self) -> None:
         """Close it, and the descriptor in reserve."""
-        self._accepted.close()
+        self._release_reserve()
         super().close()
 
     def _bites(self, limit: str) -> None:
         if self.limits is not None:
             self.limits.bites(limit)
 
-
-class _Accepted:
-    """Open connections of one listening socket, and its descriptor in reserve."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def shed(self, listening: "BoundedSocket") -> None:
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None
+    def _shed(self) -> None:
+        """Close the next connection, with the descriptor in reserve."""
+        self._release_reserve()
         with contextlib.suppress(OSError):
-            os.close(cast(Any, listening)._accept()[0])
+            os.close(cast(Any, self)._accept()[0])
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def close(self) -> None:
+    def _release_reserve(self) -> None:
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
@@ -389,11 +371,11 @@ class _Accepted:
 class _Counted(socket.socket):
     """An accepted connection, counted until it is closed."""
 
-    _accepted: _Accepted | None = None
+    _listening: BoundedSocket | None = None
 
-    def counted_in(self, accepted: _Accepted) -> None:
-        accepted.count += 1
-        self._accepted = accepted
+    def count_for(self, listening: BoundedSocket) -> None:
+        listening.accepted += 1
+        self._listening = listening
 
     def close(self) -> None:
         self._uncount()
@@ -408,9 +390,9 @@ class _Counted(socket.socket):
         self._uncount()
 
     def _uncount(self) -> None:
-        if self._accepted is not None:
-            self._accepted.count -= 1
-            self._accepted = None
+        if self._listening is not None:
+            self._listening.accepted -= 1
+            self._listening = None
 
 
 class Listener:

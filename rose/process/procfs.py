@@ -1,9 +1,10 @@
-"""Processes in /proc: identity across reused numbers, groups, and the memory of a group."""
+"""Processes in /proc: identity across reused numbers, groups, memory of a group, open ports."""
 
 import contextlib
 import mmap
 import os
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Self
 
@@ -135,6 +136,21 @@ def group_cpu_s(group: int) -> float:
             times = psutil.Process(pid).cpu_times()
             total += times.user + times.system
     return total
+
+
+def exposed_at(port: int) -> str | None:
+    """Return an address at which other machines reach a port of this one, or None.
+
+    An engine has to listen on loopback alone: it checks no certificate.
+    """
+    for connection in psutil.net_connections("tcp"):
+        local = connection.laddr
+        if local and local.port == port and connection.status == psutil.CONN_LISTEN:
+            address = ip_address(local.ip)
+            mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+            if not (mapped or address).is_loopback:
+                return str(mapped or address)
+    return None
 
 
 def _pss_bytes(pid: int) -> int:

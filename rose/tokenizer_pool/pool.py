@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from rose.tokenizer_pool.worker import (
     frame,
 )
 
+T = TypeVar("T")
 TEXT_WORKER = "rose.tokenizer_pool.worker"
 TOOL_WORKER = "rose.tokenizer_pool.tool_worker"
 WORKERS = 2
@@ -57,12 +58,6 @@ class _Worker:
     writer: asyncio.StreamWriter
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    large: bool
-    granted: "asyncio.Future[None]"
-
-
 class TextPool:
     """Workers with one tokenizer. `start` it, or let the first job; end with `close`.
 
@@ -78,20 +73,19 @@ class TextPool:
         module: str = TEXT_WORKER,
     ) -> None:
         self._module = module
-        self._unusable = ""
         self._first = frame(setup)
         self.time_s = setup.time_s
         self._memory_bytes = setup.memory_bytes
         self._note = note
         self._workers = workers
-        self._idle: list[_Worker] = []
-        self._places = 0
-        self._large = 0
-        self._waiting: deque[_Waiter] = deque()
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._started = False
+        # None: no worker can be set up, so no job will ever be done.
+        self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()
+        self._large = asyncio.Semaphore(max(1, workers - 1))
+        self._waiting = 0
         self._alive = 0
-        self._closed = False
+        self._unusable = ""
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._started = self._closed = False
 
     def start(self) -> None:
         """Start all workers, without waiting for them."""
@@ -103,12 +97,10 @@ class TextPool:
     async def run(self, job: Job) -> Done:
         """Run a job. Raises TextRefused or TextBusy."""
         self.start()
-        if self._unusable:
-            raise TextRefused(self._unusable)
-        large = _size(job) > LARGE_BYTES
-        await self._place(large)
-        # The job of a caller that hangs up is finished: killing would cost more.
-        return await asyncio.shield(self._spawn(self._work(job, large)))
+        async with contextlib.AsyncExitStack() as held:
+            worker = await self._take(held, large=_size(job) > LARGE_BYTES)
+            # The job of a caller that hangs up is finished: killing would cost more.
+            return await asyncio.shield(self._spawn(self._work(job, worker, held.pop_all())))
 
     async def close(self) -> None:
         """End all workers."""
@@ -116,70 +108,42 @@ class TextPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self._idle:
-            await _end(worker)
-        self._idle.clear()
+        while not self._idle.empty():
+            if (worker := self._idle.get_nowait()) is not None:
+                await _end(worker)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[Done]") -> "asyncio.Task[Done]":
-        task: asyncio.Task[Done] = asyncio.create_task(work)
+    def _spawn(self, work: "asyncio._CoroutineLike[T]") -> "asyncio.Task[T]":
+        task: asyncio.Task[T] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # The caller may be gone.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
-    # ---- places: one for each worker that is ready ----
-
-    async def _place(self, large: bool) -> None:
-        if not self._waiting and self._may(large):
-            self._take(large)
-            return
-        if len(self._waiting) >= MAX_QUEUE:
-            raise TextBusy(f"{len(self._waiting)} texts wait to be tokenized; send it again later")
-        waiter = _Waiter(large, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        self._grant()
+    async def _take(self, held: contextlib.AsyncExitStack, *, large: bool) -> _Worker:
+        """Wait for a worker; `held` returns the place among large jobs."""
+        if self._waiting >= MAX_QUEUE:
+            raise TextBusy(f"{self._waiting} texts wait to be tokenized; send it again later")
+        self._waiting += 1
         try:
             # The queue is not at fault for workers that are still starting.
-            limit_s = self.time_s if self._alive else self.time_s + START_S
-            async with asyncio.timeout(limit_s):
-                await waiter.granted
+            async with asyncio.timeout(self.time_s + START_S * (not self._alive)):
+                if large:
+                    await held.enter_async_context(self._large)
+                worker = await self._idle.get()
         except TimeoutError as error:
             raise TextBusy(
                 f"the text was not tokenized within {self.time_s:g} s: others came first; "
                 "send it again later"
             ) from error
-        except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                self._give_back(large)
-            raise
         finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
+            self._waiting -= 1
+        if worker is None:
+            self._idle.put_nowait(None)
+            raise TextRefused(self._unusable)
+        return worker
 
-    def _may(self, large: bool) -> bool:
-        return self._places > 0 and not (large and self._large >= max(1, self._workers - 1))
-
-    def _take(self, large: bool) -> None:
-        self._places -= 1
-        self._large += large
-
-    def _give_back(self, large: bool) -> None:
-        self._places += 1
-        self._large -= large
-        self._grant()
-
-    def _grant(self) -> None:
-        for waiter in tuple(self._waiting):
-            if self._may(waiter.large):
-                self._waiting.remove(waiter)
-                if not waiter.granted.done():
-                    self._take(waiter.large)
-                    waiter.granted.set_result(None)
-
-    # ---- workers ----
-
-    async def _begin(self, after_s: float) -> Done:
+    async def _begin(self, after_s: float) -> None:
         """Start a worker, trying until there is one."""
         while True:
             await asyncio.sleep(after_s)
@@ -197,35 +161,27 @@ class TextPool:
                 raise
             if isinstance(answer, Refused):
                 await _end(worker)
-                self._give_up(answer.message)
-                return Done()
+                self._unusable = answer.message
+                self._note("text_worker_failed", reason=answer.message)
+                self._idle.put_nowait(None)
+                return
             self._alive += 1
-            self._idle.append(worker)
-            self._places += 1
-            self._grant()
-            return Done()
+            self._idle.put_nowait(worker)
+            return
 
-    def _give_up(self, why: str) -> None:
-        """Give up: no worker can be set up, so no job will ever be done."""
-        self._unusable = why
-        self._note("text_worker_failed", reason=why)
-        for waiter in self._waiting:
-            if not waiter.granted.done():
-                waiter.granted.set_exception(TextRefused(why))
-
-    async def _work(self, job: Job, large: bool) -> Done:
-        worker = self._idle.pop()
+    async def _work(self, job: Job, worker: _Worker, held: contextlib.AsyncExitStack) -> Done:
         answer: Done | Refused | None = None
-        try:
-            async with asyncio.timeout(self.time_s):
-                answer = await _ask(worker, frame(job))
-        except TimeoutError as error:
-            raise self._lost(f"takes longer than {self.time_s:g} s") from error
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
-            megabytes = self._memory_bytes >> 20
-            raise self._lost(f"needs more than {megabytes} MiB of memory") from error
-        finally:
-            await self._free(worker, answer, large)
+        async with held:
+            try:
+                async with asyncio.timeout(self.time_s):
+                    answer = await _ask(worker, frame(job))
+            except TimeoutError as error:
+                raise self._lost(f"takes longer than {self.time_s:g} s") from error
+            except (OSError, EOFError, msgspec.MsgspecError) as error:
+                megabytes = self._memory_bytes >> 20
+                raise self._lost(f"needs more than {megabytes} MiB of memory") from error
+            finally:
+                await self._free(worker, answer)
         if isinstance(answer, Refused):
             raise TextRefused(answer.message)
         return answer
@@ -234,13 +190,11 @@ class TextPool:
         self._note("text_worker_lost", reason=why)
         return TextRefused(f"tokenizing this text {why}: send a shorter one")
 
-    async def _free(self, worker: _Worker, answer: Done | Refused | None, large: bool) -> None:
-        """Free the worker's place, or the place of its successor."""
+    async def _free(self, worker: _Worker, answer: Done | Refused | None) -> None:
+        """Make the worker idle again, or begin its successor."""
         if answer is not None and not (isinstance(answer, Refused) and answer.last):
-            self._idle.append(worker)
-            self._give_back(large)
+            self._idle.put_nowait(worker)
             return
-        self._large -= large
         self._alive -= 1
         await _end(worker)
         if not self._closed:

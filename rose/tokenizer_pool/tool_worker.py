@@ -11,30 +11,29 @@ objects, and `tool_choice`.
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from rose.tokenizer_pool.worker import (
-    MAX_REASON_CHARS,
     Done,
     FoundCall,
     ParseTools,
-    Refused,
+    Service,
     ToolSetup,
-    serve_jobs,
+    serve,
     unpacked,
 )
 
 _MESSAGES = [{"role": "user", "content": "-"}]
 
 
-class ToolService:
+class ToolService(Service):
     """Finder of calls with one parser. Raises ValueError or ImportError for an unknown one."""
+
+    too_large = "the output needs more memory than one may have"
 
     def __init__(self, setup: ToolSetup) -> None:
         self._own = ":" in setup.parser
@@ -43,15 +42,8 @@ class ToolService:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True)
 
-    def answer(self, job: ParseTools) -> Done | Refused:
-        """Return the calls and the text around them; any error of a parser is a refusal."""
-        try:
-            return self._do(job)
-        except MemoryError:
-            return Refused("the output needs more memory than one may have", last=True)
-        except Exception as error:  # noqa: BLE001 - parsers meet what nobody expected
-            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-            return Refused(f"tool calls cannot be found: {reason or type(error).__name__}")
+    def _subject(self, job: ParseTools) -> str:
+        return "tool calls cannot be found"
 
     def _do(self, job: ParseTools) -> Done:
         tools = msgspec.json.decode(job.tools)
@@ -97,17 +89,5 @@ def _of_vllm(name: str) -> Any:  # noqa: ANN401 - a class
     return ToolParserManager.get_tool_parser(name)
 
 
-def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Run jobs until there are no more."""
-    serve_jobs(jobs, answers, ToolSetup, ToolService)
-
-
-def main() -> None:
-    """Serve over the standard streams; nothing else may write to them."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
-
-
 if __name__ == "__main__":
-    main()
+    serve(ToolSetup, ToolService)

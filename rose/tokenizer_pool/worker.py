@@ -11,11 +11,12 @@ import resource
 import signal
 import struct
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -267,6 +268,35 @@ def frame(message: object) -> bytes:
 MAX_REASON_CHARS = 300
 
 
+S = TypeVar("S", Setup, ToolSetup)
+
+
+class Service(ABC):
+    """Runner of jobs of one kind; any error in a job is a refusal."""
+
+    too_large: ClassVar[str]
+
+    def answer(self, job: Any) -> Done | Refused:  # noqa: ANN401 - of its kind
+        """Return a job's answer; never raises."""
+        try:
+            return self._do(job)
+        except MemoryError:
+            return Refused(self.too_large, last=True)
+        except Exception as error:  # noqa: BLE001 - templates and parsers raise what they like
+            return Refused(f"{self._subject(job)}: {reason_of(error) or type(error).__name__}")
+
+    @abstractmethod
+    def _do(self, job: Any) -> Done: ...  # noqa: ANN401 - of its kind
+
+    @abstractmethod
+    def _subject(self, job: Any) -> str: ...  # noqa: ANN401 - of its kind
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's text as one line of bounded length."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
+
+
 class _Compiled(NamedTuple):
     """A template, and its features: content as parts, messages of the developer role."""
 
@@ -283,26 +313,20 @@ def _compiled(text: str | None) -> _Compiled | None:
     return _Compiled(environment.from_string(text), takes_parts(environment.parse(text)), developer)
 
 
-class TextService:
+class TextService(Service):
     """Runner of jobs with one tokenizer."""
+
+    too_large = "the text needs more memory than one text may have"
 
     def __init__(self, setup: Setup) -> None:
         self._tokenizer: Any = Tokenizer.from_str(setup.tokenizer)
         self._setup = setup
         self._templates = [_compiled(text) for text in (setup.template, setup.tool_template)]
 
-    def answer(self, job: TextJob) -> Done | Refused:
-        """Return a job's answer; any error in it is a refusal."""
-        try:
-            return self._do(job)
-        except MemoryError:
-            return Refused("the text needs more memory than one text may have", last=True)
-        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
-            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-            subject = "the chat template refuses the messages" if isinstance(job, Chat) else "text"
-            return Refused(f"{subject}: {reason or type(error).__name__}")
+    def _subject(self, job: TextJob) -> str:
+        return "the chat template refuses the messages" if isinstance(job, Chat) else "text"
 
-    def _do(self, job: TextJob) -> Done | Refused:
+    def _do(self, job: TextJob) -> Done:
         if isinstance(job, Decode):
             ids = unpacked(job.token_ids)
             return Done(text=str(self._tokenizer.decode(ids, skip_special_tokens=False)))
@@ -335,26 +359,13 @@ class TextService:
         )
 
 
-def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Run jobs until there are no more."""
-    serve_jobs(jobs, answers, Setup, TextService)
+def serve(kind: type[S], made: Callable[[S], Service]) -> None:
+    """Run jobs with the service that `made` makes of the first frame, or answer its error.
 
-
-S = TypeVar("S", Setup, ToolSetup)
-
-
-class Service(Protocol):
-    """Runner of jobs of one kind."""
-
-    def answer(self, job: Any) -> Done | Refused:  # noqa: ANN401 - of its kind
-        """Return a job's answer; never raises."""
-        ...
-
-
-def serve_jobs(
-    jobs: BinaryIO, answers: BinaryIO, kind: type[S], made: Callable[[S], Service]
-) -> None:
-    """Run jobs with the service that `made` makes of the first frame, or answer its error."""
+    Jobs and answers pass over the standard streams; nothing else may write to them.
+    """
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     first = read_frame(jobs)
     if first is None:
         return
@@ -362,7 +373,7 @@ def serve_jobs(
     try:
         service = made(setup)
     except Exception as error:  # noqa: BLE001 - whatever it is, no job would be done
-        _send(answers, Refused(" ".join(str(error).split())[:MAX_REASON_CHARS], last=True))
+        _send(answers, Refused(reason_of(error), last=True))
         return
     _limit_memory(setup.memory_bytes)
     _send(answers, Done())
@@ -389,12 +400,5 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main() -> None:
-    """Serve over the standard streams; nothing else may write to them."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Setup, TextService)

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from bench.common.jsonl_process import JsonlProcess
 from rose.errors import RoseError
-from rose.process.child import JsonlProcess, ProcessSpec
+from rose.process.child import ProcessSpec
 from tests.harness.waiting import PATIENCE_S
 
 
