@@ -12,7 +12,7 @@ from tests.harness.standin_library import build
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others]
 CASES = Path(__file__).parents[1] / "unit" / "executor"
-TESTS = ("driver", "mapping", "pages", "two_processes")
+TESTS = ("pages", "two_processes")
 
 
 def test_bodies_for_a_device_hold_through_the_real_bindings(tmp_path: Path) -> None:

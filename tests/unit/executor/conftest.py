@@ -1,11 +1,19 @@
-"""Fixtures that end whatever tests of the executor leave running in their process."""
+"""Control page of a test, and an end of whatever tests of the executor leave running."""
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from executor import ControlPage
 from executor.control_page.host_seat import Beat
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[ControlPage]:
+    with ControlPage.create(tmp_path / "page") as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

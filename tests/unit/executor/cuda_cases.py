@@ -28,6 +28,14 @@ class Gpu:
         return random.Random(seed).randbytes(len(ZEROS))
 
 
+@pytest.fixture
+def driver() -> Iterator[StandInDriver]:
+    """A stand-in alone, of 64 pages."""
+    made = StandInDriver(StandInDevice(total_bytes=64 * PAGE))
+    yield made
+    assert made.is_clean, "something stayed reserved, mapped or held"
+
+
 @pytest.fixture(params=["stand-in", "device"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if request.param == "device":

@@ -24,7 +24,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from executor import ControlPage, HostState
+from executor import ControlPage
 from executor.cuda.backing import Reservation
 from executor.cuda.driver import Handle
 from executor.cuda.page_pool import PageClient, PagePool
@@ -93,29 +93,6 @@ class GpuHostRig(HostRig):
         self.now_ns += STEP_NS
         super().turn()
 
-    @property
-    def lender(self) -> Any:
-        return self.scheduler.lender
-
-    @property
-    def pool(self) -> Any:
-        return self.lender.pool
-
-    @property
-    def stock(self) -> Any:
-        """vLLM's block pool."""
-        return self.scheduler.kv_cache_manager.block_pool
-
-    @property
-    def published(self) -> HostState:
-        state = self.page.host.read()
-        assert state is not None
-        return state
-
-    def lend_all(self) -> None:
-        """Lend everything, like an idle core."""
-        self.run_until_idle()
-
     def settle(self, turns: int = 200) -> None:
         for _ in range(turns):
             self.turn()
@@ -136,10 +113,10 @@ class GpuHostRig(HostRig):
             assert granule in held or granule not in bare, f"granule {granule} has no page"
         for at, mapped in self.driver.mapped.items():
             assert mapped.usable, f"{at:#x} would fault"
-        blocks = self.stock.blocks
-        free = {block.block_id for block in self.stock.free_block_queue.get_all_free_blocks()}
+        blocks = self.blocks.blocks
+        free = {block.block_id for block in self.blocks.free_block_queue.get_all_free_blocks()}
         used = {b.block_id for b in blocks if b.ref_cnt > 0 and not b.is_null}
-        assert len(free) == self.stock.get_num_free_blocks()
+        assert len(free) == self.blocks.get_num_free_blocks()
         assert not {block // GRANULE_BLOCKS for block in free | used} & held
         cached = {b.block_id for b in blocks if b.block_hash is not None}
         assert not {block // GRANULE_BLOCKS for block in cached} & held, "a prefix without memory"

@@ -1,6 +1,7 @@
 """vLLM's own scheduler and block pool without an engine, over memory that a stand-in model uses."""
 
 import os
+import random
 import time
 import zlib
 from collections import deque
@@ -18,6 +19,7 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import (
@@ -32,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import executor.vllm.guest.scheduler
 from bench.common.tiny_models import TinyModel
-from executor import ControlPage, Grant, GrantMode
+from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
 from executor.kv.backing import Range, resident_bytes
@@ -108,6 +110,22 @@ def kv_config(
     return packed(config) if on_gpu else config
 
 
+def manager_of(config: KVCacheConfig, *, caching: bool = False, most_tokens: int = 512) -> Any:
+    return KVCacheManager(
+        kv_cache_config=config,
+        max_model_len=most_tokens,
+        scheduler_block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+        enable_caching=caching,
+    )
+
+
+def engine_of(caches: Mapping[str, Any]) -> Any:
+    """vLLM's configuration, as far as its layers' KV tensors are in it."""
+    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+
 def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> Views:
     """By layer, bytes `[blocks, page]` over what `allocate` gives for each allocation."""
     page = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
@@ -127,6 +145,12 @@ def kv_views(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> 
 
 def next_token(tokens: npt.ArrayLike) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCABULARY
+
+
+def prompt_of(rng: random.Random | int, tokens: int) -> list[int]:
+    """rng: or its seed."""
+    rng = random.Random(rng) if isinstance(rng, int) else rng
+    return [rng.randrange(VOCABULARY) for _ in range(tokens)]
 
 
 def undisturbed(prompt: list[int], count: int) -> list[int]:
@@ -244,6 +268,32 @@ class GuestRig:
         self.page.grant.write(replace(self.grant, **live))
 
     @property
+    def published(self) -> GuestState:
+        state = self.page.guest.read()
+        assert state is not None
+        return state
+
+    @property
+    def blocks(self) -> Any:
+        """vLLM's block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def balloon(self) -> Any:
+        return self.scheduler._kv._pool
+
+    @property
+    def held_resident(self) -> int:
+        """Bytes in memory under blocks that are held, where nothing may be."""
+        pool = self.balloon
+        return sum(
+            resident_bytes(piece.whole_pages())
+            for granule in pool.held
+            for extent in pool.pages.extents
+            for piece in extent.ranges(pool.granules.blocks_of(granule))
+        )
+
+    @property
     def kv_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
@@ -284,6 +334,19 @@ class GuestRig:
                     assert part.request_id not in self.ends
                     self.ends[part.request_id] = str(part.finish_reason)
 
+    def turns(self, count: int) -> None:
+        """Run turns under a live grant."""
+        for _ in range(count):
+            self.allow()
+            self.turn()
+
+    def schedule(self) -> int:
+        """Schedule a step under a live grant, and return its tokens."""
+        self.allow()
+        self.in_flight.append(self.scheduler.schedule())
+        tokens: int = self.in_flight[-1].total_num_scheduled_tokens
+        return tokens
+
     def run_until_idle(self, turns: int = 5_000) -> None:
         for _ in range(turns):
             self.allow()
@@ -323,6 +386,20 @@ class HostRig(GuestRig):
 
     def allow(self, **change: Any) -> None:
         pass
+
+    @property
+    def published(self) -> HostState:  # type: ignore[override]
+        state = self.page.host.read()
+        assert state is not None
+        return state
+
+    @property
+    def lender(self) -> Any:
+        return self.scheduler.lender
+
+    @property
+    def balloon(self) -> Any:
+        return self.lender.pool
 
 
 def host_rig(
@@ -383,3 +460,13 @@ def make_scheduler(
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
     )
+
+
+@pytest.fixture
+def guest_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GuestRig]:
+    return partial(guest_rig, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def host_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostRig]:
+    return partial(host_rig, tmp_path, monkeypatch)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_host_cases import device_caches
-from kv_cases import BLOCK_TOKENS, kv_config
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from kv_cases import BLOCK_TOKENS, WIDE, engine_of, kv_config, manager_of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 
 from executor import ExecutorError, Grant
@@ -27,11 +26,7 @@ from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.reserved_worker import ReservedKvWorker, ReservedZeros
 from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
-# K and V of 16 tokens, 32 heads of 128 in fp32, in two layers: two blocks fill a page …
-WIDE = FullAttentionSpec(
-    block_size=BLOCK_TOKENS, num_kv_heads=32, head_size=128, dtype=torch.float32
-)
-# … and 8 heads of 128 in bf16, as those of an 8B model have, of which 32 layers do.
+# 8 heads of 128 in bf16, as those of an 8B model, which has 32 layers.
 LLAMA = FullAttentionSpec(
     block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
 )
@@ -40,12 +35,7 @@ BLOCKS = 16
 
 def on_device(config: KVCacheConfig, address: int, kind: str = "cuda") -> Any:
     """vLLM's configuration with layers whose KV tensors are at an address of a device."""
-    return engine(device_caches(config, address, kind))
-
-
-def engine(caches: dict[str, Any]) -> Any:
-    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
-    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    return engine_of(device_caches(config, address, kind))
 
 
 def size_of(config: KVCacheConfig) -> int:
@@ -104,9 +94,9 @@ def test_without_a_wish_memory_that_nobody_reserved_is_left_alone() -> None:
     pages, _ = kv_pages(on_device(config, PAGE), config)
     assert isinstance(pages, NoPages)
     with pytest.raises(ExecutorError, match="out of this process's reach"):
-        kv_pages(engine({}), config, "cuda")
+        kv_pages(engine_of({}), config, "cuda")
     for out_of_reach in (config, kv_config(BLOCKS, WIDE)):
-        pages, _ = kv_pages(engine({}), out_of_reach)
+        pages, _ = kv_pages(engine_of({}), out_of_reach)
         assert pages.bytes_total == BLOCKS * 2 * WIDE.page_size_bytes
 
 
@@ -115,13 +105,7 @@ def test_a_guest_shrinks_at_once_and_grows_when_the_memory_is_there() -> None:
     device = StandInDevice(64 * PAGE)
     reservation = Reservation(StandInDriver(device), size_of(config))
     pages, granules = kv_pages(on_device(config, reservation.address), config)
-    manager: Any = KVCacheManager(
-        kv_cache_config=config,
-        max_model_len=512,
-        scheduler_block_size=BLOCK_TOKENS,
-        hash_block_size=BLOCK_TOKENS,
-        enable_caching=False,
-    )
+    manager = manager_of(config)
     now_ns = [1]
     pool = BalloonedPool(manager.block_pool, granules, pages)
     kv = GuestKv(pool, list, lambda _ids: None, clock_ns=lambda: now_ns[0])
@@ -191,9 +175,9 @@ def test_layers_of_two_page_sizes_are_not_taken_for_one_size() -> None:
         name: torch.zeros((BLOCKS, size), dtype=torch.int8)
         for name, size in (("layers.0", page), ("layers.1", page // 2))
     }
-    assert kv_layout(engine(layers), config) is None
+    assert kv_layout(engine_of(layers), config) is None
     with pytest.raises(ExecutorError, match="layers of one page size"):
-        kv_pages(engine(layers), config, "madvise")
+        kv_pages(engine_of(layers), config, "madvise")
 
 
 def test_a_turn_needs_blocks_of_every_group() -> None:
@@ -221,7 +205,7 @@ def test_vllms_own_allocation_is_replaced_and_no_other(rows: None) -> None:
             assert zeros.handed_out == 0
             caches = allocate(config, cpu)
         assert zeros.handed_out == 1
-        layout = kv_layout(engine(caches), config)
+        layout = kv_layout(engine_of(caches), config)
         assert layout is not None
         page = WIDE.page_size_bytes
         expected = [Extent(ours.data_ptr() + layer * page, 2 * page, page) for layer in range(2)]

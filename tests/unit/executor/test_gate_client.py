@@ -1,27 +1,41 @@
-"""State that a guest publishes while it runs, yields and idles."""
+"""The guest's side of the page: state that it publishes, the gate of its start, and its end."""
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from executor import ControlPage, ExecutorError, Grant, GrantMode, GuestState, Run, Yield
 from executor.engine_settings import EngineSettings
 from executor.guest.gate_client import (
+    EXIT_BROKEN,
+    EXIT_KILLED,
+    EXIT_ORPHANED,
     FIRST_MODEL,
     YIELD_SLEEP_S,
     EngineLoad,
     GateClient,
+    GrantLiveness,
     KvMapped,
+    StartGate,
+    Watchdog,
     gate_limits,
     step_model,
 )
 from executor.step_decision import GateLimits
+from executor.vllm.reserved_worker import GatedStart
 from slo import StepModel, StepProfile
 from tests.harness.seated_host import SeatedHost
 
 MS = 1_000_000
+
+
 LOAD = EngineLoad(running=2, waiting=1, kv_used=5)
 
 
@@ -56,12 +70,6 @@ class Rig:
         state = self.page.guest.read()
         assert state is not None
         return state
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    with ControlPage.create(tmp_path / "page") as page:
-        yield Rig(page)
 
 
 def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: Rig) -> None:
@@ -199,3 +207,230 @@ def test_a_profile_that_cannot_be_used_ends_the_start_in_one_line(
         with pytest.raises(ExecutorError, match=variable) as error:
             read(settings(**{variable: str(path)}))
         assert "\n" not in str(error.value)
+
+
+SECOND = 10**9
+
+
+TICK_NS = 1_000_000
+
+
+@pytest.fixture
+def rig(page: ControlPage) -> Rig:
+    return Rig(page)
+
+
+@pytest.mark.parametrize("grant", [None, Grant(), Grant(heartbeat_ns=10**18)])
+def test_no_sign_of_the_daemon_orphans_a_guest(grant: Grant | None) -> None:
+    core = GrantLiveness(0, 2 * SECOND)
+    for second in range(10):
+        assert core.step(second * SECOND, Grant(heartbeat_ns=second * SECOND)) is None
+    assert core.step(11 * SECOND, grant) is None
+    assert core.step(11 * SECOND + 1, grant) == "orphaned"
+    assert core.step(11 * SECOND, Grant(GrantMode.KILL)) == "killed"
+
+
+def test_the_watchdog_beats_and_leaves_with_a_code_that_says_why(page: ControlPage) -> None:
+    codes, beats, now_ns = list[int](), list[int](), time.monotonic_ns()
+
+    def fail(_: int) -> None:
+        raise OSError("no page")
+
+    Watchdog(page, GrantLiveness(now_ns, SECOND // 50), beats.append, codes.append, 0.001).run()
+    page.grant.write(Grant(GrantMode.KILL))
+    Watchdog(page, GrantLiveness(now_ns, SECOND), beats.append, codes.append).run()
+    assert beats
+    page.grant.write(Grant(heartbeat_ns=now_ns))
+    with pytest.raises(OSError, match="no page"):
+        Watchdog(page, GrantLiveness(now_ns, SECOND), fail, codes.append).run()
+    assert codes == [EXIT_ORPHANED, EXIT_KILLED, EXIT_BROKEN], "a broken one takes the guest along"
+
+
+class Start:
+    """A start's gate beside an idle host; time passes while it sleeps, and `after` happens then."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self.page = page
+        self.now_ns = time.monotonic_ns()
+        self.after: tuple[int, Callable[[], object]] = (0, lambda: None)
+        self.sleeps = 0
+        self.host = SeatedHost(page, lambda: self.now_ns)
+        self.host.tell()
+        self.gate = StartGate(page, clock_ns=lambda: self.now_ns, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+        self.sleeps += 1
+        assert self.sleeps < 10_000, "nothing ends this wait"
+        if self.after[0] == self.sleeps:
+            self.after[1]()
+
+    def grant(self, **changes: Any) -> None:
+        live = {"heartbeat_ns": self.now_ns, "expiry_ns": self.now_ns + 500 * TICK_NS}
+        settings = {"mode": GrantMode.RUN, "token_budget": 512, "max_sequences": 8, "epoch": 1}
+        self.page.grant.write(Grant(**(settings | live | changes)))
+
+
+@pytest.fixture
+def start(page: ControlPage) -> Start:
+    made = Start(page)
+    made.grant()
+    return made
+
+
+def test_a_pass_runs_at_once_beside_an_idle_host(start: Start) -> None:
+    start.gate.wait()
+    assert (start.gate.passes, start.gate.waited_ns, start.sleeps) == (1, 0, 0)
+
+
+def busy(start: Start) -> Callable[[], object]:
+    start.host.tell(running=3)
+    return start.host.tell
+
+
+def busy_and_shared(start: Start) -> Callable[[], object]:
+    start.grant(slack_share=1.0)
+    return busy(start)
+
+
+def not_to_run(mode: GrantMode) -> Callable[[Start], Callable[[], object]]:
+    def forbid(start: Start) -> Callable[[], object]:
+        start.grant(mode=mode)
+        return start.grant
+
+    return forbid
+
+
+def expired(start: Start) -> Callable[[], object]:
+    start.now_ns += 10**9
+    start.host.beat()
+    return start.grant
+
+
+def silent(start: Start) -> Callable[[], object]:
+    start.now_ns += 2 * 10**9
+    start.grant()
+    return start.host.beat
+
+
+@pytest.mark.parametrize(
+    "hinder",
+    [
+        busy,
+        busy_and_shared,
+        *map(not_to_run, (GrantMode.FREEZE, GrantMode.KILL, GrantMode.DRAIN)),
+        expired,
+        silent,
+    ],
+)
+def test_a_pass_waits_for_an_idle_host_and_a_live_grant(start: Start, hinder: Any) -> None:
+    start.after = (7, hinder(start))
+    start.gate.wait()
+    assert start.sleeps == 7
+    assert start.gate.waited_ns == 7 * 2 * TICK_NS
+
+
+class Runner:
+    """Stands in for a model runner."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+
+class StandInWorker:
+    """Base class under the mixin; `passes` of the model in its warm-up."""
+
+    def __init__(self, passes: int = 3) -> None:
+        self.model_runner = Runner()
+        self.passes = passes
+        self.loaded: dict[str, Any] = {}
+
+    def load_model(self, **options: Any) -> None:
+        self.loaded = options
+
+    def compile_or_warm_up_model(self) -> str:
+        for _ in range(self.passes):
+            self.model_runner.model(torch.zeros(1, 2))
+        return "compiled"
+
+
+class Worker(GatedStart, StandInWorker):
+    pass
+
+
+def as_guest(monkeypatch: pytest.MonkeyPatch, page: ControlPage, **changes: str) -> None:
+    environ = {"ROSE_ROLE": "guest", "ROSE_GATED_START": "1", "ROSE_CONTROL_PAGE": str(page.path)}
+    for name, value in (environ | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hooks"),
+    [
+        ({}, 1),
+        ({"ROSE_ROLE": "host"}, 0),
+        ({"ROSE_ROLE": ""}, 0),
+        ({"ROSE_GATED_START": "0"}, 0),
+    ],
+)
+def test_only_a_guest_whose_node_grants_from_the_start_on_has_a_gate(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], hooks: int
+) -> None:
+    as_guest(monkeypatch, page, **changes)
+    worker = Worker()
+    worker.load_model()
+    assert (worker.start_gate is not None) == bool(hooks)
+    assert len(worker.model_runner.model._forward_pre_hooks) == hooks
+    assert hooks or worker.compile_or_warm_up_model() == "compiled"
+
+
+def test_a_page_that_is_not_there_ends_the_start(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_guest(monkeypatch, page, ROSE_CONTROL_PAGE=f"{page.path}-absent")
+    with pytest.raises(ExecutorError):
+        Worker().load_model()
+
+
+@pytest.fixture
+def worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """A worker whose model is loaded, beside an idle host; time stands still."""
+    monkeypatch.setattr(StartGate, "from_environ", lambda _: start.gate)
+    made = Worker()
+    made.load_model(load_dummy_weights=True)
+    return made
+
+
+def test_every_pass_of_the_start_asks_and_no_step_afterwards(
+    worker: Worker, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert worker.loaded == {"load_dummy_weights": True}
+    with caplog.at_level(logging.INFO):
+        assert worker.compile_or_warm_up_model() == "compiled"
+    assert start.gate.passes == 3
+    assert "3 passes of the start waited" in caplog.text
+    worker.model_runner.model(torch.zeros(1, 2))
+    assert start.gate.passes == 3, "a step is the scheduler's to gate"
+
+
+def test_a_start_that_breaks_leaves_no_hook_behind(worker: Worker) -> None:
+    worker.model_runner.model.forward = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
+    with pytest.raises(ZeroDivisionError):
+        worker.compile_or_warm_up_model()
+    assert not worker.model_runner.model._forward_pre_hooks
+
+
+def test_what_is_captured_does_not_run_and_does_not_wait(
+    worker: Worker,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    start.host.tell(running=1)
+    worker.compile_or_warm_up_model()
+    assert "asked the gate for no pass" in caplog.text, "a start that is not gated is said"

@@ -1,7 +1,6 @@
 """A host that lends a GPU's memory: what it keeps, what an arrival costs, and what comes back."""
 
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gpu_host_cases import (
     HandleGuest,
     gpu_host,
 )
-from kv_cases import undisturbed
+from kv_cases import prompt_of, undisturbed
 from vllm.v1.request import RequestStatus
 
 from executor import GuestState
@@ -64,14 +63,9 @@ def pair(by_handle: bool, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         guest.die()
 
 
-def prompt_of(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(96) for _ in range(tokens)]
-
-
 @WAYS
 def test_an_idle_host_keeps_its_reserve_on_pages_and_guests_get_the_rest(pair: Pair) -> None:
-    state, stock = pair.rig.published, pair.rig.stock
+    state, stock = pair.rig.published, pair.rig.blocks
     # The reserve is 7 of 32 granules, and that of the null block is not whole.
     assert state.granules_lent == GRANULES - RESERVE - 1
     assert state.bytes_lent == len(pair.guest.pages) * PAGE == state.granules_lent * PAGE
@@ -97,7 +91,7 @@ def test_a_call_of_the_host_has_a_bound_on_what_it_asks_of_the_driver(tmp_path: 
     most = MOST_BYTES_A_CALL // PAGE
     device = StandInDevice(100 * PAGE)
     with gpu_host(tmp_path, device, by_handle=False) as rig:
-        rig.lend_all()
+        rig.run_until_idle()
         worst = 0
         rig.driver.calls.clear()
         for step in range(60):
@@ -219,8 +213,8 @@ def test_what_comes_back_is_zeroed_and_no_prefix_leads_to_it(pair: Pair) -> None
         guest.driver.set_access(window, PAGE)
         guest.driver.write(window, b"theirs")
         guest.driver.unmap(window, PAGE)
-    held = set(rig.pool.held)
-    cached = {b.block_id for b in rig.stock.blocks if b.block_hash is not None}
+    held = set(rig.balloon.held)
+    cached = {b.block_id for b in rig.blocks.blocks if b.block_hash is not None}
     assert not {block // GRANULE_BLOCKS for block in cached} & held
     rig.scheduler.stop_lending()
     guest.give_all()
@@ -231,7 +225,7 @@ def test_what_comes_back_is_zeroed_and_no_prefix_leads_to_it(pair: Pair) -> None
         for block in range(granule * GRANULE_BLOCKS, (granule + 1) * GRANULE_BLOCKS):
             for place in rig.places(block):
                 assert rig.driver.read(place, 64) == bytes(64)
-    assert rig.stock.get_num_free_blocks() == BLOCKS - 1
+    assert rig.blocks.get_num_free_blocks() == BLOCKS - 1
 
 
 def test_a_cold_prefix_is_forgotten_before_its_memory_is_lent(
@@ -269,13 +263,13 @@ def test_a_driver_that_fails_ends_lending_in_one_line_and_takes_nothing_from_the
 ) -> None:
     with gpu_host(tmp_path, StandInDevice(100 * PAGE), by_handle=by_handle) as rig:
         rig.driver.fails = scripted(call, number, DeviceError)
-        rig.lend_all()
+        rig.run_until_idle()
         for name in ("a", "b"):
             rig.add(name, prompt_of(6, 480), 20)
         rig.settle(120)
         assert rig.outputs["a"] == rig.outputs["b"] == undisturbed(prompt_of(6, 480), 20)
         assert rig.lender is None
-        assert rig.stock.num_gpu_blocks == BLOCKS
+        assert rig.blocks.num_gpu_blocks == BLOCKS
         assert len(rig.own_memory()) == KV_PAGES
         assert rig.published.granules_lent == 0
         lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
@@ -304,12 +298,12 @@ def test_where_addresses_may_be_without_memory_the_host_serves_on_with_the_other
         rig.settle(5)
         rig.driver.fails = lambda _name, _number: None
         assert len(tries) == 2
-        lost, held = rig.lender, set(rig.pool.held)
+        lost, held = rig.lender, set(rig.balloon.held)
         rig.scheduler.finish_requests("long", RequestStatus.FINISHED_ABORTED)
         rig.add("short", prompt_of(8, 100), 20)
         rig.settle(60)
         assert rig.outputs["short"] == undisturbed(prompt_of(8, 100), 20)
-        assert (rig.lender, rig.pool.held) == (lost, held), "none of them is handed out again"
+        assert (rig.lender, rig.balloon.held) == (lost, held), "none of them is handed out again"
         assert lent_bytes(rig.published) == 0, "and a guest may have none of it"
         rig.leaks = True
 
@@ -328,7 +322,7 @@ def test_an_idle_host_that_stops_lending_takes_its_pages_back_without_a_request(
         pair.guest.obey()
     assert not scheduler.has_requests(), "and is idle again"
     assert scheduler.lender is None
-    assert pair.rig.stock.num_gpu_blocks == BLOCKS
+    assert pair.rig.blocks.num_gpu_blocks == BLOCKS
     assert pair.rig.published.granules_lent == 0
 
 

@@ -191,6 +191,6 @@ def all_is_back(rig: GpuHostRig) -> None:
         rig.scheduler.schedule()
     assert rig.lender is None
     assert len(rig.own_memory()) == KV_PAGES
-    assert rig.stock.num_gpu_blocks == BLOCKS
-    assert rig.stock.get_num_free_blocks() == BLOCKS - 1
-    assert type(rig.stock.free_block_queue).__module__.startswith("vllm.")
+    assert rig.blocks.num_gpu_blocks == BLOCKS
+    assert rig.blocks.get_num_free_blocks() == BLOCKS - 1
+    assert type(rig.blocks.free_block_queue).__module__.startswith("vllm.")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import kv_cases
 import pytest
 from kv_cases import BLOCK_TOKENS, NARROW, kv_config
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -32,13 +32,7 @@ def none_hash() -> Iterator[None]:
 
 
 def manager_of(blocks: int, *, caching: bool = True) -> Any:
-    return KVCacheManager(
-        kv_cache_config=kv_config(blocks, NARROW),
-        max_model_len=8192,
-        scheduler_block_size=BLOCK_TOKENS,
-        hash_block_size=BLOCK_TOKENS,
-        enable_caching=caching,
-    )
+    return kv_cases.manager_of(kv_config(blocks, NARROW), caching=caching, most_tokens=8192)
 
 
 def ballooned(manager: Any, granule_blocks: int = GRANULE_BLOCKS) -> BalloonedPool:

@@ -2,14 +2,11 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gpu_host_cases import device_caches
-from kv_cases import BLOCK_TOKENS, WIDE, kv_config
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from kv_cases import WIDE, engine_of, kv_config, manager_of
 
 from executor import Grant
 from executor.cuda.page_pool import PageClient, PagePool
@@ -32,13 +29,6 @@ def settings_of(role: str, path: Path | str, level: str = LEND) -> EngineSetting
     return EngineSettings(role, "", 0.0, 0.0, 2.0, level=level, page_socket=str(path))
 
 
-def engine(config: KVCacheConfig, address: int) -> Any:
-    """vLLM's configuration, as far as the KV cache's place is in it."""
-    caches = device_caches(config, address).items()
-    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches}
-    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-
-
 class Guest:
     """The balloon of a guest under a grant without a cap, and a lender on the same device."""
 
@@ -56,14 +46,10 @@ class Guest:
         self.reservation = reserve_kv(settings_of(GUEST, path), self.driver, size)
         source: Any = self.reservation.source
         self.borrower: PageClient = source
-        pages, granules = kv_pages(engine(config, self.reservation.address), config)
-        self.manager: Any = KVCacheManager(
-            kv_cache_config=config,
-            max_model_len=512,
-            scheduler_block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
-            enable_caching=False,
+        pages, granules = kv_pages(
+            engine_of(device_caches(config, self.reservation.address)), config
         )
+        self.manager = manager_of(config)
         self.pool = BalloonedPool(self.manager.block_pool, granules, pages)
         self.now_ns = 1
         self.rollouts: list[Rollout] = []
@@ -219,5 +205,5 @@ def test_a_guest_for_whom_there_is_not_one_granule_does_not_start(
         reserve_kv(settings_of(HOST, ""), driver, size)
     reservation = reserve_kv(settings_of(GUEST, ""), driver, size)
     with pytest.raises(DeviceMemoryShort):
-        kv_pages(engine(config, reservation.address), config)
+        kv_pages(engine_of(device_caches(config, reservation.address)), config)
     reservation.close()

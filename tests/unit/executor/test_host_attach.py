@@ -4,11 +4,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kv_cases import HostRig, host_rig
+from kv_cases import HostRig, host_of
 
 import executor.control_page.page
 import executor.vllm.host.scheduler
@@ -20,14 +22,16 @@ from executor.host.plugin import HostPlugin
 from executor.step_decision import GateLimits, Run
 from executor.vllm.host.latency_logger import HostLatencyLogger
 
+__all__ = ["host_of"]
+Rigs = Callable[..., HostRig]
 SECOND = 10**9
 
 
 @pytest.fixture
-def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
+def first(host_of: Rigs, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
     """A life that served a request and is idle; it need not have been there for long."""
     monkeypatch.setattr(executor.control_page.page, "SETTLE_NS", 0)
-    rig = host_rig(tmp_path, monkeypatch, level="observe")
+    rig = host_of(level="observe")
     rig.add("a", [1, 2, 3], 4)
     rig.run_until_idle()
     yield rig
@@ -73,7 +77,7 @@ REFUSALS = {
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_life_that_cannot_attach_lets_no_guest_run(
     first: HostRig,
-    tmp_path: Path,
+    host_of: Rigs,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     refusal: str,
@@ -92,7 +96,7 @@ def test_a_life_that_cannot_attach_lets_no_guest_run(
     level = REFUSALS[refusal].get("ROSE_HOST_LEVEL", "observe")
     for name, value in REFUSALS[refusal].items():
         monkeypatch.setitem(os.environ, name, value)
-    second = host_rig(tmp_path, monkeypatch, level=level)
+    second = host_of(level=level)
     for number in range(8):
         second.add(f"b{number}", [1, 2, 3, 4], 200)
     second.turn()
@@ -120,11 +124,10 @@ def test_a_host_whose_page_is_on_a_disk_touches_nothing_there_and_says_so_once(
 
 def test_a_second_engine_core_of_a_page_vetoes_guests_for_as_long_as_it_lives(
     first: HostRig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host_of: Rigs,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    second = host_rig(tmp_path, monkeypatch, level="observe")
+    second = host_of(level="observe")
     assert "give each engine core a page" in caplog.text
     assert verdict(first.page) == Yield("host_veto")
     second.scheduler.shutdown()
@@ -160,20 +163,16 @@ def test_a_plugin_that_breaks_later_leaves_a_busy_host(
     assert len(first.outputs["b"]) == 4
 
 
-class Finished:
-    request_id = "cmpl-r0"
-    e2e_latency = 1.0
-    decode_time = 0.5
-    mean_time_per_output_token = 0.1
-    num_prompt_tokens = 3
-
-    def __init__(self, tokens: int) -> None:
-        self.num_generation_tokens = tokens
-
-
-class Iteration:
-    def __init__(self, *tokens: int) -> None:
-        self.finished_requests = [Finished(count) for count in tokens]
+def iteration(*tokens: int) -> Any:
+    """Return vLLM's statistics of requests that finished with so many tokens."""
+    times = {"e2e_latency": 1.0, "decode_time": 0.5, "mean_time_per_output_token": 0.1}
+    finished = [
+        SimpleNamespace(
+            request_id="cmpl-r0", num_prompt_tokens=3, num_generation_tokens=count, **times
+        )
+        for count in tokens
+    ]
+    return SimpleNamespace(finished_requests=finished)
 
 
 def test_each_api_process_publishes_latencies_and_one_too_many_says_so(
@@ -182,7 +181,7 @@ def test_each_api_process_publishes_latencies_and_one_too_many_says_so(
     with caplog.at_level(logging.ERROR):
         loggers = [HostLatencyLogger(None, index) for index in range(9)]
         for each in loggers:
-            each.record(None, Iteration(2, 0))  # type: ignore[arg-type]
+            each.record(None, iteration(2, 0))
     assert len(first.page.latency.drain().records) == 8
     assert caplog.text.count("latencies of 8 processes") == 1
     assert "Traceback" not in caplog.text

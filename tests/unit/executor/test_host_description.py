@@ -3,16 +3,18 @@
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kv_cases import host_rig
+from kv_cases import HostRig, host_of, host_rig
 
 from executor import ControlPage, ExecutorError, HostSeat, PageError
 from executor.control_page.host_description import MOST_BYTES, HostDescription, host_name
 from executor.engine_settings import EngineSettings, page_path_of
 from executor.vllm.host.latency_logger import HostLatencyLogger
 
+__all__ = ["host_of"]
 SAID = HostDescription("chat", 0.5, 0.15, ("GPU-0a",), seated_ns=7)
 
 
@@ -77,7 +79,7 @@ def test_an_engine_describes_itself_once_it_has_the_seat(
 
 
 def test_a_host_whose_page_is_swept_as_it_starts_makes_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, host_of: Callable[..., HostRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take, swept = ControlPage.take_host, list[Path]()
 
@@ -88,7 +90,7 @@ def test_a_host_whose_page_is_swept_as_it_starts_makes_another(
         return take(page)
 
     monkeypatch.setattr(ControlPage, "take_host", take_late)
-    rig = host_rig(tmp_path, monkeypatch, level="observe")
+    rig = host_of(level="observe")
     assert swept == [tmp_path / "page"]
     with ControlPage.open(tmp_path / "page") as page:
         assert page.host_view().seated

@@ -1,20 +1,22 @@
 """A lending host over vLLM's own scheduler: it schedules what stock vLLM does, whatever is lent."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_cases import NARROW, WIDE, HostRig, host_rig, undisturbed
+from kv_cases import NARROW, WIDE, HostRig, host_of, host_rig, prompt_of, undisturbed
 from vllm.v1.request import RequestStatus
 
 import executor.host.kv_lender
 import executor.vllm.host.scheduler
-from executor import HostState
 from executor.errors import PageReleaseError
-from executor.kv.backing import resident_bytes
+
+__all__ = ["host_of"]
+Rigs = Callable[..., HostRig]
 
 
 @pytest.fixture
@@ -28,36 +30,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(96) for _ in range(tokens)]
-
-
-def published(rig: HostRig) -> HostState:
-    state = rig.page.host.read()
-    assert state is not None
-    return state
-
-
-def lent_resident(rig: HostRig) -> int:
-    """Bytes in memory under lent blocks, where nothing may be."""
-    pool = rig.scheduler.lender.pool
-    return sum(
-        resident_bytes(piece.whole_pages())
-        for granule in pool.held
-        for extent in pool.pages.extents
-        for piece in extent.ranges(pool.granules.blocks_of(granule))
-    )
-
-
 @pytest.mark.parametrize("spec", [WIDE, NARROW], ids=["wide blocks", "narrow blocks"])
 def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any
+    host_of: Rigs, spec: Any
 ) -> None:
-    rig = host_rig(tmp_path, monkeypatch, blocks=161, spec=spec)
+    rig = host_of(blocks=161, spec=spec)
     whole = rig.resident
     assert rig.scheduler.has_requests(), "a host that was just started has memory to lend"
     rig.run_until_idle()
-    state = published(rig)
+    state = rig.published
     reserve = -(-state.granules_total // 5)
     # Granule 0 is never lent, nor is a last one that is shorter.
     assert state.granules_lent in (
@@ -65,58 +46,54 @@ def test_an_idle_host_lends_all_but_its_reserve_and_says_what_is_gone(
         state.granules_total - reserve - 1,
     )
     assert state.bytes_lent == whole - rig.resident
-    lent = state.granules_lent * rig.scheduler.lender.pool.granule_bytes
+    lent = state.granules_lent * rig.balloon.granule_bytes
     assert 0.95 * lent < state.bytes_lent <= lent
-    assert lent_resident(rig) == 0
+    assert rig.held_resident == 0
     assert state.idle
     assert state.kv_used == 0, "lent blocks count as free"
     assert state.reserve_missing == 0
-    pool = rig.scheduler.kv_cache_manager.block_pool
+    pool = rig.blocks
     assert (pool.get_usage(), pool.get_num_free_blocks()) == (0, 160)
     assert not rig.scheduler.has_requests()
 
 
-def test_one_call_lends_a_bounded_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_lends_a_bounded_part(host_of: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor.host.kv_lender, "MOST_BYTES_A_CALL", 4 << 20)
-    rig = host_rig(tmp_path, monkeypatch)
+    rig = host_of()
     lent = []
     while rig.scheduler.has_requests():
         rig.turn()
-        lent.append(published(rig).bytes_lent)
+        lent.append(rig.published.bytes_lent)
     assert max(b - a for a, b in zip([0, *lent], lent, strict=False)) <= 4 << 20
     assert len(lent) > 5
 
 
-def test_a_request_takes_back_what_it_will_need_before_it_is_scheduled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = host_rig(tmp_path, monkeypatch)
+def test_a_request_takes_back_what_it_will_need_before_it_is_scheduled(host_of: Rigs) -> None:
+    rig = host_of()
     rig.run_until_idle()
-    before = published(rig)
-    rig.add("small", prompt_of(random.Random(0), 20), 4)
-    assert published(rig).granules_lent == before.granules_lent, "the reserve serves it"
-    rig.add("large", prompt_of(random.Random(1), 400), 40)
-    taken = published(rig)
+    before = rig.published
+    rig.add("small", prompt_of(0, 20), 4)
+    assert rig.published.granules_lent == before.granules_lent, "the reserve serves it"
+    rig.add("large", prompt_of(1, 400), 40)
+    taken = rig.published
     assert before.granules_lent - taken.granules_lent >= 400 // 16
     rig.run_until_idle()
     for name, seed, prompt, count in (("small", 0, 20, 4), ("large", 1, 400, 40)):
-        expected = undisturbed(prompt_of(random.Random(seed), prompt), count)
+        expected = undisturbed(prompt_of(seed, prompt), count)
         assert rig.outputs[name] == expected
 
 
-def test_an_allocation_beyond_everything_mapped_succeeds_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = host_rig(tmp_path, monkeypatch)
+def test_an_allocation_beyond_everything_mapped_succeeds_at_once(host_of: Rigs) -> None:
+    rig = host_of()
     rig.run_until_idle()
-    pool = rig.scheduler.kv_cache_manager.block_pool
-    held = len(rig.scheduler.lender.pool.held)
+    pool = rig.blocks
+    held = len(rig.balloon.held)
     mapped = pool.get_num_free_blocks() - held
     blocks = pool.get_new_blocks(mapped + 5)
     assert len({block.block_id for block in blocks}) == mapped + 5
-    assert len(rig.scheduler.lender.pool.held) == held - 5
+    assert len(rig.balloon.held) == held - 5
     rest = pool.get_new_blocks(pool.get_num_free_blocks())
-    assert not rig.scheduler.lender.pool.held
+    assert not rig.balloon.held
     pool.free_blocks(blocks + rest)
     assert pool.get_num_free_blocks() == 64
 
@@ -142,16 +119,16 @@ class Twins:
             scheduled.append((before, tokens, dict(rig.outputs), dict(rig.ends)))
         assert scheduled[0] == scheduled[1]
         lending = self.both[0]
-        self.lent.append(published(lending).granules_lent)
+        self.lent.append(lending.published.granules_lent)
         if not lending.in_flight:
-            assert lent_resident(lending) == 0
+            assert lending.held_resident == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["one step in flight", "two steps in flight"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("clock")
 def test_it_schedules_and_generates_step_by_step_what_stock_vllm_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, depth: int
+    tmp_path: Path, host_of: Rigs, monkeypatch: pytest.MonkeyPatch, seed: int, depth: int
 ) -> None:
     rng = random.Random(seed)
     shape = {
@@ -162,10 +139,10 @@ def test_it_schedules_and_generates_step_by_step_what_stock_vllm_does(
     }
     (tmp_path / "stock").mkdir()
     stock = host_rig(tmp_path / "stock", monkeypatch, level="stock", **shape)
-    lending = host_rig(tmp_path, monkeypatch, **shape)
+    lending = host_of(**shape)
     lending.run_until_idle()
     twins = Twins(lending, stock)
-    twins.lent.append(published(lending).granules_lent)
+    twins.lent.append(lending.published.granules_lent)
     prompts: dict[str, tuple[list[int], int]] = {}
     for _ in range(500):
         act = rng.random()
@@ -182,12 +159,12 @@ def test_it_schedules_and_generates_step_by_step_what_stock_vllm_does(
             # The lending host goes on alone: empty steps are what it lends in.
             if not lending.in_flight and not stock.scheduler.has_requests():
                 lending.run_until_idle()
-                twins.lent.append(published(lending).granules_lent)
+                twins.lent.append(lending.published.granules_lent)
         else:
             twins.turn()
     for rig in twins.both:
         rig.run_until_idle()
-    twins.lent.append(published(lending).granules_lent)
+    twins.lent.append(lending.published.granules_lent)
     assert lending.outputs == stock.outputs
     for name, (prompt, count) in prompts.items():
         assert lending.outputs[name] == undisturbed(prompt, count)[: len(lending.outputs[name])]
@@ -198,10 +175,10 @@ def test_it_schedules_and_generates_step_by_step_what_stock_vllm_does(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.usefixtures("clock")
 def test_prefixes_stay_right_when_their_granules_neighbours_are_lent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    host_of: Rigs, seed: int
 ) -> None:
     rng = random.Random(seed)
-    rig = host_rig(tmp_path, monkeypatch, blocks=129, spec=rng.choice([WIDE, NARROW]))
+    rig = host_of(blocks=129, spec=rng.choice([WIDE, NARROW]))
     shared = prompt_of(rng, 90)
     prompts: dict[str, tuple[list[int], int]] = {}
     for number in range(30):
@@ -219,13 +196,13 @@ def test_prefixes_stay_right_when_their_granules_neighbours_are_lent(
 
 
 def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_of: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others' known pain: what was cached in the rush hour stays resident all night."""
     monkeypatch.setenv("ROSE_HOST_PREFIX_COLD_S", "60")
-    rig = host_rig(tmp_path, monkeypatch, blocks=129)
+    rig = host_of(blocks=129)
     now_ns = 10**12
-    rig.scheduler.lender.clock_ns = lambda: now_ns
+    rig.lender.clock_ns = lambda: now_ns
     rng = random.Random(3)
     warm = prompt_of(rng, 64)
     rig.add("first", [*warm, *prompt_of(rng, 20)], 4)
@@ -234,16 +211,16 @@ def test_a_prefix_cache_does_not_hold_memory_for_good_after_the_load_fell(
         rig.add(f"rush-{number}", prompt_of(rng, 120), 8)
     rig.run_until_idle()
     held = rig.resident
-    after_rush = published(rig).granules_lent
+    after_rush = rig.published.granules_lent
     now_ns += 50 * 10**9
     rig.add("warm", [*warm, 1], 1)
     rig.run_until_idle()
-    assert published(rig).granules_lent == after_rush, "what may be asked for again is kept"
+    assert rig.published.granules_lent == after_rush, "what may be asked for again is kept"
     now_ns += 20 * 10**9
     # One small request an hour is load enough: an engine without any runs no scheduler.
     rig.add("night", prompt_of(rng, 8), 1)
     rig.run_until_idle()
-    state = published(rig)
+    state = rig.published
     assert state.granules_lent >= 0.6 * state.granules_total > after_rush
     assert rig.resident < 0.5 * held
     manager = rig.scheduler.kv_cache_manager
@@ -258,26 +235,26 @@ def broken(*_: object) -> None:
 
 @pytest.mark.parametrize("call", ["release", "restore"])
 def test_whatever_goes_wrong_is_said_in_one_line_and_the_host_has_its_whole_pool(
-    tmp_path: Path,
+    host_of: Rigs,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     call: str,
 ) -> None:
-    rig = host_rig(tmp_path, monkeypatch)
-    stock_queue = type(rig.scheduler.kv_cache_manager.block_pool.free_block_queue)
-    prompts = {f"r{n}": prompt_of(random.Random(n), 100) for n in range(8)}
+    rig = host_of()
+    stock_queue = type(rig.blocks.free_block_queue)
+    prompts = {f"r{n}": prompt_of(n, 100) for n in range(8)}
     if call == "restore":
         rig.run_until_idle()
-    monkeypatch.setattr(rig.scheduler.lender.pool.pages, call, broken)
+    monkeypatch.setattr(rig.balloon.pages, call, broken)
     rig.turn()
     for name, prompt in prompts.items():
         rig.add(name, prompt, 60)
     rig.run_until_idle()
     assert {name: undisturbed(prompt, 60) for name, prompt in prompts.items()} == rig.outputs
-    pool = rig.scheduler.kv_cache_manager.block_pool
-    assert (pool.get_num_free_blocks(), rig.scheduler.lender) == (64, None)
+    pool = rig.blocks
+    assert (pool.get_num_free_blocks(), rig.lender) == (64, None)
     assert type(pool.free_block_queue) is not stock_queue, "vLLM's own queue is back"
-    state = published(rig)
+    state = rig.published
     assert (state.granules_lent, state.bytes_lent, state.granules_total) == (0, 0, 0)
     lines = [record for record in caplog.records if record.name == "vllm.rose.host"]
     assert [record.getMessage() for record in lines] == [
@@ -287,58 +264,56 @@ def test_whatever_goes_wrong_is_said_in_one_line_and_the_host_has_its_whole_pool
 
 
 def test_a_failure_inside_an_allocation_is_no_failure_of_the_allocation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_of: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = host_rig(tmp_path, monkeypatch)
+    rig = host_of()
     rig.run_until_idle()
-    monkeypatch.setattr(rig.scheduler.lender.pool.pages, "restore", broken)
-    pool = rig.scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(rig.balloon.pages, "restore", broken)
+    pool = rig.blocks
     blocks = pool.get_new_blocks(60)
     assert len(set(map(id, blocks))) == 60
     rig.scheduler.schedule()
-    assert rig.scheduler.lender is None
+    assert rig.lender is None
     assert pool.get_num_free_blocks() == 4
     pool.free_blocks(blocks)
     assert pool.get_num_free_blocks() == 64
 
 
 def test_a_host_that_is_no_longer_published_lends_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_of: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = host_rig(tmp_path, monkeypatch)
+    rig = host_of()
     rig.run_until_idle()
     monkeypatch.setattr(rig.scheduler.observer, "_publish", broken)
-    rig.add("served", prompt_of(random.Random(0), 50), 30)
+    rig.add("served", prompt_of(0, 50), 30)
     rig.run_until_idle()
-    assert (rig.scheduler.observer, rig.scheduler.lender) == (None, None)
-    state = published(rig)
+    assert (rig.scheduler.observer, rig.lender) == (None, None)
+    state = rig.published
     assert not state.idle, "or its guest would run beside it for good"
     assert (state.bytes_lent, state.granules_lent, state.heartbeat_ns) == (0, 0, 0)
-    assert rig.outputs["served"] == undisturbed(prompt_of(random.Random(0), 50), 30)
+    assert rig.outputs["served"] == undisturbed(prompt_of(0, 50), 30)
 
 
-def test_observing_touches_neither_pool_nor_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = host_rig(tmp_path, monkeypatch, level="observe")
+def test_observing_touches_neither_pool_nor_memory(host_of: Rigs) -> None:
+    rig = host_of(level="observe")
     whole = rig.resident
-    stock = host_rig(tmp_path, monkeypatch, level="stock")
-    pools = [r.scheduler.kv_cache_manager.block_pool.free_block_queue for r in (rig, stock)]
+    stock = host_of(level="stock")
+    pools = [r.blocks.free_block_queue for r in (rig, stock)]
     assert type(pools[0]) is type(pools[1])
     assert not rig.scheduler.has_requests()
-    rig.add("one", prompt_of(random.Random(0), 50), 30)
+    rig.add("one", prompt_of(0, 50), 30)
     rig.run_until_idle()
-    assert published(rig).granules_total == 0
+    assert rig.published.granules_total == 0
     assert rig.resident == whole
 
 
 def test_a_connector_that_may_read_free_blocks_forbids_lending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_of: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = host_rig(tmp_path, monkeypatch, level="observe")
+    rig = host_of(level="observe")
     rig.scheduler.shutdown()
     monkeypatch.setenv("ROSE_HOST_LEVEL", "lend")
     rig.scheduler.connector = object()
     rig.scheduler.attach()
     assert rig.scheduler.observer is not None
-    assert rig.scheduler.lender is None
+    assert rig.lender is None
