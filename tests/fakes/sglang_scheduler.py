@@ -1,11 +1,12 @@
-"""Stand-ins for what a guest touches inside SGLang: allocator, prefix cache, batch, scheduler.
+"""Stand-ins for what ROSE touches inside SGLang: allocator, prefix cache, batch, scheduler.
 
 They keep SGLang's books of blocks: what is free, what the prefix cache has, what requests have. The
-functions of SGLang's that the guest calls by name are `modules()`, to be put into `sys.modules`.
+functions of SGLang's that are called by name are `modules()`, to be put into `sys.modules`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -24,13 +25,11 @@ class StandInPool:
         self.v_buffer = [torch.zeros(slots, 2, width) for _ in range(2)]
 
 
-class StandInAllocator:
-    """SGLang's TokenToKVPoolAllocator: free slots as two tensors of numbers."""
+class TokenToKVPoolAllocator:
+    """SGLang's own for one token a page, as far as its free slots go: two tensors of numbers."""
 
     def __init__(self, size: int, pool: Any = None) -> None:
-        self.size = size
-        self.page_size = 1
-        self.need_sort = False
+        self.size, self.page_size, self.need_sort = size, 1, False
         self._pool = pool or StandInPool(size + 1)
         self.clear()
 
@@ -47,12 +46,14 @@ class StandInAllocator:
     def get_all_free_pages(self) -> torch.Tensor:
         return torch.cat((self.free_pages, self.release_pages))
 
-    def alloc(self, count: int) -> torch.Tensor:
-        if count > len(self.free_pages):
+    def alloc(self, need_size: int) -> Any:
+        """Return slots, None if there are too few."""
+        if self.need_sort and need_size > len(self.free_pages):
             self.free_pages = torch.sort(self.get_all_free_pages()).values
             self.release_pages = self.release_pages[:0]
-        assert count <= len(self.free_pages)
-        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        if need_size > len(self.free_pages):
+            return None
+        taken, self.free_pages = self.free_pages[:need_size], self.free_pages[need_size:]
         return taken
 
     def free(self, slots: torch.Tensor) -> None:
@@ -62,7 +63,7 @@ class StandInAllocator:
 class StandInTree:
     """A prefix cache that has runs of slots, the oldest first; requests hold none of them."""
 
-    def __init__(self, allocator: StandInAllocator) -> None:
+    def __init__(self, allocator: TokenToKVPoolAllocator) -> None:
         self._allocator = allocator
         self.runs: list[torch.Tensor] = []
 
@@ -88,15 +89,20 @@ class StandInTree:
 
 @dataclass(eq=False)
 class StandInRequest:
-    """SGLang's Req, as far as a guest asks it."""
+    """SGLang's Req."""
 
     rid: str
-    origin_input_ids: list[int]
+    origin_input_ids: list[int] = field(default_factory=lambda: [1] * 10)
     output_ids: list[int] = field(default_factory=list)
     to_finish: Any = None
     finished_reason: Any = None
     retractions: int = 0
     kv: Any = field(default_factory=lambda: SimpleNamespace(holds_kv=False))
+    time_stats: Any = field(default_factory=lambda: SimpleNamespace(has_timing_data=False))
+
+    @property
+    def seqlen(self) -> int:
+        return len(self.origin_input_ids) + len(self.output_ids)
 
     def finished(self) -> bool:
         return self.finished_reason is not None
@@ -107,13 +113,19 @@ class StandInRequest:
 
 
 class StandInBatch:
-    """SGLang's ScheduleBatch of requests that decode, or of a prefill of so many tokens."""
+    """SGLang's ScheduleBatch of requests that decode, or of a prefill of these lengths."""
 
-    def __init__(self, requests: Iterable[StandInRequest] = (), prefill: int = 0) -> None:
+    def __init__(
+        self, requests: Iterable[StandInRequest] = (), prefill: list[int] | None = None
+    ) -> None:
         self.reqs = list(requests)
         self.batch_is_full = True
-        self.extend_num_tokens = prefill
-        self.forward_mode = SimpleNamespace(is_extend=lambda: prefill > 0)
+        self.extend_lens = prefill
+        self.extend_num_tokens = sum(prefill or ())
+        self.decoding_reqs: list[StandInRequest] | None = None
+        self.forward_mode = SimpleNamespace(
+            is_extend=lambda: prefill is not None, is_decode=lambda: prefill is None
+        )
 
     def filter_batch(self, keep_indices: list[int] | None = None) -> None:
         if keep_indices is None:
@@ -122,10 +134,10 @@ class StandInBatch:
 
 
 class StandInScheduler:
-    """SGLang's Scheduler, as far as a guest asks it."""
+    """SGLang's Scheduler; `stalled`: it has work that is in none of its queues."""
 
-    def __init__(self, slots: int, pool: Any = None) -> None:
-        self.token_to_kv_pool_allocator = StandInAllocator(slots, pool)
+    def __init__(self, slots: int = 100, pool: Any = None, **arguments: object) -> None:
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(slots, pool)
         self.tree_cache = StandInTree(self.token_to_kv_pool_allocator)
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=torch.zeros(ROW, slots + 1, dtype=torch.int32)
@@ -138,8 +150,19 @@ class StandInScheduler:
         self.chunked_req: StandInRequest | None = None
         self.chunked_prefill_size: int | None = 32
         self.max_prefill_tokens = 64
+        self.result_queue: deque[Any] = deque()
+        self.stalled = False
+        self.server_args = SimpleNamespace(
+            **{"model_path": "m", "served_model_name": "policy", "tp_size": 1} | arguments
+        )
         self.told: list[tuple[str, Any]] = []
         self._rows = 0
+
+    def is_fully_idle(self) -> bool:
+        return not (self.waiting_queue or self.running_batch.reqs or self.stalled)
+
+    def collect_inflight_reqs(self) -> set[StandInRequest]:
+        return set(self.running_batch.reqs)
 
     def run(self, rid: str, tokens: int, outputs: int = 1) -> StandInRequest:
         """A request that has KV for so many tokens."""

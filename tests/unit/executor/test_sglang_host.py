@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_cases import FakeBatch, FakeMode, FakeReq, FakeScheduler
 
 import executor.sglang.host.plugin
 from executor import ControlPage, HostState
@@ -17,9 +17,9 @@ from executor.errors import ExecutorError
 from executor.sglang.compat import HOST_NEEDED, check_features
 from executor.sglang.host.plugin import HostHooks, LatencyHook, SglangHost
 from executor.sglang.host.state_publisher import BatchPublisher
+from tests.fakes.sglang_scheduler import StandInBatch, StandInRequest, StandInScheduler
 
 MS = 1_000_000
-PREFILL, DECODE = FakeMode(decode=False), FakeMode(decode=True)
 
 
 class Rig:
@@ -28,7 +28,7 @@ class Rig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
         self.now_ns = 1_000 * MS
-        self.scheduler = FakeScheduler()
+        self.scheduler = StandInScheduler()
         self.observer = BatchPublisher(
             self.scheduler, page.take_host(), (0.5, 0.15), lambda: self.now_ns
         )
@@ -46,15 +46,15 @@ class Rig:
         self.observer.publish()
         return self.told
 
-    def add(self, *ids: str) -> list[FakeReq]:
-        requests = [FakeReq(id_) for id_ in ids]
+    def add(self, *ids: str) -> list[StandInRequest]:
+        requests = [StandInRequest(id_) for id_ in ids]
         for request in requests:
             self.scheduler.waiting_queue.append(request)
             self.observer.arrived(request, again=False)
         return requests
 
-    def prefill(self, *requests: FakeReq, tokens: int = 10, last: bool = True) -> None:
-        batch = FakeBatch(list(requests), PREFILL, [tokens] * len(requests))
+    def prefill(self, *requests: StandInRequest, tokens: int = 10, last: bool = True) -> None:
+        batch = StandInBatch(list(requests), [tokens] * len(requests))
         queue = self.scheduler.waiting_queue
         self.scheduler.waiting_queue = [each for each in queue if each not in requests]
         self.scheduler.chunked_req = None if last else requests[-1]
@@ -66,9 +66,9 @@ class Rig:
             self.scheduler.running_batch.reqs += requests
         self.observer.stepped(batch)
 
-    def decode(self, *ending: FakeReq) -> None:
+    def decode(self, *ending: StandInRequest) -> None:
         requests = list(self.scheduler.running_batch.reqs)
-        batch = FakeBatch(requests, DECODE)
+        batch = StandInBatch(requests)
         self.observer.began(batch, self.now_ns)
         self.now_ns += 10 * MS
         for request in ending:
@@ -152,8 +152,8 @@ def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(rig: 
     (request,) = rig.add("a")
     rig.scheduler.waiting_queue.clear()
     rig.scheduler.running_batch.reqs.append(request)
-    prefill = FakeBatch([request], PREFILL, [10])
-    decode, overshoot = FakeBatch([request], DECODE), FakeBatch([request], DECODE)
+    prefill = StandInBatch([request], [10])
+    decode, overshoot = StandInBatch([request]), StandInBatch([request])
     rig.observer.began(prefill, rig.now_ns)
     rig.observer.began(decode, rig.now_ns)
     rig.now_ns += 20 * MS
@@ -187,7 +187,7 @@ def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: Rig) -> None:
 
 def test_kv_that_only_prefixes_hold_is_not_in_use(rig: Rig) -> None:
     allocator = rig.scheduler.token_to_kv_pool_allocator
-    rig.scheduler.tree_cache.cached.append(allocator.alloc(30))
+    rig.scheduler.tree_cache.keep(allocator.alloc(30))
     allocator.alloc(20)
     rig.observer.publish()
     assert (rig.state.kv_used, rig.state.kv_total) == (20, 100)
@@ -219,7 +219,7 @@ def test_a_feature_that_breaks_a_promise_is_one_line_and_guests_stay_away(
 ) -> None:
     assert REFUSED.keys() == HOST_NEEDED.keys()
     with ControlPage.create(environ) as page:
-        host = SglangHost(FakeScheduler(**{option: REFUSED[option]}))
+        host = SglangHost(StandInScheduler(**{option: REFUSED[option]}))
         host.attach()
         assert host.observer is None
         assert page.host_view().vetoed
@@ -230,7 +230,7 @@ def test_a_feature_that_breaks_a_promise_is_one_line_and_guests_stay_away(
 
 
 def test_an_ordinary_server_is_no_reason_to_refuse() -> None:
-    check_features(FakeScheduler(disaggregation_mode="null", pp_size=1).server_args, HOST_NEEDED)
+    check_features(StandInScheduler(disaggregation_mode="null", pp_size=1).server_args, HOST_NEEDED)
 
 
 def hooked(host: SglangHost | None) -> HostHooks:
@@ -241,12 +241,12 @@ def hooked(host: SglangHost | None) -> HostHooks:
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_each_hook_returns_what_sglang_does(environ: Path, *, attached: bool) -> None:
-    scheduler = FakeScheduler()
+    scheduler = StandInScheduler()
     host = SglangHost(scheduler) if attached else None
     if host is not None:
         host.attach()
-    request = FakeReq("a", output_ids=[7])
-    batch = FakeBatch([request], PREFILL, [10])
+    request = StandInRequest("a", output_ids=[7])
+    batch = StandInBatch([request], [10])
     calls: dict[str, tuple[Any, ...]] = {
         "_add_request_to_queue": (request,),
         "get_next_batch_to_run": (),
@@ -273,7 +273,7 @@ def test_each_hook_returns_what_sglang_does(environ: Path, *, attached: bool) ->
 def test_a_host_that_breaks_gives_up_once_and_serves_on(
     environ: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = FakeScheduler()
+    scheduler = StandInScheduler()
     host = SglangHost(scheduler)
     host.attach()
 
@@ -282,7 +282,7 @@ def test_a_host_that_breaks_gives_up_once_and_serves_on(
 
     monkeypatch.setattr(host.observer, "stepped", broken)
     for _ in range(3):
-        host.done(FakeBatch([], DECODE))
+        host.done(StandInBatch([]))
     with ControlPage.open(environ) as page:
         state = page.host.read()
         assert state is not None
@@ -299,8 +299,10 @@ class Lending:
         # A quarter of a MiB for 64 tokens of one layer's keys, and as much for values.
         self.keys, self.values = (torch.ones(64 * 64 + 1, 1, 1024) for _ in range(2))
         cache = SimpleNamespace(k_buffer=[self.keys], v_buffer=[self.values])
-        self.scheduler = FakeScheduler(64 * 64, cache)
+        self.scheduler = StandInScheduler(64 * 64, cache)
         self.allocator = self.scheduler.token_to_kv_pool_allocator
+        for name, module in self.scheduler.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setenv("ROSE_HOST_LEVEL", "lend")
         monkeypatch.setenv("ROSE_HOST_PREFIX_COLD_S", "0")
         self.host = SglangHost(self.scheduler)
@@ -353,25 +355,17 @@ def test_an_allocation_takes_lent_memory_back_by_itself(lending: Lending) -> Non
 
 
 def test_cold_prefixes_are_forgotten_and_lent(lending: Lending) -> None:
-    pages = lending.alloc(64 * 40)
-    lending.scheduler.tree_cache.cached.extend(torch.split(pages, 64))
-    lending.scheduler.tree_cache.evict = _evict(lending)
+    for slots in torch.split(lending.alloc(64 * 40), 64):
+        lending.scheduler.tree_cache.keep(slots)
     lending.idle()
     assert lending.host.lender is not None
     assert lending.host.lender.lent.granules_lent == 64 - lending.host.lender.reserve
 
 
-def _evict(lending: Lending) -> Any:
-    tree, pool = lending.scheduler.tree_cache, lending.pool
-    pool._forget = lambda tokens: (type(tree).evict(tree, tokens), -(-tokens // 1))[1]
-    return tree.evict
-
-
 def test_a_prefix_that_was_asked_for_lately_stays(lending: Lending) -> None:
     pool, tree = lending.pool, lending.scheduler.tree_cache
-    pages = lending.alloc(64 * 8)
-    tree.cached.extend(torch.split(pages, 64))
-    _evict(lending)
+    for slots in torch.split(lending.alloc(64 * 8), 64):
+        tree.keep(slots)
     second = 10**9
     pool.warm.add(100 * second, 64 * 6)
     assert pool.forget(110 * second, 20 * second, 4) > 0

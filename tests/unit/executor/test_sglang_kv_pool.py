@@ -14,7 +14,7 @@ from executor.errors import ExecutorError
 from executor.kv.backing import HostPages, NoPages
 from executor.kv.shrink_plan import Granules, GranuleUse
 from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
-from tests.fakes.sglang_scheduler import StandInAllocator, StandInPool, StandInTree
+from tests.fakes.sglang_scheduler import StandInPool, StandInTree, TokenToKVPoolAllocator
 
 SLOTS, GRANULE = 63, 8
 
@@ -23,7 +23,7 @@ class Rig:
     """A pool over stand-ins, and requests that own slots."""
 
     def __init__(self) -> None:
-        self.allocator = StandInAllocator(SLOTS)
+        self.allocator = TokenToKVPoolAllocator(SLOTS)
         self.tree = StandInTree(self.allocator)
         self.owned: dict[int, Any] = {}
         granules = Granules(SLOTS + 1, GRANULE)
@@ -133,7 +133,7 @@ def test_no_slot_is_lost_whatever_happens(seed: int) -> None:
 
 
 def test_pages_of_a_cache_in_host_memory_are_measured_to_be_gone() -> None:
-    allocator = StandInAllocator(8191, StandInPool(8192, width=64))
+    allocator = TokenToKVPoolAllocator(8191, StandInPool(8192, width=64))
     pages, granules = kv_pages(allocator)
     assert isinstance(pages, HostPages)
     for tensor in (*allocator.get_kvcache().k_buffer, *allocator.get_kvcache().v_buffer):
@@ -147,7 +147,7 @@ def test_pages_of_a_cache_in_host_memory_are_measured_to_be_gone() -> None:
 
 @pytest.mark.parametrize("pool", [SimpleNamespace(), SimpleNamespace(k_buffer=None, v_buffer=None)])
 def test_a_cache_of_another_kind_is_left_alone_and_claims_nothing(pool: Any) -> None:
-    allocator = StandInAllocator(8, pool)
+    allocator = TokenToKVPoolAllocator(8, pool)
     pages, _ = kv_pages(allocator)
     assert isinstance(pages, NoPages)
     with pytest.raises(ExecutorError, match="ROSE_KV_BACKEND is madvise"):
