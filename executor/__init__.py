@@ -39,7 +39,7 @@ from executor.control_page.seqlock_records import (
 from executor.errors import ExecutorError, PageError, PageUnreadable
 from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import GrantController, GuardConfig
-from executor.kv.pressure import PressureLimits, PressurePolicy
+from executor.kv.lending import PressureLimits, PressurePolicy
 from executor.step_decision import GateLimits, Run, Yield, decide
 
 __all__ = [

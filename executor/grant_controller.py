@@ -21,8 +21,14 @@ from typing import Final
 from executor.control_page.page import HostView
 from executor.control_page.seqlock_records import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason
-from executor.kv.lending import LEAST_CAP, guest_granules, lent_bytes, owed_bytes
-from executor.kv.pressure import PressureCore, PressureLimits
+from executor.kv.lending import (
+    LEAST_CAP,
+    PressureCore,
+    PressureLimits,
+    guest_granules,
+    lent_bytes,
+    owed_bytes,
+)
 from executor.kv.reclaim_ladder import OverdueTimer
 from executor.kv.shrink_plan import NO_CAP
 

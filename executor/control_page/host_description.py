@@ -28,7 +28,7 @@ MOST_DEVICES: Final = 64
 MOST_TARGET_S: Final = 3_600.0
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEVICE: Final = re.compile(r"GPU-[0-9a-fA-F-]{1,60}")
-_MODEL_CHARS: Final = 253
+MODEL_CHARS: Final = 253
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class HostDescription:
     def _parsed(cls, said: Mapping[str, Any]) -> Self:
         """Parse it without the fields that a newer plugin adds."""
         model, devices, seated_ns = said["model"], said["devices"], said["seated_ns"]
-        if not isinstance(model, str) or len(model) > _MODEL_CHARS or not model.isprintable():
+        if not isinstance(model, str) or len(model) > MODEL_CHARS or not model.isprintable():
             raise ValueError("model is no name")
         if not isinstance(devices, list) or len(devices) > MOST_DEVICES:
             raise ValueError("devices is no list of GPUs")

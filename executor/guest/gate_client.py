@@ -1,10 +1,5 @@
 """Guest's clients of the control page: the gate before a step, the gate of a start, the watchdog.
 
-`GateClient` asks the gate and publishes the guest's state. It starts with profiles of the guest's
-and of the host's steps. A configured profile that cannot be used ends the engine's start: with a
-guess in its place the gate would lend other slack than the operator measured, and nobody would
-notice.
-
 `StartGate` lets each forward pass of an engine's start wait for an idle host, as steps do later:
 
     profile run, warm-up, graph capture ──► model(...) ──► gate: host idle, grant live? ──► runs
@@ -16,24 +11,21 @@ an idle engine core runs no scheduler code at all and an orphaned guest must sti
 """
 
 import logging
-import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from executor.control_page.page import ControlPage
 from executor.control_page.seqlock_records import Grant, GrantMode, GuestState
 from executor.engine_settings import GUEST, POLICY_VERSION, EngineSettings
-from executor.errors import ExecutorError
 from executor.freeze_reason import FreezeReason
 from executor.step_decision import GateLimits, Run, Yield, decide, may_use_idle_host
 from executor.step_log import StepLog
-from slo import ProfileError, StepModel, StepProfile
+from slo import StepModel, StepProfile
 
 # A first guess, which measured steps correct within a few; they may move it further than a profile.
 FIRST_MODEL: Final = StepModel(
@@ -49,33 +41,6 @@ GATED_START: Final = "ROSE_GATED_START"
 PAUSE_S: Final = 0.002
 
 logger = logging.getLogger("vllm.rose.start")
-
-
-def step_model(settings: EngineSettings) -> StepModel:
-    """Return the guest's own step model, FIRST_MODEL without a profile. Raises ExecutorError."""
-    if not settings.step_profile:
-        return FIRST_MODEL
-    return StepModel(_read("ROSE_STEP_PROFILE", settings.step_profile))
-
-
-def gate_limits(settings: EngineSettings) -> GateLimits:
-    """Return limits with the cost of the host's queue, if its steps were profiled.
-
-    Raises ExecutorError.
-    """
-    if not settings.host_step_profile:
-        return GateLimits()
-    profile = _read("ROSE_HOST_STEP_PROFILE", settings.host_step_profile)
-    return GateLimits(host_prefill_ns_per_token=math.ceil(profile.per_token_s * 1e9))
-
-
-def _read(variable: str, path: str) -> StepProfile:
-    try:
-        return StepProfile.from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ExecutorError(f"{variable} {path} cannot be read: {error.strerror}") from None
-    except (ProfileError, UnicodeDecodeError) as error:
-        raise ExecutorError(f"{variable} {path}: {error}") from None
 
 
 class EngineLoad(NamedTuple):

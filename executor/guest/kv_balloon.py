@@ -1,9 +1,9 @@
 """A guest's KV memory under its grant: shrinks before the next step, grows when allowed."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
@@ -23,38 +23,6 @@ from executor.step_decision import GateLimits
 MOST_BYTES_A_CALL: Final = 512 << 20
 # Pause of a guest on a GPU before it asks again for memory that others still have.
 GROWTH_RETRY_NS: Final = 100_000_000
-
-
-class SizedRequest(Protocol):
-    """A request's id, and its tokens of prompt and output so far."""
-
-    @property
-    def request_id(self) -> str:
-        """Id at its scheduler."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
-        ...
-
-
-def too_large(
-    requests: Iterable[SizedRequest],
-    capacity_blocks: int,
-    blocks_of: Callable[[int], int],
-    lookahead: int,
-) -> list[str]:
-    """Return the requests whose tokens so far do not fit, even alone in the guest.
-
-    Tokens that a request may still generate do not count: it may stop before, and its tokens are
-    with its client already. `blocks_of` returns the blocks that this many tokens need.
-    """
-    return [
-        request.request_id
-        for request in requests
-        if blocks_of(request.num_tokens + lookahead) > capacity_blocks
-    ]
 
 
 class GuestKv:

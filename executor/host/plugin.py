@@ -13,9 +13,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from executor.control_page.host_description import HostDescription
+from executor.control_page.host_description import MODEL_CHARS, HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.latency_ring import LatencyLane
 from executor.control_page.page import ControlPage, check_folder
@@ -43,6 +43,8 @@ class HostPlugin(ABC, Generic[Publisher]):
     """Publisher and lender of one engine core; inert unless ROSE_ROLE=host."""
 
     log: ClassVar[logging.Logger]
+    publisher: type[Publisher]
+    """Publisher of this engine's state."""
     _observer: Publisher | None = None
     _lender: HostLender | None = None
     _seat: HostSeat | None = None
@@ -57,6 +59,10 @@ class HostPlugin(ABC, Generic[Publisher]):
     def lender(self) -> HostLender | None:
         """The owner of its balloon, None while nothing is or stays lent."""
         return self._lender
+
+    @property
+    def _engine(self) -> Any:  # noqa: ANN401 -- the engine's scheduler
+        return self
 
     def attach(self) -> None:
         """Publish on the page that the environment names; whatever fails, the host serves on."""
@@ -103,18 +109,12 @@ class HostPlugin(ABC, Generic[Publisher]):
         """Raise ExecutorError if this engine cannot be a host."""
 
     @abstractmethod
-    def _publisher(
-        self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
-    ) -> Publisher:
-        """Return the publisher of this engine."""
-
-    @abstractmethod
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         """Take over the pool of KV memory. Raises ExecutorError if it cannot be lent."""
 
     @abstractmethod
-    def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
-        """Return the facts of this engine that a node needs to run a guest beside it."""
+    def _identity(self) -> tuple[str, tuple[str, ...]]:
+        """Return the name of the served model, and the UUIDs of the GPUs."""
 
     @abstractmethod
     def _demand(self) -> tuple[int, int]:
@@ -130,14 +130,18 @@ class HostPlugin(ABC, Generic[Publisher]):
         log = StepLog.from_environ(os.environ, HOST)
         if settings.level == LEND:
             self._begin_lending(settings)
-        observer = self._publisher(seat, settings, log)
+        targets_s = settings.ttft_s, settings.tpot_s
+        observer = self.publisher(
+            self._engine, seat, targets_s, step_log=log, lender=lambda: self._lender
+        )
         # The idle host: its guest may run before the first request comes.
         observer.publish()
         self._observer = observer
         seat.start()
         if settings.found:
             # Last: a node may start a guest once it has found this.
-            said = self._describe(settings, seat.taken_ns)
+            model, devices = self._identity()
+            said = HostDescription(model[-MODEL_CHARS:], *targets_s, devices, seat.taken_ns)
             said.write(page.path, settings.page_group)
 
     def _leave(self) -> None:

@@ -118,7 +118,7 @@ class ReplicaConfig(Frozen):
     models: folders of other models by their names, to which it may be switched for a job.
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
     pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
-    is in use (`executor.kv.pressure`).
+    is in use (`executor.kv.lending`).
     warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
     its host leaves it none does not count.
     runner: vLLM's; "pooling" serves a model that is not generative, a reward model's scores.

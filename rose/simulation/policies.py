@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from elastic_scheduler import Policy, hedging, make_policy
 from elastic_scheduler.policies import rose as rose_policy
 from elastic_scheduler.routing import cost, predictors, router
-from executor.kv.pressure import PressurePolicy
+from executor.kv.lending import PressurePolicy
 from rose.errors import ConfigError
 from rose.simulation.fleet.hybrid_pool import LibraPolicy, RlboostPolicy
 

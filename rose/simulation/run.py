@@ -18,8 +18,7 @@ from typing import Any
 
 from elastic_scheduler import ReplicaKind
 from executor.grant_controller import GuardConfig
-from executor.kv.lending import LendingLimits
-from executor.kv.pressure import PressureLimits
+from executor.kv.lending import LendingLimits, PressureLimits
 from executor.step_decision import GateLimits
 from rose.errors import ConfigError
 from rose.scheduler.core.messages import Event

@@ -23,26 +23,15 @@ when the gate is asked. Retracted requests keep their tokens and compute their K
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from executor.control_page.page import ControlPage
 from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.errors import ExecutorError
-from executor.guest.gate_client import (
-    EngineLoad,
-    GateClient,
-    GrantLiveness,
-    StartGate,
-    Watchdog,
-    gate_limits,
-    step_model,
-)
-from executor.guest.kv_balloon import GuestKv, too_large
+from executor.guest.gate_client import EngineLoad, StartGate
+from executor.guest.plugin import GuestPlugin
 from executor.kv.shrink_plan import Rollout
 from executor.sglang.compat import (
     GUEST_NEEDED,
@@ -58,7 +47,6 @@ from executor.sglang.compat import (
     stamp,
 )
 from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
-from executor.step_decision import Run
 
 _SLEEPER: Final = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _ALLOCATORS: Final = (
@@ -71,19 +59,11 @@ IDLE_ROUNDS: Final = 100
 # Share of the prefix cache that is dropped at once, so that a large one is not asked often.
 FORGET_SHARE: Final = 1 / 8
 
-logger = logging.getLogger("rose.sglang")
 
+class GuestScheduler(GuestPlugin):
+    """One guest's gate and balloon, and its hooks."""
 
-@dataclass(frozen=True, slots=True)
-class QueuedRequest:
-    """A waiting request's id and tokens so far."""
-
-    request_id: str
-    num_tokens: int
-
-
-class GuestScheduler:
-    """One guest's gate and balloon, and its hooks. Only the scheduler's thread may call it."""
+    log = logging.getLogger("rose.sglang")
 
     def __init__(self, scheduler: Any, settings: EngineSettings) -> None:  # noqa: ANN401 -- SGLang's
         """Attach to a scheduler that is complete and has not begun.
@@ -96,33 +76,22 @@ class GuestScheduler:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_tokens = int(self._allocator.page_size)
         self._capacity_tokens = int(scheduler.max_total_num_tokens)
-        model, limits = step_model(settings), gate_limits(settings)
-        page = ControlPage.open(settings.page_path, settings.page_group)
         pages, granules = kv_pages(self._allocator, settings.kv_backend)
         self._pool = BalloonedAllocator(self._allocator, granules, pages, self._owned, self._forget)
-        self._kv = GuestKv(self._pool, self._rollouts, self.retract)
-        self._gate = GateClient(page, self._kv.mapped, limits, model, self._page_tokens)
         self.tokens = 0
         """Tokens of the next step; 0 for no step."""
         self.sequences = 0
         """Most sequences of the next step."""
-        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
-        Watchdog(page, orphan, self._gate.beat).start()
+        self.attach(settings, self._pool, self._page_tokens)
 
     def begin(self, running: Any) -> bool:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Return True if a step may begin, over `running` and the waiting requests."""
         self._batch = running
         self._end_aborted()
-        load = self._load()
-        self.tokens = self.sequences = 0
-        if load.running or load.waiting:
-            verdict = self._gate.ask(load)
-            if isinstance(verdict, Run):
-                self.tokens, self.sequences = verdict.token_budget, verdict.max_sequences
-        else:
-            self._gate.idle(load)
-        if not self._fit_kv():
-            self.tokens = self.sequences = 0
+        held = len(self._pool.held)
+        self.tokens, self.sequences = self.permit()
+        if len(self._pool.held) != held:
+            self._tell_capacity()
         # SGLang keeps this set until a request ends; a grant changes sooner.
         running.batch_is_full = False
         if self.tokens:
@@ -181,7 +150,7 @@ class GuestScheduler:
         """Wait for a message; return sooner if KV memory is wanted."""
         del original
         for _ in range(IDLE_ROUNDS):
-            if sleeper.poller.poll(IDLE_POLL_MS) or self._kv.must_shrink(self._gate.grant()):
+            if sleeper.poller.poll(IDLE_POLL_MS) or self.memory_wanted():
                 return
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
@@ -191,8 +160,7 @@ class GuestScheduler:
             self._pool.cleared()
         return done
 
-    def retract(self, request_ids: Collection[str]) -> None:
-        """Send running requests back to the queue, their KV freed."""
+    def _preempt(self, request_ids: Collection[str]) -> None:
         self._requeue(set(request_ids), keep_kv=False)
 
     def _park(self, tokens: int) -> None:
@@ -234,43 +202,32 @@ class GuestScheduler:
             for request in ended:
                 request.finished_reason, request.to_finish = request.to_finish, None
                 self._release(request, keep_kv=False)
-                self._hand_back(request)
+                self._end(request)
             batch.filter_batch()
-
-    def _fit_kv(self) -> bool:
-        """Bring KV memory to the grant's bound; return True when a step may begin."""
-        held = len(self._pool.held)
-        fits = self._kv.fit(self._gate.grant())
-        if len(self._pool.held) != held:
-            self._tell_capacity()
-        self._gate.mapped(self._kv.mapped, self._load())
-        if self._kv.ballooned:
-            self._hand_back_too_large()
-        return fits
 
     def _tell_capacity(self) -> None:
         """Adapt SGLang's idle check that no block was lost."""
         away = self._pool.held_blocks * self._page_tokens
         self._scheduler.invariant_checker.max_total_num_tokens = self._capacity_tokens - away
 
-    def _hand_back_too_large(self) -> None:
-        waiting = [
-            QueuedRequest(request.rid, len(request.origin_input_ids) + len(request.output_ids))
+    def _waiting_sizes(self) -> Iterable[tuple[str, int]]:
+        return [
+            (request.rid, len(request.origin_input_ids) + len(request.output_ids))
             for request in self._scheduler.waiting_queue
         ]
-        pages_of = lambda tokens: -(-tokens // self._page_tokens)  # noqa: E731
-        lost = set(too_large(waiting, self._pool.capacity_blocks, pages_of, 1))
-        if not lost:
-            return
-        logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
-        queue = self._scheduler.waiting_queue
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-(tokens + 1) // self._page_tokens)
+
+    def _hand_back(self, request_ids: Collection[str]) -> None:
+        lost, queue = set(request_ids), self._scheduler.waiting_queue
         self._scheduler.waiting_queue = [r for r in queue if r.rid not in lost]
         for request in queue:
             if request.rid in lost:
                 self._scheduler._release_aborted_request(request)
-                self._hand_back(request)
+                self._end(request)
 
-    def _hand_back(self, request: Any) -> None:  # noqa: ANN401 -- SGLang's Req
+    def _end(self, request: Any) -> None:  # noqa: ANN401 -- SGLang's Req
         """End a request at its client, so that it continues elsewhere."""
         from sglang.srt.managers.scheduler import _make_abort_req
 

@@ -22,8 +22,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final
 
-from executor.control_page.host_description import HostDescription
-from executor.control_page.host_seat import HostSeat
 from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST, LEND, EngineSettings
 from executor.errors import ExecutorError
@@ -43,7 +41,6 @@ from executor.sglang.compat import (
 )
 from executor.sglang.host.kv_lender import LendingAllocator, lender_of
 from executor.sglang.host.state_publisher import BatchPublisher
-from executor.step_log import StepLog
 
 TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HANDLE_OUTPUT: Final = f"{TOKENIZER}.TokenizerManager._handle_batch_output"
@@ -61,6 +58,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
     """Publisher and lender of one scheduler, whose thread alone may call it."""
 
     log = logger
+    publisher = BatchPublisher
 
     def __init__(self, scheduler: Any, refused: ExecutorError | None = None) -> None:  # noqa: ANN401 -- SGLang's
         """refused: the reason why this SGLang cannot be a host, if it is known already."""
@@ -146,13 +144,9 @@ class SglangHost(HostPlugin[BatchPublisher]):
         check_version()
         check_features(self._scheduler.server_args, HOST_NEEDED, "a host")
 
-    def _publisher(
-        self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
-    ) -> BatchPublisher:
-        targets_s = settings.ttft_s, settings.tpot_s
-        return BatchPublisher(
-            self._scheduler, seat, targets_s, step_log=log, lender=lambda: self.lender
-        )
+    @property
+    def _engine(self) -> Any:  # noqa: ANN401 -- SGLang's scheduler
+        return self._scheduler
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         lender, self.pool = lender_of(
@@ -160,13 +154,10 @@ class SglangHost(HostPlugin[BatchPublisher]):
         )
         return lender
 
-    def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
+    def _identity(self) -> tuple[str, tuple[str, ...]]:
         arguments = self._scheduler.server_args
         name = arguments.served_model_name or arguments.model_path
-        ranks = int(arguments.tp_size)
-        return HostDescription(
-            str(name)[-253:], settings.ttft_s, settings.tpot_s, own_devices(ranks), seated_ns
-        )
+        return str(name), own_devices(int(arguments.tp_size))
 
     def _demand(self) -> tuple[int, int]:
         scheduler, observer = self._scheduler, self._observer

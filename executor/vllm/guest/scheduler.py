@@ -1,9 +1,6 @@
 """Guest scheduler of vLLM: every step needs the gate's permission; oversized requests are aborted.
 
 Loaded by `--scheduler-cls executor.vllm.guest.scheduler.GatedScheduler`.
-
-A request that outgrew the guest's KV cap is aborted at once, so that it continues elsewhere. vLLM
-would wait for blocks that do not come, and block everything behind the request with it.
 """
 
 import logging
@@ -16,19 +13,10 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from executor.control_page.page import ControlPage
 from executor.engine_settings import GUEST, WARM_UP, EngineSettings
-from executor.guest.gate_client import (
-    EngineLoad,
-    GateClient,
-    GrantLiveness,
-    Watchdog,
-    gate_limits,
-    step_model,
-)
-from executor.guest.kv_balloon import GuestKv, too_large
+from executor.guest.gate_client import EngineLoad
+from executor.guest.plugin import GuestPlugin
 from executor.kv.shrink_plan import Rollout
-from executor.step_decision import Run
 from executor.vllm.compat import (
     SampledSurface,
     StepSurface,
@@ -41,8 +29,6 @@ from executor.vllm.compat import (
 from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.scheduler_base import ConfiguredScheduler
-
-logger = logging.getLogger("vllm.rose.guest")
 
 
 class AbortQueue:
@@ -63,7 +49,7 @@ class AbortQueue:
         self._ended.clear()
 
 
-class GatedScheduler(ConfiguredScheduler):
+class GatedScheduler(GuestPlugin, ConfiguredScheduler):
     """Scheduler that asks the gate before every step; a refusal makes an empty schedule.
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
@@ -73,44 +59,33 @@ class GatedScheduler(ConfiguredScheduler):
     tested, or a feature breaks a promise.
     """
 
+    # vLLM shows the lines of its own loggers' children.
+    log = logging.getLogger("vllm.rose.guest")
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self._gate_client: GateClient | None = None
         settings = EngineSettings.from_environ(os.environ)
         if settings.role != GUEST:
-            logger.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
+            self.log.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
         check_version()
         check_features(self.vllm_config)
-        model, limits = step_model(settings), gate_limits(settings)
-        page = ControlPage.open(settings.page_path, settings.page_group)
+        self._aborts = AbortQueue()
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
-        self._kv = GuestKv(pool, self._rollouts, self._preempt)
-        self._hand_back = AbortQueue()
-        self._gate_client = GateClient(page, self._kv.mapped, limits, model, self.block_size)
-        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
-        Watchdog(page, orphan, self._gate_client.beat).start()
+        self.attach(settings, pool, self.block_size)
 
     def schedule(self, *args: object, **kwargs: object) -> StepSurface:
         """Schedule within the gate's grant, which may be nothing."""
-        gate_client = self._gate_client
-        if gate_client is None:
-            return self._stock_schedule(*args, **kwargs)
-        load = self._load()
-        tokens = sequences = 0
-        if load.running or load.waiting:
-            verdict = gate_client.ask(load)
-            if isinstance(verdict, Run):
-                tokens, sequences = verdict.token_budget, verdict.max_sequences
-        else:
-            gate_client.idle(load)
-        if not self._fit_kv(gate_client):
-            tokens = sequences = 0
-        output = self._schedule_within(tokens, sequences, args, kwargs)
+        output: StepSurface
+        if not self.gated:
+            output = super().schedule(*args, **kwargs)
+            return output
+        with capped(self, *self.permit()):
+            output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
             self._kv.step_begun()
-        gate_client.scheduled(self._load(), output.total_num_scheduled_tokens)
+        self._gate.scheduled(self._load(), output.total_num_scheduled_tokens)
         return output
 
     def update_from_output(
@@ -118,11 +93,11 @@ class GatedScheduler(ConfiguredScheduler):
     ) -> dict[int, Any]:
         """Process a step's output as vLLM does, then publish it."""
         result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._gate_client is not None:
+        if self.gated:
             if scheduler_output.total_num_scheduled_tokens:
                 self._kv.step_done()
-            self._hand_back.tell(result)
-            self._gate_client.stepped(
+            self._aborts.tell(result)
+            self._gate.stepped(
                 self._load(),
                 scheduler_output.total_num_scheduled_tokens,
                 len(scheduler_output.num_scheduled_tokens),
@@ -131,31 +106,22 @@ class GatedScheduler(ConfiguredScheduler):
         return result
 
     def has_requests(self) -> bool:
-        """Return True also while KV memory is owed: an idle engine can return it only in a step.
+        """Return True also while KV memory is owed.
 
         An idle core calls this when something wakes it, as `rose.replica.control` does.
         """
-        if super().has_requests():
-            return True
-        gate_client = self._gate_client
-        return gate_client is not None and self._kv.must_shrink(gate_client.grant())
+        return super().has_requests() or (self.gated and self.memory_wanted())
 
-    def _fit_kv(self, gate_client: GateClient) -> bool:
-        """Bring KV memory to the grant's bound; return True when a step may begin."""
-        fits = self._kv.fit(gate_client.grant())
-        gate_client.mapped(self._kv.mapped, self._load())
-        if self._kv.ballooned:
-            lost = too_large(
-                waiting_requests(self),
-                self._kv.capacity_blocks,
-                lambda tokens: blocks_of(self.kv_cache_config, self.vllm_config, tokens),
-                self.num_lookahead_tokens,
-            )
-            if lost:
-                logger.info("%d requests do not fit the KV cap and are handed back", len(lost))
-                ended = self.finish_requests(lost, RequestStatus.FINISHED_ABORTED)
-                self._hand_back.ended(ended_requests(ended))
-        return fits
+    def _waiting_sizes(self) -> Iterable[tuple[str, int]]:
+        return [(request.request_id, request.num_tokens) for request in waiting_requests(self)]
+
+    def _blocks_for(self, tokens: int) -> int:
+        ahead = tokens + self.num_lookahead_tokens
+        return blocks_of(self.kv_cache_config, self.vllm_config, ahead)
+
+    def _hand_back(self, request_ids: Collection[str]) -> None:
+        ended = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self._aborts.ended(ended_requests(ended))
 
     def _rollouts(self) -> list[Rollout]:
         if self.deferred_frees:
@@ -177,16 +143,6 @@ class GatedScheduler(ConfiguredScheduler):
             self._preempt_request(request, time.monotonic())
             # The request may come back in this very step: the workers must start it anew.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
-
-    def _schedule_within(
-        self, tokens: int, sequences: int, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> StepSurface:
-        with capped(self, tokens, sequences):
-            return self._stock_schedule(*args, **kwargs)
-
-    def _stock_schedule(self, *args: object, **kwargs: object) -> StepSurface:
-        output: StepSurface = super().schedule(*args, **kwargs)
-        return output
 
     def _load(self) -> EngineLoad:
         running, waiting = self.get_request_counts()

@@ -11,13 +11,10 @@ from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 
-from executor.control_page.host_description import HostDescription
-from executor.control_page.host_seat import HostSeat
 from executor.engine_settings import EngineSettings
 from executor.errors import PageError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import HostPlugin, lending_limits
-from executor.step_log import StepLog
 from executor.vllm.compat import RequestSurface, StepSurface, check_version, own_devices
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.state_publisher import HostStatePublisher
@@ -32,6 +29,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
     # vLLM shows the lines of its own loggers' children.
     log = logging.getLogger("vllm.rose.host")
+    publisher = HostStatePublisher
     running: list[Any]
     _pause_state: PauseState
 
@@ -104,17 +102,14 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         check_version()
         _insist_alone(self.vllm_config.parallel_config)
 
-    def _publisher(
-        self, seat: HostSeat, settings: EngineSettings, log: StepLog | None
-    ) -> HostStatePublisher:
-        targets_s = settings.ttft_s, settings.tpot_s
-        return HostStatePublisher(self, seat, targets_s, step_log=log, lender=lambda: self.lender)
-
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         return lender_of(self, lending_limits(settings), settings.kv_backend)
 
-    def _describe(self, settings: EngineSettings, seated_ns: int) -> HostDescription:
-        return description_of(self.vllm_config, settings, seated_ns)
+    def _identity(self) -> tuple[str, tuple[str, ...]]:
+        model = self.vllm_config.model_config
+        names = model.served_model_name or model.model
+        ranks = self.vllm_config.parallel_config.world_size
+        return names if isinstance(names, str) else names[0], own_devices(ranks)
 
     def _demand(self) -> tuple[int, int]:
         next_tokens = self.waiting.peek_request().num_tokens if self.waiting else 0
@@ -146,19 +141,6 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
             stayed = {request.request_id for request in self.running} | set(held)
             self.running = [request for request in running if request.request_id in stayed]
         return output
-
-
-def description_of(config: Any, settings: EngineSettings, seated_ns: int) -> HostDescription:  # noqa: ANN401 -- vLLM's VllmConfig
-    """Return the facts of this engine that a node needs to run a guest beside it."""
-    model = config.model_config
-    names = model.served_model_name or model.model
-    return HostDescription(
-        model=(names if isinstance(names, str) else names[0])[-253:],
-        ttft_s=settings.ttft_s,
-        tpot_s=settings.tpot_s,
-        devices=own_devices(config.parallel_config.world_size),
-        seated_ns=seated_ns,
-    )
 
 
 def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig

@@ -32,7 +32,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-import executor.vllm.guest.scheduler
+import executor.guest.plugin
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.guest.gate_client import GateClient
@@ -370,7 +370,7 @@ def guest_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     clock_ns = TickingClock()
-    module = executor.vllm.guest.scheduler
+    module = executor.guest.plugin
     monkeypatch.setattr(module, "Watchdog", NoWatchdog)
     monkeypatch.setattr(module, "GateClient", partial(GateClient, clock_ns=clock_ns))
     monkeypatch.setattr(module, "GuestKv", partial(GuestKv, clock_ns=clock_ns))

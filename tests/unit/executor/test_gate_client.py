@@ -25,9 +25,8 @@ from executor.guest.gate_client import (
     KvMapped,
     StartGate,
     Watchdog,
-    gate_limits,
-    step_model,
 )
+from executor.guest.plugin import gate_limits, step_model
 from executor.step_decision import GateLimits
 from executor.vllm.reserved_worker import GatedStart
 from slo import StepModel, StepProfile

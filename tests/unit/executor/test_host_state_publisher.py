@@ -1,8 +1,11 @@
 """State that a scheduler's turns publish, with stand-ins for vLLM's objects."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,62 +23,40 @@ class FakeRequest:
     num_output_tokens: int = 0
 
 
-@dataclass
-class FakeNewRequest:
-    req_id: str
-
-
-@dataclass
-class FakeStep:
-    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
-    scheduled_new_reqs: list[FakeNewRequest] = field(default_factory=list)
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
-
-@dataclass
-class FakePool:
-    num_gpu_blocks: int = 101
-    free: int = 90
-
-    def get_num_free_blocks(self) -> int:
-        return self.free
-
-
-@dataclass
-class FakeManager:
-    block_pool: FakePool = field(default_factory=FakePool)
+def step_of(tokens: Mapping[str, int], new: Iterable[str] = (), total: int | None = None) -> Any:
+    """Return what vLLM's scheduler returns for a step."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        total_num_scheduled_tokens=sum(tokens.values()) if total is None else total,
+    )
 
 
 @dataclass
 class FakeEngineScheduler:
-    requests: dict[str, FakeRequest] = field(default_factory=dict)
+    """An engine whose pool has 100 blocks, 10 of them in use."""
+
+    requests: dict[str, Any] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
-    kv_cache_manager: FakeManager = field(default_factory=FakeManager)
     running: int = 0
+
+    @property
+    def kv_cache_manager(self) -> Any:
+        pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 90)
+        return SimpleNamespace(block_pool=pool)
 
     def get_request_counts(self) -> tuple[int, int]:
         return self.running, len(self.requests) - self.running
 
 
-@dataclass
-class FakeClock:
-    now_ns: int = 1_000 * MS
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 class Rig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
-        self.clock = FakeClock()
+        self.now_ns = 1_000 * MS
         self.scheduler = FakeEngineScheduler()
         self.begun: set[str] = set()
         self.observer = HostStatePublisher(
-            self.scheduler, page.take_host(), (0.5, 0.15), self.clock
+            self.scheduler, page.take_host(), (0.5, 0.15), lambda: self.now_ns
         )
         self.observer.wall_s = lambda: 100.0
         self.observer.publish()
@@ -91,15 +72,14 @@ class Rig:
         self.observer.arrived(request)
         return request
 
-    def begin(self, **tokens: int) -> FakeStep:
-        new = [FakeNewRequest(name) for name in tokens if name not in self.begun]
+    def begin(self, **tokens: int) -> Any:
+        step = step_of(tokens, tokens.keys() - self.begun)
         self.begun.update(tokens)
-        step = FakeStep(tokens, new)
         self.scheduler.running = len(self.scheduler.requests)
-        self.observer.scheduled(step, self.clock.now_ns)
+        self.observer.scheduled(step, self.now_ns)
         return step
 
-    def end(self, step: FakeStep, *finished: str) -> None:
+    def end(self, step: Any, *finished: str) -> None:
         for name in step.num_scheduled_tokens:
             self.scheduler.requests[name].num_output_tokens += 1
         for name in finished:
@@ -124,28 +104,28 @@ def test_a_request_counts_from_its_arrival_not_from_its_turn(rig: Rig) -> None:
     rig.add("a", age_s=0.2)
     state = rig.state()
     assert (state.waiting, state.queued_prefill_tokens) == (1, 10)
-    assert state.earliest_prefill_deadline_ns == rig.clock.now_ns + 300 * MS
+    assert state.earliest_prefill_deadline_ns == rig.now_ns + 300 * MS
 
 
 def test_a_wall_clock_that_jumped_back_cannot_postpone_a_deadline(rig: Rig) -> None:
     rig.add("a", age_s=-3600)
-    assert rig.state().earliest_prefill_deadline_ns == rig.clock.now_ns + 500 * MS
+    assert rig.state().earliest_prefill_deadline_ns == rig.now_ns + 500 * MS
 
 
 def test_a_request_passes_from_prefill_to_decode_to_idle(rig: Rig) -> None:
     rig.add("a")
     step = rig.begin(a=10)
     assert rig.state().in_step
-    rig.clock.now_ns += 20 * MS
+    rig.now_ns += 20 * MS
     rig.end(step)
     state = rig.state()
     assert (state.in_step, state.running, state.queued_prefill_tokens) == (False, 1, 0)
     assert state.earliest_prefill_deadline_ns == 0
-    assert state.earliest_decode_deadline_ns == rig.clock.now_ns + 150 * MS
+    assert state.earliest_decode_deadline_ns == rig.now_ns + 150 * MS
     assert (state.busy_ns, state.last_step_ns, state.step_seq) == (20 * MS, 20 * MS, 1)
-    rig.clock.now_ns += 5 * MS
+    rig.now_ns += 5 * MS
     step = rig.begin(a=1)
-    rig.clock.now_ns += 7 * MS
+    rig.now_ns += 7 * MS
     rig.end(step, "a")
     state = rig.state()
     assert state.idle
@@ -156,20 +136,20 @@ def test_a_request_passes_from_prefill_to_decode_to_idle(rig: Rig) -> None:
 def test_overlapping_steps_count_their_time_once(rig: Rig) -> None:
     rig.add("a")
     first = rig.begin(a=10)
-    rig.clock.now_ns += 4 * MS
+    rig.now_ns += 4 * MS
     second = rig.begin(a=1)
-    rig.clock.now_ns += 6 * MS
+    rig.now_ns += 6 * MS
     rig.end(first)
     assert rig.state().in_step
-    rig.clock.now_ns += 10 * MS
+    rig.now_ns += 10 * MS
     rig.end(second)
     state = rig.state()
     assert (state.in_step, state.busy_ns, state.last_step_ns) == (False, 20 * MS, 10 * MS)
 
 
 def test_empty_schedules_are_no_steps(rig: Rig) -> None:
-    rig.observer.scheduled(FakeStep(), rig.clock.now_ns)
-    rig.end(FakeStep())
+    rig.observer.scheduled(step_of({}), rig.now_ns)
+    rig.end(step_of({}))
     assert (rig.state().step_seq, rig.state().busy_ns) == (0, 0)
 
 
@@ -191,19 +171,19 @@ def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: Ri
     rig.begin(a=1)
     state = rig.state()
     assert (state.running, state.queued_prefill_tokens) == (2, 10)
-    assert state.earliest_prefill_deadline_ns == rig.clock.now_ns + 400 * MS
+    assert state.earliest_prefill_deadline_ns == rig.now_ns + 400 * MS
 
 
 def test_a_step_that_ends_while_another_is_in_flight_is_told_with_the_next(rig: Rig) -> None:
     rig.add("a")
     first = rig.begin(a=10)
     second = rig.begin(a=1)
-    rig.clock.now_ns += 10 * MS
+    rig.now_ns += 10 * MS
     rig.end(first)
     third = rig.begin(a=1)
     state = rig.state()
     assert (state.in_step, state.step_seq, state.last_step_ns) == (True, 3, 10 * MS)
-    assert state.earliest_decode_deadline_ns == rig.clock.now_ns + 150 * MS
+    assert state.earliest_decode_deadline_ns == rig.now_ns + 150 * MS
     rig.end(second)
     rig.end(third, "a")
     assert rig.state().idle, "that nothing is left is told at once"
@@ -213,7 +193,7 @@ def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: Rig) -> No
     rig.add("a")
     rig.end(rig.begin(a=10))
     rig.add("b")
-    rig.observer.scheduled(FakeStep(), rig.clock.now_ns)
+    rig.observer.scheduled(step_of({}), rig.now_ns)
     assert rig.state().queued_prefill_tokens == 10
 
 
@@ -226,35 +206,23 @@ def test_a_step_writes_to_the_page_once(rig: Rig) -> None:
     assert rig.page.host.sequence == before + 10 * 2, "the sequence grows by two with every write"
 
 
-class CountingMapping(Mapping[str, int]):
+class CountingMapping(UserDict[str, int]):
     """Scheduled tokens that count how often anybody looks at one request of the step."""
 
-    def __init__(self, tokens: dict[str, int]) -> None:
-        self._tokens = tokens
-        self.looks = 0
+    looks = 0
 
     def __getitem__(self, name: str) -> int:
         self.looks += 1
-        return self._tokens[name]
+        return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
         self.looks += 1
-        return name in self._tokens
+        return super().__contains__(name)
 
     def __iter__(self) -> Iterator[str]:
-        for name in self._tokens:
+        for name in self.data:
             self.looks += 1
             yield name
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-
-@dataclass
-class CountedStep:
-    num_scheduled_tokens: CountingMapping
-    scheduled_new_reqs: list[FakeNewRequest]
-    total_num_scheduled_tokens: int
 
 
 @pytest.mark.parametrize("running", [16, 1024])
@@ -269,10 +237,11 @@ def test_a_step_looks_at_the_requests_that_changed_not_at_all_that_run(
     rig.end(rig.begin(**dict.fromkeys(names, 10)))
     rig.add("late")
     looks = []
-    for new in ([FakeNewRequest("late")], [], [], []):
+    for new in (["late"], [], [], []):
         tokens = CountingMapping(dict.fromkeys([*names, "late"], 1))
-        step = CountedStep(tokens, new, running + 1)
-        rig.observer.scheduled(step, rig.clock.now_ns)
+        tokens.looks = 0
+        step = step_of(tokens, new, running + 1)
+        rig.observer.scheduled(step, rig.now_ns)
         rig.scheduler.requests["late"].num_output_tokens += 1
         rig.scheduler.finished_req_ids = set()
         rig.observer.stepped(step)

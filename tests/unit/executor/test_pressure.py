@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import PressureLimits, PressurePolicy
-from executor.kv.pressure import PressureCore
+from executor.kv.lending import PressureCore
 from executor.kv.shrink_plan import NO_CAP
 
 MS = 1_000_000

@@ -1,6 +1,7 @@
 """A guest inside SGLang's scheduler: what its hooks let a step do, and what they do to requests."""
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +33,10 @@ class Rig:
         settings = EngineSettings("guest", str(page.path), 0.0, 0.0, orphan_s=60.0)
         self.hooks = GuestHooks(settings)
         self.guest = self.hooks._guest = GuestScheduler(self.scheduler, settings)
-        self.host = SeatedHost(page, guest_module.time.monotonic_ns)
+        self.host = SeatedHost(page, time.monotonic_ns)
 
     def grant(self, tokens: int = 64, sequences: int = 8, cap: int = 0) -> None:
-        now_ns = guest_module.time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         self.host.tell()
         self.page.grant.write(
             Grant(
@@ -49,7 +50,7 @@ class Rig:
         )
 
     def freeze(self) -> None:
-        now_ns = guest_module.time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         self.page.grant.write(
             Grant(GrantMode.FREEZE, expiry_ns=now_ns + 2_000 * MS, heartbeat_ns=now_ns)
         )
@@ -73,7 +74,9 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(guest_module, "Watchdog", lambda *_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(
+        "executor.guest.plugin.Watchdog", lambda *_: SimpleNamespace(start=lambda: None)
+    )
     with ControlPage.create(tmp_path / "page") as page:
         rig = Rig(page)
         for name, module in rig.scheduler.modules().items():

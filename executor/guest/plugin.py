@@ -1,0 +1,134 @@
+"""Guest plugin of any engine: its gate and its balloon before each step.
+
+    permit ──► gate: tokens and sequences ──► KV to the grant's cap ──► oversized requests go back
+
+A request that outgrew the guest's KV cap is ended at once, so that it continues elsewhere: an
+engine would wait for blocks that do not come, and block everything behind the request with it.
+
+A guest starts with profiles of its own and of its host's steps. A configured profile that cannot be
+used ends the engine's start: with a guess in its place the gate would lend other slack than the
+operator measured, and nobody would notice.
+"""
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from executor.control_page.page import ControlPage
+from executor.engine_settings import EngineSettings
+from executor.errors import ExecutorError
+from executor.guest.gate_client import FIRST_MODEL, EngineLoad, GateClient, GrantLiveness, Watchdog
+from executor.guest.kv_balloon import GuestKv
+from executor.kv.backing import HeldGranules
+from executor.kv.shrink_plan import Rollout
+from executor.step_decision import GateLimits, Run
+from slo import ProfileError, StepModel, StepProfile
+
+
+def step_model(settings: EngineSettings) -> StepModel:
+    """Return the guest's own step model, FIRST_MODEL without a profile. Raises ExecutorError."""
+    if not settings.step_profile:
+        return FIRST_MODEL
+    return StepModel(_read("ROSE_STEP_PROFILE", settings.step_profile))
+
+
+def gate_limits(settings: EngineSettings) -> GateLimits:
+    """Return limits with the cost of the host's queue, if its steps were profiled.
+
+    Raises ExecutorError.
+    """
+    if not settings.host_step_profile:
+        return GateLimits()
+    profile = _read("ROSE_HOST_STEP_PROFILE", settings.host_step_profile)
+    return GateLimits(host_prefill_ns_per_token=math.ceil(profile.per_token_s * 1e9))
+
+
+def _read(variable: str, path: str) -> StepProfile:
+    try:
+        return StepProfile.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExecutorError(f"{variable} {path} cannot be read: {error.strerror}") from None
+    except (ProfileError, UnicodeDecodeError) as error:
+        raise ExecutorError(f"{variable} {path}: {error}") from None
+
+
+class GuestPlugin(ABC):
+    """Gate and balloon of one engine's scheduler, whose thread alone may call it."""
+
+    log: ClassVar[logging.Logger]
+    gated = False
+    """True once it is attached; until then nothing asks the gate."""
+    _gate: GateClient
+    _kv: GuestKv
+
+    def attach(self, settings: EngineSettings, pool: HeldGranules, block_tokens: int) -> None:
+        """Run by the grants of a page from now on.
+
+        Raises ExecutorError if the page or a profile cannot be used.
+        """
+        model, limits = step_model(settings), gate_limits(settings)
+        page = ControlPage.open(settings.page_path, settings.page_group)
+        self._kv = GuestKv(pool, self._rollouts, self._preempt)
+        self._gate = GateClient(page, self._kv.mapped, limits, model, block_tokens)
+        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
+        Watchdog(page, orphan, self._gate.beat).start()
+        self.gated = True
+
+    def permit(self) -> tuple[int, int]:
+        """Return the most tokens and sequences of the next step; zeros if none may begin."""
+        load, allowed = self._load(), (0, 0)
+        if load.running or load.waiting:
+            verdict = self._gate.ask(load)
+            if isinstance(verdict, Run):
+                allowed = verdict.token_budget, verdict.max_sequences
+        else:
+            self._gate.idle(load)
+        fits = self._kv.fit(self._gate.grant())
+        self._gate.mapped(self._kv.mapped, self._load())
+        if self._kv.ballooned:
+            self._hand_back_too_large()
+        return allowed if fits else (0, 0)
+
+    def memory_wanted(self) -> bool:
+        """Return True if KV memory is owed: an idle engine can return it only in a step."""
+        return self._kv.must_shrink(self._gate.grant())
+
+    def _hand_back_too_large(self) -> None:
+        """Hand back waiting requests whose tokens so far do not fit, even alone in the guest.
+
+        Tokens that a request may still generate do not count: it may stop before, and its tokens
+        are with its client already.
+        """
+        most = self._kv.capacity_blocks
+        lost = [name for name, tokens in self._waiting_sizes() if self._blocks_for(tokens) > most]
+        if lost:
+            self.log.info("%d requests do not fit the KV cap and are handed back", len(lost))
+            self._hand_back(lost)
+
+    @abstractmethod
+    def _load(self) -> EngineLoad:
+        """Return requests and blocks now."""
+
+    @abstractmethod
+    def _rollouts(self) -> Sequence[Rollout]:
+        """Return the running requests."""
+
+    @abstractmethod
+    def _preempt(self, request_ids: Collection[str]) -> None:
+        """Send running requests back to the queue, their KV freed."""
+
+    @abstractmethod
+    def _waiting_sizes(self) -> Iterable[tuple[str, int]]:
+        """Return each waiting request's id and tokens so far."""
+
+    @abstractmethod
+    def _blocks_for(self, tokens: int) -> int:
+        """Return the blocks that a request of this many tokens needs for its next step."""
+
+    @abstractmethod
+    def _hand_back(self, request_ids: Collection[str]) -> None:
+        """End waiting requests at their clients."""
