@@ -10,11 +10,11 @@ import pytest
 
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import ARMS, Cell, fit_rounds, rounds_wanted
+from bench.gpu import loads, updating
 from bench.gpu import runner as running
-from bench.gpu.piece_process import Answered, PieceOrder
+from bench.gpu.measure import Answered, PieceOrder
 from bench.gpu.pieces import PieceError
 from bench.gpu.runner import folder_of, read_done
-from bench.gpu.serve import loads, updating
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from tests.fakes.gpu import MEASURED
 from tests.fakes.gpu_runs import KERNELS, Measuring, request, run, states
@@ -110,12 +110,19 @@ def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
 
     async def play(block: Any) -> Any:
         now_s[0] += 10.0
-        return block
+        numbers = {"round": block.round, "segment": 0, "guest_tokens": 0, "duration_s": 10.0}
+        return SimpleNamespace(arm=block.arm.name, **numbers)
 
-    session: Any = SimpleNamespace(play=play, sizes=loads.ServingSizes())
+    async def nothing(*_: object) -> list[Any]:
+        return []
+
+    session: Any = SimpleNamespace(
+        play=play, capacity_rps=nothing, rows=nothing, start_s=0.0, sizes=loads.ServingSizes()
+    )
     cell = Cell(0.6, "poisson", 7.0)
-    blocks = asyncio.run(loads.play_rounds(session, cell, range(most), until_s))
-    assert len(blocks) == played * (len(ARMS) + 2)
+    measured = asyncio.run(loads._measured(session, cell, range(most), until_s))
+    assert measured["rounds"] == played
+    assert len(measured["order"]) == played * (len(ARMS) + 2)
 
 
 @pytest.mark.parametrize(
