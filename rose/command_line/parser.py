@@ -56,6 +56,28 @@ class Parser(argparse.ArgumentParser):
         return message
 
 
+def add_insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve an address of the network, though nobody is asked who he is",
+    )
+
+
+def add_metrics_options(parser: argparse.ArgumentParser, host: str = "address of") -> None:
+    """Add the port and the address of a process's metrics. host: begins the address's help."""
+    what = "serve /metrics there (default: nowhere)"
+    parser.add_argument("--metrics-port", type=int, metavar="N", help=what)
+    what = f"{host} /metrics (default: loopback; others over TLS, or with --insecure)"
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST", help=what)
+
+
+def check_metrics_port(port: int | None) -> None:
+    """Raise ConfigError for a port that does not exist; None serves no metrics."""
+    if port is not None and not 0 < port < 1 << 16:
+        raise ConfigError(f"metrics port {port} does not exist; give 1 to 65535")
+
+
 def add_log_limits(parser: argparse.ArgumentParser) -> None:
     """Add options that bound the logs of a process; read them with `taken_log_limits`."""
     parser.add_argument(

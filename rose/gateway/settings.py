@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
 from rose.command_line.examples import examples_of
-from rose.command_line.parser import add_log_limits, taken_log_limits
+from rose.command_line.parser import add_insecure, add_log_limits, taken_log_limits
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.security.certificates import (
@@ -190,11 +190,7 @@ def gateway_parser(prog: str = "rose gateway") -> argparse.ArgumentParser:
     parser = _Parser(prog, description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve an address of the network, though nobody is asked who he is",
-    )
+    add_insecure(parser)
     add_certificate_options(parser)
     parser.add_argument(
         "--token-keys",

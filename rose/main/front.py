@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import logging
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from rose.integrations.front.settings import FrontSettings, front_parser, parse_
 from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
+from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import HttpPort, raise_descriptor_limit
 from rose.security.tokens import TokenVerifier
 
@@ -42,9 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots) -> None:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stop = stop_signalled()
     async with listening(settings, publisher, roots) as port:
         scheme = "https" if settings.trainer.certificates() else "http"
         at = f"{scheme}://{host_port(settings.host, port)}"

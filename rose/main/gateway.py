@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 
 import uvloop
@@ -14,6 +13,7 @@ from rose.gateway.app import Gateway
 from rose.gateway.event_loop import collect_in_small_steps
 from rose.gateway.settings import GatewaySettings, gateway_parser, parse_settings
 from rose.logs.rotating_jsonl import log_to_stderr
+from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import raise_descriptor_limit
 
 parser = gateway_parser
@@ -32,10 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    stop = stop_signalled()
     async with Gateway(settings) as gateway:
         scheme = "https" if settings.certificates else "http"
         at = host_port(settings.host, gateway.port)

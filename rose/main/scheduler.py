@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import signal
 import socket
 import sys
 import time
@@ -22,7 +21,14 @@ import grpc.aio
 from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.rose import HOLD_S
 from rose.addresses import check_exposure, host_port, is_address
-from rose.command_line.parser import Parser, add_log_limits, taken_log_limits
+from rose.command_line.parser import (
+    Parser,
+    add_insecure,
+    add_log_limits,
+    add_metrics_options,
+    check_metrics_port,
+    taken_log_limits,
+)
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import KubeApi
 from rose.dashboard import (
@@ -37,7 +43,7 @@ from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
 from rose.metrics_server import MetricsServer
-from rose.process.background_tasks import Background
+from rose.process.background_tasks import Background, stop_signalled
 from rose.process.http_port import connections_allowed, raise_descriptor_limit
 from rose.rpc.channel import make_server
 from rose.scheduler.core.job_registry import with_standing
@@ -115,8 +121,7 @@ class SchedulerSettings:
             self.dashboard.check(self.certificates, insecure=self.insecure)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port} does not exist; give --port 1 to 65535")
-        if self.metrics_port is not None and not 0 < self.metrics_port < 1 << 16:
-            raise ConfigError(f"metrics port {self.metrics_port} does not exist; give 1 to 65535")
+        check_metrics_port(self.metrics_port)
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
             raise ConfigError(f"a pause of {self.cooldown_s} s is none; give --cooldown-s >= 0")
         if self.hold_s is not None and self.policy != "rose":
@@ -182,24 +187,8 @@ def parser(prog: str = "rose scheduler") -> Parser:
         help="a job that has its dedicated replicas before a trainer registers it (repeatable);"
         " guests are lent to it once one has",
     )
-    add(
-        "--insecure",
-        action="store_true",
-        help="serve an address of the network, though nobody is asked who he is",
-    )
-    add(
-        "--metrics-port",
-        type=int,
-        default=None,
-        metavar="N",
-        help="serve /metrics there (default: nowhere)",
-    )
-    add(
-        "--metrics-host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="address of /metrics (default: loopback; others over TLS, or with --insecure)",
-    )
+    add_insecure(parser)
+    add_metrics_options(parser)
     add(
         "--kubernetes",
         action="store_true",
@@ -430,11 +419,7 @@ def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:
 
 
 async def _run(settings: SchedulerSettings) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve(settings, stop)
+    await serve(settings, stop_signalled())
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ a loop busy could keep another thread from the lock for half a second.
 import asyncio
 import logging
 import selectors
+import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine
@@ -70,6 +71,14 @@ Work = Callable[[], Coroutine[Any, Any, object]]
 EventSink = Callable[..., object]
 
 _logger = logging.getLogger("rose.process.background_tasks")
+
+
+def stop_signalled() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set from now on."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 class TaskDiedError(RoseError):

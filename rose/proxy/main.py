@@ -5,10 +5,8 @@ standard error. When it ends, its turns end, and their gateways send them elsewh
 """
 
 import argparse
-import asyncio
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,7 @@ import uvloop
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
 from rose.logs.rotating_jsonl import log_to_stderr
+from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
 from rose.proxy.callers import CallerConnection, Door
 from rose.security.certificates import (
@@ -102,10 +101,7 @@ async def _run(
     *,
     insecure: bool,
 ) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signalled()
     server, door = await serve(host, port, ports, certificates, insecure=insecure)
     _logger.info("listening on %s:%d for %s", host, port, ", ".join(ports) or "no replica")
     # The daemon waits for this line.

@@ -5,7 +5,6 @@ Serves until SIGTERM or SIGINT. Exit code 2 with one line for bad input.
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rose.addresses import check_exposure, host_port
-from rose.command_line.parser import Parser
+from rose.command_line.parser import Parser, add_metrics_options, check_metrics_port
 from rose.errors import ConfigError
+from rose.process.background_tasks import stop_signalled
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.version_server import VersionServer
@@ -108,13 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signalled()
     first, *others = followed_jobs(args.job, args.origin, args.verify_key)
     certificates = credentials.files()
-    if args.metrics_port is not None and not 0 < args.metrics_port < 1 << 16:
-        raise ConfigError(f"metrics port {args.metrics_port} does not exist; give 1 to 65535")
+    check_metrics_port(args.metrics_port)
     if certificates is None and args.metrics_port is not None:
         check_exposure(args.metrics_host, args.insecure, "read names of jobs and their versions")
     relay = Relay(
@@ -199,15 +196,7 @@ def parser(prog: str = "rose relay") -> Parser:
         "--insecure", action="store_true", help="serve other machines without certificates"
     )
     parser.add_argument("--bytes-per-s", type=int, metavar="N", help="of the link, on the average")
-    parser.add_argument(
-        "--metrics-port", type=int, metavar="N", help="serve /metrics there (default: nowhere)"
-    )
-    parser.add_argument(
-        "--metrics-host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="of /metrics (default: loopback; others over TLS, or with --insecure)",
-    )
+    add_metrics_options(parser, "of")
     parser.add_argument("--token-file", type=Path, metavar="FILE")
     for name, what in (
         ("ca", "who signs the others' certificates; with --certificate and --key"),

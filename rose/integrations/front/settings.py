@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.addresses import check_exposure
-from rose.command_line.parser import Parser
+from rose.command_line.parser import Parser, add_insecure
 from rose.errors import ConfigError
 from rose.integrations.settings import PREFIX, TrainerSettings
 from rose.security.certificates import add_certificate_options
@@ -70,11 +70,7 @@ def front_parser(prog: str = "rose front") -> Parser:
     parser = Parser(prog, description="Answer the control calls of vLLM and SGLang for a trainer.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve an address of the network, though nobody is asked who he is",
-    )
+    add_insecure(parser)
     parser.add_argument(
         "--token-keys", type=Path, metavar="FILE", help="public keys: callers bear tokens"
     )
