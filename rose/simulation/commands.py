@@ -8,7 +8,7 @@ compare` on a real host has the last word. `fleet` plays 1,000 cards for days, a
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, isfinite
@@ -45,7 +45,7 @@ from rose.simulation.tables import (
     view,
     what_if_view,
 )
-from rose.simulation.workloads.traffic import MAX_GAP_S, Request, TraceTraffic
+from rose.simulation.workloads.traffic import MAX_GAP_S, TraceTraffic
 from slo import SloSpec, TargetError
 
 DEFAULT_SETUPS = "frozen_lake-8b,frozen_lake-8b-dapo,alfworld-32b,alfworld-32b-dapo"
@@ -163,9 +163,8 @@ def _compare(args: argparse.Namespace) -> int:
         setup_of(name)
     scenario, settings, seeds = _scenario(args), _settings(args.set), _seeds(args)
     several = len(seeds) > 1
-    return Outcome.of(
-        [Run(scenario, name, seed, settings) for seed in seeds for name in names], args
-    ).show(
+    asked = [Run(scenario, name, seed, settings) for seed in seeds for name in names]
+    return Outcome.of(asked, args).show(
         lambda each, _: f"{each.policy} (seed {each.seed})" if several else each.policy,
         f"{scenario.name}, seeds 0 to {len(seeds) - 1}" if several else f"{scenario.name}, seed 0",
         lambda results: parts(results, scenario),
@@ -283,53 +282,35 @@ def _paper(args: argparse.Namespace) -> int:
 
 
 def _add_what_if(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="users' requests, CSV in the Azure LLM format",
-    )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="that serve them")
-    parser.add_argument("--model", required=True, help="that they serve: 8b, 32b or 70b")
-    parser.add_argument(
-        "--guest", default="8b", metavar="MODEL", help="of the rollouts; default 8b"
-    )
-    parser.add_argument("--card", default="h200", help="h200 or h100; default h200")
-    parser.add_argument("--engine", default="vllm", help="vllm or sglang; default vllm")
-    parser.add_argument("--cards", type=int, metavar="N", help="of one engine; default: the fewest")
-    parser.add_argument(
-        "--ttft-s",
-        type=float,
-        default=TTFT_S,
-        metavar="S",
-        help=f"promised to users; default {TTFT_S:g}",
-    )
-    parser.add_argument(
-        "--tpot-s",
-        type=float,
-        default=TPOT_S,
-        metavar="S",
-        help=f"promised to users; default {TPOT_S:g}",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    trace = "users' requests, CSV in the Azure LLM format"
+    promised = "promised to users; default"
+    busy = MaxHostBusy().share
+    add("--trace", type=Path, required=True, metavar="FILE", help=trace)
+    add("--gpus", type=int, required=True, metavar="N", help="that serve them")
+    add("--model", required=True, help="that they serve: 8b, 32b or 70b")
+    add("--guest", default="8b", metavar="MODEL", help="of the rollouts; default 8b")
+    add("--card", default="h200", help="h200 or h100; default h200")
+    add("--engine", default="vllm", help="vllm or sglang; default vllm")
+    add("--cards", type=int, metavar="N", help="of one engine; default: the fewest")
+    add("--ttft-s", type=float, default=TTFT_S, metavar="S", help=f"{promised} {TTFT_S:g}")
+    add("--tpot-s", type=float, default=TPOT_S, metavar="S", help=f"{promised} {TPOT_S:g}")
+    add(
         "--slack-share",
         type=_share,
         default=0.0,
         metavar="SHARE",
         help="of a busy host's slack that is lent; default 0: idle time alone",
     )
-    parser.add_argument(
+    add(
         "--max-host-busy",
         type=_share,
-        default=MaxHostBusy().share,
+        default=busy,
         metavar="SHARE",
-        help=f"beside busier hosts nothing is lent, 1: no limit; default {MaxHostBusy().share:g}",
+        help=f"beside busier hosts nothing is lent, 1: no limit; default {busy:g}",
     )
-    parser.add_argument(
-        "--context", type=int, default=4_096, metavar="TOKENS", help="of a rollout; default 4096"
-    )
-    parser.add_argument(
+    add("--context", type=int, default=4_096, metavar="TOKENS", help="of a rollout; default 4096")
+    add(
         "--max-gap-s",
         type=float,
         default=MAX_GAP_S,
@@ -342,11 +323,7 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
 
 def _what_if(args: argparse.Namespace) -> int:
     trace = TraceTraffic(args.trace, max_gap_s=args.max_gap_s)
-
-    def requests() -> Iterator[Request]:
-        return trace.requests(0)
-
-    answer = what_if(_question(args), requests)
+    answer = what_if(_question(args), trace)
     if args.plots is not None:
         save_what_if(answer, args.plots)
     write(what_if_view(answer), Format(args.output))
@@ -528,14 +505,9 @@ def _number(text: str, where: str) -> float:
     return value
 
 
-COMMANDS: Mapping[
-    str,
-    tuple[
-        str,
-        Callable[[argparse.ArgumentParser], None],
-        Callable[[argparse.Namespace], int],
-    ],
-] = MappingProxyType(
+Adds = Callable[[argparse.ArgumentParser], None]
+Runs = Callable[[argparse.Namespace], int]
+COMMANDS: Mapping[str, tuple[str, Adds, Runs]] = MappingProxyType(
     {
         "run": ("run one scenario under one policy", _add_run, _run),
         "compare": ("run one scenario under several policies", _add_compare, _compare),

@@ -1,8 +1,8 @@
 """Engines: how long a step takes and how much fits, measured or of published GPU tables.
 
 Step times are the straight line that `rose profile` fits. `published.json` beside this module has
-those of published GPU tables (`gpu_tables` writes it); a model's name may be short where it is
-clear: `70b` is the one model of that size.
+those of published GPU tables (`scripts/gpu_tables.py` writes it); a model's name may be short where
+it is clear: `70b` is the one model of that size.
 """
 
 import json

@@ -6,13 +6,14 @@ them.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rose.errors import ConfigError
 from rose.simulation.fluid.fleet import FleetResult
 from rose.simulation.fluid.what_if import WhatIfAnswer
-from rose.simulation.results import RunResult, UseSlice
+from rose.simulation.results import RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 DPI = 130
 INK = "#22313f"
 ROLLOUT, TRAIN, SYNC = "#2a7f9e", "#e0a83a", "#c0392b"
-HOST, GUEST, DEDICATED, TRAINING = "#9aa3ad", "#2a7f9e", "#58b19f", "#e0a83a"
+HOST, GUEST = "#9aa3ad", "#2a7f9e"
+POOLS = {"host": HOST, "guest": GUEST, "dedicated": "#58b19f", "training": "#e0a83a"}
 POLICIES = ("#22313f", "#c0392b", "#8d6cab", "#e0a83a", "#2a7f9e", "#58b19f", "#3d5a80", "#7fb8cc")
 STYLE = {
     "axes.spines.top": False,
@@ -50,17 +52,18 @@ def draw_steps(results: Sequence[RunResult]) -> "Figure":
         ("train_s", TRAIN, "train"),
         ("sync_s", SYNC, "weights"),
     ):
-        values = [_mean([getattr(step, key) for step in _counted(each)]) for each in results]
+        # The first step starts engines: it is left out where there are more.
+        counted = [each.steps[1:] or each.steps for each in results]
+        values = [_mean([getattr(step, key) for step in steps]) for steps in counted]
         axes.barh(rows, values, left=left, color=colour, label=label, height=0.6)
         left = [before + value for before, value in zip(left, values, strict=True)]
     for row, total in zip(rows, left, strict=True):
         axes.text(total, row, f" {total:.0f} s", va="center", color=INK)
-    axes.set_yticks(rows, [each.policy for each in results])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _name_rows(axes, [each.policy for each in results])
     axes.set_xlim(right=1.12 * max(left, default=1.0) or 1.0)
-    axes.set(title=f"Time of a step: {_name(results)}", xlabel="seconds")
-    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    name = results[0].scenario if results else ""
+    axes.set(title=f"Time of a step: {name}", xlabel="seconds")
+    _legend(axes, 3)
     return figure
 
 
@@ -71,13 +74,10 @@ def draw_use(results: Sequence[RunResult]) -> "Figure":
     figure = Figure(figsize=(9, 0.7 + 1.6 * len(results)))
     rows = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, each in zip(rows, results, strict=True):
-        for key, colour in (
-            ("host", HOST),
-            ("guest", GUEST),
-            ("dedicated", DEDICATED),
-            ("training", TRAINING),
-        ):
-            _line(axes, each.use, key, colour)
+        minutes = [part.start_s / 60 for part in each.use]
+        for key, colour in POOLS.items():
+            shares = [getattr(part, key) for part in each.use]
+            axes.step(minutes, shares, where="post", color=colour, label=key)
         axes.set_title(f"{each.policy}: cards in use {each.gpu_use:.0%}")
         axes.set_ylim(0, 1.02)
     rows[-1].set_xlabel("minutes")
@@ -91,7 +91,7 @@ def draw_slo(results: Sequence[RunResult]) -> "Figure":
     """Share of users' requests that met their targets, over time."""
     figure, axes = _figure(3.2)
     lowest = 1.0
-    for each, colour in zip(results, _colours(results), strict=True):
+    for each, colour in zip(results, cycle(POLICIES), strict=False):
         if each.users is None:
             continue
         points = _attained([(s.start_s, s.requests, s.attained) for s in each.users.series])
@@ -113,7 +113,7 @@ def draw_tail(results: Sequence[RunResult]) -> "Figure":
     """Times of trajectories: median, 90th and 99th percentile, and the longest."""
     figure, axes = _figure(3.4)
     labels = ("p50", "p90", "p99", "longest")
-    for each, colour in zip(results, _colours(results), strict=True):
+    for each, colour in zip(results, cycle(POLICIES), strict=False):
         found = each.trajectory_s
         if found.count:
             axes.plot(
@@ -142,7 +142,7 @@ def draw_what_if(answer: WhatIfAnswer) -> "Figure":
     top.set_ylim(0, 1.02)
     top.set_xlim(0, edges[-1])
     top.set(title="Share of the serving cards' time", xlabel=f"{unit} of the trace", ylabel="share")
-    top.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    _legend(top, 2)
     _bars(bottom, answer)
     return figure
 
@@ -174,7 +174,7 @@ def draw_fleet(result: FleetResult) -> "Figure":
     axes.set_xlim(0, result.hours)
     axes.set_xticks(range(0, int(result.hours) + 1, 24 if result.hours > 48 else 4))
     axes.set(title="Serving cards of the fleet", xlabel="hours from Monday 00:00", ylabel="share")
-    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    _legend(axes, 3)
     return figure
 
 
@@ -188,12 +188,10 @@ def _bars(axes: "Axes", answer: WhatIfAnswer) -> None:
         axes.barh(places, values, height=0.36, color=colour, label=label)
         for place, value in zip(places, values, strict=True):
             axes.text(value, place, f" {value:.3g} s", va="center", color=INK)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _name_rows(axes, rows)
     axes.margins(x=0.12)
     axes.set(title="Users' time to the first token", xlabel="seconds")
-    axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    _legend(axes, 2)
 
 
 PICTURES: dict[str, Callable[[Sequence[RunResult]], "Figure"]] = {
@@ -243,26 +241,19 @@ def _figure(height: float) -> "tuple[Figure, Axes]":
     return figure, figure.subplots()
 
 
-def _colours(results: Sequence[RunResult]) -> list[str]:
-    return [POLICIES[number % len(POLICIES)] for number in range(len(results))]
+def _legend(axes: "Axes", columns: int) -> None:
+    """Put the legend above the plot, on the right."""
+    axes.legend(ncols=columns, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
-def _name(results: Sequence[RunResult]) -> str:
-    return results[0].scenario if results else ""
-
-
-def _counted(result: RunResult) -> Sequence[Any]:
-    """The first step starts engines: it is left out where there are more."""
-    return result.steps[1:] or result.steps
+def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _line(axes: "Axes", use: Sequence[UseSlice], key: str, colour: str) -> None:
-    minutes = [each.start_s / 60 for each in use]
-    axes.step(minutes, [getattr(each, key) for each in use], where="post", color=colour, label=key)
 
 
 def _attained(slices: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:

@@ -47,12 +47,8 @@ class AskedTurn:
     budget_tokens: the most that it may make, which is all that gateway and router know.
     """
 
-    job: str
     request_id: str
-    session: str
-    group: str
-    group_size: int
-    hedges: int
+    origin: Origin
     prompt_tokens: int
     output_tokens: int
     budget_tokens: int
@@ -61,28 +57,14 @@ class AskedTurn:
     prefix_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MadeTurn:
-    """A turn that is whole: its oldest token's version, and tokens that guests made."""
-
-    oldest_version: int
-    borrowed_tokens: int
-
-
 class ModelledAttempt:
     """One attempt at a turn on a modelled engine, in the place of a streamed request."""
 
-    def __init__(
-        self,
-        gateway: "ModelledGateway",
-        turn: TurnAttempts,
-        live: LiveAttempt,
-        dispatcher: Dispatcher,
-    ) -> None:
+    def __init__(self, gateway: "ModelledGateway", turn: TurnAttempts, live: LiveAttempt) -> None:
         self._gateway = gateway
         self._turn = turn
         self._live = live
-        self._dispatcher = dispatcher
+        self._dispatcher = gateway.dispatcher
         journal = turn.journal
         self._before = journal.generated
         self._number = journal.begin(live.entry.id, live.entry.kind.value).number
@@ -99,7 +81,7 @@ class ModelledAttempt:
             asked.prompt_tokens + self._before,
             max(1, asked.output_tokens - self._before),
             self,
-            session=asked.session,
+            session=asked.origin.session,
             prefix=asked.prefix,
             prefix_tokens=asked.prefix_tokens,
         )
@@ -209,8 +191,7 @@ class ModelledRunner(TurnRunner):
     gateway: "ModelledGateway"
 
     def _attempt(self, turn: TurnAttempts, live: LiveAttempt) -> AttemptStream:
-        attempt = ModelledAttempt(self.gateway, turn, live, self.gateway.dispatcher)
-        return cast("AttemptStream", attempt)
+        return cast("AttemptStream", ModelledAttempt(self.gateway, turn, live))
 
 
 class ModelledGateway:
@@ -246,14 +227,14 @@ class ModelledGateway:
         entries = tuple(entry_of(row) for row in table.replicas)
         self.dispatcher.set_table(entries, tuple(row.job for row in table.jobs))
 
-    async def make(self, asked: AskedTurn) -> MadeTurn:
-        """One turn, whole. Raises TurnError."""
+    async def make(self, asked: AskedTurn) -> tuple[int, int]:
+        """Make a turn; return its oldest token's version and guests' tokens. Raises TurnError."""
         request = TurnRequest(
             asked.request_id,
             # A list: each attempt copies it, which takes a range ten times as long.
             [0] * asked.prompt_tokens,
             Sampling(max_tokens=asked.budget_tokens),
-            Origin(asked.session, asked.group, asked.job, asked.group_size, asked.hedges),
+            asked.origin,
             min_version=asked.min_version or None,
             batch=True,
             life="0",
@@ -265,24 +246,15 @@ class ModelledGateway:
             await self._runner.run(request, feed)
         finally:
             del self.asked[asked.request_id]
-        return MadeTurn(
-            min((span.version for span in feed.versions), default=0),
-            sum(
-                each.end - each.start
-                for each in feed.segments
-                if each.kind == ReplicaKind.GUEST.value
-            ),
-        )
+        guests = (each for each in feed.segments if each.kind == ReplicaKind.GUEST.value)
+        borrowed = sum(each.end - each.start for each in guests)
+        return min((span.version for span in feed.versions), default=0), borrowed
 
     def activated(self, replica: ModelledReplica) -> None:
         """A replica changed versions: what it makes from here on is of the new one."""
         for attempt in self.live:
             if attempt.replica is replica:
                 attempt.activated()
-
-    def forget(self, session: str, job: str) -> None:
-        """A trajectory is over."""
-        self.dispatcher.forget(session, job)
 
     def _sweep(self) -> None:
         for attempt in tuple(self.live):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from elastic_scheduler import CancelRun, RolloutBuffer, SampleRun, StalenessBound, StepPlan
 from elastic_scheduler.rollouts.buffer import TailPlan
 from rose.gateway.errors import TurnError
+from rose.gateway.turn_request import Origin
 from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.simulation.clock import VirtualLoop
 from rose.simulation.fleet.gateway import AskedTurn, ModelledGateway
@@ -205,7 +206,7 @@ class ModelledTrainer:
         del self._tasks[run]
         if self._loop.closing:
             return
-        self._gateway.forget(run.name, JOB)
+        self._gateway.dispatcher.forget(run.name, JOB)
         if task.cancelled():
             self._buffer.failed(run, VoidRun("it was cancelled"))
         elif (error := task.exception()) is not None:
@@ -229,31 +230,28 @@ class ModelledTrainer:
             if ticket is None:
                 raise VoidRun("its group starts anew")
             asked_s = self._queue.now_s
+            first = trajectory.shared_tokens and not number
             try:
-                made = await self._gateway.make(
+                oldest_made, borrowed_made = await self._gateway.make(
                     AskedTurn(
-                        JOB,
                         f"{run.name}.{number}",
-                        run.name,
-                        run.group,
-                        self._spec.samples,
-                        self._hedges,
+                        Origin(run.name, run.group, JOB, self._spec.samples, self._hedges),
                         context,
                         turn.output_tokens,
                         max(self._spec.max_turn_tokens, turn.output_tokens + 1),
                         ticket.min_version,
-                        f"p{prompt}" if trajectory.shared_tokens and not number else "",
-                        trajectory.shared_tokens if not number else 0,
+                        f"p{prompt}" if first else "",
+                        trajectory.shared_tokens if first else 0,
                     )
                 )
-                if not self._buffer.stamp(run, ticket.number, made.oldest_version):
+                if not self._buffer.stamp(run, ticket.number, oldest_made):
                     self._act()
                     raise VoidRun("its group aged out")
             finally:
                 self._buffer.end_turn(run, ticket.number)
             self.turn_s.append(self._queue.now_s - asked_s)
-            oldest = min(oldest, made.oldest_version)
-            borrowed += made.borrowed_tokens
+            oldest = min(oldest, oldest_made)
+            borrowed += borrowed_made
             context += turn.output_tokens
             if turn.environment_s:
                 await asyncio.sleep(turn.environment_s)

@@ -56,10 +56,6 @@ class Deployment:
     slack_share: float = 0.5
     hold: MaxHostBusy | None = None
 
-    def __post_init__(self) -> None:
-        if self.hosts < 1:
-            raise ConfigError(f"{self.name}.hosts is {self.hosts}; give at least 1")
-
     @property
     def cards(self) -> int:
         """Cards of all hosts."""
@@ -104,7 +100,7 @@ class Deployment:
 class FleetJob:
     """One training job: `replicas` engines and `training_cards` of its own; `model` also on guests.
 
-    borrowed_cards: at most so many at once. start_s, end_s: of the run. Raises ConfigError.
+    borrowed_cards: at most so many at once. start_s: of the run.
     """
 
     name: str
@@ -116,13 +112,6 @@ class FleetJob:
     trainer: TrainerSpec
     rollouts: RolloutWorkload
     start_s: float = 0.0
-    end_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1 or self.training_cards < 1:
-            raise ConfigError(f"{self.name}: a job has at least one replica and a training card")
-        if not 0 <= self.start_s < self.end_s:
-            raise ConfigError(f"{self.name}: start_s {self.start_s} is not before end_s")
 
     @property
     def cards(self) -> int:
@@ -132,29 +121,23 @@ class FleetJob:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A fleet for so many seconds. card, engine: of all published step times."""
+    """A fleet for so many seconds; names of deployments and jobs are their own."""
 
     deployments: tuple[Deployment, ...]
     jobs: tuple[FleetJob, ...]
     seconds: float = DAY_S
-    card: str = "h200"
-    engine: str = "vllm"
     links: Links = field(default_factory=Links)
     assumptions: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ConfigError(f"seconds is {self.seconds}; give a time above 0")
-        names = [*(each.name for each in self.deployments), *(each.name for each in self.jobs)]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{name}: two parts of a fleet have this name")
+    @property
+    def serving_cards(self) -> int:
+        """Cards of all deployments."""
+        return sum(each.cards for each in self.deployments)
 
     @property
     def cards(self) -> int:
         """All cards."""
-        serving = sum(each.cards for each in self.deployments)
-        return serving + sum(each.cards for each in self.jobs)
+        return self.serving_cards + sum(each.cards for each in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +200,6 @@ class _Running:
     rollout_s: float = 0.0
     own_busy_s: float = 0.0
     guest_s: float = 0.0
-    ended_s: float = 0.0
 
 
 class FleetRun:
@@ -225,8 +207,10 @@ class FleetRun:
 
     def __init__(self, spec: FleetSpec, seed: int = 0, *, borrows: bool = True) -> None:
         self._spec, self._seed, self._borrows = spec, seed, borrows
+        self._deployments = {each.name: each for each in spec.deployments}
         self._free = {each.name: each.hosts for each in spec.deployments}
-        self._use = _Slices(spec.seconds)
+        # Borrowed card seconds of each hour.
+        self._borrowed_s = [0.0] * math.ceil(spec.seconds / HOUR_S)
         self._lendable = lru_cache(maxsize=4_096)(self._lendable_in)
         self._rolled = lru_cache(maxsize=4_096)(self._roll_out)
         self._batch = lru_cache(maxsize=BATCHES * max(1, len(spec.jobs)))(self._make_batch)
@@ -243,7 +227,7 @@ class FleetRun:
             if deployment:
                 self._free[deployment] += hosts
                 continue
-            if now_s >= min(self._spec.seconds, each.job.end_s):
+            if now_s >= self._spec.seconds:
                 continue
             next_s, given = self._step(each, now_s)
             if given is not None:
@@ -270,7 +254,7 @@ class FleetRun:
         together_s = phase.seconds + train_s + sync_s
         if trainer.max_staleness:
             together_s = max(phase.seconds, train_s + trainer.publish_s)
-        limit_s = min(self._spec.seconds, job.end_s)
+        limit_s = self._spec.seconds
         part = min(1.0, (limit_s - now_s) / together_s)
         each.step += part == 1.0
         each.tokens += part * tokens
@@ -278,12 +262,12 @@ class FleetRun:
         each.rollout_s += part * phase.seconds
         busy_s = phase.dedicated_busy_s * job.replicas * job.replica_cards
         each.own_busy_s += part * (busy_s + train_s * job.training_cards)
-        each.ended_s = now_s + part * together_s
         if not hosts:
             return now_s + together_s, None
-        guest_cards = hosts * self._deployment(deployment).engine.cards
+        guest_cards = hosts * self._deployments[deployment].engine.cards
         each.guest_s += part * phase.guest_busy_s * guest_cards
-        self._use.add(now_s, min(limit_s, now_s + phase.seconds), phase.guest_busy_s * guest_cards)
+        end_s = min(limit_s, now_s + phase.seconds)
+        self._count_borrowed(now_s, end_s, phase.guest_busy_s * guest_cards)
         self._free[deployment] -= hosts
         return now_s + together_s, (deployment, hosts, now_s + phase.seconds)
 
@@ -305,7 +289,7 @@ class FleetRun:
         """The job's model on one host of the deployment; None where there is no room for it."""
         host = deployment.engine
         try:
-            guest = published_engine(job.model, self._spec.card, self._spec.engine, host.cards)
+            guest = published_engine(job.model, cards=host.cards)
         except ConfigError:
             return None
         room = host.kv_bytes * (1 - KV_HEADROOM) - guest.weight_bytes
@@ -315,10 +299,7 @@ class FleetRun:
         return replace(guest, kv_tokens=min(guest.kv_tokens, kv_tokens))
 
     def _lendable_in(self, name: str, quarter: int) -> tuple[float, float]:
-        return self._deployment(name).lendable((quarter + 0.5) * QUARTER_S)
-
-    def _deployment(self, name: str) -> Deployment:
-        return next(each for each in self._spec.deployments if each.name == name)
+        return self._deployments[name].lendable((quarter + 0.5) * QUARTER_S)
 
     def _make_batch(self, number: int, batch: int) -> tuple[EpisodeBatch, float]:
         """A step's episodes, and the tokens that it trains on."""
@@ -339,10 +320,10 @@ class FleetRun:
     ) -> tuple[RolloutPhase, float]:
         job = self._spec.jobs[number]
         episodes, tokens = self._batch(number, batch)
-        own = published_engine(job.model, self._spec.card, self._spec.engine, job.replica_cards)
+        own = published_engine(job.model, cards=job.replica_cards)
         guests = None
         if hosts:
-            guest = self._guest(job, self._deployment(deployment))
+            guest = self._guest(job, self._deployments[deployment])
             assert guest is not None, "only hosts with room lend"
             guests = EnginePool(hosts, guest)
         phase = roll_out(
@@ -353,13 +334,13 @@ class FleetRun:
 
     def _result(self, running: Sequence[_Running]) -> FleetResult:
         spec = self._spec
-        serving = sum(each.cards for each in spec.deployments)
+        serving = spec.serving_cards
         series, busy_s = [], 0.0
         for hour in range(math.ceil(spec.seconds / HOUR_S)):
             users, lendable = self._hour(hour, serving)
             span_s = min(HOUR_S, spec.seconds - hour * HOUR_S)
             busy_s += users * serving * span_s
-            borrowed = self._use.seconds[hour] / max(1.0, serving * span_s)
+            borrowed = self._borrowed_s[hour] / max(1.0, serving * span_s)
             series.append(FleetHour(hour * HOUR_S, users, lendable, borrowed))
         guest_s = sum(each.guest_s for each in running)
         used_s = busy_s + guest_s + sum(each.own_busy_s for each in running)
@@ -385,25 +366,17 @@ class FleetRun:
                 lendable += lent * each.cards / len(quarters)
         return users / max(1, serving), lendable / max(1, serving)
 
-
-class _Slices:
-    """Card seconds by hour."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = [0.0] * math.ceil(seconds / HOUR_S)
-
-    def add(self, start_s: float, end_s: float, amount: float) -> None:
-        """Spread an amount evenly over a span."""
+    def _count_borrowed(self, start_s: float, end_s: float, amount: float) -> None:
+        """Spread an amount evenly over the hours of a span."""
         span_s = max(1e-9, end_s - start_s)
-        hour = int(start_s // HOUR_S)
-        while hour < len(self.seconds) and hour * HOUR_S < end_s:
+        last = min(len(self._borrowed_s), math.ceil(end_s / HOUR_S))
+        for hour in range(int(start_s // HOUR_S), last):
             overlap_s = min(end_s, (hour + 1) * HOUR_S) - max(start_s, hour * HOUR_S)
-            self.seconds[hour] += amount * max(0.0, overlap_s) / span_s
-            hour += 1
+            self._borrowed_s[hour] += amount * max(0.0, overlap_s) / span_s
 
 
 def _job_result(each: _Running, seconds: float) -> JobResult:
-    hours = max(0.0, min(seconds, each.job.end_s) - each.job.start_s) / HOUR_S
+    hours = max(0.0, seconds - each.job.start_s) / HOUR_S
     return JobResult(
         each.job.name, each.step, each.tokens, each.borrowed, each.rollout_s / HOUR_S, hours,
         each.guest_s / HOUR_S,

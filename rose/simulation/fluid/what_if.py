@@ -5,7 +5,6 @@ The difference in latencies is the cost, the guests' tokens are the gain.
 """
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
@@ -14,7 +13,7 @@ from rose.simulation.engine_specs import EngineSpec, published_engine, source
 from rose.simulation.fluid.hosts import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid, StepLine
 from rose.simulation.results import Latencies, UseSlice
 from rose.simulation.scenario import GuestSpec, HostPool
-from rose.simulation.workloads.traffic import DAY_S, HOUR_S, Request
+from rose.simulation.workloads.traffic import DAY_S, HOUR_S, ServingWorkload
 from slo import SloSpec
 
 # Defaults of a rollout's turns, if the operator gives none.
@@ -93,9 +92,9 @@ class WhatIfAnswer:
 
 
 def what_if(
-    question: WhatIfQuestion, requests: Callable[[], Iterator[Request]], slice_s: float = 60.0
+    question: WhatIfQuestion, trace: ServingWorkload, slice_s: float = 60.0
 ) -> WhatIfAnswer:
-    """Answer a question; `requests` gives the trace from its beginning, each time it is called.
+    """Answer a question for the users of a trace, which is played twice.
 
     Raises ConfigError for a cluster that cannot be, RoseError for a file that is no trace.
     """
@@ -113,8 +112,13 @@ def what_if(
             f"guest {guest.model}: its weights do not fit beside {host.model} on {host.cards}"
             f" {host.card} cards; choose a smaller one, or more cards"
         )
-    pool = HostPool(hosts, host, question.slo, _guest_spec(question, guest, room))
-    alone = ServingFluid(pool, requests(), slice_s)
+    beside = GuestSpec(
+        replace(guest, kv_tokens=max(1_024, int(room / guest.kv_bytes_per_token))),
+        kv_base_tokens=1_024,
+        slack_share=question.slack_share,
+    )
+    pool = HostPool(hosts, host, question.slo, beside)
+    alone = ServingFluid(pool, trace.requests(0), slice_s)
     _play(alone, NO_GUEST, slice_s)
     if alone.now_s < LEAST_S:
         raise ConfigError(
@@ -130,7 +134,7 @@ def what_if(
     sequences = max(1, min(MOST_SEQUENCES, int(kv_tokens / question.context)))
     line = StepLine.of(guest.profile, question.context, PREFILL_PER_OUTPUT)
     step_s = line.seconds(sequences)
-    lending = ServingFluid(pool, requests(), slice_s, question.hold)
+    lending = ServingFluid(pool, trace.requests(0), slice_s, question.hold)
     use = _play(lending, GuestLoad(1.0, step_s), slice_s)
     tokens = lending.lent_s * sequences / step_s * hosts
     own = published_engine(question.guest, question.card, question.engine)
@@ -153,12 +157,6 @@ def what_if(
         use=use,
         assumptions=_assumptions(question, host, guest, hosts, sequences, own, alone.now_s, busy),
     )
-
-
-def _guest_spec(question: WhatIfQuestion, guest: EngineSpec, room: float) -> GuestSpec:
-    kv_tokens = max(1_024, int(room / guest.kv_bytes_per_token))
-    engine = replace(guest, kv_tokens=kv_tokens)
-    return GuestSpec(engine, kv_base_tokens=1_024, slack_share=question.slack_share)
 
 
 def _play(fluid: ServingFluid, guests: GuestLoad, slice_s: float) -> tuple[UseSlice, ...]:

@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -139,19 +140,23 @@ def test_borrowing_shortens_rollouts_and_a_stale_trainer_waits_less() -> None:
     assert stale.steps_per_hour > borrowing.steps_per_hour
 
 
-def trace(rate_per_s: float, seconds: float = 400.0) -> Iterator[Request]:
-    traffic = BurstyTraffic(rate_per_s, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
-    for request in traffic.requests(0):
-        if request.arrival_s > seconds:
-            return
-        yield request
+@dataclass(frozen=True)
+class Users:
+    """Steady users for a while."""
+
+    rate_per_s: float
+    seconds: float = 400.0
+
+    def requests(self, seed: int) -> Iterator[Request]:
+        traffic = BurstyTraffic(self.rate_per_s, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
+        return takewhile(lambda each: each.arrival_s <= self.seconds, traffic.requests(seed))
 
 
 QUESTION = WhatIfQuestion(16, "70b", SloSpec("70b", 2.0, 0.2))
 
 
 def test_the_busier_the_users_the_less_is_lent() -> None:
-    answers = [what_if(QUESTION, lambda rate=rate: trace(rate)) for rate in (1.0, 4.0, 12.0)]  # type: ignore[misc]
+    answers = [what_if(QUESTION, Users(rate)) for rate in (1.0, 4.0, 12.0)]
     assert answers[0].lent > answers[1].lent > answers[2].lent
     harvested = [each.harvested_tokens_a_day for each in answers]
     assert harvested == sorted(harvested, reverse=True)
@@ -162,12 +167,10 @@ def test_the_busier_the_users_the_less_is_lent() -> None:
 
 
 def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_left_alone() -> None:
-    def requests() -> Iterator[Request]:
-        return trace(8.0)
-
-    idle = what_if(QUESTION, requests)
-    slack = what_if(replace(QUESTION, slack_share=0.7), requests)
-    held = what_if(replace(QUESTION, hold=MaxHostBusy(share=0.3, resume=0.2)), requests)
+    users = Users(8.0)
+    idle = what_if(QUESTION, users)
+    slack = what_if(replace(QUESTION, slack_share=0.7), users)
+    held = what_if(replace(QUESTION, hold=MaxHostBusy(share=0.3, resume=0.2)), users)
     assert slack.lent > idle.lent > held.lent
     assert slack.lending.tpot_s.p99 > idle.lending.tpot_s.p99 == idle.alone.tpot_s.p99
     assert held.held > 0.9
@@ -186,9 +189,9 @@ def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_lef
 )
 def test_impossible_questions_are_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        what_if(replace(QUESTION, **changed), lambda: trace(1.0))  # type: ignore[arg-type]
+        what_if(replace(QUESTION, **changed), Users(1.0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the trace lasts"):
-        what_if(QUESTION, lambda: trace(1.0, 20.0))
+        what_if(QUESTION, Users(1.0, 20.0))
 
 
 def test_an_operator_asks_with_a_trace_and_reads_what_was_assumed(
@@ -213,7 +216,7 @@ def test_a_guest_beside_a_busy_host_waits_for_slack() -> None:
     """The gate's rule: a step that does not fit the lent share of the slack does not begin."""
 
     def lent(step_s: float) -> float:
-        fluid = ServingFluid(POOL, trace(12.0, 60.0), 60.0)
+        fluid = ServingFluid(POOL, Users(12.0, 60.0).requests(0), 60.0)
         fluid.advance(60.0, GuestLoad(1.0, step_s))
         return fluid.lent_s
 

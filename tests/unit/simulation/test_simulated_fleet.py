@@ -4,10 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
-import pytest
-
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.errors import ConfigError
 from rose.simulation.engine_specs import published_engine
 from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetResult, FleetSpec, run_fleet
 from rose.simulation.setups import ALFWORLD_32B, thousand_cards
@@ -60,20 +57,3 @@ def test_a_night_lends_more_than_an_afternoon() -> None:
 
 def test_a_thousand_cards_are_a_thousand() -> None:
     assert thousand_cards(7.0).cards == 1_000
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"seconds": 0.0}, "seconds is 0"),
-        ({"seconds": float("nan")}, "seconds is nan"),
-        ({"jobs": (TRAINS, TRAINS)}, "train: two parts"),
-    ],
-)
-def test_impossible_fleets_are_refused(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        replace(FLEET, **changed)  # type: ignore[arg-type] # of the names above
-    with pytest.raises(ConfigError, match="start_s"):
-        replace(TRAINS, start_s=5.0, end_s=5.0)
-    with pytest.raises(ConfigError, match="hosts is 0"):
-        replace(SERVES, hosts=0)

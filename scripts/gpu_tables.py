@@ -1,4 +1,4 @@
-"""Step times of published GPU tables: `python -m rose.simulation.gpu_tables`.
+"""Step times of published GPU tables: `python -m scripts.gpu_tables`.
 
 The tables are those of NVIDIA's aiconfigurator-core (Apache-2.0), measured kernel by kernel for
 each card and engine. Steps of many sizes are estimated by them and fitted as `rose profile` fits
