@@ -19,6 +19,7 @@ Each has its own time; whoever asks or comes in between finds the engine in the 
 import heapq
 from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 from typing import Protocol
@@ -47,58 +48,37 @@ class SequenceOwner(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence of an engine; tokens that it made are asked of `made`."""
+    """One sequence of an engine; tokens that it made are asked of `made`.
 
-    __slots__ = (
-        "base_made",
-        "context",
-        "filling",
-        "id",
-        "lag",
-        "mark",
-        "order",
-        "output_tokens",
-        "owner",
-        "prefill_left",
-        "prefix",
-        "prefix_tokens",
-        "prompt_tokens",
-        "session",
-        "start",
-        "state",
-        "units",
-        "uses_prefix",
-    )
+    session, prefix: under which its KV is found again; prefix_tokens: of the prompt, shared with
+    others. Of the fields that its engine keeps, `context` is the prompt and, after a preemption,
+    what was made before it.
+    """
 
-    def __init__(
-        self,
-        id_: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        owner: SequenceOwner,
-        session: str = "",
-        prefix: str = "",
-        prefix_tokens: int = 0,
-    ) -> None:
-        self.id = id_
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.owner = owner
-        self.session = session
-        self.prefix = prefix
-        self.prefix_tokens = min(prefix_tokens, prompt_tokens)
-        self.state = _OVER
-        # Prompt and, after a preemption, what was made before it.
-        self.context = prompt_tokens
-        self.base_made = 0
-        self.prefill_left = 0
-        self.start = 0
-        self.lag = 0
-        self.mark = 0
-        self.order = 0
-        self.units = 0
-        self.uses_prefix = self.filling = False
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    owner: SequenceOwner
+    session: str = ""
+    prefix: str = ""
+    prefix_tokens: int = 0
+    state: int = _OVER
+    context: int = 0
+    base_made: int = 0
+    prefill_left: int = 0
+    start: int = 0
+    lag: int = 0
+    mark: int = 0
+    order: int = 0
+    units: int = 0
+    uses_prefix: bool = False
+    filling: bool = False
+
+    def __post_init__(self) -> None:
+        self.context = self.prompt_tokens
+        self.prefix_tokens = min(self.prefix_tokens, self.prompt_tokens)
 
     @property
     def over(self) -> bool:
@@ -106,29 +86,21 @@ class Sequence:
         return self.state == _OVER
 
 
+@dataclass(slots=True, eq=False)
 class _Step:
     """A step that runs: chunks of prompts, decoding sequences in it and those left out.
 
-    ends_ns: of each step of a leap, the last one's included; passed of them are over and counted.
+    lost: sequences of `count` that ended while it ran. ends_ns: of each step of a leap, the last
+    one's included; passed of them are over and counted.
     """
 
-    __slots__ = ("chunks", "count", "ends_ns", "left_out", "lost", "passed", "work")
-
-    def __init__(
-        self,
-        chunks: list[tuple[Sequence, int]],
-        count: int,
-        left_out: tuple[Sequence, ...],
-        work: StepWork,
-    ) -> None:
-        self.chunks = chunks
-        self.count = count
-        self.left_out = left_out
-        self.work = work
-        # Sequences of `count` that ended while it ran.
-        self.lost = 0
-        self.ends_ns: list[int] = []
-        self.passed = 0
+    chunks: list[tuple[Sequence, int]]
+    count: int
+    left_out: tuple[Sequence, ...]
+    work: StepWork
+    lost: int = 0
+    ends_ns: list[int] = field(default_factory=list)
+    passed: int = 0
 
 
 class ModelledEngine:
@@ -255,7 +227,7 @@ class ModelledEngine:
         """Weights changed: what runs computes its KV anew, and cached prefixes are gone."""
         self._land()
         for sequence in [*reversed(self.decoding), *reversed(self.prefilling)]:
-            self._preempt(sequence, counts=False)
+            self.preempt(sequence, counts=False)
         self.kv.forget()
 
     # ---- leaps ----
@@ -479,12 +451,12 @@ class ModelledEngine:
         """One more unit, for which the last admitted sequences are preempted."""
         while not self.kv.allocate(1):
             last = next(reversed(self.prefilling or self.decoding))
-            self._preempt(last)
+            self.preempt(last)
             if last is sequence:
                 return
         sequence.units += 1
 
-    def _preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
+    def preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
         """Send a running sequence back to the front of the queue; its KV is computed again."""
         made = self.made(sequence)
         self._leave(sequence)
@@ -495,10 +467,6 @@ class ModelledEngine:
         sequence.state = _WAITING
         self.waiting.appendleft(sequence)
         self.preemptions += counts
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Preempt sequences for a balloon that needs their memory."""
-        self._preempt(sequence)
 
     def _finish(self, sequence: Sequence, now_ns: int) -> None:
         self._release(sequence)

@@ -152,11 +152,8 @@ class ModelledHost(ModelledEngine):
             return
         assert self._step is not None
         self._chunks = self._step.chunks
-        if self._chunks:
-            self._scheduled.update((each.id, chunk) for each, chunk in self._chunks)
-            self._deadlines.begun([each.id for each, _ in self._chunks])
-        else:
-            self._deadlines.begun(())
+        self._scheduled.update((each.id, chunk) for each, chunk in self._chunks)
+        self._deadlines.begun([each.id for each, _ in self._chunks])
         self._publish()
 
     def ended(self, work: StepWork, took_ns: int) -> None:
@@ -176,8 +173,9 @@ class ModelledHost(ModelledEngine):
         if self.idle:
             self._publish()
 
-    def _preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
-        super()._preempt(sequence, counts=counts)
+    def preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
+        """Preempt as the engine does; the sequence is in no step any more."""
+        super().preempt(sequence, counts=counts)
         self._scheduled.pop(sequence.id, None)
 
     def _has_token(self, id_: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from rose.simulation import (
     GuestSpec,
     HostPool,
     Request,
+    Run,
     Scenario,
     TrainerSpec,
     Trajectory,
     Turn,
+    carry_out,
+    published_engine,
 )
+from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetResult, FleetSpec, run_fleet
 from rose.simulation.fluid.hosts import (
     GuestLoad,
     HostPoolFluid,
@@ -34,9 +39,10 @@ from rose.simulation.fluid.hosts import (
 from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, roll_out
 from rose.simulation.fluid.run import run_fluid
 from rose.simulation.fluid.what_if import WhatIfQuestion, what_if
+from rose.simulation.setups import ALFWORLD_32B, FROZEN_LAKE_8B, thousand_cards
 from rose.simulation.workloads.amounts import LogNormal
-from rose.simulation.workloads.episodes import FROZEN_LAKE
-from rose.simulation.workloads.traffic import AZURE_CODE_2023, BurstyTraffic
+from rose.simulation.workloads.episodes import ALFWORLD, FROZEN_LAKE
+from rose.simulation.workloads.traffic import AZURE_CODE_2023, CONVERSATION_DAY, BurstyTraffic
 from slo import SloSpec, StepProfile
 
 PROFILE = StepProfile(0.005, 2e-5, 0.0, 3e-8)
@@ -232,3 +238,83 @@ def test_even_spread_keeps_as_many_hosts_busy_as_there_are_requests(hosts: int) 
     assert busy_share(5.0, hosts) > 0.99
     if hosts > 100:
         assert busy_share(0.5, hosts) == pytest.approx(0.5, abs=0.001)
+
+
+TRAFFIC = BurstyTraffic(10.0, LogNormal(1_000, 0.5), LogNormal(60, 0.5), day=CONVERSATION_DAY)
+SERVES = Deployment("chat", 8, published_engine("70b"), TRAFFIC, SloSpec("70b", 2.0, 0.2))
+TRAINS = FleetJob(
+    "train", "32b", 2, 2, 8, 16, replace(ALFWORLD_32B.trainer(), groups=4), ALFWORLD
+)  # fmt: skip
+FLEET = FleetSpec((SERVES,), (TRAINS, replace(TRAINS, name="other", start_s=900.0)), 3_600.0)
+
+
+@cache
+def borrowed() -> FleetResult:
+    return run_fleet(FLEET)
+
+
+def test_a_fleet_is_the_same_for_a_seed_and_borrowing_helps_its_jobs() -> None:
+    alone, borrowing = run_fleet(FLEET, borrows=False), borrowed()
+    assert borrowing == run_fleet(FLEET)
+    assert json.loads(json.dumps(borrowing.plain(), allow_nan=False))["cards"] == 56
+    assert alone.borrowed_gpu_hours == 0 < borrowing.borrowed_gpu_hours
+    for before, after in zip(alone.jobs, borrowing.jobs, strict=True):
+        assert after.tokens_per_s > before.tokens_per_s
+    assert alone.gpu_use < borrowing.gpu_use <= 1
+
+
+def test_no_more_is_borrowed_than_hosts_lend() -> None:
+    for hour in borrowed().series:
+        assert 0 <= hour.borrowed <= hour.lendable + 1e-9
+
+
+def test_nothing_is_borrowed_where_the_operator_or_the_memory_says_no() -> None:
+    shy = replace(SERVES, hold=MaxHostBusy(share=0.05, resume=0.04), slack_share=0.0)
+    assert run_fleet(replace(FLEET, deployments=(shy,))).borrowed_gpu_hours == 0
+    small = replace(SERVES, engine=published_engine("8b"))
+    assert run_fleet(replace(FLEET, deployments=(small,))).borrowed_gpu_hours == 0
+
+
+def test_a_night_lends_more_than_an_afternoon() -> None:
+    idle_only = replace(SERVES, slack_share=0.0)
+    night, afternoon = (idle_only.lendable(hour * 3_600.0) for hour in (3, 14))
+    assert night[0] < afternoon[0]
+    assert night[1] > afternoon[1]
+
+
+def test_a_thousand_cards_are_a_thousand() -> None:
+    assert thousand_cards(7.0).cards == 1_000
+
+
+PUBLISHED = published_engine("8b")
+PUBLISHED_GUEST = GuestSpec(
+    replace(PUBLISHED, kv_tokens=200_000), kv_base_tokens=50_000, slack_share=0.5
+)
+STEADY = BurstyTraffic(4.0, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
+LOADS = {
+    "idle hosts": None,
+    "steady users": STEADY,
+    "bursty users": replace(AZURE_CODE_2023, rate_per_s=5.14),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LOADS)
+def test_the_fluid_agrees_with_the_steps_of_the_same_scenario(name: str) -> None:
+    """Policy `paper` borrows all guests all the time, as the fluid does."""
+    pool = HostPool(4, PUBLISHED, SloSpec("8b", 2.0, 0.1), PUBLISHED_GUEST)
+    scenario = Scenario(
+        name,
+        ClusterSpec(DedicatedPool(2, PUBLISHED), 8, pool),
+        replace(FROZEN_LAKE_8B.trainer(steps=2), groups=8),
+        FROZEN_LAKE,
+        LOADS[name],
+    )
+    fluid, steps = run_fluid(scenario), carry_out(Run(scenario, "paper"))
+    assert fluid.steps_per_hour == pytest.approx(steps.steps_per_hour, rel=0.05)
+    assert fluid.tokens_per_s == pytest.approx(steps.tokens_per_s, rel=0.05)
+    if LOADS[name] is not None:
+        assert fluid.users is not None
+        assert steps.users is not None
+        assert fluid.users.ttft_s.p90 == pytest.approx(steps.users.ttft_s.p90, rel=0.15)

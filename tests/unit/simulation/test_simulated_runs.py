@@ -2,8 +2,12 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from rose.simulation import (
     Scenario,
     Trajectory,
     carry_out,
+    plots,
 )
 from rose.simulation.clock import EventQueue
 from rose.simulation.engine import guest as guest_module
@@ -29,9 +34,17 @@ from rose.simulation.fleet import users as users_module
 from rose.simulation.fleet.hybrid_pool import OffloadWindow
 from rose.simulation.fleet.node import ModelledTransfer
 from rose.simulation.fleet.trainer import ModelledTrainer, PlayedEpisode
+from rose.simulation.plots import PICTURES, save_plots
 from rose.simulation.policies import CONSTANTS, POLICIES, tuned, usual_value
-from rose.simulation.results import percentiles
-from rose.simulation.run import Simulation
+from rose.simulation.results import (
+    Latencies,
+    Percentiles,
+    SloSlice,
+    StepResult,
+    UseSlice,
+    percentiles,
+)
+from rose.simulation.run import Simulation, run_all
 from rose.simulation.tables import longest_alone_s, most_gain
 
 
@@ -308,3 +321,85 @@ def test_what_cannot_be_is_refused() -> None:
 def test_percentiles_of_nothing_are_zero() -> None:
     assert percentiles([]).p99 == 0
     assert (percentiles([1.0, 2.0, 3.0]).p50, percentiles([1.0]).p99) == (2.0, 1.0)
+
+
+class StandinRay(ModuleType):
+    """Ray as far as it is asked: tasks run when they are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.__spec__ = ModuleSpec("ray", None)
+        self.began: list[Any] = []
+        self.ended = 0
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, address: str | None, log_to_driver: bool) -> None:
+        self.began.append(address)
+
+    def remote(self, **_: int) -> Any:
+        def task(call: Any) -> Any:
+            remote = ModuleType("task")
+            remote.remote = lambda *args: lambda: call(*args)  # type: ignore[attr-defined]
+            return remote
+
+        return task
+
+    def get(self, waiting: Any) -> Any:
+        return waiting()
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def asked() -> list[Run]:
+    return [Run(small(steps=1), policy, 2) for policy in ("fixed", "rose")]
+
+
+def test_ray_runs_them_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = StandinRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    results = list(run_all(asked(), ray_address="local"))
+    assert results == [carry_out(each) for each in asked()]
+    assert (ray.began, ray.ended) == ([None], 1)
+
+
+def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Ray is not installed"):
+        list(run_all(asked(), ray_address="local"))
+
+
+@pytest.mark.nightly
+def test_processes_give_what_one_process_gives() -> None:
+    assert list(run_all(asked(), workers=2)) == [carry_out(each) for each in asked()]
+
+
+NONE = Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SOME = Percentiles(9, 2.0, 1.0, 3.0, 4.0, 5.0)
+EMPTY = RunResult("s", "rose", 0, 0.0, (), 0.0, 0.0, NONE, NONE, None, (), 0.0, 0.0, 0.0)
+FULL = RunResult(
+    "s", "fixed", 0, 60.0, (StepResult(0, 0.0, 50.0, 30.0, 15.0, 5.0, 8, 100, 0, 200, 0),),
+    4.0, 72.0, SOME, SOME,
+    Latencies(40, 39, SOME, SOME, (SloSlice(0.0, 25, 25), SloSlice(10.0, 15, 14))),
+    (UseSlice(0.0, 0.5, 0.0, 0.9, 0.0), UseSlice(10.0, 0.4, 0.0, 0.8, 1.0)), 0.6, 0.0, 0.0,
+)  # fmt: skip
+
+
+def test_every_picture_is_drawn_also_of_a_run_that_did_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plots, "DPI", 20)
+    paths = save_plots([FULL, EMPTY], tmp_path / "plots")
+    assert {path.name for path in paths} == set(PICTURES)
+    assert all(path.stat().st_size > 500 for path in paths)
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"rose-rollout\[simulation\]"):
+        save_plots([FULL], tmp_path)

@@ -1,4 +1,4 @@
-"""Workloads are the same for the same seed, as uneven as what they follow, and refuse bad files."""
+"""Workloads and step times are what they follow, the same for a seed, and refuse bad files."""
 
 import gzip
 import itertools
@@ -7,14 +7,22 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.errors import RoseError
+from rose.azure_trace import read_trace
+from rose.errors import ConfigError, RoseError
 from rose.simulation import Request
+from rose.simulation.engine_specs import (
+    StepWork,
+    published_engine,
+    published_engines,
+    read_profile,
+)
 from rose.simulation.setups import ALFWORLD_32B, FROZEN_LAKE_8B, setup_scenario
 from rose.simulation.workloads.amounts import LogNormal, Quantiles
 from rose.simulation.workloads.episodes import (
@@ -33,6 +41,7 @@ from rose.simulation.workloads.traffic import (
     DailyShape,
     TraceTraffic,
 )
+from slo import StepProfile
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 DAY = "2023-11-16 18:17:"
@@ -236,3 +245,82 @@ def test_the_papers_batches() -> None:
     assert (small.batch, small.samples, large.batch) == (256, 16, 1_024)
     assert setup_scenario("frozen_lake-8b-dapo").trainer.started_groups == 24
     assert large.train_s_per_token == pytest.approx(6 * 32.8e9 / (0.35 * 989e12 * 32))
+
+
+def test_a_profile_of_rose_profile_gives_the_times_of_its_steps(tmp_path: Path) -> None:
+    profile = StepProfile(0.005, 2e-5, 1e-5, 3e-8, samples=40, fit_error=0.03)
+    path = tmp_path / "step_profile.json"
+    path.write_text(profile.to_json())
+    assert read_profile(path) == profile
+    engine = replace(published_engine("8b"), profile=profile)
+    assert engine.seconds(StepWork(100, 4, 1, 1_000)) == pytest.approx(
+        0.005 + 104 * 2e-5 + 5e-5 + 3e-5
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind":"rose.step_profile","layout":1}', "NaN"])
+def test_any_other_file_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(RoseError, match="profile") as caught:
+        read_profile(path)
+    assert str(caught.value).startswith(str(path))
+    with pytest.raises(RoseError, match="cannot be read"):
+        read_profile(tmp_path / "none.json")
+
+
+def test_published_engines_are_plausible_and_fit_their_tables() -> None:
+    for engine in published_engines():
+        # A decode step reads the weights once: no card does that faster than its memory.
+        least_s = engine.weight_bytes / engine.cards / 4.8e12
+        assert engine.seconds(StepWork(0, 1)) > least_s
+        assert engine.profile.fit_error < 0.12
+        assert engine.kv_tokens > 100_000
+    assert len({(e.model, e.card, e.engine) for e in published_engines()}) == 12
+
+
+def test_a_model_is_named_in_short_and_gets_the_fewest_cards() -> None:
+    engine = published_engine("70b")
+    assert (engine.model, engine.card, engine.cards) == ("llama-3.1-70b", "h200", 4)
+    slower = published_engine("llama-3.1-70b", "h100", "sglang")
+    assert slower.profile.base_s > engine.profile.base_s
+    assert published_engine("8B", cards=2).cards == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"model": "9b"}, "model 9b: .* llama-3.1-70b, qwen3-32b, qwen3-8b"),
+        ({"model": "70b", "card": "b200"}, "card b200: .* h100, h200"),
+        ({"model": "70b", "engine": "tgi"}, "engine tgi: .* sglang, vllm"),
+        ({"model": "70b", "cards": 3}, "cards 3: .* 4, 8"),
+    ],
+)
+def test_what_no_table_has_is_refused_with_what_there_is(
+    asked: dict[str, str | int], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        published_engine(**asked)  # type: ignore[arg-type] # of the names above
+
+
+ROWS = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:17:03,{},1\n\n2023-11-16 18:17:04,2,3\n\n"
+)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("\ufeff" + ROWS.format("007"), encoding="utf-8")
+    assert [each.prompt_tokens for each in read_trace(path)] == [7, 2]
+
+
+@pytest.mark.parametrize("tokens", ["1" + "0" * 23, "1" * 5_000, "100000001"])
+def test_more_tokens_than_a_request_can_have_are_refused_by_line(
+    tmp_path: Path, tokens: str
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(ROWS.format(tokens))
+    with pytest.raises(RoseError, match=r"t.csv:2: ContextTokens is .* at most") as refused:
+        read_trace(path)
+    assert len(str(refused.value)) < 300
