@@ -32,8 +32,8 @@ from rose.replica.engine import ReplicaEngine
 from rose.replica.turns import Turns
 from weight_transfer import OnUpdate, WeightError
 from weight_transfer.apply.probe import Findings, Part, judge
+from weight_transfer.apply.replica_weights import merged, typed
 from weight_transfer.apply.shared_segment import ranks_folder
-from weight_transfer.apply.worker import merged, typed
 
 PIECE_ELEMENTS: Final = 8 << 20
 TRIES: Final = 3

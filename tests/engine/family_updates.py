@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.engine.policy_versions import PolicyVersions
 from tests.engine.tiny_families import make_family
-from weight_transfer.apply.worker import merged
+from weight_transfer.apply.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 
 PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]

@@ -12,7 +12,7 @@ import pytest
 from engine_starts import EngineStarts
 from test_weight_apply import Served, proofs_hold, served_model, sgd_like
 
-from weight_transfer.apply.worker import merged
+from weight_transfer.apply.replica_weights import merged
 
 pytestmark = [
     pytest.mark.engine,

@@ -43,12 +43,13 @@ from weight_transfer.fetch.download import (
     RETRY_PAUSE_S,
     SILENCE_TIMEOUT_S,
     Download,
+    PeerScores,
+    Route,
     SourceError,
     refusal,
 )
 from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.fetch.nccl import FixedGroup
-from weight_transfer.fetch.relay_order import PeerScores, Route
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
 
 # Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.

@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
 from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, StorageError
+from weight_transfer.fetch.download import order
 from weight_transfer.fetch.limits import DownloadLimits
-from weight_transfer.fetch.relay_order import order
 from weight_transfer.format.chunk import check_id
 
 GROUP: Final = "/group"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from weight_transfer.apply.probe import probe_prompt
-from weight_transfer.apply.worker import WeightMethods
+from weight_transfer.apply.replica_weights import WeightMethods
 from weight_transfer.errors import ProbeError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.harness.weight_peers import KEY, fetched
 from weight_transfer import ChunkStore, Manifest, Receiver, TensorBits, VersionPublisher
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
-from weight_transfer.fetch.relay_order import order
+from weight_transfer.fetch.download import order
 
 CHUNK_BYTES, CHUNKS = 100_000, 5
 PIECE_BYTES = 8_192

@@ -21,6 +21,7 @@ from rose.weight_distribution.relay_metrics import RelayMetrics
 from tests.harness.weight_peers import KEY, fetched, published, reading, serving
 from weight_transfer import SigningKey
 from weight_transfer import serve as serve_module
+from weight_transfer.fetch.download import CORRUPT_PAUSE_S, PeerScores, Route, order
 from weight_transfer.fetch.limits import (
     MOST_PEERS,
     READER_S,
@@ -29,7 +30,6 @@ from weight_transfer.fetch.limits import (
     ReplyKind,
     Traffic,
 )
-from weight_transfer.fetch.relay_order import CORRUPT_PAUSE_S, PeerScores, Route, order
 
 NOWHERE = "http://127.0.0.1:9"
 

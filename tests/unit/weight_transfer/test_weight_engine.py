@@ -16,9 +16,14 @@ from torch import nn
 
 from weight_transfer.apply.probe import compare, insist_on_sight, probe_prompt
 from weight_transfer.apply.reference import Reference, layers
-from weight_transfer.apply.replica_weights import Enclosed, ReplicaWeights
+from weight_transfer.apply.replica_weights import (
+    Enclosed,
+    ReplicaWeights,
+    merged,
+    names_errors,
+    typed,
+)
 from weight_transfer.apply.staging import Staging
-from weight_transfer.apply.worker import merged, names_errors, typed
 from weight_transfer.errors import (
     ChunkDigestError,
     ChunkMissingError,
