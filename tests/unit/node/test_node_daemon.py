@@ -1,6 +1,5 @@
 """A whole node over real gRPC and HTTP: a real scheduler, a stand-in engine."""
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,7 +13,6 @@ from executor import PageError
 from rose.node import NodeDaemon
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
-from tests.harness.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=["dedicated"])
@@ -71,13 +69,12 @@ async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench:
 
 
 async def test_a_replica_without_a_page_is_measured_all_the_same(bench: Bench) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            guests = (await bench.stub.Snapshot(pb.SnapshotRequest())).guests
-            if guests and guests[0].tokens_total:
-                break
-            await asyncio.sleep(0.02)
-    assert (guests[0].running, guests[0].tokens_total, guests[0].mode) == (2, 7, "none")
+    async def measured() -> pb.GuestTelemetry | None:
+        guests = (await bench.stub.Snapshot(pb.SnapshotRequest())).guests
+        return guests[0] if guests and guests[0].tokens_total else None
+
+    guest = await bench.awaited("its tokens", measured)
+    assert (guest.running, guest.tokens_total, guest.mode) == (2, 7, "none")
 
 
 async def test_a_revoked_lease_is_drained_and_granted_anew(bench: Bench) -> None:
@@ -110,17 +107,6 @@ async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
     await bench.stub.SetHarvest(pb.SetHarvestRequest(mode=pb.HARVEST_MODE_ACTIVE))
     await bench.until("leased anew", lambda row: row.leased)
     assert len(bench.calls("start")) == 2
-
-
-@pytest.mark.parametrize("bench", ["guest"], indirect=True)
-async def test_the_kill_file_ends_the_guest_whatever_the_scheduler_says(bench: Bench) -> None:
-    await bench.until("leased", lambda row: row.leased)
-    kill_file = bench.folder / "run" / "KILL"
-    kill_file.touch()
-    await bench.until_noted("engine_ended")
-    await bench.until("not leased", lambda row: not row.leased)
-    kill_file.unlink()
-    await bench.until("leased anew", lambda row: row.leased)
 
 
 async def test_an_engine_that_never_admits_is_replaced(

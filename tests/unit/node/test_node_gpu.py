@@ -1,6 +1,5 @@
 """A replica on a GPU: its card is found, insisted on, and told to its engine."""
 
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from rose.engines import Device, process_spec
-from rose.errors import ConfigError, EngineStartError, RoseError
+from rose.errors import EngineStartError, RoseError
 from rose.node import HostConfig, NodeConfig, ReplicaConfig
 from rose.node.daemon import NodeDaemon
 from rose.node.guest.memory_gauges import ENGINE_BYTES, NO_PIPES, Gpus
@@ -213,34 +212,3 @@ def test_a_card_for_one_process_is_not_shared_without_mps(tmp_path: Path, pipes:
     os.mkfifo(pipes / "control")
     gpus(reader).insist_all(node(tmp_path, None, mps_priority="low"))
     gpus(reader).insist_all(node(tmp_path, None, kind="dedicated"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"device": -1}, "device"),
-        ({"device": "0"}, "device"),
-        ({"device": True}, "device"),
-        ({"device": "MIG-1"}, "device"),
-        ({"device": None, "mps_priority": "low"}, "need a GPU; name it in `device`"),
-        ({"device": None, "mps_thread_percentage": 50}, "need a GPU"),
-        ({"device": None, "kv_backend": "cuda"}, "kv_backend cuda is for a GPU"),
-        ({"mps_priority": "high"}, "mps_priority"),
-        ({"mps_thread_percentage": 0}, "mps_thread_percentage"),
-        ({"mps_thread_percentage": 101}, "mps_thread_percentage"),
-    ],
-)
-def test_a_wrong_word_about_a_gpu_is_named(
-    tmp_path: Path, changes: dict[str, object], told: str
-) -> None:
-    settings = {"id": "guest", "kind": "dedicated", "model_dir": "m", "port": 9000, "device": 0}
-    path = tmp_path / "node.json"
-    path.write_text(
-        json.dumps(
-            {"node": "n", "scheduler": "s:1", "run_dir": "r", "log_dir": "l", "unsigned": True}
-            | {"replicas": [settings | changes]}
-        )
-    )
-    with pytest.raises(ConfigError, match=told) as caught:
-        NodeConfig.load(path)
-    assert "\n" not in str(caught.value)

@@ -1,6 +1,5 @@
 """With the control plane up a stop ends a node's guest each time, proved by what is measured."""
 
-import asyncio
 import json
 from collections.abc import Callable
 
@@ -25,13 +24,15 @@ async def stop(bench: Bench, mode: "pb.HarvestMode.ValueType") -> None:
 
 async def proved(bench: Bench) -> pb.GuestTelemetry:
     """The guest as the node says it is, once nothing of it is left."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            for guest in (await bench.stub.Snapshot(pb.SnapshotRequest())).guests:
-                empty = guest.HasField("held_bytes") and not guest.held_bytes
-                if empty and guest.state in ("stopped", "backoff"):
-                    return guest
-            await asyncio.sleep(0.02)
+
+    async def empty() -> pb.GuestTelemetry | None:
+        for guest in (await bench.stub.Snapshot(pb.SnapshotRequest())).guests:
+            held = guest.held_bytes or not guest.HasField("held_bytes")
+            if not held and guest.state in ("stopped", "backoff"):
+                return guest
+        return None
+
+    return await bench.awaited("proved", empty)
 
 
 @pytest.mark.timeout(240)
@@ -82,16 +83,11 @@ async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench:
 
 
 async def granted(bench: Bench, what: str, holds: Callable[[Grant], bool]) -> None:
-    grant: Grant | None = None
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                grant = bench.page.grant.peek()
-                if grant is not None and holds(grant):
-                    return
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise AssertionError(f"never {what}: {grant}") from None
+    async def held() -> Grant | None:
+        grant = bench.page.grant.peek()
+        return grant if grant is not None and holds(grant) else None
+
+    await bench.awaited(what, held)
 
 
 async def test_caps_of_a_policy_reach_the_grant_and_silence_ends_it(bench: Bench) -> None:

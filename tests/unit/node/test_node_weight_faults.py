@@ -26,7 +26,7 @@ from rose.node.weight_updates import (
     WeightSource,
 )
 from rose.weight_distribution import VersionServer
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import (
     ChunkStore,
     Manifest,
@@ -128,25 +128,26 @@ class Case:
         publisher = VersionPublisher(self.origin, "job", "trainer", key, 1_024, lifetime_s)
         publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
 
+    def release(self, version: int, **publishing: Any) -> None:
+        self.publish(version, **publishing)
+        self.announce(version)
+
     def announce(self, version: int) -> None:
         self.chain.add(KnownVersion("job", version, version - 1, self.server.url))
         self.updates.wake()
 
     async def active(self, version: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while self.updates.version != version:  # noqa: ASYNC110 -- it has nobody to tell
-                await asyncio.sleep(0.01)
+        await until_async(lambda: self.updates.version == version, PATIENCE_S, f"at {version}")
         held = self.engine.receiver.tensors["w"].bits
         assert np.array_equal(held, tensors(version)["w"].bits)
 
     async def noted(self, event: str) -> str:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                lines = (self.folder / "events-n0.jsonl").read_text().splitlines()
-                found = [each for line in lines if (each := json.loads(line))["event"] == event]
-                if found:
-                    return str(found[-1]["message"])
-                await asyncio.sleep(0.01)
+        def found() -> list[str]:
+            lines = map(json.loads, (self.folder / "events-n0.jsonl").read_text().splitlines())
+            return [each["message"] for each in lines if each["event"] == event]
+
+        await until_async(found, PATIENCE_S, event)
+        return found()[-1]
 
 
 @pytest.fixture
@@ -185,8 +186,7 @@ async def case(
 async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
     case: Case, bad: dict[str, Any], said: str
 ) -> None:
-    case.publish(2, **bad)
-    case.announce(2)
+    case.release(2, **bad)
     assert said in await case.noted("version_not_fetched")
     assert case.updates.version == 1
     case.origin.manifest_path(2).unlink()
@@ -222,8 +222,7 @@ async def test_a_full_disk_is_said_and_what_came_is_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(download_module.Download, "_write", write)
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     said = await case.noted("version_not_fetched")
     assert "No space left on device" in said
     assert "make room" in said
@@ -259,8 +258,7 @@ async def test_a_version_that_comes_after_its_jobs_lease_is_not_applied(
     monkeypatch.setattr(weight_updates, "fetch_update", fetch_slowly)
     monkeypatch.setattr(case.engine, "apply", applied)
     case.updates.serve("job", 1)
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     await asyncio.wait_for(lost.wait(), PATIENCE_S)
     await asyncio.sleep(0)
     lease("job")
@@ -285,8 +283,7 @@ async def test_weights_that_a_leased_engine_refuses_as_anothers_are_no_fault_of_
 
     monkeypatch.setattr(case.engine, "apply", refused)
     case.updates.serve("job", 1)
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     await case.active(2)
     assert "leased to other" in await case.noted("update_late")
     assert case.whys == []
@@ -309,10 +306,14 @@ async def test_a_wrong_base_without_a_newer_one_ends_the_engine(case: Case) -> N
     case.engine.receiver = Receiver(
         {"w": TensorBits("w", "bfloat16", (64, 64), np.ones(4_096, "<u2"))}, 1
     )
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     assert "publish a base" in await case.noted("quarantined")
     assert case.whys
+
+
+def flipped(body: bytes) -> bytes:
+    middle = len(body) // 2
+    return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
 
 
 @pytest.mark.parametrize("where", ["chunk", "part"])
@@ -321,8 +322,7 @@ async def test_a_bit_that_flips_on_the_nodes_disk_is_named_and_healed(
 ) -> None:
     case.publish(2)
     ref = case.origin.get_manifest(2).chunks[0]
-    body = bytearray(case.origin.get(ref.id))
-    body[len(body) // 2] ^= 1
+    body = flipped(case.origin.get(ref.id))
     store = case.receiving.store
     if where == "chunk":
         (store.chunks_dir / ref.id).write_bytes(body)
@@ -334,12 +334,6 @@ async def test_a_bit_that_flips_on_the_nodes_disk_is_named_and_healed(
     assert "chunk_rejected" in lines
     assert ref.id in lines
     assert store.sound(ref.id)
-
-
-def _flip(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
 
 
 async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
@@ -358,7 +352,8 @@ async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
         await fetcher.manifest("job", 2, case.server.url, KEY.verify_key)
         damaged = refs[0]
         await asyncio.gather(*(fetcher.obtain(ref) for ref in refs))
-        _flip(receiving.store.chunks_dir / damaged.id)
+        path = receiving.store.chunks_dir / damaged.id
+        path.write_bytes(flipped(path.read_bytes()))
         node = ChunkFetcher(session, case.receiving, "", [url])
         await node.manifest("job", 2, case.server.url, KEY.verify_key)
         rejected: list[str] = []
@@ -436,8 +431,7 @@ async def test_a_replica_in_doubt_is_quarantined_at_its_first_word(
     case: Case, replica: Any, status: int, answer: object
 ) -> None:
     asked = await replica(status, json.dumps(answer).encode(), {})
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     await case.noted("quarantined")
     assert asked == ["apply"], "not asked again"
     assert len(case.whys) == 1
@@ -456,20 +450,17 @@ async def test_a_refusal_is_tried_three_times(
     case: Case, replica: Any, status: int, body: bytes
 ) -> None:
     asked = await replica(status, body, {})
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     await case.noted("quarantined")
     assert asked == ["apply"] * 3
 
 
 async def test_a_busy_host_is_no_refusal(case: Case, replica: Any) -> None:
     asked = await replica(503, b'{"error":{"type":"host_busy","message":"ask again"}}', {})
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     assert "ask again" in await case.noted("host_busy")
-    async with asyncio.timeout(PATIENCE_S):
-        while len(asked) < 2 * weight_updates.MAX_APPLY_FAILURES:  # noqa: ASYNC110 -- it has nobody to tell
-            await asyncio.sleep(0.01)
+    often = 2 * weight_updates.MAX_APPLY_FAILURES
+    await until_async(lambda: len(asked) >= often, PATIENCE_S, "it is asked again")
     assert case.whys == []
     assert case.updates.version == 1
 
@@ -479,12 +470,9 @@ async def test_an_update_whose_end_nobody_heard_is_asked_after(
     case: Case, replica: Any, proven: bool, held: int
 ) -> None:
     asked = await replica(0, b"", {"policy_version": held, "proven": proven})
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     if proven and held == 2:
-        async with asyncio.timeout(PATIENCE_S):
-            while case.updates.version != 2:  # noqa: ASYNC110 -- it has nobody to tell
-                await asyncio.sleep(0.01)
+        await until_async(lambda: case.updates.version == 2, PATIENCE_S, "at 2")
         assert asked == ["apply", "state"]
         assert case.whys == []
         return
@@ -501,9 +489,8 @@ async def test_an_address_that_no_client_can_connect_to_costs_one_update(
     case.publish(2)
     case.chain.add(KnownVersion("job", 2, 1, url))
     case.updates.wake()
-    async with asyncio.timeout(PATIENCE_S):
-        while "message" not in (case.folder / "events-n0.jsonl").read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    log = case.folder / "events-n0.jsonl"
+    await until_async(lambda: "message" in log.read_text(), PATIENCE_S, "a line")
     assert case.updates.version == 1
     case.announce(2)
     await case.active(2)
@@ -520,16 +507,14 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
         return await apply(*args)
 
     monkeypatch.setattr(case.engine, "apply", breaks)
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     assert "Error" in await case.noted("update_broken")
     await case.active(2)
 
 
 async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Case) -> None:
     """The version has the same number and parent, at an address that serves both."""
-    case.publish(2)
-    case.announce(2)
+    case.release(2)
     await case.active(2)
     case.chain.add(KnownVersion("other", 3, 2, case.server.url))
     case.updates.serve("other", 3)
@@ -537,15 +522,12 @@ async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Ca
     assert "job" in await case.noted("version_not_fetched")
     assert (case.updates.job, case.updates.version) == ("job", 2)
     case.updates.serve("job", 2)
-    case.publish(3)
-    case.announce(3)
+    case.release(3)
     await case.active(3)
 
 
 async def test_a_job_without_any_version_needs_a_new_engine(case: Case) -> None:
     case.updates.serve("other", 0)
-    async with asyncio.timeout(PATIENCE_S):
-        while not case.foreign:  # noqa: ASYNC110 -- it has nobody to tell
-            await asyncio.sleep(0.01)
+    await until_async(lambda: case.foreign, PATIENCE_S, "a new engine")
     assert case.foreign[0] == "job other is at version 0"
     assert case.whys == []
