@@ -1,42 +1,62 @@
-import asyncio
-import json
-from http import HTTPStatus
-from types import SimpleNamespace
-from typing import Any
+"""Turns and batches of turns: each token once, with its logprob and version, sampled as asked."""
 
 import pytest
 
 pytest.importorskip("vllm")
+
+import asyncio
+import json
+from http import HTTPStatus
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from rose.contract.replica import MAX_BODY_BYTES
+from rose.contract.replica import MAX_BODY_BYTES, StreamLine
+from rose.replica import engine as engine_module
 from rose.replica.admission import Admission
+from rose.replica.asgi import AccessFilter
 from rose.replica.endpoint import GenerateApp
+from rose.replica.token_versions import KvStaleness
 from rose.replica.turns import Turns
-from rose.replica.vllm import VllmEngine
+from rose.replica.vllm import VllmEngine, VllmRequest, _places, ends_of
 from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 
 PATH = "/rose/v1/generate"
+PATH_V2 = "/rose/v2/generate"
+BATCH = "/rose/v1/generate_batch"
+LEAVE = "/rose/v1/generate_batch/leave"
 BODY = {"request_id": "r", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 8}}
 
 
 class Served:
-    def __init__(self, stream_interval: int = 1) -> None:
+    """An engine's turns, under a lease of `job`."""
+
+    def __init__(self, stream_interval: int = 1, job: str = "") -> None:
         self.engine = FakeAsyncLLM(stream_interval)
         self.admission = Admission()
-        self.admission.admit(1)
+        self.admission.admit(1, job)
         self.app = GenerateApp(self.admission)
         self.turns = self.app.turns = Turns(VllmEngine(self.engine))
 
-    async def begin(self, **changes: Any) -> AsgiExchange:
-        begun = exchange(self.app, PATH, BODY | changes)
+    async def begin(self, path: str = PATH, **changes: Any) -> AsgiExchange:
+        begun = exchange(self.app, path, BODY | changes)
         await settle()
         return begun
+
+    async def begin_batch(self, *turns: dict[str, Any]) -> AsgiExchange:
+        begun = exchange(self.app, BATCH, {"batch": "b", "turns": turns})
+        await settle()
+        return begun
+
+    async def step(self, finish: FinishReason | None = None) -> None:
+        self.engine.step(finish)
+        await settle()
 
 
 def tokens(lines: list[dict[str, Any]]) -> list[int]:
@@ -290,3 +310,309 @@ async def test_an_engine_that_sends_spans_is_told_of_a_turns_trace() -> None:
     for each in (begun, other):
         each.leave()
         await each.done()
+
+
+# ---- batches ----
+
+
+def turn(number: int, **changes: Any) -> dict[str, Any]:
+    asked = {"request_id": f"r{number}", "token_ids": [1, 2], "sampling": {"max_tokens": 8}}
+    return asked | changes
+
+
+def of(begun: AsgiExchange, place: int) -> list[dict[str, Any]]:
+    return [line for at, line, *_ in begun.lines if at == place]
+
+
+async def test_the_lines_of_one_step_are_one_piece_and_each_token_has_its_version() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0), turn(1), turn(2))
+    await served.step()
+    served.engine.weight_version = "7"
+    await served.step()
+    await served.step(FinishReason.LENGTH)
+    await begun.done()
+    for place in range(3):
+        *chunks, last = of(begun, place)
+        stamps = [(c["token_ids"], c["version"]) for c in chunks]
+        assert stamps == [([0], 0), ([1], 7), ([2], 7)]
+        assert last == {"finish_reason": "length"}
+    assert begun.sends == 4, "headers, two pieces, and the last one"
+    assert served.turns.tokens_total == 9
+    assert not served.engine.core_aborts
+
+
+async def test_a_drain_ends_each_of_them_after_the_tokens_that_it_has() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0), turn(1))
+    await served.step()
+    served.admission.close(1, "over")
+    assert await served.turns.revoke_all() == 2
+    await begun.done()
+    for place in range(2):
+        assert [line.get("finish_reason") for line in of(begun, place)] == [None, "revoked"]
+        assert of(begun, place)[0]["token_ids"] == [0]
+
+
+async def test_one_of_a_batch_that_is_left_ends_alone() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0), turn(1))
+    await served.step()
+    left = await exchange(served.app, LEAVE, {"batch": "b", "turns": [1, 7]}).done()
+    await settle()
+    assert (left.status, served.engine.live) == (200, 1)
+    await served.step(FinishReason.LENGTH)
+    await begun.done()
+    assert [line.get("token_ids") for line in of(begun, 0)] == [[0], [1], None]
+    assert [line.get("token_ids") for line in of(begun, 1)] == [[0]]
+    assert len(served.engine.core_aborts) == 1
+
+
+async def test_a_name_that_nobody_gave_ends_nothing() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0), turn(1))
+    left = await exchange(served.app, LEAVE, {"batch": "c", "turns": [0, 1]}).done()
+    await served.step(FinishReason.LENGTH)
+    await begun.done()
+    assert left.status == 200
+    assert [len(of(begun, place)) for place in range(2)] == [2, 2]
+
+
+async def test_a_client_that_hangs_up_on_a_batch_leaves_nothing_in_the_engine() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0), turn(1))
+    await served.step()
+    begun.leave()
+    await begun.done()
+    assert served.engine.live == 0
+    assert (served.turns.running, served.turns.waiting) == (0, 0)
+
+
+async def test_one_of_another_job_is_refused_alone() -> None:
+    served = Served(job="mine")
+    begun = await served.begin_batch(turn(0, job="mine"), turn(1, job="other"))
+    await served.step(FinishReason.LENGTH)
+    await begun.done()
+    assert [at for at, *_ in begun.lines] == [1, 0, 0]
+    assert begun.lines[0] == [1, {"message": "no turns of other here"}, 503]
+
+
+async def test_what_the_engine_refuses_is_refused_alone() -> None:
+    served = Served(job="mine")
+    served.engine.adding.clear()
+    begun = await served.begin_batch(
+        turn(0), turn(1, sampling={"max_tokens": 8, "temperature": -1.0})
+    )
+    served.engine.adding.set()
+    await settle()
+    await served.step(FinishReason.LENGTH)
+    await begun.done()
+    assert begun.status == 200
+    (refusal,) = [line for line in begun.lines if line[0] == 1]
+    assert refusal[2] == 400
+    assert of(begun, 0)[-1] == {"finish_reason": "length"}
+    served.engine.refuse_with = VLLMValidationError("no")
+    begun = await served.begin_batch(turn(2), turn(3))
+    await begun.done()
+    assert [line[2] for line in begun.lines] == [400, 400]
+
+
+async def test_without_a_lease_all_are_refused_at_once() -> None:
+    served = Served(job="mine")
+    served.admission.close(1, "held")
+    begun = await (await served.begin_batch(turn(0), turn(1))).done()
+    assert begun.status == 503
+    assert begun.json["error"]["type"] == "draining"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        {"batch": "b"},
+        {"batch": "b", "turns": []},
+        {"batch": "b", "turns": [{"request_id": "r"}]},
+        {"batch": "b", "turns": [turn(0)] * 257},
+    ],
+)
+async def test_a_body_that_is_no_batch_is_a_bad_request(body: object) -> None:
+    served = Served(job="mine")
+    assert (await exchange(served.app, BATCH, body).done()).status == 400
+    assert (await exchange(served.app, LEAVE, {"turns": [-1]}).done()).status == 400
+    assert served.engine.live == 0
+
+
+async def test_a_weight_update_lets_none_of_them_begin_meanwhile() -> None:
+    served = Served(job="mine")
+    with served.turns.hold.closed():
+        begun = await served.begin_batch(turn(0), turn(1))
+        assert served.engine.live == 0
+        await exchange(served.app, LEAVE, {"batch": "b", "turns": [1]}).done()
+    await settle()
+    assert served.engine.live == 1
+    await served.step(FinishReason.LENGTH)
+    await asyncio.wait_for(begun.done(), 2)
+    assert of(begun, 1) == []
+
+
+# ---- sampling ----
+
+
+def sampled(**sampling: Any) -> dict[str, Any]:
+    return BODY | {"sampling": {"max_tokens": 8, **sampling}}
+
+
+async def test_penalties_and_structure_are_vllms() -> None:
+    served = Served()
+    asked = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "prompt_logprobs": 2,
+    }
+    begun = exchange(
+        served.app, PATH_V2, sampled(**asked, structured_outputs={"choice": ["a", "b"]})
+    )
+    await settle()
+    (parameters,) = served.engine.parameters
+    assert {name: getattr(parameters, name) for name in asked} == asked
+    assert parameters.structured_outputs is not None
+    assert parameters.structured_outputs.choice == ["a", "b"]
+    begun.leave()
+    await begun.done()
+
+
+async def test_a_structure_that_vllm_does_not_take_is_400() -> None:
+    served = Served()
+    refused = exchange(
+        served.app, PATH_V2, sampled(structured_outputs={"regex": "a", "json": "{}"})
+    )
+    await refused.done()
+    assert refused.status == 400
+    assert "one kind of structured outputs" in refused.received.decode()
+
+
+def model(folder: Path, ends: object, of_config: object, of_tokenizer: int | None) -> FakeAsyncLLM:
+    """An engine whose model names its ends in all the places that there are."""
+    if ends is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    engine = FakeAsyncLLM()
+    engine.model_config.model = str(folder)
+    engine.model_config.hf_config.eos_token_id = of_config
+    engine.renderer = SimpleNamespace(get_eos_token_id=lambda: of_tokenizer)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("ends", "of_config", "of_tokenizer", "found"),
+    [
+        (None, None, None, ()),
+        (None, 7, None, (7,)),
+        (None, [7, 9], None, (7, 9)),
+        ([5, 6], 7, None, (5, 6)),
+        (5, 7, 8, (5, 8)),
+        # The fake's vocabulary has 96 tokens: what lies outside is never sampled.
+        (None, 1_000, 95, (95,)),
+    ],
+)
+def test_the_ends_of_a_sequence_are_those_that_vllm_has_by_default(
+    tmp_path: Path, ends: Any, of_config: Any, of_tokenizer: Any, found: Any
+) -> None:
+    assert ends_of(model(tmp_path, ends, of_config, of_tokenizer)) == found
+
+
+async def test_a_turn_ends_at_them_unless_it_ignores_them(tmp_path: Path) -> None:
+    engine = model(tmp_path, [5, 6], None, None)
+    served = Served()
+    served.app.turns = Turns(VllmEngine(engine))
+    for sampling in ({"stop_token_ids": [9, 5]}, {"stop_token_ids": [9], "ignore_eos": True}):
+        begun = exchange(served.app, PATH, sampled(**sampling))
+        await settle()
+        begun.leave()
+        await begun.done()
+    assert [each.stop_token_ids for each in engine.parameters] == [[9, 5, 6], [9]]
+
+
+async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_PLACES", 2)
+    found = [
+        {},
+        {2: SimpleNamespace(logprob=-0.5, rank=1), 8: SimpleNamespace(logprob=-2.0, rank=2)},
+        {3: SimpleNamespace(logprob=-0.25, rank=1)},
+    ]
+    request = VllmRequest(SimpleNamespace(request_id="r"), None, KvStaleness(), 4, True)
+    first = StreamLine([9], [-1.0], 4)
+    *lines, last = request._delta([first], None, lambda: _places(found)).chunks
+    assert [line.prompt_logprobs for line in lines] == [
+        [None, [(2, -0.5, 1), (8, -2.0, 2)]],
+        [[(3, -0.25, 1)]],
+    ]
+    assert {line.version for line in lines} == {4}
+    assert last == first
+
+
+async def test_logprobs_of_a_prompt_that_two_versions_may_share_are_asked_for_again() -> None:
+    served = Served()
+    begun = exchange(served.app, PATH_V2, sampled(prompt_logprobs=0))
+    await settle()
+    served.engine.weight_version = "4"
+    served.turns.ages.activated(4, kept_kv=True)
+    served.engine.step(FinishReason.STOP)
+    await begun.done()
+    assert begun.lines == [{"finish_reason": "abort"}]
+
+
+@pytest.mark.parametrize(
+    ("leased", "job", "status"),
+    [("", "", 204), ("a", "a", 204), ("a", "", 204), ("a", "b", 503), (None, "", 503)],
+)
+async def test_models_that_are_not_generative_serve_the_job_of_the_lease(
+    monkeypatch: pytest.MonkeyPatch, leased: str | None, job: str, status: int
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    admission = Admission()
+    if leased is not None:
+        admission.admit(1, leased)
+    gate = GenerateApp(admission)
+    gate.turns = Turns(VllmEngine(FakeAsyncLLM()))
+    said: list[int] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            said.append(message["status"])
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/pooling",
+        "query_string": f"rose_job={job}".encode(),
+        "headers": [],
+        "app": SimpleNamespace(state=SimpleNamespace(rose_generate=gate)),
+    }
+    await AccessFilter(vllm)(scope, None, send)
+    assert said == [status]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"token_ids": [1, 2**31 - 1]}, "token_ids: 2147483647 is not one of"),
+        ({"sampling": {"allowed_token_ids": [5, 4_000_000]}}, "allowed_token_ids: 4000000"),
+        ({"sampling": {"min_tokens": 2, "stop_token_ids": [4_000_000]}}, "stop_token_ids: 4000000"),
+    ],
+)
+async def test_ids_outside_the_vocabulary_never_reach_the_engine(
+    change: dict[str, Any], named: str
+) -> None:
+    served = Served()
+    refused = exchange(served.app, PATH_V2, sampled() | change)
+    await refused.done()
+    assert refused.status == 400
+    assert named in refused.received.decode()
+    assert not served.engine.parameters

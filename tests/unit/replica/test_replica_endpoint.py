@@ -1,18 +1,29 @@
-from typing import Any
+"""The replica's routes: what each answers, who reaches it, and how they come into the server."""
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from fastapi import FastAPI
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
-from rose.replica.asgi import GenerateShortcut
-from rose.replica.endpoint import ReplicaEndpoint
+from fastapi import FastAPI
+from starlette.routing import BaseRoute, Route
+from starlette.types import Message
+from vllm.entrypoints.serve import register_vllm_dev_api_routers
+
+import rose.replica.endpoint
+from rose.replica.asgi import STATE_NAME, AccessFilter, GenerateShortcut
+from rose.replica.endpoint import EndpointMount, ReplicaEndpoint
 from rose.replica.engine_update import WeightUpdater
-from tests.fakes.asgi_client import SECRET, settle
+from tests.fakes.asgi_client import CONTROL, SECRET, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM
 from tests.fakes.weight_ranks import Served
 from weight_transfer import WeightError, WrongBaseError
+
+# ---- answers ----
+
 
 TURN = {"request_id": "r", "token_ids": [1], "sampling": {"max_tokens": 8}}
 REPORT = {
@@ -246,3 +257,196 @@ async def test_what_no_caller_may_send_is_refused(
 ) -> None:
     await replica.ask("admit", {"epoch": 1})
     assert (await replica.ask(path, body))[0] == status
+
+
+# ---- callers ----
+
+
+OPEN = {
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/rose/v1/state"),
+    ("POST", "/rose/v1/generate"),
+    ("POST", "/rose/v2/generate"),
+    ("POST", "/rose/v1/generate_batch"),
+    ("POST", "/rose/v1/generate_batch/leave"),
+}
+CONTROLLED = {
+    ("POST", "/rose/v1/admit"),
+    ("POST", "/rose/v1/drain"),
+    ("POST", "/rose/v1/weights/apply"),
+    ("POST", "/rose/v1/weights/audit"),
+    ("POST", "/sleep"),
+    ("POST", "/v1/completions"),
+}
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """A server with ROSE's routes and vLLM's own for development."""
+    monkeypatch.setenv("ROSE_ROLE", "guest")
+    monkeypatch.setenv("ROSE_REPLICA_SECRET", SECRET)
+    app = FastAPI()
+    register_vllm_dev_api_routers(app)
+    endpoint = ReplicaEndpoint()
+    endpoint.attach_router(app)
+    await endpoint.init_state(FakeAsyncLLM(), app.state, Namespace(model="model"))
+    return app
+
+
+def reached(asked: set[tuple[str, str]]) -> AccessFilter:
+    """The filter in front of a server that only notes what it was asked for."""
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        asked.add((scope["method"], scope["path"]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return AccessFilter(noting)
+
+
+def questions(routes: list[BaseRoute]) -> set[tuple[str, str]]:
+    found = {
+        (method, path)
+        for route in routes
+        if (path := getattr(route, "path", "")) and isinstance(route, Route)
+        for method in ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE"]
+    }
+    return found | OPEN | CONTROLLED
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guess"}, CONTROL])
+async def test_only_what_is_listed_is_reached(server: FastAPI, headers: dict[str, str]) -> None:
+    asked = questions(server.router.routes)
+    assert {path for _, path in asked} >= {"/collective_rpc", "/sleep", "/wake_up", "/server_info"}
+    known: set[tuple[str, str]] = set()
+    guarded = reached(known)
+    refused = {}
+    for method, path in asked:
+        answer = await exchange(guarded, path, b"{}", method, headers).done()
+        refused[method, path] = answer.status
+    bears = headers == CONTROL
+    assert known == (OPEN | CONTROLLED if bears else OPEN)
+    assert {refused[question] for question in CONTROLLED} == ({204} if bears else {401})
+    assert {refused[question] for question in asked - OPEN - CONTROLLED} == {404}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/collective_rpc/",
+        "//collective_rpc",
+        "/health/../collective_rpc",
+        "/rose/v1/state/../../../collective_rpc",
+        "/health/",
+        "/HEALTH",
+        "",
+        "*",
+        "http://x/collective_rpc",
+        "/v1/completions;x",
+    ],
+)
+async def test_no_other_spelling_gets_by(server: FastAPI, path: str) -> None:
+    for method in ("GET", "POST"):
+        for headers in ({}, CONTROL):
+            known: set[tuple[str, str]] = set()
+            answer = await exchange(reached(known), path, b"{}", method, headers).done()
+            assert (answer.status, known) == (404, set())
+
+
+async def test_no_websocket_is_accepted(server: FastAPI) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    await AccessFilter(server)(scope, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+async def test_an_engine_that_is_no_replica_is_left_alone(
+    server: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_ROLE", "host")
+    known: set[tuple[str, str]] = set()
+    assert (await exchange(reached(known), "/tokenize", b"{}").done()).status == 204
+    assert known == {("POST", "/tokenize")}
+
+
+# ---- a vLLM without endpoint plugins ----
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """Return the app that vLLM 0.25 has before it serves."""
+    monkeypatch.setenv("ROSE_ROLE", "dedicated")
+    app = FastAPI()
+    app.state.engine_client = FakeAsyncLLM()
+    app.state.args = Namespace(model="model")
+    app.add_middleware(EndpointMount)
+    app.add_middleware(GenerateShortcut)
+    return app
+
+
+async def start(app: FastAPI) -> list[Message]:
+    """Return the answers to the server at its start, and at its end."""
+    said: list[Message] = []
+    asked: Iterator[Message] = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+    async def receive() -> Message:
+        return next(asked)
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    await app({"type": "lifespan"}, receive, send)
+    return said
+
+
+async def test_the_endpoint_is_there_from_the_first_request_on(app: FastAPI) -> None:
+    assert [message["type"] for message in await start(app)] == [
+        "lifespan.startup.complete",
+        "lifespan.shutdown.complete",
+    ]
+    state = await exchange(app, "/rose/v1/state", b"", "GET").done()
+    assert (state.status, state.json["role"]) == (200, "dedicated")
+    turn = await exchange(app, "/rose/v1/generate", {"request_id": "r", "token_ids": [1]}).done()
+    assert (turn.status, turn.json["error"]["type"]) == (503, "draining")
+    routes = len(app.router.routes)
+    await start(app)
+    assert len(app.router.routes) == routes, "it is mounted once"
+
+
+async def test_a_vllm_that_loads_the_plugin_keeps_the_plugins_endpoint(app: FastAPI) -> None:
+    plugin = ReplicaEndpoint()
+    plugin.attach_router(app)
+    await plugin.init_state(app.state.engine_client, app.state, app.state.args)
+    before, routes = getattr(app.state, STATE_NAME), len(app.router.routes)
+    await start(app)
+    assert getattr(app.state, STATE_NAME) is before
+    assert len(app.router.routes) == routes
+
+
+async def test_a_server_without_a_role_is_left_alone(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROSE_ROLE")
+    await start(app)
+    assert (await exchange(app, "/rose/v1/state", b"", "GET").done()).status == 404
+
+
+async def test_a_server_whose_endpoint_cannot_be_mounted_does_not_start(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untested(*_: Any) -> None:
+        raise RuntimeError("ROSE is not tested with vLLM 0.26.0")
+
+    monkeypatch.setattr(rose.replica.endpoint.ReplicaEndpoint, "attach_router", untested)
+    assert await start(app) == [
+        {"type": "lifespan.startup.failed", "message": "ROSE is not tested with vLLM 0.26.0"}
+    ]
