@@ -109,7 +109,7 @@ class TakenGroup:
 
 
 @dataclass(slots=True)
-class _Group:
+class _AdmittedGroup:
     began: int
     kept: bool
     spare: bool
@@ -126,7 +126,7 @@ class StalenessAdmission:
         self._bound = bound
         self._groups_per_step = groups_per_step
         self.published = published
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _AdmittedGroup] = {}
         # Groups that are neither kept nor spare, by when they began: the line behind the kept ones.
         self._line: list[int] = []
         self._began = self._kept = self._ready = self._training = 0
@@ -160,7 +160,7 @@ class StalenessAdmission:
                 f" {self._bound.max_versions} versions old when trained on"
             )
         self._began += 1
-        self._groups[group] = entry = _Group(self._began, kept, spare)
+        self._groups[group] = entry = _AdmittedGroup(self._began, kept, spare)
         self._line_up(entry)
 
     def begin_turn(self, group: int, sample: int) -> TurnTicket:
@@ -244,14 +244,14 @@ class StalenessAdmission:
         elif not entry.spare:
             del self._line[bisect_left(self._line, entry.began)]
 
-    def _line_up(self, entry: _Group) -> None:
+    def _line_up(self, entry: _AdmittedGroup) -> None:
         """Give a group its room from now on."""
         if entry.kept:
             self._kept += 1
         elif not entry.spare:
             insort(self._line, entry.began)
 
-    def _min_version(self, entry: _Group) -> int:
+    def _min_version(self, entry: _AdmittedGroup) -> int:
         """Return the oldest version that can still be in time at the group's place in the line."""
         if entry.kept:
             return self._oldest(entry)
@@ -273,10 +273,10 @@ class StalenessAdmission:
                 return True
         return False
 
-    def _oldest(self, entry: _Group) -> int:
+    def _oldest(self, entry: _AdmittedGroup) -> int:
         """Return the version of the first token of a group without tokens."""
         oldest = entry.age.oldest
         return self.published if oldest is None else oldest
 
-    def _in_time(self, entry: _Group) -> bool:
+    def _in_time(self, entry: _AdmittedGroup) -> bool:
         return self._bound.admits_token(self._oldest(entry), self.published)

@@ -43,7 +43,7 @@ WARNINGS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ObjectRefusal:
     """Reason why an object is not in force: it is invalid, or may not be applied."""
 
     reason: str
@@ -55,7 +55,7 @@ Said = tuple[str, str, str]
 
 
 def judged(
-    each: Object, refusal: Refusal | None, view: PolicyView | None, wall_s: float
+    each: Object, refusal: ObjectRefusal | None, view: PolicyView | None, wall_s: float
 ) -> PolicyStatus:
     """Return an object's status. view: of the policy in force that the object last defined."""
     generation = int(each["metadata"].get("generation", 0))
@@ -151,7 +151,7 @@ def _event(each: Object, now: Condition, wall_s: float) -> dict[str, Any]:
 # ---- conditions ----
 
 
-def _ready(refusal: Refusal | None, view: PolicyView | None) -> Said:
+def _ready(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
     if refusal is not None:
         kept = "; what it said before is held" if view else ""
         return FALSE, refusal.reason, refusal.line + kept
@@ -184,7 +184,7 @@ def _state(view: PolicyView) -> tuple[str, str]:
     return "Active", f"{view.lending} of {view.nodes} nodes lend"
 
 
-def _fresh(refusal: Refusal | None, view: PolicyView | None) -> Said:
+def _fresh(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
     del refusal
     if view is None or not (view.nodes or view.silent):
         return UNKNOWN, "Missing", "no node of it is attached"
@@ -193,7 +193,7 @@ def _fresh(refusal: Refusal | None, view: PolicyView | None) -> Said:
     return TRUE, "Fresh", f"{view.nodes} nodes are heard"
 
 
-def _conflicted(refusal: Refusal | None, view: PolicyView | None) -> Said:
+def _conflicted(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
     del refusal
     if view is None:
         return UNKNOWN, "Missing", "it is not in force"
@@ -204,7 +204,7 @@ def _conflicted(refusal: Refusal | None, view: PolicyView | None) -> Said:
     return TRUE, "LimitedByOther", f"stricter is {'; '.join(said)}"
 
 
-def _enforced(refusal: Refusal | None, view: PolicyView | None) -> Said:
+def _enforced(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
     if view is None or not (view.nodes or view.silent):
         return UNKNOWN, "Missing", "no node of it is attached"
     count = view.seen + len(view.behind) + len(view.silent)
@@ -220,7 +220,7 @@ def _enforced(refusal: Refusal | None, view: PolicyView | None) -> Said:
     return TRUE, "Observed", f"observed on all of its {view.nodes} nodes"
 
 
-_JUDGES: Final[dict[str, Callable[[Refusal | None, PolicyView | None], Said]]] = {
+_JUDGES: Final[dict[str, Callable[[ObjectRefusal | None, PolicyView | None], Said]]] = {
     ConditionType.READY: _ready,
     ConditionType.TELEMETRY_FRESH: _fresh,
     ConditionType.CONFLICTED: _conflicted,

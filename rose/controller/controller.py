@@ -28,7 +28,7 @@ from rose.controller.conditions import (
     INVALID,
     REFUSED,
     Object,
-    Refusal,
+    ObjectRefusal,
     differs,
     dumped,
     events_of,
@@ -47,7 +47,7 @@ FIGURES_S: Final = 15.0
 BY: Final = "kubernetes"
 
 
-class Scheduler(Protocol):
+class LeadingScheduler(Protocol):
     """The leading scheduler, as the controller uses it."""
 
     async def ask(self, event: PolicyApplied | PolicyDeleted, by: str) -> int:
@@ -73,7 +73,7 @@ class PolicyController:
     def __init__(
         self,
         api: KubeApi,
-        scheduler: Scheduler,
+        scheduler: LeadingScheduler,
         events: Callable[..., object],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -84,7 +84,7 @@ class PolicyController:
         # None until all objects were read once.
         self._objects: Mapping[str, Object] | None = None
         self._heard_s = 0.0
-        self._refused: dict[str, Refusal] = {}
+        self._refused: dict[str, ObjectRefusal] = {}
         self._written_s: dict[str, float] = {}
         self._unheard = self._unstored = self._unsaid = ""
 
@@ -125,7 +125,7 @@ class PolicyController:
 
     async def _put_in_force(self, objects: Mapping[str, Object], heard_s: float) -> None:
         todo = plan(self._reader.read(objects), *self._scheduler.policies_in_force())
-        refused = {name: Refusal(INVALID, line) for name, line in todo.refused.items()}
+        refused = {name: ObjectRefusal(INVALID, line) for name, line in todo.refused.items()}
         try:
             for policy in todo.apply:
                 refusal = await self._apply(policy)
@@ -142,11 +142,11 @@ class PolicyController:
         self._refused = refused
         self._scheduler.objects_heard(heard_s, frozenset(refused))
 
-    async def _apply(self, policy: CapacityPolicy) -> Refusal | None:
+    async def _apply(self, policy: CapacityPolicy) -> ObjectRefusal | None:
         try:
             await self._scheduler.ask(PolicyApplied(policy, of_object=True), BY)
         except (RefusedError, ConfigError) as error:
-            return Refusal(REFUSED, str(error))
+            return ObjectRefusal(REFUSED, str(error))
         return None
 
     # ---- what objects say of themselves ----

@@ -191,7 +191,7 @@ class StepDown:
 Action = Look | AskLease | Campaign | KeepLease | GiveUpLease | Lead | StepDown
 
 
-class Role(StrEnum):
+class ElectionRole(StrEnum):
     """Role of a scheduler."""
 
     LEADER = "leader"
@@ -202,7 +202,7 @@ class Role(StrEnum):
 class ElectionStatus:
     """`address` is the leader's, "" while unknown; a leader surely leads until `valid_until_s`."""
 
-    role: Role
+    role: ElectionRole
     address: str
     term: int
     lease: int
@@ -225,7 +225,7 @@ class Election:
 
     def status(self) -> ElectionStatus:
         """Return the leader as this process last read it."""
-        role = Role.LEADER if self._term else Role.FOLLOWER
+        role = ElectionRole.LEADER if self._term else ElectionRole.FOLLOWER
         return ElectionStatus(role, self._address, self._term, self._lease, self._valid_until_s)
 
     def step(self, event: Event, now_s: float) -> list[Action]:

@@ -34,7 +34,7 @@ from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import stricter
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.fleet import Fleet, NodeView
+from rose.scheduler.core.fleet import FleetBook, NodeView
 from rose.scheduler.core.limits import cut_text
 from rose.scheduler.core.messages import (
     Action,
@@ -58,7 +58,7 @@ MOST_BYTES: Final = 1 << 50
 SCRAPE: Final = "scrape"
 
 
-class Capacity:
+class CapacityBook:
     """Policies in force, and what each stream was told last."""
 
     def __init__(
@@ -241,7 +241,7 @@ class Capacity:
         if said:
             self._advice.heard(view.node, min(MOST_BYTES, sum(said)))
 
-    def judge(self, fleet: Fleet, now_s: float, wall_s: float | None = None) -> list[Action]:
+    def judge(self, fleet: FleetBook, now_s: float, wall_s: float | None = None) -> list[Action]:
         """Judge the nodes when it is time; what changed for each of them it is told."""
         self.gate.withhold(self._withheld(now_s))
         before = self.gate.judgements
@@ -338,7 +338,7 @@ class Capacity:
         ]
 
 
-def _facts(fleet: Fleet) -> Callable[[], list[NodeFacts]]:
+def _facts(fleet: FleetBook) -> Callable[[], list[NodeFacts]]:
     return lambda: [_fact(view) for view in fleet.nodes]
 
 

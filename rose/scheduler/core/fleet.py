@@ -157,7 +157,7 @@ FORGOTTEN_S = 86_400.0
 MAX_AWAY = 4_096
 
 
-class Fleet:
+class FleetBook:
     """All attached nodes, by their streams; and the names of those that were, lately."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from elastic_scheduler import (
 from elastic_scheduler.capacity import CapacityGate
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import DemandBook, Switched
-from rose.scheduler.core.fleet import Fleet, HealthBook
+from rose.scheduler.core.fleet import FleetBook, HealthBook
 from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.messages import (
     Action,
@@ -210,7 +210,7 @@ class Leasing:
     def regulate(
         self,
         jobs: JobRegistry,
-        fleet: Fleet,
+        fleet: FleetBook,
         now_s: float,
         *,
         news: bool = True,
@@ -247,7 +247,7 @@ class Leasing:
         return self._news or rested or since_s >= WHOLE_S
 
     def _regulate_whole(
-        self, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+        self, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
     ) -> list[Action]:
         actions: list[Action] = []
         plan = self._allowed.plan(offers.values(), self._book.leases())
@@ -390,7 +390,7 @@ class Leasing:
         ]
 
     def _renew_all(
-        self, replicas: Iterable[str], offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+        self, replicas: Iterable[str], offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
     ) -> list[Action]:
         """Renew what is due; what is offered no more runs out.
 
@@ -534,7 +534,7 @@ class Leasing:
         self._switches = {n: each for n, each in self._switches.items() if n in self._holdings}
 
     def _keep_promises(
-        self, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+        self, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
     ) -> list[Action]:
         """Grant what was decided, once its epoch is durable and if it still may be."""
         actions: list[Action] = []
@@ -553,7 +553,7 @@ class Leasing:
         return actions
 
     def _take(
-        self, move: Move, offers: Mapping[str, Offer], fleet: Fleet, now_s: float
+        self, move: Move, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
     ) -> list[Action]:
         """Grant under an epoch that is durable; without one, have the next one made so."""
         offer = offers[move.replica]
@@ -586,7 +586,7 @@ class Leasing:
         lease = self._book.live(move.replica, now_s)
         return [] if lease is None else self._release(lease, move.why, now_s)
 
-    def _grant(self, move: Move, offer: Offer, fleet: Fleet, now_s: float) -> list[Action]:
+    def _grant(self, move: Move, offer: Offer, fleet: FleetBook, now_s: float) -> list[Action]:
         view = fleet.of_replica(offer.replica)
         if view is None:
             return []

@@ -33,9 +33,9 @@ from elastic_scheduler.capacity.policy import NodeSelector
 from elastic_scheduler.leases.lease_table import stricter
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.capacity import MOST_BYTES, Capacity
+from rose.scheduler.core.capacity import MOST_BYTES, CapacityBook
 from rose.scheduler.core.demand import DemandBook, JobFigures
-from rose.scheduler.core.fleet import Fleet, HealthBook, NodeView
+from rose.scheduler.core.fleet import FleetBook, HealthBook, NodeView
 from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.leasing import Leasing
 from rose.scheduler.core.limits import cut_text
@@ -157,11 +157,11 @@ class Observed:
 class Books:
     """State of the core by subject."""
 
-    fleet: Fleet
+    fleet: FleetBook
     leasing: Leasing
     healths: HealthBook
     jobs: JobRegistry
-    capacity: Capacity
+    capacity: CapacityBook
     demand: DemandBook
     runs: RunBook
     usage: UsageBook

@@ -28,9 +28,9 @@ from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind
 from rose.contract.weights import RUN_TTL_S
 from rose.errors import RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.capacity import Capacity
+from rose.scheduler.core.capacity import CapacityBook
 from rose.scheduler.core.demand import DemandBook
-from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, Fleet, HealthBook, NodeView, Relays
+from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S, FleetBook, HealthBook, NodeView, Relays
 from rose.scheduler.core.job_registry import JobRegistry, version_command
 from rose.scheduler.core.leasing import PACE_S, SMALL_FLEET, LeaseTimes, Leasing
 from rose.scheduler.core.messages import (
@@ -156,8 +156,8 @@ class SchedulerCore:
 
         asks_objects: whether an API server is asked for capacity policies.
         """
-        self.capacity = Capacity(saved, default_mode, asks_objects=asks_objects)
-        self._fleet = Fleet()
+        self.capacity = CapacityBook(saved, default_mode, asks_objects=asks_objects)
+        self._fleet = FleetBook()
         self._stored_nodes = saved.nodes
         self._relays = Relays()
         self._healths = HealthBook()

@@ -12,7 +12,7 @@ from rose.controller.conditions import (
     INVALID,
     MAX_DETAIL,
     MAX_LIMITS,
-    Refusal,
+    ObjectRefusal,
     differs,
     dumped,
     events_of,
@@ -37,7 +37,7 @@ def view(mode: str = "Active", stop: HarvestMode = HarvestMode.ACTIVE, **more: A
 
 
 def conditions(
-    found: PolicyView | None, refusal: Refusal | None = None
+    found: PolicyView | None, refusal: ObjectRefusal | None = None
 ) -> dict[str, tuple[str, str]]:
     said = judged(obj(), refusal, found, NOON_S).conditions
     return {each.type: (each.status, each.reason) for each in said}
@@ -66,7 +66,9 @@ def test_ready_says_in_one_word_what_the_policy_does_now(found: PolicyView, reas
 
 
 def test_an_object_that_cannot_be_taken_says_why_and_what_holds_meanwhile() -> None:
-    refusal = Refusal(INVALID, "blackoutWindows[0].timeZone: time zone 'Mars' is unknown here")
+    refusal = ObjectRefusal(
+        INVALID, "blackoutWindows[0].timeZone: time zone 'Mars' is unknown here"
+    )
     said = judged(obj(), refusal, view(), NOON_S)
     ready = said.conditions[0]
     assert (ready.type, ready.status, ready.reason) == ("Ready", "False", "Invalid")
@@ -118,7 +120,7 @@ def test_whatever_is_said_fits_the_definition() -> None:
     )
     for status in (
         dumped(judged(obj(), None, found, NOON_S)),
-        dumped(judged(obj(), Refusal(INVALID, long), None, NOON_S)),
+        dumped(judged(obj(), ObjectRefusal(INVALID, long), None, NOON_S)),
         dumped(judged(obj(), None, None, NOON_S)),
     ):
         Draft4Validator(schema).validate({"spec": {}, "status": status})

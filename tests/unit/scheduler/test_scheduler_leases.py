@@ -48,23 +48,6 @@ def bench() -> CoreBench:
     return bench
 
 
-def test_while_the_store_is_locked_nothing_new_is_leased_and_what_lives_is_renewed(
-    bench: CoreBench,
-) -> None:
-    bench.offered(offer("g0"))
-    bench.locked = True
-    for _ in range(20):
-        bench.now_s += 1.0
-        bench.offered(offer("g0", epoch=1), offer("g1"))
-        assert [c.lease.replica for c in bench.commands() if c.HasField("lease")] == ["g0"]
-        assert bench.row("g0").leased
-        assert not bench.row("g1").leased
-    assert len(bench.waiting) == 1, "one write waits, however long that takes"
-    bench.unlock()
-    assert (bench.lease().replica, bench.lease().epoch) == ("g1", 1)
-    assert bench.row("g1").leased
-
-
 def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again() -> None:
     first = CoreBench().with_job()
     first.attach()
@@ -105,17 +88,6 @@ def test_new_offers_void_the_earlier_ones(bench: CoreBench) -> None:
     assert [row.id for row in bench.table.replicas] == ["g1"]
 
 
-def test_a_revocation_ends_the_lease_and_pauses_the_next(bench: CoreBench) -> None:
-    bench.offered()
-    bench.step(TakenBack(1, "g0", 1, "pressure"))
-    assert "revoked" in bench.records()
-    assert not bench.row().leased
-    bench.at(100.9)
-    assert bench.kinds() == []
-    bench.at(101.0)
-    assert bench.lease().epoch == 2
-
-
 def test_reports_of_an_older_epoch_change_nothing(bench: CoreBench) -> None:
     bench.offered(offer(epoch=6))
     assert bench.lease().epoch == 7
@@ -127,23 +99,6 @@ def test_reports_of_an_older_epoch_change_nothing(bench: CoreBench) -> None:
         bench.step(stale)
         assert bench.records() == []
     assert bench.row().leased
-
-
-def test_an_operator_ends_a_lease_at_once(bench: CoreBench) -> None:
-    bench.offered()
-    bench.step(RevokeAsked("g0", "maintenance"))
-    assert bench.answer() == 1
-    [command] = bench.commands()
-    assert (command.release.epoch, command.release.reason) == (1, "maintenance")
-    assert not bench.row().leased
-    bench.step(ReplicaDrained(1, "g0", 1, 2))
-    bench.at(101.0)
-    assert bench.lease().epoch == 2
-
-
-def test_revoking_what_is_not_leased_is_refused(bench: CoreBench) -> None:
-    with pytest.raises(RefusedError, match="rose status"):
-        bench.step(RevokeAsked("g0", "x"))
 
 
 def test_a_lost_node_takes_its_leases_along(bench: CoreBench) -> None:

@@ -24,6 +24,7 @@ from rose.store.election import (
     CampaignEnded,
     Candidate,
     Election,
+    ElectionRole,
     ElectionTick,
     GiveUpLease,
     KeepLease,
@@ -31,7 +32,6 @@ from rose.store.election import (
     LeaseGiven,
     LeaseKept,
     Look,
-    Role,
     Seen,
     StepDown,
     WriteRefused,
@@ -54,7 +54,7 @@ def elected(at_s: float = 100.0) -> Election:
 
 def test_one_that_finds_no_leader_campaigns_and_leads_under_the_revision_of_its_key() -> None:
     status = elected(100.0).status()
-    assert (status.role, status.address, status.term) == (Role.LEADER, "h:1", 41)
+    assert (status.role, status.address, status.term) == (ElectionRole.LEADER, "h:1", 41)
     assert status.valid_until_s == pytest.approx(101.8)
 
 
@@ -73,7 +73,7 @@ def test_one_that_loses_the_campaign_gives_its_lease_up() -> None:
     election.step(Seen(None), 100.0)
     election.step(LeaseGiven(7, 100.0), 100.0)
     assert election.step(CampaignEnded(None), 100.0) == [GiveUpLease(7)]
-    assert election.status().role is Role.FOLLOWER
+    assert election.status().role is ElectionRole.FOLLOWER
 
 
 def test_a_campaign_that_nobody_answered_in_time_is_not_led() -> None:
@@ -101,7 +101,7 @@ def test_a_leader_steps_down_by_its_own_clock_while_a_call_hangs() -> None:
     ]
     # The answer comes at last: it makes nobody a leader.
     assert election.step(LeaseKept(2.0, 101.7), 101.9) == [Look()]
-    assert election.status().role is Role.FOLLOWER
+    assert election.status().role is ElectionRole.FOLLOWER
 
 
 def test_a_leader_that_finds_its_key_of_a_term_that_is_over_gives_that_lease_up_again() -> None:
@@ -134,7 +134,7 @@ def test_a_leader_whose_lease_or_write_is_refused_steps_down_at_once(event: obje
 def test_a_refused_write_of_an_older_term_changes_nothing() -> None:
     election = elected(100.0)
     assert election.step(WriteRefused(40), 100.1) == []
-    assert election.status().role is Role.LEADER
+    assert election.status().role is ElectionRole.LEADER
 
 
 def test_an_unreadable_leader_is_an_unknown_address() -> None:
