@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from elastic_scheduler import (
     HarvestPlan,
@@ -44,7 +43,7 @@ from rose.scheduler.core.messages import (
     Reserve,
     TakenBack,
 )
-from rose.scheduler.persistence import save_epoch
+from rose.scheduler.persistence import Saved, save_epoch
 from rose.scheduler.wire import lease_command, release_command
 
 GUEST = ReplicaKind.GUEST
@@ -101,20 +100,18 @@ class Leasing:
     def __init__(
         self,
         times: LeaseTimes,
-        epochs: Mapping[str, int],
-        epoch_jobs: Mapping[str, str],
+        saved: Saved,
         allowed: CapacityGate,
+        fleet: FleetBook,
         healths: HealthBook,
+        jobs: JobRegistry,
         demand: DemandBook,
         policy: Policy | None = None,
-        epoch_floor: int = 0,
     ) -> None:
-        """`epoch_jobs`: jobs of the newest epochs, granted by a leader before this one.
-
-        epoch_floor: no epoch up to it is granted, of whatever replica.
-        """
+        """`saved`: has the newest epochs of a leader before this one, and whose they were."""
         self._times = times
         self._allowed = allowed
+        self._fleet, self._jobs = fleet, jobs
         self._healths = healths
         self._demand = demand
         self._policy = policy or make_policy("rose")
@@ -124,8 +121,10 @@ class Leasing:
         self._helped_s: dict[str, float] = {}
         self._switched: dict[str, int] = {}
         self._switches: dict[str, SwitchKind] = {}
-        self._jobs = JobRegistry((), ())
-        self._book = LeaseTable(times.ttl_s, epochs, epoch_floor)
+        self._book = LeaseTable(times.ttl_s, saved.epochs, saved.epoch_floor)
+        # Time and live offers of the event that is regulated now.
+        self._now_s = 0.0
+        self._offers: Mapping[str, Offer] = {}
         self._stream_of: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
         self._promises: dict[str, _Promise] = {}
@@ -138,7 +137,7 @@ class Leasing:
         self._renewed_s = -math.inf
         self._policy_rests_until_s = 0.0
         # Replicas of which nothing was heard since this leader began; their leases may live.
-        self._unheard = dict(epoch_jobs)
+        self._unheard = dict(saved.epoch_jobs)
         self._settles_s: float | None = None
 
     def believes(self, offer: Offer) -> bool:
@@ -209,8 +208,6 @@ class Leasing:
 
     def regulate(
         self,
-        jobs: JobRegistry,
-        fleet: FleetBook,
         now_s: float,
         *,
         news: bool = True,
@@ -221,55 +218,50 @@ class Leasing:
         news: something happened that decisions hang on, besides offers, verdicts and time, which
         are looked at here. at_once: decide now, however large the fleet.
         """
-        self._jobs = jobs
+        self._now_s, self._offers = now_s, self._fleet.live_offers(now_s)
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
         actions: list[Action] = [
             LogRecord("lease_expired", _fields(lease)) for lease in self._book.expire(now_s)
         ]
-        offers = fleet.live_offers(now_s)
-        actions += self._keep_promises(offers, fleet, now_s)
-        seen = fleet.revision, self._allowed.judgements
-        at_once |= fleet.size <= SMALL_FLEET or seen[1] != self._seen[1]
+        actions += self._keep_promises()
+        seen = self._fleet.revision, self._allowed.judgements
+        at_once |= self._fleet.size <= SMALL_FLEET or seen[1] != self._seen[1]
         self._news |= news or bool(actions) or seen != self._seen
         self._seen = seen
-        if not (at_once or self._is_due(now_s)):
+        if not (at_once or self._is_due()):
             if now_s >= self._renewed_s + RENEW_PACE_S:
-                actions += self._renew_all(self._kept, offers, fleet, now_s)
+                actions += self._renew_all(self._kept)
             return actions
         self._news, self._regulated_s = False, now_s
-        return actions + self._regulate_whole(offers, fleet, now_s)
+        return actions + self._regulate_whole()
 
-    def _is_due(self, now_s: float) -> bool:
-        since_s = now_s - self._regulated_s
+    def _is_due(self) -> bool:
+        since_s = self._now_s - self._regulated_s
         if since_s < PACE_S:
             return False
-        rested = any(now_s >= at_s for at_s in self._not_before_s.values())
+        rested = any(self._now_s >= at_s for at_s in self._not_before_s.values())
         return self._news or rested or since_s >= WHOLE_S
 
-    def _regulate_whole(
-        self, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
-    ) -> list[Action]:
+    def _regulate_whole(self) -> list[Action]:
         actions: list[Action] = []
-        plan = self._allowed.plan(offers.values(), self._book.leases())
-        over = [(lease, "harvest") for lease in plan.release] + self._undue(plan.renew, offers)
+        plan = self._allowed.plan(self._offers.values(), self._book.leases())
+        over = [(lease, "harvest") for lease in plan.release] + self._undue(plan.renew)
         ended = {lease.replica for lease, _ in over}
         plan = replace(plan, renew=tuple(e for e in plan.renew if e.replica not in ended))
         for lease, why in over:
-            release = partial(self._release, lease, why, now_s)
-            actions += self._apart(lease.replica, release, now_s)
+            actions += self._apart(lease.replica, self._release, lease, why)
         self._kept = tuple(lease.replica for lease in plan.renew)
-        actions += self._renew_all(self._kept, offers, fleet, now_s)
-        if not self._jobs.live or (len(self._jobs.live) > 1 and self.settling(now_s)):
+        actions += self._renew_all(self._kept)
+        if not self._jobs.live or (len(self._jobs.live) > 1 and self.settling(self._now_s)):
             # No job's share is known until the holdings of all jobs are known.
             return actions
-        self._forget_past(now_s)
-        decision, broken = self._decide(plan, offers, now_s)
+        self._forget_past()
+        decision, broken = self._decide(plan)
         actions += broken
-        for move in self._within_quotas(decision.take, offers):
-            take = partial(self._take, move, offers, fleet, now_s)
-            actions += self._apart(move.replica, take, now_s)
+        for move in self._within_quotas(decision.take):
+            actions += self._apart(move.replica, self._take, move)
         for move in decision.give_back:
-            actions += self._apart(move.replica, partial(self._give_back, move, now_s), now_s)
+            actions += self._apart(move.replica, self._give_back, move)
         return actions
 
     def switched(
@@ -302,15 +294,13 @@ class Leasing:
         """Return the latest reasons of the replica's leases and releases, oldest first."""
         return self._log.of(replica)
 
-    def _held_now(
-        self, leases: Sequence[Lease], offers: Mapping[str, Offer], now_s: float
-    ) -> tuple[Holding, ...]:
+    def _held_now(self, leases: Sequence[Lease]) -> tuple[Holding, ...]:
         """Leases that help their job: what takes no turns for long must not count as capacity."""
         self._holdings = {
-            lease.replica: self._holding(lease, offers[lease.replica]) for lease in leases
+            lease.replica: self._holding(lease, self._offers[lease.replica]) for lease in leases
         }
         self._helped_s = {
-            name: now_s
+            name: self._now_s
             if self._healths.takes_turns(name, each.job)
             else self._helped_s.get(name, each.since_s)
             for name, each in self._holdings.items()
@@ -318,7 +308,7 @@ class Leasing:
         return tuple(
             each
             for name, each in self._holdings.items()
-            if now_s < max(each.since_s, self._helped_s[name]) + HELPLESS_S
+            if self._now_s < max(each.since_s, self._helped_s[name]) + HELPLESS_S
         )
 
     def _holding(self, lease: Lease, offer: Offer) -> Holding:
@@ -329,8 +319,8 @@ class Leasing:
             return before
         return Holding(lease.job, offer, before.since_s)
 
-    def _note(self, what: str, move: Move, now_s: float) -> None:
-        self._log.note(move.replica, Reason(now_s, what, move.why, dict(move.figures)))
+    def _note(self, what: str, move: Move) -> None:
+        self._log.note(move.replica, Reason(self._now_s, what, move.why, dict(move.figures)))
 
     def drained(self, event: ReplicaDrained) -> list[Action]:
         """Take a node's release; one of an older lease changes nothing."""
@@ -382,43 +372,40 @@ class Leasing:
         lease = self._book.held(replica)
         return lease if lease is not None and lease.epoch == epoch else None
 
-    def _release(self, lease: Lease, reason: str, now_s: float) -> list[Action]:
-        self._book.begin_release(lease.replica, lease.epoch, now_s)
+    def _release(self, lease: Lease, reason: str) -> list[Action]:
+        self._book.begin_release(lease.replica, lease.epoch, self._now_s)
         return [
             Command(self._stream_of[lease.replica], release_command(lease, reason)),
             LogRecord("lease_releasing", {**_fields(lease), "reason": reason}),
         ]
 
-    def _renew_all(
-        self, replicas: Iterable[str], offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
-    ) -> list[Action]:
+    def _renew_all(self, replicas: Iterable[str]) -> list[Action]:
         """Renew what is due; what is offered no more runs out.
 
         With one lease of a node that takes renewals together those are renewed that soon would be.
         """
-        self._renewed_s = now_s
-        due_s = now_s + self._times.ttl_s - self._times.renew_s
+        self._renewed_s = self._now_s
+        due_s = self._now_s + self._times.ttl_s - self._times.renew_s
         soon_s = due_s + self._times.renew_s * EARLY_SHARE
         soon: list[Lease] = []
         due: set[int] = set()
         for replica in replicas:
             lease = self._book.held(replica)
-            if lease is None or lease.expires_s > soon_s or replica not in offers:
+            if lease is None or lease.expires_s > soon_s or replica not in self._offers:
                 continue
             if lease.state is LeaseState.ACTIVE:
                 soon.append(lease)
                 if lease.expires_s <= due_s:
                     due.add(self._stream_of[replica])
-        together = {stream for stream in due if fleet.takes_renewals(stream)}
+        together = {stream for stream in due if self._fleet.takes_renewals(stream)}
         actions: list[Action] = []
         for lease in soon:
             if lease.expires_s <= due_s or self._stream_of[lease.replica] in together:
-                renew = partial(self._renew, lease, now_s)
-                actions += self._apart(lease.replica, renew, now_s)
+                actions += self._apart(lease.replica, self._renew, lease)
         return _bundled(actions, together)
 
-    def _renew(self, lease: Lease, now_s: float) -> list[Action]:
-        renewed = self._book.renew(lease.replica, lease.epoch, now_s)
+    def _renew(self, lease: Lease) -> list[Action]:
+        renewed = self._book.renew(lease.replica, lease.epoch, self._now_s)
         return [Command(self._stream_of[lease.replica], self._told(renewed))]
 
     def _told(self, lease: Lease) -> pb.NodeCommand:
@@ -426,9 +413,7 @@ class Leasing:
         model = job.model if job else ""
         return lease_command(lease, self._times.ttl_s, model, self._jobs.chain(lease.job).latest)
 
-    def _undue(
-        self, leases: Iterable[Lease], offers: Mapping[str, Offer]
-    ) -> list[tuple[Lease, str]]:
+    def _undue(self, leases: Iterable[Lease]) -> list[tuple[Lease, str]]:
         """Return leases of ended jobs, and guests beyond a quota, the newest first."""
         live = {job.job: job for job in self._jobs.live}
         guests: dict[str, list[Lease]] = {}
@@ -436,7 +421,7 @@ class Leasing:
         for lease in leases:
             if lease.job not in live:
                 undue.append((lease, "the job was ended"))
-            elif offers[lease.replica].kind is not ReplicaKind.GUEST:
+            elif self._offers[lease.replica].kind is not ReplicaKind.GUEST:
                 continue
             elif live[lease.job].standing:
                 undue.append((lease, "no trainer has registered the job"))
@@ -453,7 +438,7 @@ class Leasing:
         holding = self._holdings.get(lease.replica)
         return holding.since_s if holding else lease.expires_s
 
-    def _within_quotas(self, moves: Sequence[Move], offers: Mapping[str, Offer]) -> list[Move]:
+    def _within_quotas(self, moves: Sequence[Move]) -> list[Move]:
         """No policy leases more guests than a job may have, nor what cannot run its model."""
         if not moves:
             return []
@@ -463,11 +448,11 @@ class Leasing:
                 *((lease.replica, lease.job) for lease in self._book.leases()),
                 *((name, each.move.job) for name, each in self._promises.items()),
             ]
-            if replica in offers and offers[replica].kind is ReplicaKind.GUEST
+            if replica in self._offers and self._offers[replica].kind is ReplicaKind.GUEST
         )
         kept = []
         for move in moves:
-            job, offer = self._jobs.get(move.job), offers.get(move.replica)
+            job, offer = self._jobs.get(move.job), self._offers.get(move.replica)
             if job is None or (offer is not None and not offer.serves(job.model)):
                 continue
             if offer is not None and offer.kind is ReplicaKind.GUEST:
@@ -478,11 +463,13 @@ class Leasing:
             kept.append(move)
         return kept
 
-    def _demands(self, now_s: float) -> tuple[JobDemand, ...]:
+    def _demands(self) -> tuple[JobDemand, ...]:
         alone = self._jobs.only is not None
         return tuple(
             replace(
-                self._demand.demand(job.job, self._jobs.chain(job.job).latest, now_s, alone=alone),
+                self._demand.demand(
+                    job.job, self._jobs.chain(job.job).latest, self._now_s, alone=alone
+                ),
                 weight=job.weight * self._allowed.weight_of(job.job),
                 model=job.model,
                 max_guests=0 if job.standing else job.max_guests or math.inf,
@@ -490,52 +477,53 @@ class Leasing:
             for job in self._jobs.live
         )
 
-    def _apart(self, replica: str, act: Callable[[], list[Action]], now_s: float) -> list[Action]:
+    def _apart(
+        self, replica: str, act: Callable[..., list[Action]], *about: object
+    ) -> list[Action]:
         """Do something for one replica; whatever is wrong with it, the others have their leases."""
         try:
-            return act()
+            return act(*about)
         except Exception as error:  # noqa: BLE001 - one replica must not end all; it rests
             lease = self._book.held(replica)
             if lease is not None:
                 self._book.revoke(replica, lease.epoch)
             self._promises.pop(replica, None)
-            self._not_before_s[replica] = now_s + BROKEN_PAUSE_S
+            self._not_before_s[replica] = self._now_s + BROKEN_PAUSE_S
             return [LogRecord("replica_broken", {"replica": replica, "message": repr(error)[:200]})]
 
-    def _decide(
-        self, plan: HarvestPlan, offers: Mapping[str, Offer], now_s: float
-    ) -> tuple[LeaseDecision, list[Action]]:
+    def _decide(self, plan: HarvestPlan) -> tuple[LeaseDecision, list[Action]]:
         """Ask the policy. One that breaks is asked again later, and until then nothing changes."""
-        held = self._held_now(plan.renew, offers, now_s)
+        held = self._held_now(plan.renew)
         promised = tuple(
-            Holding(each.move.job, offers[name], each.since_s)
+            Holding(each.move.job, self._offers[name], each.since_s)
             for name, each in self._promises.items()
-            if name in offers
+            if name in self._offers
         )
         free = tuple(
             offer
             for offer in plan.lease
-            if now_s >= self._not_before_s.get(offer.replica, now_s)
-            and offer.replica not in self._promises
+            if self._is_rested(offer.replica) and offer.replica not in self._promises
         )
         nothing = LeaseDecision((), ())
-        if now_s < self._policy_rests_until_s:
+        if self._now_s < self._policy_rests_until_s:
             return nothing, []
         try:
-            situation = Situation(now_s, free, held + promised, self._demands(now_s))
+            situation = Situation(self._now_s, free, held + promised, self._demands())
             return self._policy.decide(situation), []
         except Exception as error:  # noqa: BLE001 - a broken policy must not end live leases
-            self._policy_rests_until_s = now_s + BROKEN_PAUSE_S
+            self._policy_rests_until_s = self._now_s + BROKEN_PAUSE_S
             return nothing, [LogRecord("policy_broken", {"message": repr(error)[:200]})]
 
-    def _forget_past(self, now_s: float) -> None:
-        self._not_before_s = {n: at_s for n, at_s in self._not_before_s.items() if now_s < at_s}
+    def _is_rested(self, replica: str) -> bool:
+        return self._now_s >= self._not_before_s.get(replica, self._now_s)
+
+    def _forget_past(self) -> None:
+        resting = self._not_before_s.items()
+        self._not_before_s = {n: at_s for n, at_s in resting if self._now_s < at_s}
         self._switched = {n: e for n, e in self._switched.items() if n in self._holdings}
         self._switches = {n: each for n, each in self._switches.items() if n in self._holdings}
 
-    def _keep_promises(
-        self, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
-    ) -> list[Action]:
+    def _keep_promises(self) -> list[Action]:
         """Grant what was decided, once its epoch is durable and if it still may be."""
         actions: list[Action] = []
         durable, self._durable = self._durable, []
@@ -544,31 +532,28 @@ class Leasing:
             if promise is None or not self._book.reserved(name, promise.epoch - 1):
                 continue
             del self._promises[name]
-            offer = offers.get(name)
-            is_free = self._book.held(name) is None and now_s >= self._not_before_s.get(name, now_s)
+            offer = self._offers.get(name)
+            is_free = self._book.held(name) is None and self._is_rested(name)
             is_live = self._jobs.get(promise.move.job) is not None
             if is_live and is_free and offer is not None and self._allowed.may_lease(offer):
-                take = partial(self._take, promise.move, offers, fleet, now_s)
-                actions += self._apart(name, take, now_s)
+                actions += self._apart(name, self._take, promise.move)
         return actions
 
-    def _take(
-        self, move: Move, offers: Mapping[str, Offer], fleet: FleetBook, now_s: float
-    ) -> list[Action]:
+    def _take(self, move: Move) -> list[Action]:
         """Grant under an epoch that is durable; without one, have the next one made so."""
-        offer = offers[move.replica]
+        offer = self._offers[move.replica]
         if not self._has_room(move.job, offer):
             return []
         if self._book.reserved(offer.replica, offer.epoch):
-            return self._grant(move, offer, fleet, now_s)
+            return self._grant(move, offer)
         if len(self._promises) >= MAX_PROMISES:
             return []
         try:
             epoch = self._book.proposed(offer.replica, offer.epoch)
         except LeaseError as error:
-            self._not_before_s[offer.replica] = now_s + BROKEN_PAUSE_S
+            self._not_before_s[offer.replica] = self._now_s + BROKEN_PAUSE_S
             return [LogRecord("lease_refused", {"replica": offer.replica, "reason": str(error)})]
-        self._promises[offer.replica] = _Promise(move, epoch, now_s)
+        self._promises[offer.replica] = _Promise(move, epoch, self._now_s)
         # An epoch that a node saw must never be handed out again.
         write = save_epoch(offer.replica, epoch, move.job, offer.node, self._allowed.wall_s)
         return [Reserve(write, EpochReserved(offer.replica, epoch))]
@@ -579,25 +564,25 @@ class Leasing:
         held = ((h.job, h.offer.node) for h in self._holdings.values() if h.offer.kind is GUEST)
         return self._allowed.admits(job, offer, held)
 
-    def _give_back(self, move: Move, now_s: float) -> list[Action]:
-        self._note("give back", move, now_s)
+    def _give_back(self, move: Move) -> list[Action]:
+        self._note("give back", move)
         if self._promises.pop(move.replica, None) is not None:
             return []
-        lease = self._book.live(move.replica, now_s)
-        return [] if lease is None else self._release(lease, move.why, now_s)
+        lease = self._book.live(move.replica, self._now_s)
+        return [] if lease is None else self._release(lease, move.why)
 
-    def _grant(self, move: Move, offer: Offer, fleet: FleetBook, now_s: float) -> list[Action]:
-        view = fleet.of_replica(offer.replica)
+    def _grant(self, move: Move, offer: Offer) -> list[Action]:
+        view = self._fleet.of_replica(offer.replica)
         if view is None:
             return []
-        lease = self._book.grant(move.job, offer.replica, now_s, seen_epoch=offer.epoch)
+        lease = self._book.grant(move.job, offer.replica, self._now_s, seen_epoch=offer.epoch)
         self._stream_of[offer.replica] = view.stream
-        self._holdings[offer.replica] = Holding(move.job, offer, now_s)
+        self._holdings[offer.replica] = Holding(move.job, offer, self._now_s)
         self._healths.leased(offer.replica, lease.epoch)
         job = self._jobs.get(move.job)
         switch = offer.switch_to(move.job, job.model if job else "")
         self._switches[offer.replica] = switch
-        self._note("lease", move, now_s)
+        self._note("lease", move)
         fields = {**_fields(lease), "node": view.node, "kind": offer.kind.value, "why": move.why}
         if switch is not SwitchKind.NONE:
             fields["switch"] = switch.value

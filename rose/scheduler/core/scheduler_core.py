@@ -163,17 +163,17 @@ class SchedulerCore:
         self._healths = HealthBook()
         self.demand = DemandBook()
         self.usage = UsageBook()
+        self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
         self._leasing = Leasing(
             times or LeaseTimes(),
-            saved.epochs,
-            saved.epoch_jobs,
+            saved,
             self.capacity.gate,
+            self._fleet,
             self._healths,
+            self._jobs,
             self.demand,
             leasing_policy,
-            saved.epoch_floor,
         )
-        self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
         self.runs = RunBook(saved.runs, run_ttl_s)
         self._books = Books(
             self._fleet,
@@ -237,9 +237,7 @@ class SchedulerCore:
         at_once = isinstance(
             event, HarvestSet | JobEnded | JobDropped | PolicyApplied | PolicyDeleted
         )
-        regulated = self._leasing.regulate(
-            self._jobs, self._fleet, now_s, news=news, at_once=at_once
-        )
+        regulated = self._leasing.regulate(now_s, news=news, at_once=at_once)
         records = [each for each in regulated if isinstance(each, LogRecord)]
         granted = [str(each.fields["replica"]) for each in records if each.event == LEASE_GRANTED]
         if isinstance(event, HarvestSet | JobEnded):
