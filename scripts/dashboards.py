@@ -22,7 +22,7 @@ HEIGHT: Final = 8
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
-class Panel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GraphPanel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One graph. queries, limits: expressions by their legends; a limit's line is drawn dashed."""
 
     title: str
@@ -43,7 +43,7 @@ class Dashboard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     title: str
     question: str
-    panels: list[Panel]
+    panels: list[GraphPanel]
     by_instance: bool = False
 
 
@@ -98,7 +98,7 @@ def _variables(*, by_instance: bool) -> list[dict[str, Any]]:
     return variables
 
 
-def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+def _panel(panel: GraphPanel, number: int, x: int, y: int) -> dict[str, Any]:
     queries = [*panel.queries.items(), *panel.limits.items()]
     targets = [
         {
@@ -140,7 +140,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     return drawn
 
 
-def _drawing(panel: Panel) -> dict[str, Any]:
+def _drawing(panel: GraphPanel) -> dict[str, Any]:
     if panel.kind != "timeseries":
         return {}
     stacked = {"mode": "normal" if panel.bars else "none"}

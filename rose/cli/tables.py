@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from rose.command_line.output import Cell, Said, Table, Tone, ago, bytes_of, share_of
+from rose.command_line.output import Said, Table, Tone, TonedText, ago, bytes_of, share_of
 from rose.operate.fleet import Capacity, Fleet, Host, Job, Mode, Node, NodeState, Replica, names
 
 _TONES = {
@@ -27,9 +27,9 @@ CLOSE = 0.8
 NEAR_FULL = 0.8
 
 
-def toned(word: str) -> Cell:
+def toned(word: str) -> TonedText:
     """Return a state's word in its colour."""
-    return Cell(word or "-", _TONES.get(word, Tone.PLAIN))
+    return TonedText(word or "-", _TONES.get(word, Tone.PLAIN))
 
 
 def summary(fleet: Fleet) -> str:
@@ -63,18 +63,18 @@ def _demand(job: Job) -> str:
 
 def headlines(fleet: Fleet) -> tuple[Said, ...]:
     """Return the summary, then a line for each thing that an operator should look at."""
-    lines: list[Said] = [Cell(summary(fleet), Tone.HEAD)]
-    lines += [Cell(f"scheduler: {trouble}", Tone.BAD) for trouble in fleet.troubles]
+    lines: list[Said] = [TonedText(summary(fleet), Tone.HEAD)]
+    lines += [TonedText(f"scheduler: {trouble}", Tone.BAD) for trouble in fleet.troubles]
     for state, tone, what in (
         (NodeState.SILENT, Tone.CARE, "attached, and silent"),
         (NodeState.AWAY, Tone.BAD, "known, and not attached"),
     ):
         found = [node for node in fleet.nodes if node.state is state]
         if found:
-            lines.append(Cell(f"{len(found)} nodes are {what}: {names(found)}", tone))
+            lines.append(TonedText(f"{len(found)} nodes are {what}: {names(found)}", tone))
     if skewed := fleet.skewed:
         lines.append(
-            Cell(
+            TonedText(
                 f"{len(skewed)} nodes are not of the scheduler's release ({fleet.release}):"
                 f" {_releases(skewed)}; upgrade them, or the scheduler",
                 Tone.CARE,
@@ -141,7 +141,7 @@ def _mode(fleet: Fleet, capacity: Capacity | None) -> Said:
         return toned(fleet.harvest.value)
     if capacity.mode is capacity.would:
         return toned(capacity.mode.value)
-    return Cell(f"{capacity.mode.value}, would {capacity.would.value}", Tone.FAINT)
+    return TonedText(f"{capacity.mode.value}, would {capacity.would.value}", Tone.FAINT)
 
 
 def lends(capacity: Capacity | None) -> str:
@@ -168,11 +168,11 @@ def tpot(host: Host | None) -> Said:
 def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
     target = f"{target_s * 1e3:.0f} ms"
     if not host.window_requests and not at_s:
-        return Cell(f"idle / {target}", Tone.FAINT)
+        return TonedText(f"idle / {target}", Tone.FAINT)
     text = f"{at_s * 1e3:.{digits}f} / {target}"
     if target_s <= 0 or at_s < CLOSE * target_s:
-        return Cell(text, Tone.GOOD)
-    return Cell(text, Tone.CARE) if at_s <= target_s else Cell(f"{text} MISSED", Tone.BAD)
+        return TonedText(text, Tone.GOOD)
+    return TonedText(text, Tone.CARE) if at_s <= target_s else TonedText(f"{text} MISSED", Tone.BAD)
 
 
 def host_name(node: Node, host: Host | None) -> str:
@@ -185,7 +185,7 @@ def kv(host: Host | None) -> Said:
     share = host.kv_share if host else None
     if share is None:
         return "-"
-    return Cell(share_of(share), Tone.CARE if share > NEAR_FULL else Tone.PLAIN)
+    return TonedText(share_of(share), Tone.CARE if share > NEAR_FULL else Tone.PLAIN)
 
 
 # ---- replicas ----
@@ -214,7 +214,7 @@ def _replica_row(replica: Replica) -> tuple[Said, ...]:
         replica.name,
         replica.kind,
         replica.node or "-",
-        Cell("yes", Tone.GOOD) if replica.healthy else Cell("no", Tone.CARE),
+        TonedText("yes", Tone.GOOD) if replica.healthy else TonedText("no", Tone.CARE),
         lease.job if lease and lease.job else replica.job or "-",
         version(replica),
         f"epoch {lease.epoch}, {lease.state}" if lease else "-",
@@ -235,7 +235,7 @@ def engine_state(replica: Replica) -> Said:
         return "-"
     cell = toned(replica.engine.state)
     again = replica.engine.restarts
-    return Cell(f"{cell.text}, {again} restarts", Tone.CARE) if again else cell
+    return TonedText(f"{cell.text}, {again} restarts", Tone.CARE) if again else cell
 
 
 def version(replica: Replica) -> str:

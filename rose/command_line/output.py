@@ -52,7 +52,7 @@ class Tone(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TonedText:
     """A text with a tone."""
 
     text: str
@@ -62,7 +62,7 @@ class Cell:
         return self.text
 
 
-Said = Cell | str
+Said = TonedText | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def rendered(view: View) -> Group:
 
 
 def _styled(said: Said) -> Text:
-    return Text(said.text, style=said.tone.value) if isinstance(said, Cell) else Text(said)
+    return Text(said.text, style=said.tone.value) if isinstance(said, TonedText) else Text(said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,13 @@ def use(settings: TrainerSettings) -> PolicyPublisher:
     """
     publisher = PolicyPublisher(settings)
 
-    class Client(RoseVLLMClient):
+    class JobClient(RoseVLLMClient):
         """HTTP client of the gateway named in TrainerSettings."""
 
         def __init__(self, *_: object, connection_timeout: float = 0.0, **__: object) -> None:
             super().__init__(publisher, connection_timeout)
 
-    vllm_generation.VLLMClient = Client
+    vllm_generation.VLLMClient = JobClient
     _need_no_vllm(vllm_generation)
     atexit.register(publisher.close)
     return publisher

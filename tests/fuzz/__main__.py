@@ -28,7 +28,7 @@ TAIL_LINES = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FuzzOutcome:
     """Result of fuzzing one module; `trouble` is empty if nothing was found."""
 
     module: str
@@ -37,7 +37,7 @@ class Outcome:
     trouble: str
 
 
-def fuzz(module: str, seconds: int, seed: int, out: Path) -> Outcome:
+def fuzz(module: str, seconds: int, seed: int, out: Path) -> FuzzOutcome:
     """Fuzz one module for so long in a process of its own."""
     folder = out / module
     (folder / "corpus").mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def fuzz(module: str, seconds: int, seed: int, out: Path) -> Outcome:
             code = -1
     text = log.read_text(errors="replace")
     trouble = "" if code == 0 else "\n".join(text.splitlines()[-TAIL_LINES:])
-    return Outcome(module, len(load(module)), _runs(text), trouble)
+    return FuzzOutcome(module, len(load(module)), _runs(text), trouble)
 
 
 def _environment() -> dict[str, str]:
@@ -76,7 +76,7 @@ def _runs(text: str) -> int:
     return 0
 
 
-def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _lines(outcomes: Sequence[FuzzOutcome]) -> Iterator[str]:
     yield f"{'target':<24}{'functions':>10}{'inputs':>12}  found"
     for one in outcomes:
         found = "nothing" if not one.trouble else "see below"

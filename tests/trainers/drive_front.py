@@ -30,7 +30,7 @@ PROMPT, TOKENS = [10, 20, 30, 40], 6
 Ask = Callable[[list[int], int], list[int]]
 
 
-class Trainer:
+class SteppingTrainer:
     """A model that takes steps, saves them, and says what it would answer."""
 
     def __init__(self, model: Path, folder: Path, seed: int) -> None:
@@ -197,7 +197,7 @@ class Slime:
 class SlimeDelta(Slime):
     """slime's delta mode: its own diffs of the model, each on the one before."""
 
-    def __init__(self, front: str, model: str, trainer: Trainer) -> None:
+    def __init__(self, front: str, model: str, trainer: SteppingTrainer) -> None:
         import torch.distributed as dist
         from slime.backends.megatron_utils.update_weight import update_weight_from_disk_delta
 
@@ -293,7 +293,7 @@ class Areal:
 class VllmTrainerEngine:
     """`vllm.distributed.weight_transfer`: sends the model itself, backend `rose`."""
 
-    def __init__(self, gateway: str, model: str, trainer: Trainer) -> None:
+    def __init__(self, gateway: str, model: str, trainer: SteppingTrainer) -> None:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.base import ModuleSource
 
@@ -320,7 +320,7 @@ class Watcher:
         subprocess.run([*command, f"--watch={folder.parent}"], check=True, stdout=sys.stderr)
 
 
-def client(what: str, front: str, gateway: str, model: str, trainer: Trainer) -> Any:
+def client(what: str, front: str, gateway: str, model: str, trainer: SteppingTrainer) -> Any:
     """The client of one framework."""
     if what == "vllm":
         return VllmTrainerEngine(gateway, model, trainer)
@@ -345,7 +345,7 @@ def main(argv: list[str]) -> None:
     clients, front, gateway, model, folder, seed, *whats = argv
     sys.path[:0] = [clients, str(Path(clients) / "libraries")]
     stand_in()
-    trainer = Trainer(Path(model), Path(folder), int(seed))
+    trainer = SteppingTrainer(Path(model), Path(folder), int(seed))
     kept: dict[str, Any] = {}
     for what in whats:
         driven = kept.get(what) or client(what, front, gateway, model, trainer)

@@ -88,7 +88,7 @@ def lifecycle() -> None:
 
 
 @ray.remote(num_cpus=0)
-class Trainer:
+class TrainerActor:
     """An actor that was handed what it trains with."""
 
     def __init__(self, publisher: PolicyPublisher, client: Any) -> None:
@@ -112,14 +112,14 @@ def training() -> None:
     settings = TrainerSettings.from_env()
     with DedicatedPool(1, 0, node=NODE, replica=REPLICA) as pool:
         pool.wait_healthy()
-        trainer = Trainer.remote(PolicyPublisher(settings), settings.client())
+        trainer = TrainerActor.remote(PolicyPublisher(settings), settings.client())
         said(before=ray.get(trainer.step.remote(1.0)))
         ray.kill(pool._members[0].actor, no_restart=False)
         pool.wait_healthy()
         said(after=ray.get(trainer.step.remote(1.5)))
 
 
-class Answer:
+class TurnAnswer:
     """Receives an answer's status, and how it ended."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ async def asked(url: str, tls: ClusterTls | None) -> int | None:
     """Status with which a turn was answered; None where the connection was refused."""
     upstream = Upstream(tls)
     try:
-        answer = Answer()
+        answer = TurnAnswer()
         await upstream.post(url, b"{}", answer)
         await answer.over
     except OSError:

@@ -28,14 +28,14 @@ RUN_S = 240.0
 
 
 @dataclass(frozen=True)
-class Training:
+class TrlRun:
     """Output of one run."""
 
     steps: list[dict[str, Any]]
     end: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> "Training":
+    def read(cls, path: Path) -> "TrlRun":
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return cls([each for each in lines if "step" in each], lines[-1])
 
@@ -91,11 +91,11 @@ def started(
         process.wait()
 
 
-def finished(process: "subprocess.Popen[bytes]", folder: Path) -> Training:
+def finished(process: "subprocess.Popen[bytes]", folder: Path) -> TrlRun:
     """Return its result, once it has ended by itself."""
     code = process.wait(RUN_S)
     assert code == 0, (folder / "log").read_text()[-4_000:]
-    return Training.read(folder / "out")
+    return TrlRun.read(folder / "out")
 
 
 def serves(stack: TrainerStack, version: int) -> bool:

@@ -13,7 +13,16 @@ from typing import Final
 
 from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.cli.tables import version
-from rose.command_line.output import Cell, Said, Table, Tone, View, add_output_options, say, show
+from rose.command_line.output import (
+    Said,
+    Table,
+    Tone,
+    TonedText,
+    View,
+    add_output_options,
+    say,
+    show,
+)
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError
 from rose.operate.fleet import Fleet, Job, Replica, fleet_of
@@ -140,7 +149,7 @@ def show_job(fleet: Fleet, name: str) -> View:
                 row.kind,
                 row.node,
                 version(row),
-                Cell("serving", Tone.GOOD) if row.healthy else Cell("syncing", Tone.CARE),
+                TonedText("serving", Tone.GOOD) if row.healthy else TonedText("syncing", Tone.CARE),
             )
             for row in rows
         ),
@@ -159,7 +168,7 @@ def _known(fleet: Fleet, name: str) -> Job:
 def _run_state(job: Job) -> Said:
     if job.run is None:
         return "none yet" if job.standing else "-"
-    return Cell(job.run.state, Tone.GOOD if job.run.state == "live" else Tone.CARE)
+    return TonedText(job.run.state, Tone.GOOD if job.run.state == "live" else Tone.CARE)
 
 
 def _run_line(job: Job) -> str:

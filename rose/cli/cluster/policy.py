@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.command_line.output import (
-    Cell,
     Format,
     Said,
     Table,
     Tone,
+    TonedText,
     View,
     add_output_options,
     bytes_of,
@@ -120,7 +120,7 @@ def _policies_table(said: list[dict[str, Any]], views: list[pb.PolicyView]) -> T
         flat = _paths(policy)
         selector = policy.get("nodeSelector")
         flat["nodeSelector"] = _selected(selector) if selector else "all"
-        mode = Cell("halted", Tone.BAD) if view.halted else flat.get("mode", "Advisory")
+        mode = TonedText("halted", Tone.BAD) if view.halted else flat.get("mode", "Advisory")
         rest = (flat.get(path, "-") for _, path in COLUMNS[2:])
         rows.append((flat["name"], mode, *rest))
     return Table(tuple(title for title, _ in COLUMNS), tuple(rows))

@@ -17,10 +17,10 @@ from rose.cli.options import add_scheduler_options, client_of
 from rose.cli.tables import headlines, host_name, kv, toned, tpot, ttft, version
 from rose.command_line.output import (
     WATCH_S,
-    Cell,
     Said,
     Table,
     Tone,
+    TonedText,
     View,
     add_output_options,
     ago,
@@ -142,7 +142,7 @@ def fitted_view(view: View, height: int) -> RenderableType:
     if left_out <= 0:
         return drawn
     note = f"{left_out} more rows: make the terminal higher, or give --node"
-    return Group(drawn, rendered(View(None, (Cell(note, Tone.FAINT),))))
+    return Group(drawn, rendered(View(None, (TonedText(note, Tone.FAINT),))))
 
 
 def _urgency(node: Node) -> tuple[float, str]:
@@ -156,7 +156,7 @@ def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator
     for host in node.hosts or (None,):
         busy = host.busy_share if host else None
         yield (
-            Cell(host_name(node, host), Tone.HEAD),
+            TonedText(host_name(node, host), Tone.HEAD),
             ttft(host),
             tpot(host),
             f"{bar(busy)} {share_of(busy)} busy" if busy is not None else "-",
@@ -179,7 +179,7 @@ def _does(node: Node, host: Host | None) -> Said:
 
 def _held_back(node: Node) -> Said:
     if node.state is not NodeState.ATTACHED:
-        return Cell(f"last heard {ago(node.heard_s)} ago", Tone.CARE)
+        return TonedText(f"last heard {ago(node.heard_s)} ago", Tone.CARE)
     limits = node.capacity.limits if node.capacity else ()
     return f"held back by {'; '.join(limits)}" if limits else ""
 
@@ -190,8 +190,8 @@ def _guest_row(frame: Frame, replica: Replica) -> tuple[Said, ...]:
     whose = f"{lease.job or replica.job} v{version(replica)}" if lease else "not leased"
     return (
         f"  {replica.name}",
-        Cell(whose, Tone.PLAIN if lease else Tone.FAINT),
-        Cell(f"until {lease.expires_in_s:.1f} s" if lease else "-", Tone.FAINT),
+        TonedText(whose, Tone.PLAIN if lease else Tone.FAINT),
+        TonedText(f"until {lease.expires_in_s:.1f} s" if lease else "-", Tone.FAINT),
         f"{bar(engine.duty)} {share_of(engine.duty)} duty" if engine else "-",
         bytes_of(engine.kv_bytes) if engine and engine.kv_bytes else "-",
         "-" if rate is None else f"{rate:.0f}",

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from rose.command_line import output
 from rose.command_line.output import (
-    Cell,
     Table,
     Tone,
+    TonedText,
     View,
     add_output_options,
     ago,
@@ -30,9 +30,9 @@ from rose.errors import UnavailableError
 LONG = "a" * 300
 VIEW = View(
     {"node": "n0", "share": 0.5},
-    (Cell("harvest ACTIVE", Tone.HEAD),),
+    (TonedText("harvest ACTIVE", Tone.HEAD),),
     (
-        Table(("NODE", "WHY"), ((Cell("n0", Tone.GOOD), LONG), ("n1[x]", "-")), "nodes"),
+        Table(("NODE", "WHY"), ((TonedText("n0", Tone.GOOD), LONG), ("n1[x]", "-")), "nodes"),
         Table(("EMPTY",), ()),
     ),
 )

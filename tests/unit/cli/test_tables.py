@@ -7,7 +7,7 @@ from typing import Any
 from rose.cli.cluster.policy import NodePolicy, explained
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
 from rose.cli.tables import headlines, nodes_table, replicas_table, tpot, ttft, version
-from rose.command_line.output import Cell, Table, Tone, text_of
+from rose.command_line.output import Table, Tone, TonedText, text_of
 from rose.operate.fleet import Engine, Fleet, Host, Node, Replica, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
@@ -68,11 +68,11 @@ def test_each_of_several_hosts_has_a_row_of_its_own() -> None:
 
 
 def test_a_latency_says_how_near_its_target_is() -> None:
-    assert ttft(HOST) == Cell("410 / 500 ms", Tone.CARE)
-    assert ttft(replace(HOST, ttft_p95_s=0.6)) == Cell("600 / 500 ms MISSED", Tone.BAD)
-    assert tpot(HOST) == Cell("30.0 / 150 ms", Tone.GOOD)
+    assert ttft(HOST) == TonedText("410 / 500 ms", Tone.CARE)
+    assert ttft(replace(HOST, ttft_p95_s=0.6)) == TonedText("600 / 500 ms MISSED", Tone.BAD)
+    assert tpot(HOST) == TonedText("30.0 / 150 ms", Tone.GOOD)
     idle = replace(HOST, tpot_p95_s=0.0, window_requests=0)
-    assert tpot(idle) == Cell("idle / 150 ms", Tone.FAINT)
+    assert tpot(idle) == TonedText("idle / 150 ms", Tone.FAINT)
 
 
 def test_troubles_stand_before_everything_else() -> None:

@@ -87,7 +87,7 @@ def of_containerfile(folder: Path) -> Image:
     return Image((str(venv / "bin" / "rose"),), env)
 
 
-class Machine:
+class ReleaseMachine:
     """Runs containers of a release as processes, each confined as its pod says."""
 
     def __init__(self, folder: Path, values: Object, ports: dict[str, int], image: Image) -> None:
@@ -214,7 +214,7 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
 
 
 @pytest.fixture
-def machine(image: Image) -> Iterator[Machine]:
+def machine(image: Image) -> Iterator[ReleaseMachine]:
     if os.getuid() != 0 or not (UNSHARE and SETPRIV):
         pytest.skip("a read-only root is made by root, with unshare and setpriv")
     if subprocess.run([UNSHARE, "-m", "true"], capture_output=True).returncode:
@@ -235,7 +235,7 @@ def machine(image: Image) -> Iterator[Machine]:
         "policy": {"maxHarvest": {"compute": 0.5}},
     }
     folder = Path(tempfile.mkdtemp(prefix="rose-chart-", dir=PAGE_FOLDER))
-    made = Machine(folder, joined(values), ports, image)  # type: ignore[arg-type]
+    made = ReleaseMachine(folder, joined(values), ports, image)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -243,7 +243,7 @@ def machine(image: Image) -> Iterator[Machine]:
         shutil.rmtree(folder)
 
 
-def test_the_release_runs_and_its_test_proves_the_stop(machine: Machine) -> None:
+def test_the_release_runs_and_its_test_proves_the_stop(machine: ReleaseMachine) -> None:
     order = (
         "StatefulSet/r-etcd",
         "Deployment/r-scheduler",

@@ -26,13 +26,13 @@ class Begun:
 
 
 @dataclass
-class StandInPublisher:
+class StandInWeightPublisher:
     """Stand-in for `WeightPublisher`; answers are those of the class."""
 
     begun: ClassVar[Begun] = Begun()
     held: ClassVar[Mapping[str, TensorBits]] = {}
     trouble: ClassVar[Exception | None] = None
-    made: ClassVar[list["StandInPublisher"]] = []
+    made: ClassVar[list["StandInWeightPublisher"]] = []
     calls: list[tuple[str, int]] = field(default_factory=list)
     parents: list[Mapping[str, TensorBits]] = field(default_factory=list)
     closed: bool = False
@@ -104,12 +104,12 @@ class StandInClient:
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerSettings:
-    monkeypatch.setattr(publisher, "WeightPublisher", StandInPublisher)
+    monkeypatch.setattr(publisher, "WeightPublisher", StandInWeightPublisher)
     monkeypatch.setattr(publisher, "RolloutClient", StandInClient)
     monkeypatch.setattr(publisher, "read_model_dir", lambda _: checkpoint(weights()))
     monkeypatch.setattr(publisher, "LOOK_S", 0.001)
     monkeypatch.setattr(StandInClient, "rows", [[Row(99)]])
-    monkeypatch.setattr(StandInPublisher, "made", [])
+    monkeypatch.setattr(StandInWeightPublisher, "made", [])
     SigningKey.generate().save(tmp_path / "key")
     return TrainerSettings(
         job="grpo",
@@ -131,7 +131,7 @@ def policy(settings: TrainerSettings) -> Iterator[PolicyPublisher]:
 def test_versions_follow_the_checkpoint_one_by_one(policy: PolicyPublisher) -> None:
     assert policy.version == 0
     assert [policy.publish(weights(seed).items()) for seed in (1, 2)] == [1, 2]
-    (made,) = StandInPublisher.made
+    (made,) = StandInWeightPublisher.made
     assert made.calls == [("delta", 1), ("delta", 2)]
     assert [
         (old[NORM].bits == checkpoint(weights(k))[NORM].bits).all()
@@ -144,23 +144,23 @@ def test_versions_follow_the_checkpoint_one_by_one(policy: PolicyPublisher) -> N
 def test_a_trainer_that_starts_again_goes_on_from_what_it_published(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7, resumed=7))
-    monkeypatch.setattr(StandInPublisher, "held", checkpoint(weights(seed=7)))
+    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7, resumed=7))
+    monkeypatch.setattr(StandInWeightPublisher, "held", checkpoint(weights(seed=7)))
     with PolicyPublisher(settings) as policy:
         assert (policy.resumed, policy.version) == (True, 7)
-        assert policy.restore() is StandInPublisher.held
+        assert policy.restore() is StandInWeightPublisher.held
         assert policy.publish(weights(seed=8).items()) == 8
     assert (policy.resumed, policy.version) == (True, 8), "it is closed, and knows it still"
-    (made,) = StandInPublisher.made
+    (made,) = StandInWeightPublisher.made
     assert made.calls == [("delta", 8)]
-    assert made.parents == [StandInPublisher.held]
+    assert made.parents == [StandInWeightPublisher.held]
     assert made.closed
 
 
 def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7))
+    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7))
     with PolicyPublisher(settings) as policy:
         assert not policy.resumed
         with pytest.raises(RefusedError, match="holds no version"):
@@ -168,33 +168,35 @@ def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
         assert policy.oldest_allowed == 8, "versions before are of weights that nobody trains"
         assert [policy.publish(weights(seed).items()) for seed in (1, 2)] == [8, 9]
         assert policy.oldest_allowed == 8
-    assert StandInPublisher.made[0].calls == [("anew", 8), ("delta", 9)]
+    assert StandInWeightPublisher.made[0].calls == [("anew", 8), ("delta", 9)]
 
 
 def test_a_root_that_cannot_be_read_back_is_begun_anew(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def torn(_: StandInPublisher) -> None:
+    async def torn(_: StandInWeightPublisher) -> None:
         raise WeightError("a chunk is gone")
 
-    monkeypatch.setattr(StandInPublisher, "begun", Begun(latest=7, resumed=7))
-    monkeypatch.setattr(StandInPublisher, "restore", torn)
+    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7, resumed=7))
+    monkeypatch.setattr(StandInWeightPublisher, "restore", torn)
     with PolicyPublisher(settings) as policy:
         assert not policy.resumed
         assert policy.publish(weights(seed=8).items()) == 8
-    assert StandInPublisher.made[0].calls == [("anew", 8)]
+    assert StandInWeightPublisher.made[0].calls == [("anew", 8)]
 
 
 def test_a_version_that_no_scheduler_was_told_of_is_gone_on_from(
     policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy.start()
-    monkeypatch.setattr(StandInPublisher, "trouble", NotAnnouncedError("no scheduler answers"))
+    monkeypatch.setattr(
+        StandInWeightPublisher, "trouble", NotAnnouncedError("no scheduler answers")
+    )
     with pytest.raises(NotAnnouncedError):
         policy.publish(weights(seed=1).items())
-    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
     assert policy.publish(weights(seed=2).items()) == 2
-    assert StandInPublisher.made[0].calls == [("delta", 2)]
+    assert StandInWeightPublisher.made[0].calls == [("delta", 2)]
 
 
 def test_it_returns_once_enough_live_replicas_serve_the_version(
@@ -244,11 +246,11 @@ def test_nobody_is_waited_for_where_that_is_said(
 def test_a_full_disk_is_one_line_and_the_version_is_tried_again(
     policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandInPublisher, "trouble", OSError(28, "No space left on device"))
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", OSError(28, "No space left on device"))
     with pytest.raises(RefusedError, match=r"version 1 is not published: .*No space left") as told:
         policy.publish(weights().items())
     assert "\n" not in str(told.value)
-    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
     assert policy.publish(weights().items()) == 1
 
 
@@ -256,11 +258,11 @@ def test_a_scheduler_that_is_away_leaves_nothing_running_and_may_be_tried_again(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = PolicyPublisher(settings)
-    monkeypatch.setattr(StandInPublisher, "trouble", UnavailableError("no scheduler"))
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", UnavailableError("no scheduler"))
     with pytest.raises(UnavailableError, match="no scheduler"):
         policy.start()
-    assert [each.closed for each in StandInPublisher.made] == [True]
-    monkeypatch.setattr(StandInPublisher, "trouble", None)
+    assert [each.closed for each in StandInWeightPublisher.made] == [True]
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
     with policy:
         assert policy.publish(weights().items()) == 1
 
@@ -300,7 +302,7 @@ def test_other_ranks_publish_nothing_and_learn_the_version(
     with PolicyPublisher(settings) as policy:
         assert policy.publish(weights().items()) == 8
         assert policy.oldest_allowed == 7
-    assert StandInPublisher.made == []
+    assert StandInWeightPublisher.made == []
 
 
 def test_other_ranks_raise_what_the_first_raised(

@@ -40,7 +40,7 @@ class StandInActor:
         return {"node": self.node.name} if name == "place" else True
 
 
-class StandInRay:
+class StandInRayCluster:
     """Room for so many replicas, in groups that are noted."""
 
     def __init__(self, room: int) -> None:
@@ -103,8 +103,8 @@ def _module(name: str, **names: object) -> ModuleType:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
-    standin = StandInRay(room=4)
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRayCluster]:
+    standin = StandInRayCluster(room=4)
     for module in standin.modules():
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # Modules imported with the stand-in must not outlive it.
@@ -114,11 +114,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
 
 
 @pytest.fixture
-def pool(ray: StandInRay) -> Any:
+def pool(ray: StandInRayCluster) -> Any:
     return importlib.import_module(POOL).DedicatedPool(3, 0, node=NODE, replica=REPLICA)
 
 
-def test_each_replica_has_an_actor_in_a_group_of_its_own(ray: StandInRay, pool: Any) -> None:
+def test_each_replica_has_an_actor_in_a_group_of_its_own(ray: StandInRayCluster, pool: Any) -> None:
     assert [each["node"] for each in pool.places()] == ["rose-0", "rose-1", "rose-2"]
     assert [group.strategy for group in ray.groups] == ["PACK"] * 3
     given = [each["scheduling_strategy"] for each in ray.options]
@@ -126,7 +126,7 @@ def test_each_replica_has_an_actor_in_a_group_of_its_own(ray: StandInRay, pool: 
 
 
 def test_the_newest_are_drained_first_and_their_names_are_taken_again(
-    ray: StandInRay, pool: Any
+    ray: StandInRayCluster, pool: Any
 ) -> None:
     first, *rest = ray.actors
     pool.scale(1)
@@ -139,13 +139,13 @@ def test_the_newest_are_drained_first_and_their_names_are_taken_again(
     assert (len(pool), ray.groups) == (0, [])
 
 
-def test_where_ray_has_no_room_nothing_changes(ray: StandInRay, pool: Any) -> None:
+def test_where_ray_has_no_room_nothing_changes(ray: StandInRayCluster, pool: Any) -> None:
     with pytest.raises(UnavailableError, match="no room for 2 times"):
         pool.scale(5)
     assert len(pool) == len(ray.groups) == 3
 
 
-def test_an_actor_that_ray_restarts_no_more_is_replaced(ray: StandInRay, pool: Any) -> None:
+def test_an_actor_that_ray_restarts_no_more_is_replaced(ray: StandInRayCluster, pool: Any) -> None:
     ray.actors[1].dead = True
     pool.scale(3)
     assert [each["node"] for each in pool.places()] == ["rose-0", "rose-2", "rose-1"]
@@ -162,7 +162,7 @@ def test_an_actor_that_ray_restarts_no_more_is_replaced(ray: StandInRay, pool: A
     ],
 )
 def test_what_no_node_would_take_is_refused_before_ray_is_asked(
-    ray: StandInRay, node: dict[str, Any], replica: dict[str, Any], why: str
+    ray: StandInRayCluster, node: dict[str, Any], replica: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         importlib.import_module(POOL).DedicatedPool(1, 0, node=node, replica=replica)

@@ -64,7 +64,7 @@ def plugin(generation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @dataclass
-class Gateway:
+class AnsweringGateway:
     """Answers one after the other; the last of them for ever."""
 
     answers: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
@@ -86,10 +86,10 @@ def says(status: int, body: object) -> Callable[[BaseHTTPRequestHandler], None]:
 
 
 @pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    there = Gateway()
+def gateway() -> Iterator[AnsweringGateway]:
+    there = AnsweringGateway()
 
-    class Handler(BaseHTTPRequestHandler):
+    class GatewayHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/health":
                 says(200 if there.healthy else 503, {})(self)
@@ -105,7 +105,7 @@ def gateway() -> Iterator[Gateway]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), GatewayHandler)
     there.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -117,7 +117,7 @@ def gateway() -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def settings(gateway: Gateway, tmp_path: Path) -> TrainerSettings:
+def settings(gateway: AnsweringGateway, tmp_path: Path) -> TrainerSettings:
     return TrainerSettings(
         job="grpo",
         scheduler="127.0.0.1:7400",
@@ -156,7 +156,7 @@ def impatient(plugin: Any, settings: TrainerSettings) -> Any:
     return plugin.RoseVLLMClient(Published(replace(settings, timeout_s=0.05)), 60.0)
 
 
-def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: Gateway) -> None:
+def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: AnsweringGateway) -> None:
     gateway.answers = [says(200, {"choices": []})]
     assert client.generate([[1, 2]], generation_kwargs={"top_k": 3}) == {"choices": []}
     ((headers, asked),) = gateway.asked
@@ -165,7 +165,9 @@ def test_turns_are_the_jobs_and_of_fresh_policies(client: Any, gateway: Gateway)
     assert (asked["top_k"], asked["prompt"], client.model) == (3, [[1, 2]], "policy")
 
 
-def test_a_gateway_that_cannot_now_is_asked_the_same_again(client: Any, gateway: Gateway) -> None:
+def test_a_gateway_that_cannot_now_is_asked_the_same_again(
+    client: Any, gateway: AnsweringGateway
+) -> None:
     gateway.answers = [*(says(s, GONE) for s in (503, 429, 409)), says(200, {"choices": [1]})]
     assert client.generate([[1]]) == {"choices": [1]}
     assert len({asked["request_id"] for _, asked in gateway.asked}) == 1
@@ -173,7 +175,7 @@ def test_a_gateway_that_cannot_now_is_asked_the_same_again(client: Any, gateway:
 
 
 def test_a_gateway_that_never_can_ends_the_wait_in_one_line(
-    impatient: Any, gateway: Gateway
+    impatient: Any, gateway: AnsweringGateway
 ) -> None:
     gateway.answers = [says(503, GONE)]
     with pytest.raises(UnavailableError, match=r"no turns for 0\.05 s: no replica") as told:
@@ -181,7 +183,9 @@ def test_a_gateway_that_never_can_ends_the_wait_in_one_line(
     assert "\n" not in str(told.value)
 
 
-def test_what_replicas_cannot_do_is_said_and_not_tried_again(client: Any, gateway: Gateway) -> None:
+def test_what_replicas_cannot_do_is_said_and_not_tried_again(
+    client: Any, gateway: AnsweringGateway
+) -> None:
     gateway.answers = [says(400, {"error": {"message": "min_p is not supported"}})]
     with pytest.raises(RefusedError, match="min_p is not supported"):
         client.generate([[1]])
@@ -191,7 +195,7 @@ def test_what_replicas_cannot_do_is_said_and_not_tried_again(client: Any, gatewa
 
 
 def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
-    impatient: Any, gateway: Gateway
+    impatient: Any, gateway: AnsweringGateway
 ) -> None:
     def silent(http: BaseHTTPRequestHandler) -> None:
         gateway.healthy = False
@@ -202,7 +206,9 @@ def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
         impatient.generate([[1]])
 
 
-def test_long_turns_are_waited_for_while_their_gateway_lives(client: Any, gateway: Gateway) -> None:
+def test_long_turns_are_waited_for_while_their_gateway_lives(
+    client: Any, gateway: AnsweringGateway
+) -> None:
     probes = iter(range(20))
     answers = client._answers
 
@@ -220,7 +226,7 @@ def test_long_turns_are_waited_for_while_their_gateway_lives(client: Any, gatewa
 
 
 def test_a_gateway_that_is_not_there_is_said_with_what_to_do(
-    plugin: Any, settings: TrainerSettings, gateway: Gateway
+    plugin: Any, settings: TrainerSettings, gateway: AnsweringGateway
 ) -> None:
     gateway.healthy = False
     with pytest.raises(UnavailableError, match="start `rose gateway`") as told:
@@ -259,7 +265,7 @@ def test_its_weight_transfer_pauses_nothing_and_publishes(
 def test_a_callback_publishes_before_the_first_step_and_after_every_so_many(
     plugin: Any, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Model:
+    class EmptyModel:
         def named_parameters(self) -> list[object]:
             return []
 
@@ -269,9 +275,9 @@ def test_a_callback_publishes_before_the_first_step_and_after_every_so_many(
 
     monkeypatch.setattr(plugin, "PolicyPublisher", Published)
     callback = plugin.PublishCallback(settings, every=2)
-    callback.on_train_begin(None, State(0), None, model=Model())
+    callback.on_train_begin(None, State(0), None, model=EmptyModel())
     for step in range(1, 5):
-        callback.on_step_end(None, State(step), None, model=Model())
+        callback.on_step_end(None, State(step), None, model=EmptyModel())
     assert len(callback.publisher.given) == 3
 
 

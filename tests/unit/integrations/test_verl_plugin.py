@@ -20,10 +20,10 @@ PLUGIN = "rose.integrations.verl.plugin"
 RECEIPT = PolicyReceipt(7, 10, 20, 0.5, 0.1, 0.2)
 
 
-class StandInPublisher:
+class StandInPolicyPublisher:
     """Remembers what it is asked to publish."""
 
-    made: list["StandInPublisher"]
+    made: list["StandInPolicyPublisher"]
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
@@ -44,12 +44,12 @@ def verl() -> Iterator[tuple[StandInRay, SimpleNamespace]]:
 
 
 @pytest.fixture
-def publishers(verl: object, monkeypatch: pytest.MonkeyPatch) -> list[StandInPublisher]:
+def publishers(verl: object, monkeypatch: pytest.MonkeyPatch) -> list[StandInPolicyPublisher]:
     del verl  # its modules are there
-    StandInPublisher.made = []
+    StandInPolicyPublisher.made = []
     weights = importlib.import_module("rose.integrations.verl.weights")
-    monkeypatch.setattr(weights, "PolicyPublisher", StandInPublisher)
-    return StandInPublisher.made
+    monkeypatch.setattr(weights, "PolicyPublisher", StandInPolicyPublisher)
+    return StandInPolicyPublisher.made
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_adapters_and_reward_models_are_refused_before_an_actor_starts(
 
 
 async def test_a_sync_update_is_served_before_it_returns_and_every_server_knows_its_step(
-    verl: Any, given: dict[str, Any], publishers: list[StandInPublisher]
+    verl: Any, given: dict[str, Any], publishers: list[StandInPolicyPublisher]
 ) -> None:
     ray, _ = verl
     replica = importlib.import_module("rose.integrations.verl.replica")
@@ -151,7 +151,7 @@ async def test_a_sync_update_is_served_before_it_returns_and_every_server_knows_
 
 
 async def test_an_async_update_does_not_wait_and_says_what_it_cost(
-    verl: Any, given: dict[str, Any], publishers: list[StandInPublisher]
+    verl: Any, given: dict[str, Any], publishers: list[StandInPolicyPublisher]
 ) -> None:
     _, registries = verl
     engine = registries.engines["rose"](bucket_size=1, is_master=True, **given)

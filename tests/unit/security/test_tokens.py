@@ -24,7 +24,7 @@ NOW_S = 1_800_000_000.0
 KEY = SigningKey.generate()
 
 
-class Clock:
+class TokenClock:
     def __init__(self) -> None:
         self.now_s = NOW_S
 
@@ -33,12 +33,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> TokenClock:
+    return TokenClock()
 
 
 @pytest.fixture
-def verifier(tmp_path: Path, clock: Clock) -> TokenVerifier:
+def verifier(tmp_path: Path, clock: TokenClock) -> TokenVerifier:
     (tmp_path / "keys").write_text(KEY.verify_key.hex + "\n")
     return TokenVerifier(tmp_path / "keys", clock=clock)
 
@@ -63,7 +63,7 @@ def test_a_token_names_job_and_subject(verifier: TokenVerifier) -> None:
     assert verifier.caller(made()) == Caller("grpo", "trainer")
 
 
-def test_a_token_ends(verifier: TokenVerifier, clock: Clock) -> None:
+def test_a_token_ends(verifier: TokenVerifier, clock: TokenClock) -> None:
     token = made(life_s=60)
     clock.now_s = NOW_S + 60 + LEEWAY_S - 1
     assert verifier.caller(token).job == "grpo"
@@ -156,7 +156,7 @@ def test_what_a_key_signed_must_still_be_a_token(verifier: TokenVerifier) -> Non
 
 
 def test_keys_change_without_a_restart(
-    verifier: TokenVerifier, tmp_path: Path, clock: Clock
+    verifier: TokenVerifier, tmp_path: Path, clock: TokenClock
 ) -> None:
     newer, token = SigningKey.generate(), made()
     keys = tmp_path / "keys"
