@@ -1,14 +1,12 @@
 """Faults of a trainer: the controls `corrupt-chunk` and `drop-token`."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from bench.demo.training.rollouts import TurnStarter
-from rose.client import Sampling, Turn
+from rose.client import RolloutClient, Turn
 from rose.weight_distribution import VersionServer, WeightPublisher
 
 
@@ -40,33 +38,15 @@ class CorruptPublisher(WeightPublisher):
     _server_class = CorruptServer
 
 
-class LossyJournal:
-    """Turn source that loses the last token before each first move of a turn.
+class LossyJournal(RolloutClient):
+    """Client that loses the last token before each first move of a turn.
 
     The tokens that follow were generated after the lost one. Every list has the right length, so
     only scoring the tokens again can notice the loss.
     """
 
-    def __init__(self, source: TurnStarter) -> None:
-        self._source = source
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        min_version: int | None = None,
-    ) -> Turn:
-        turn = await self._source.generate(
-            token_ids,
-            sampling,
-            request_id=request_id,
-            session_id=session_id,
-            min_version=min_version,
-        )
-        return without_the_token_at_the_seam(turn)
+    async def generate(self, *args: Any, **named: Any) -> Turn:  # noqa: ANN401 - as its base does
+        return without_the_token_at_the_seam(await super().generate(*args, **named))
 
 
 def without_the_token_at_the_seam(turn: Turn) -> Turn:

@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.chunk import (
     EncodedChunk,
     chunk_id,
@@ -107,10 +108,10 @@ def training_steps(policy: Path, rate: float, count: int, seed: int) -> Iterator
 
     from bench.demo.frozen_lake.data import demonstrate
     from bench.demo.frozen_lake.task import random_lake
-    from bench.demo.training.forward import load_version_zero, published, reply_logprobs, values_of
+    from bench.demo.training.forward import published, reply_logprobs, values_of
 
     rng = random.Random(seed)  # noqa: S311 - an experiment, not a secret
-    old: Mapping[str, TensorBits] = load_version_zero(policy)
+    old: Mapping[str, TensorBits] = read_model_dir(policy)
     masters = {name: value.requires_grad_(True) for name, value in values_of(old).items()}
     optimiser = torch.optim.AdamW(list(masters.values()), lr=rate, weight_decay=0.0)
     for number in range(SETTLE + count):

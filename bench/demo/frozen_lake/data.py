@@ -23,8 +23,8 @@ from bench.demo.frozen_lake.task import (
     shortest_plan,
 )
 from bench.demo.frozen_lake.vocab import SIDE
-from bench.demo.training.rollouts import Trajectory, TurnStarter, play
-from rose.client import Sampling
+from bench.demo.training.rollouts import Trajectory, play
+from rose.client import RolloutClient, Sampling
 from rose.errors import UnavailableError
 
 CARELESS_SHARE = 0.5
@@ -82,7 +82,7 @@ def _beeline(position: int, rng: random.Random) -> list[int]:
 
 
 async def evaluate(
-    source: TurnStarter, how: Sampling, lakes: Sequence[Lake], version: int, name: str
+    source: RolloutClient, how: Sampling, lakes: Sequence[Lake], version: int, name: str
 ) -> list[bool]:
     """Return, in the order of `lakes`, True for each that `version` or a newer one crosses.
 

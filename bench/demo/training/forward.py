@@ -1,9 +1,7 @@
 """Forward pass of the policy, and the logprob gap between engines and trainer.
 
-The pass is a plain function of the weights, a dict by checkpoint name, so any version can be
-evaluated. It gives the same numbers as transformers' Qwen2 in fp32 at a fraction of its overhead:
-training shares a core with engines. Sequences of different lengths go through without padding
-costs.
+The pass is a function of the weights, a dict by checkpoint name, so any version can be evaluated.
+Sequences of different lengths go through without padding costs.
 
 A policy's weights exist in three forms: as trained (fp32), as published (bf16 bits), as evaluated,
 which is fp32 arithmetic on exactly the values that the published bits stand for.
@@ -12,38 +10,25 @@ Logprob gap: every delivered token is scored again under the version that its st
 stamp, stale weights or a bad continuation all show here, token by token.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
+from torch.func import functional_call
+from transformers import Qwen2Model
 
 from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import policy_config
 from bench.demo.training.rollouts import TakenTurn, Trajectory
 from weight_transfer import TensorBits
-from weight_transfer.format.checkpoint import read_model_dir
 from weight_transfer.format.tensors import tensor_bits, tensor_of
 
 TOKENS_PER_PIECE = 4_096
-_CONFIG = policy_config()
-LAYERS: int = _CONFIG.num_hidden_layers
-HEADS: int = _CONFIG.num_attention_heads
-HIDDEN: int = _CONFIG.hidden_size
-HEAD = HIDDEN // HEADS
-EPSILON: float = _CONFIG.rms_norm_eps
-ROPE_BASE = 10_000.0
 EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-VERSIONS_KEPT = 4
-
-
-def load_version_zero(folder: Path) -> dict[str, TensorBits]:
-    """Return the bits of a model folder."""
-    return read_model_dir(folder)
 
 
 def values_of(bits: Mapping[str, TensorBits]) -> dict[str, Tensor]:
@@ -83,65 +68,14 @@ def padded(sequences: Sequence[list[int]]) -> Tensor:
 Weights = Mapping[str, Tensor]
 
 
-@lru_cache(maxsize=8)
-def _rotation(length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [length, HEAD] of rotary position embedding."""
-    inverse = 1.0 / ROPE_BASE ** (torch.arange(0, HEAD, 2, dtype=torch.float32) / HEAD)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+class _Layers(threading.local):
+    """The policy's layers. A call puts its weights into them, so each thread has its own."""
+
+    def __init__(self) -> None:
+        self.model = Qwen2Model(policy_config())
 
 
-def _rotated(states: Tensor) -> Tensor:
-    """Rotary embedding of [batch, heads, length, HEAD]."""
-    length = states.shape[2]
-    # Tables of round lengths, so that few are made.
-    cosine, sine = _rotation(-(-length // 64) * 64)
-    first, second = states.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return states * cosine[:length] + turned * sine[:length]
-
-
-def _normed(states: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(states, (HIDDEN,), weight, EPSILON)
-
-
-def _attention(weights: Weights, layer: str, states: Tensor) -> Tensor:
-    """Causal self-attention before its output projection, [batch, length, HIDDEN]."""
-    batch, length, _ = states.shape
-    parts = []
-    for name in ("q_proj", "k_proj", "v_proj"):
-        prefix = f"{layer}.self_attn.{name}"
-        part = F.linear(states, weights[f"{prefix}.weight"], weights[f"{prefix}.bias"])
-        parts.append(part.view(batch, length, HEADS, HEAD).transpose(1, 2))
-    mixed = F.scaled_dot_product_attention(
-        _rotated(parts[0]), _rotated(parts[1]), parts[2], is_causal=True
-    )
-    return mixed.transpose(1, 2).reshape(batch, length, HIDDEN)
-
-
-def _mlp(weights: Weights, layer: str, states: Tensor) -> Tensor:
-    gate = F.silu(F.linear(states, weights[f"{layer}.mlp.gate_proj.weight"]))
-    up = F.linear(states, weights[f"{layer}.mlp.up_proj.weight"])
-    return F.linear(gate * up, weights[f"{layer}.mlp.down_proj.weight"])
-
-
-def hidden_states(weights: Weights, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Final hidden states [n, HIDDEN] at the n positions (rows, columns) `at` of int64 `tokens`.
-
-    tokens: [batch, length], right-padded. The last layer works at these positions only.
-    """
-    states = F.embedding(tokens, weights[EMBEDDING])
-    for index in range(LAYERS):
-        layer = f"model.layers.{index}"
-        normed = _normed(states, weights[f"{layer}.input_layernorm.weight"])
-        mixed = _attention(weights, layer, normed)
-        if index == LAYERS - 1:
-            states, mixed = states[at], mixed[at]
-        states = states + F.linear(mixed, weights[f"{layer}.self_attn.o_proj.weight"])
-        normed = _normed(states, weights[f"{layer}.post_attention_layernorm.weight"])
-        states = states + _mlp(weights, layer, normed)
-    return _normed(states, weights[FINAL_NORM])
+_LAYERS = _Layers()
 
 
 def reply_logprobs(
@@ -161,7 +95,9 @@ def reply_logprobs(
         torch.arange(len(chosen)), torch.tensor([len(positions) for positions in chosen])
     )
     columns = torch.tensor([at for positions in chosen for at in positions])
-    hidden = hidden_states(weights, tokens, (rows, columns - 1))
+    own = {name.removeprefix("model."): value for name, value in weights.items()}
+    given = {"input_ids": tokens, "use_cache": False}
+    hidden = functional_call(_LAYERS.model, own, (), given).last_hidden_state[rows, columns - 1]
     logits = F.linear(hidden, weights[EMBEDDING]) + reply_bias()
     if min_tokens:
         early = _replied(tokens)[rows, columns] < min_tokens
@@ -191,26 +127,9 @@ Gap = dict[str, tuple[float, int]]
 """By kind of segment: sum of |engine's logprob - ours|, tokens."""
 
 
-class Snapshots:
-    """Evaluated weights of the last `VERSIONS_KEPT` versions."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Weights] = {}
-
-    def keep(self, version: int, weights: Weights) -> None:
-        """Add a version; the oldest goes."""
-        self._kept[version] = {name: value.detach() for name, value in weights.items()}
-        for old in sorted(self._kept)[:-VERSIONS_KEPT]:
-            del self._kept[old]
-
-    def get(self, version: int) -> Weights | None:
-        """The weights of a version, None when it is not kept."""
-        return self._kept.get(version)
-
-
 def rescored(
     trajectories: Sequence[Trajectory],
-    snapshots: Snapshots,
+    snapshots: Mapping[int, Weights],
     known: Mapping[tuple[str, int], Tensor],
     min_tokens: int = 0,
 ) -> dict[str, list[float | None]]:

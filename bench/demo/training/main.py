@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -24,15 +24,17 @@ from bench.demo.faulty_trainer import CorruptPublisher, LossyJournal
 from bench.demo.frozen_lake.data import evaluate
 from bench.demo.frozen_lake.task import different_lakes, training_lake
 from bench.demo.report.records import StepRow, TrajectoryRecord, TurnRecord
-from bench.demo.training.forward import Snapshots, load_version_zero, rescored, turn_gap
+from bench.demo.training.forward import Weights, rescored, turn_gap
 from bench.demo.training.learner import LEARNING_RATE, LONG_LEARNING_RATE, Learner, Update
-from bench.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, TurnStarter, sampling
+from bench.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, sampling
 from rose.client import RolloutClient, RolloutError, Sampling
 from rose.errors import ConfigError, RoseError, UnavailableError
 from rose.logs.eventlog import KEEP_ALL, JsonlLog
 from rose.security.keys import signing_key
 from rose.weight_distribution import Receipt, WeightPublisher
-from weight_transfer import TensorBits
+from weight_transfer import read_model_dir
+
+VERSIONS_KEPT = 4
 
 
 class TrainConfig(BaseModel):
@@ -82,36 +84,14 @@ class TrainConfig(BaseModel):
             raise ConfigError(f"{path}: not a trainer configuration: {first}") from error
 
 
-class DemoPublisher(Protocol):
-    """Publisher of versions: `rose.weight_distribution.WeightPublisher`."""
-
-    async def publish(
-        self,
-        version: int,
-        parent: int,
-        old: Mapping[str, TensorBits],
-        new: Mapping[str, TensorBits],
-    ) -> Receipt:
-        """Publish the step from `old` to `new`."""
-        ...
-
-
-class BasePublisher(DemoPublisher, Protocol):
-    """Publisher of whole versions, too."""
-
-    async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
-        """Publish all weights of a version."""
-        ...
-
-
 class DemoTrainer:
     """One run. `emit` is told every event of the protocol in docs/contracts/demo-processes.md."""
 
     def __init__(
         self,
         config: TrainConfig,
-        source: TurnStarter,
-        publisher: DemoPublisher,
+        source: RolloutClient,
+        publisher: WeightPublisher,
         emit: Callable[[dict[str, Any]], None],
     ) -> None:
         self._config = config
@@ -123,16 +103,17 @@ class DemoTrainer:
         self._step_log = JsonlLog(config.out / "steps.jsonl", KEEP_ALL)
         self._how = sampling(long_turns=config.long_turns)
         self._learner = Learner(
-            load_version_zero(config.model_dir),
+            read_model_dir(config.model_dir),
             config.control,
             config.seed,
             learning_rate=LONG_LEARNING_RATE if config.long_turns else LEARNING_RATE,
             min_tokens=self._how.min_tokens,
             decay_steps=config.decay_steps,
         )
-        self._snapshots = Snapshots()
         self._taken = 0
-        self._snapshots.keep(self._version, self._learner.values)
+        # Evaluated weights of the last versions.
+        self._snapshots: dict[int, Weights] = {}
+        self._keep()
         self._rollouts = Rollouts(source, _plan(config, self._how))
         self._scoring: asyncio.Task[None] | None = None
         self._steps = config.steps
@@ -198,13 +179,19 @@ class DemoTrainer:
         receipt = await self._publisher.publish(held + 1, held, update.old, update.new)
         await self._scored()
         self._taken = number + 1
-        self._snapshots.keep(self._version, self._learner.values)
+        self._keep()
         await self._rollouts.published(self._version)
         record = self._step_row(number, start_s, delivered, update, receipt)
         self._step_log.write(record)
         self._emit({"event": "step", **record})
         known = {(name, held): values for name, values in update.logprobs.items()}
         self._scoring = asyncio.create_task(self._score(batch, known, number))
+
+    def _keep(self) -> None:
+        """Keep the newest version's weights; the oldest go."""
+        values = {name: value.detach() for name, value in self._learner.values.items()}
+        self._snapshots[self._version] = values
+        self._snapshots.pop(self._version - VERSIONS_KEPT, None)
 
     async def _scored(self) -> None:
         """Wait for the scores of the batch before."""
@@ -349,10 +336,10 @@ async def train(config: TrainConfig) -> None:
         config.publish_port,
         signing_key(config.key),
     )
-    async with RolloutClient(config.gateway_url, job=config.job) as client, publisher:
+    client = LossyJournal if config.control == "drop-token" else RolloutClient
+    async with client(config.gateway_url, job=config.job) as source, publisher:
         if config.shared:
             await publish_model(publisher, config)
-        source = LossyJournal(client) if config.control == "drop-token" else client
         trainer = DemoTrainer(config, source, publisher, say)
         say({"event": "ready"})
         if not await stdin.readline():
@@ -367,9 +354,9 @@ async def train(config: TrainConfig) -> None:
             await publisher.end_job()
 
 
-async def publish_model(publisher: BasePublisher, config: TrainConfig) -> None:
+async def publish_model(publisher: WeightPublisher, config: TrainConfig) -> None:
     """Publish the model as the first version, with a base that leads to it from any other job's."""
-    model = load_version_zero(config.model_dir)
+    model = read_model_dir(config.model_dir)
     await publisher.publish_base(0, model)
     await publisher.publish(config.first_version, 0, model, model)
 

@@ -10,10 +10,9 @@ Each delivered `Trajectory` carries the origin of every token, which training, g
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.task import (
@@ -23,7 +22,7 @@ from bench.demo.frozen_lake.task import (
     Episode,
     Lake,
 )
-from rose.client import RolloutError, Sampling, Turn
+from rose.client import RolloutClient, RolloutError, Sampling, Turn
 
 CONTINUED = "continued"
 
@@ -101,22 +100,6 @@ class Trajectory:
 logger = logging.getLogger(__name__)
 
 
-class TurnStarter(Protocol):
-    """Source of turns: `rose.client.RolloutClient`."""
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        min_version: int | None = None,
-    ) -> Turn:
-        """Generate one turn. Raises RolloutError when that is impossible."""
-        ...
-
-
 def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
     """Return the sampling of replies: from the words of a reply only, until the stop."""
     return Sampling(
@@ -129,7 +112,7 @@ def sampling(*, long_turns: bool, greedy: bool = False) -> Sampling:
 
 
 async def play(
-    source: TurnStarter, lake: Lake, how: Sampling, trajectory: Trajectory, min_version: int
+    source: RolloutClient, lake: Lake, how: Sampling, trajectory: Trajectory, min_version: int
 ) -> None:
     """Play an episode into `trajectory`; one that cannot go on is marked as lost."""
     episode = Episode(lake)
@@ -178,7 +161,7 @@ class RolloutPlan:
 class Rollouts:
     """Plays a plan; batches come out in order, each once and complete."""
 
-    def __init__(self, source: TurnStarter, plan: RolloutPlan) -> None:
+    def __init__(self, source: RolloutClient, plan: RolloutPlan) -> None:
         self._source = source
         self._plan = plan
         self._batches = plan.batches

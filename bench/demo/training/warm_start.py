@@ -5,23 +5,23 @@ So the warm start does not end after a number of steps, but when it crosses abou
 validation lakes: wherever it is made, it leaves room for what reinforcement learning adds.
 """
 
-import asyncio
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from bench.demo.frozen_lake import vocab
-from bench.demo.frozen_lake.data import demonstrate, evaluate
+from bench.demo.frozen_lake.data import demonstrate
 from bench.demo.frozen_lake.models import new_policy
-from bench.demo.frozen_lake.task import different_lakes, random_lake
-from bench.demo.training.forward import reply_bias, reply_logprobs
+from bench.demo.frozen_lake.task import Episode, different_lakes, random_lake
+from bench.demo.training.forward import reply_logprobs
 from bench.demo.training.rollouts import sampling
-from rose.client import Sampling, Turn
+from rose.client import Sampling
 
 STEPS = 250
 BATCH = 32
@@ -37,122 +37,8 @@ LEAST_SUCCESS, MOST_SUCCESS = 0.45, 0.62
 FIRST_CHECK, CHECK_EVERY = 90, 10
 # Between one check and the next success may leap over the band: the way is then halved so often.
 HALVINGS = 4
-GATHER_S = 0.002
-NAME = "local"
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    request_id: str
-    prompt: list[int]
-    sampling: Sampling
-    turn: "asyncio.Future[Turn]"
-
-
-class LocalPolicy:
-    """Turn source that decodes all waiting requests together; every turn is of version 0."""
-
-    def __init__(self, model: Qwen2ForCausalLM) -> None:
-        self._model = model
-        self._waiting: list[_Request] = []
-        self._decoding: asyncio.Task[None] | None = None
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        min_version: int | None = None,
-    ) -> Turn:
-        """Generate one turn greedily."""
-        assert sampling.temperature == 0.0, "the policy is read greedily"
-        turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(request_id, list(token_ids), sampling, turn))
-        if self._decoding is None or self._decoding.done():
-            self._decoding = asyncio.create_task(self._decode_waiting())
-        return await turn
-
-    async def _decode_waiting(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(GATHER_S)
-            requests, self._waiting = self._waiting, []
-            try:
-                turns = await asyncio.to_thread(self._decode, requests)
-            except Exception as error:
-                for request in requests:
-                    request.turn.set_exception(error)
-                raise
-            for request, turn in zip(requests, turns, strict=True):
-                request.turn.set_result(turn)
-
-    def _decode(self, requests: Sequence[_Request]) -> list[Turn]:
-        sampling = requests[0].sampling
-        assert all(request.sampling == sampling for request in requests), "one kind of sampling"
-        replies: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        with torch.inference_mode():
-            decoder = _Decoder(self._model, [request.prompt for request in requests])
-            for step in range(sampling.max_tokens):
-                logits = decoder.logits + reply_bias()
-                if step < sampling.min_tokens:
-                    logits[:, vocab.STOP_ID] = float("-inf")
-                scores, tokens = torch.log_softmax(logits, dim=-1).max(-1)
-                for row, (token, score) in enumerate(
-                    zip(tokens.tolist(), scores.tolist(), strict=True)
-                ):
-                    if vocab.STOP_ID not in replies[row][-1:]:
-                        replies[row].append(token)
-                        logprobs[row].append(score)
-                if all(reply[-1] == vocab.STOP_ID for reply in replies):
-                    break
-                decoder.feed(tokens[:, None])
-        return [
-            Turn(
-                request_id=request.request_id,
-                token_ids=tuple(reply),
-                logprobs=tuple(scores),
-                versions=((0, 0, len(reply)),),
-                segments=((NAME, "dedicated", 0, len(reply)),),
-                finish_reason="stop" if reply[-1] == vocab.STOP_ID else "length",
-                attempts=1,
-            )
-            for request, reply, scores in zip(requests, replies, logprobs, strict=True)
-        ]
-
-
-class _Decoder:
-    """Batch of left-padded prompts and their KV cache; `logits` [batch, vocabulary]."""
-
-    def __init__(self, model: Qwen2ForCausalLM, prompts: Sequence[list[int]]) -> None:
-        longest = max(len(prompt) for prompt in prompts)
-        rows = [[vocab.PAD_ID] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        self._model = model
-        self._mask = torch.tensor(mask)
-        self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
-        self._cache = None
-        self.logits = self._run(torch.tensor(rows))
-
-    def feed(self, tokens: Tensor) -> None:
-        """Append one token to each row, [batch, 1]."""
-        self._mask = torch.cat((self._mask, torch.ones_like(tokens)), dim=1)
-        self._positions = self._positions[:, -1:] + 1
-        self.logits = self._run(tokens)
-
-    def _run(self, tokens: Tensor) -> Tensor:
-        result = self._model(
-            input_ids=tokens,
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._cache = result.past_key_values
-        logits: Tensor = result.logits[:, -1]
-        return logits
+# Words that no reply may contain.
+OTHERS = sorted({*range(vocab.VOCABULARY_SIZE)} - {*vocab.REPLY_IDS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +81,39 @@ def warm_start(
         progress((step + 1) / STEPS)
 
     def success() -> float:
-        crossed = asyncio.run(evaluate(LocalPolicy(model), how, lakes, 0, "warm start"))
-        return sum(crossed) / len(crossed)
+        episodes = [Episode(lake) for lake in lakes]
+        while playing := [one for one in episodes if not one.done]:
+            replies = greedy_replies(model, [one.tokens for one in playing], how)
+            for episode, reply in zip(playing, replies, strict=True):
+                episode.reply(reply)
+        return fmean(one.reward > 0 for one in episodes)
 
     reached = train_into_band(weights, advance, success)
     progress(1.0)
     return model, reached
+
+
+def greedy_replies(
+    model: Qwen2ForCausalLM, prompts: Sequence[list[int]], how: Sampling
+) -> list[list[int]]:
+    """Return the policy's likeliest reply to each prompt, decoded together."""
+    longest = max(map(len, prompts))
+    rows = torch.tensor([[vocab.PAD_ID] * (longest - len(each)) + each for each in prompts])
+    made = model.generate(
+        rows,
+        attention_mask=(rows != vocab.PAD_ID).long(),
+        do_sample=False,
+        max_new_tokens=how.max_tokens,
+        min_new_tokens=how.min_tokens,
+        eos_token_id=vocab.STOP_ID,
+        pad_token_id=vocab.PAD_ID,
+        suppress_tokens=OTHERS,
+    )
+    replies = made[:, longest:].tolist()
+    return [
+        reply[: reply.index(vocab.STOP_ID) + 1] if vocab.STOP_ID in reply else reply
+        for reply in replies
+    ]
 
 
 def train_into_band(

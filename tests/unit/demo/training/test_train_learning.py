@@ -6,7 +6,6 @@ import torch
 from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import new_policy
 from bench.demo.training.forward import (
-    Snapshots,
     published,
     reply_logprobs,
     rescored,
@@ -68,35 +67,17 @@ def test_without_learning_rate_nothing_moves() -> None:
 def test_scores_under_the_right_version_leave_no_gap_and_a_wrong_one_shows() -> None:
     learner, other = _learner(), _learner(seed=1)
     trajectory = _trajectory(learner, "0.0", 0, 1.0)
-    right, wrong = Snapshots(), Snapshots()
-    right.keep(0, learner.values)
-    wrong.keep(0, other.values)
-    exact = rescored([trajectory], right, {})["0.0"]
+    exact = rescored([trajectory], {0: learner.values}, {})["0.0"]
     assert exact == pytest.approx(trajectory.logprobs(), abs=1e-5)
     gap, unstamped = turn_gap(trajectory.turns[0], exact)
     assert set(gap) == {"guest", "continued"}
     assert unstamped == 0
-    off, _ = turn_gap(trajectory.turns[0], rescored([trajectory], wrong, {})["0.0"])
+    off, _ = turn_gap(trajectory.turns[0], rescored([trajectory], {0: other.values}, {})["0.0"])
     assert off["guest"][0] / off["guest"][1] > 0.01
 
 
 def test_a_version_that_is_not_kept_counts_as_unstamped() -> None:
     learner = _learner()
     trajectory = _trajectory(learner, "0.0", 0, 1.0)
-    _, unstamped = turn_gap(trajectory.turns[0], rescored([trajectory], Snapshots(), {})["0.0"])
+    _, unstamped = turn_gap(trajectory.turns[0], rescored([trajectory], {}, {})["0.0"])
     assert unstamped == len(REPLY)
-
-
-def test_the_plain_forward_pass_is_transformers_own() -> None:
-    model = new_policy(0)
-    tokens = [*PROMPT, *REPLY]
-    chosen = range(len(PROMPT), len(tokens))
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        ours = reply_logprobs(weights, [tokens], [chosen])
-        logits = model(torch.tensor([tokens])).logits[0, [at - 1 for at in chosen]]
-    mask = torch.full((vocab.VOCABULARY_SIZE,), float("-inf"))
-    mask[list(vocab.REPLY_IDS)] = 0.0
-    theirs = torch.log_softmax(logits + mask, -1)
-    picked = theirs.gather(1, torch.tensor(REPLY)[:, None]).squeeze(1)
-    assert torch.allclose(ours, picked, atol=1e-4)

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.demo.frozen_lake import vocab
 from bench.demo.frozen_lake.models import load_policy, new_policy, save_model
-from bench.demo.training.forward import load_version_zero, values_of
+from bench.demo.training.forward import values_of
+from weight_transfer import read_model_dir
 
 LONG_REPLY_AT_LEAST = 32
 
@@ -29,7 +30,7 @@ def test_the_saved_tokenizer_speaks_the_vocabulary(folder: Path) -> None:
 
 
 def test_the_trainer_starts_from_the_bits_that_engines_load(folder: Path) -> None:
-    ours = values_of(load_version_zero(folder))
+    ours = values_of(read_model_dir(folder))
     theirs = dict(load_policy(folder).named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
