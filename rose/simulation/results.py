@@ -34,6 +34,11 @@ class StepResult:
     total_tokens: int
     oldest: int
 
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole step."""
+        return self.ended_s - self.started_s
+
 
 @dataclass(frozen=True, slots=True)
 class UseSlice:
@@ -119,7 +124,7 @@ class RunResult:
         """Return the result with the rates of its steps; figures: all other fields."""
         # The first one waits for leases and caches that are there ever after.
         counted = steps[1:] or steps
-        took_s = sum(step.ended_s - step.started_s for step in counted)
+        took_s = sum(step.seconds for step in counted)
         tokens = sum(step.total_tokens for step in counted)
         return cls(
             steps=tuple(steps),

@@ -14,38 +14,6 @@ from rose.simulation.results import Latencies, RunResult, StepResult
 from rose.simulation.scenario import Scenario
 from rose.simulation.workloads.episodes import Trajectory
 
-COLUMNS = (
-    "RUN",
-    "STEPS/H",
-    "TOKENS/S",
-    "X",
-    "STEP S",
-    "ROLLOUT S",
-    "TRAIN S",
-    "SYNC S",
-    "TRAJ P50 S",
-    "TRAJ P99 S",
-    "SLO",
-    "TTFT P99 S",
-    "TPOT P99 MS",
-    "GPU USE",
-    "GUEST GPU H",
-    "OVERHEAD",
-)
-PARTS = (
-    "RUN",
-    "ROLLOUT",
-    "TRAIN",
-    "SYNC",
-    "BORROWED",
-    "EPISODES",
-    "TURN P50 S",
-    "TURN P99 S",
-    "LONGEST S",
-    "X AT MOST",
-)
-STEP_COLUMNS = ("STEP", "S", "ROLLOUT S", "TRAIN S", "SYNC S", "TOKENS", "BORROWED", "OLDEST")
-EFFECTS = ("CONSTANT", "IS", "LESS", "MORE", "SLO POINTS", "MATTERS")
 FLEET = ("JOB", "STEPS", "BORROWING", "TOKENS/S", "BORROWING", "X", "GUEST GPU H", "ROLLOUT H")
 # A constant whose change moves throughput by less does not matter there.
 MATTERS = 0.005
@@ -57,37 +25,48 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(found) if found else 0.0
 
 
-def row(result: RunResult, label: str, base: RunResult | None) -> tuple[str, ...]:
-    """One run as text; X: tokens/s as a multiple of the first run's."""
-    steps, users = result.steps, result.users
-    times = base.tokens_per_s if base is not None else 0.0
-    return (
-        label,
-        f"{result.steps_per_hour:.2f}",
-        f"{result.tokens_per_s:.0f}",
-        f"{result.tokens_per_s / times:.2f}" if times else "",
-        f"{median(step.ended_s - step.started_s for step in steps):.1f}",
-        f"{median(step.rollout_s for step in steps):.1f}",
-        f"{median(step.train_s for step in steps):.1f}",
-        f"{median(step.sync_s for step in steps[1:]):.1f}",
-        f"{result.trajectory_s.p50:.1f}",
-        f"{result.trajectory_s.p99:.1f}",
-        f"{users.attainment:.2%}" if users is not None else "",
-        f"{users.ttft_s.p99:.3f}" if users is not None else "",
-        f"{1e3 * users.tpot_s.p99:.1f}" if users is not None else "",
-        f"{result.gpu_use:.0%}",
-        f"{result.borrowed_gpu_hours:.2f}",
-        f"{result.overhead_share:.2%}",
-    )
+def _table(
+    rows: Sequence[Mapping[str, str]],
+    title: str = "",
+    *,
+    names: int = 1,
+    spare: tuple[str, ...] = (),
+) -> Table:
+    """Return a table of rows by their columns, of which the first `names` are no figures."""
+    columns = tuple(rows[0]) if rows else ()
+    texts = tuple(tuple(each.values()) for each in rows)
+    return Table(columns, texts, title, frozenset(columns[names:]), spare)
+
+
+def _run_row(result: RunResult, label: str, base: RunResult) -> dict[str, str]:
+    """Return a run as text; X: tokens/s as a multiple of the first run's."""
+    steps, users, times = result.steps, result.users, base.tokens_per_s
+    return {
+        "RUN": label,
+        "STEPS/H": f"{result.steps_per_hour:.2f}",
+        "TOKENS/S": f"{result.tokens_per_s:.0f}",
+        "X": f"{result.tokens_per_s / times:.2f}" if times else "",
+        "STEP S": f"{median(step.seconds for step in steps):.1f}",
+        "ROLLOUT S": f"{median(step.rollout_s for step in steps):.1f}",
+        "TRAIN S": f"{median(step.train_s for step in steps):.1f}",
+        "SYNC S": f"{median(step.sync_s for step in steps[1:]):.1f}",
+        "TRAJ P50 S": f"{result.trajectory_s.p50:.1f}",
+        "TRAJ P99 S": f"{result.trajectory_s.p99:.1f}",
+        "SLO": f"{users.attainment:.2%}" if users is not None else "",
+        "TTFT P99 S": f"{users.ttft_s.p99:.3f}" if users is not None else "",
+        "TPOT P99 MS": f"{1e3 * users.tpot_s.p99:.1f}" if users is not None else "",
+        "GPU USE": f"{result.gpu_use:.0%}",
+        "GUEST GPU H": f"{result.borrowed_gpu_hours:.2f}",
+        "OVERHEAD": f"{result.overhead_share:.2%}",
+    }
 
 
 def view(
     results: Sequence[RunResult], label: Callable[[RunResult, int], str], title: str = ""
 ) -> View:
-    """All runs, compared with the first."""
-    base = results[0] if results else None
-    rows = tuple(row(each, label(each, at), base) for at, each in enumerate(results))
-    table = Table(COLUMNS, rows, title, frozenset(COLUMNS[1:]), ("GUEST GPU H", "TRAJ P50 S"))
+    """Return all runs, compared with the first."""
+    rows = [_run_row(each, label(each, at), results[0]) for at, each in enumerate(results)]
+    table = _table(rows, title, spare=("GUEST GPU H", "TRAJ P50 S"))
     assumed = _assumed(line for each in results for line in each.assumptions)
     return View([plain(each) for each in results], (), (table, assumed))
 
@@ -105,7 +84,7 @@ def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
     rows = []
     for each in results:
         steps = each.steps[1:] or each.steps
-        whole_s = sum(step.ended_s - step.started_s for step in steps) or 1.0
+        whole_s = sum(step.seconds for step in steps) or 1.0
         rollout_s = sum(step.rollout_s for step in each.steps) or 1.0
         made = sum(step.output_tokens for step in steps)
         borrowed = sum(step.borrowed_tokens for step in steps) / made if made else 0.0
@@ -113,20 +92,20 @@ def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
         alone = [0.0 if tails else longest_s(each.seed, step.number) for step in steps]
         most = most_gain(steps, alone)
         rows.append(
-            (
-                each.policy,
-                f"{sum(step.rollout_s for step in steps) / whole_s:.0%}",
-                f"{sum(step.train_s for step in steps) / whole_s:.0%}",
-                f"{sum(step.sync_s for step in steps) / whole_s:.0%}",
-                f"{borrowed:.0%}",
-                f"{each.trajectory_s.mean * each.trajectory_s.count / rollout_s:.0f}",
-                f"{each.turn_s.p50:.1f}",
-                f"{each.turn_s.p99:.1f}",
-                f"{median(alone):.1f}" if most else "",
-                f"{most:.2f}" if most else "",
-            )
+            {
+                "RUN": each.policy,
+                "ROLLOUT": f"{sum(step.rollout_s for step in steps) / whole_s:.0%}",
+                "TRAIN": f"{sum(step.train_s for step in steps) / whole_s:.0%}",
+                "SYNC": f"{sum(step.sync_s for step in steps) / whole_s:.0%}",
+                "BORROWED": f"{borrowed:.0%}",
+                "EPISODES": f"{each.trajectory_s.mean * each.trajectory_s.count / rollout_s:.0f}",
+                "TURN P50 S": f"{each.turn_s.p50:.1f}",
+                "TURN P99 S": f"{each.turn_s.p99:.1f}",
+                "LONGEST S": f"{median(alone):.1f}" if most else "",
+                "X AT MOST": f"{most:.2f}" if most else "",
+            }
         )
-    return Table(PARTS, tuple(rows), "where a step goes", frozenset(PARTS[1:]))
+    return _table(rows, "where a step goes")
 
 
 def plain(result: RunResult) -> dict[str, object]:
@@ -141,20 +120,20 @@ def _assumed(lines: Iterable[str]) -> Table:
 
 def steps_of(result: RunResult) -> Table:
     """Return the steps of a run, a row each."""
-    rows = tuple(
-        (
-            str(step.number),
-            f"{step.ended_s - step.started_s:.1f}",
-            f"{step.rollout_s:.1f}",
-            f"{step.train_s:.1f}",
-            f"{step.sync_s:.1f}",
-            str(step.total_tokens),
-            f"{step.borrowed_tokens / max(1, step.output_tokens):.0%}",
-            str(step.oldest),
-        )
+    rows = [
+        {
+            "STEP": str(step.number),
+            "S": f"{step.seconds:.1f}",
+            "ROLLOUT S": f"{step.rollout_s:.1f}",
+            "TRAIN S": f"{step.train_s:.1f}",
+            "SYNC S": f"{step.sync_s:.1f}",
+            "TOKENS": str(step.total_tokens),
+            "BORROWED": f"{step.borrowed_tokens / max(1, step.output_tokens):.0%}",
+            "OLDEST": str(step.oldest),
+        }
         for step in result.steps
-    )
-    return Table(STEP_COLUMNS, rows, right=frozenset(STEP_COLUMNS))
+    ]
+    return _table(rows, names=0)
 
 
 def alone_s(episode: Trajectory, engine: EngineSpec) -> float:
@@ -202,7 +181,7 @@ def most_gain(steps: Sequence[StepResult], alone: Sequence[float]) -> float:
     """
     if not all(alone):
         return 0.0
-    took_s = sum(step.ended_s - step.started_s for step in steps)
+    took_s = sum(step.seconds for step in steps)
     least_s = sum(
         min(longest_s, step.rollout_s) + step.train_s + step.sync_s
         for step, longest_s in zip(steps, alone, strict=True)
@@ -220,15 +199,16 @@ def effects(results: Sequence[RunResult], grid: Sequence[dict[str, float]], seed
         changes = [_gain(each, usual) for each in (less, more)]
         attained = min(_least_attained(less), _least_attained(more))
         rows.append(
-            (
-                name,
-                f"{usual_value(name):g}",
-                *(f"{change:+.1%}" for change in changes),
-                f"{100 * attained - 100 * _least_attained(usual):+.2f}",
-                "no" if max(map(abs, changes)) < MATTERS else "yes",
-            )
+            {
+                "CONSTANT": name,
+                "IS": f"{usual_value(name):g}",
+                "LESS": f"{changes[0]:+.1%}",
+                "MORE": f"{changes[1]:+.1%}",
+                "SLO POINTS": f"{100 * attained - 100 * _least_attained(usual):+.2f}",
+                "MATTERS": "no" if max(map(abs, changes)) < MATTERS else "yes",
+            }
         )
-    return Table(EFFECTS, tuple(rows), "tokens/s with one constant changed", frozenset(EFFECTS[1:]))
+    return _table(rows, "tokens/s with one constant changed")
 
 
 def _gain(results: Sequence[RunResult], usual: Sequence[RunResult]) -> float:
@@ -297,14 +277,19 @@ ROWS = (
 
 def paper_rows(name: str, results: Results) -> Table:
     """Return the paper's figures of a set-up beside ours; results: by policy."""
-    columns = ("FIGURE", "PAPER", "POLICY PAPER", "INSIDE", "POLICY ROSE")
     rows = []
     for row in ROWS:
         paper, rose = row.measure(results, "paper"), row.measure(results, "rose")
-        inside = "yes" if row.low <= paper <= row.high else "no"
-        said = f"{row.low:g} to {row.high:g}{row.unit}"
-        rows.append((row.what, said, f"{paper:.2f}{row.unit}", inside, f"{rose:.2f}{row.unit}"))
-    return Table(columns, tuple(rows), f"{name}: the paper's rows beside ours")
+        rows.append(
+            {
+                "FIGURE": row.what,
+                "PAPER": f"{row.low:g} to {row.high:g}{row.unit}",
+                "POLICY PAPER": f"{paper:.2f}{row.unit}",
+                "INSIDE": "yes" if row.low <= paper <= row.high else "no",
+                "POLICY ROSE": f"{rose:.2f}{row.unit}",
+            }
+        )
+    return _table(rows, f"{name}: the paper's rows beside ours", names=5)
 
 
 def what_if_view(answer: WhatIfAnswer) -> View:
