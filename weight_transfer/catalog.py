@@ -47,6 +47,12 @@ class FetchPlan:
     deltas: tuple[int, ...]
     wire_bytes: int
 
+    @property
+    def steps(self) -> tuple[tuple[int, bool], ...]:
+        """Versions in order, each with True where all of it is loaded."""
+        base = () if self.base is None else ((self.base, True),)
+        return (*base, *((version, False) for version in self.deltas))
+
 
 @dataclass(frozen=True, slots=True)
 class ReaderPin:

@@ -319,7 +319,7 @@ class ShardedPublisher:
 
         manifest = Manifest.from_bytes(self._agree(encode, merge))
         self._encoder.advance(manifest)
-        self._digests = {t.name: int(t.digest_after, 16) for t in manifest.tensors}
+        self._digests = manifest.digests
         self._keep(manifest)
         return manifest
 

@@ -151,10 +151,7 @@ async def fetch_update(
     """
     url = request.target.url
     async with source.reader.lease(url, request.replica, request.held or 0):
-        plan = await _plan(source, request)
-        steps = [(version, False) for version in plan.deltas]
-        if plan.base is not None:
-            steps.insert(0, (plan.base, True))
+        steps = (await _plan(source, request)).steps
         paths, wire_bytes, on_update = [], 0, OnUpdate.RECOMPUTE
         for version, base in steps:
             fetched = await fetch_version(

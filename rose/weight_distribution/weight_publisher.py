@@ -299,9 +299,7 @@ class WeightPublisher:
                 if not damaged:
                     raise
                 raise ChunkDigestError(f"chunk {damaged[0]} is damaged or missing") from error
-            steps = [(step, False) for step in plan.deltas]
-            steps += [(plan.base, True)] if plan.base is not None else []
-            manifests = [self._store.get_manifest(step, base=base) for step, base in steps]
+            manifests = [self._store.get_manifest(step, base=base) for step, base in plan.steps]
             chunks = {chunk.id for manifest in manifests for chunk in manifest.chunks}
             damaged = [name for name in chunks if not self._store.sound(name)]
             if not damaged:

@@ -25,7 +25,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,6 +180,30 @@ def refusal(url: str, status: int) -> str:
     """Return the error line for a reply without content."""
     hint = "; is its origin in `transport.origins`, and the token right?" if status == 401 else ""
     return f"{url}: HTTP {status}{hint}"
+
+
+async def whole_reply(
+    session: aiohttp.ClientSession,
+    url: str,
+    timeout: aiohttp.ClientTimeout,
+    most: int,
+    arrived: Callable[[int], Awaitable[None]] | None = None,
+) -> bytearray:
+    """Return a reply of at most `most` bytes; SourceError for a longer one, or for no content.
+
+    `arrived` is told of each part's size. No copy is made: it would hold the interpreter's lock.
+    """
+    body = bytearray()
+    async with session.get(url, timeout=timeout, allow_redirects=False) as response:
+        if response.status != 200:
+            raise SourceError(refusal(url, response.status))
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > most:
+                raise SourceError(f"{url} sends more than {most} bytes")
+            if arrived is not None:
+                await arrived(len(part))
+    return body
 
 
 class Download:

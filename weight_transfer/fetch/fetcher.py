@@ -45,8 +45,7 @@ from weight_transfer.fetch.download import (
     Download,
     PeerScores,
     Route,
-    SourceError,
-    refusal,
+    whole_reply,
 )
 from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.fetch.nccl import FixedGroup
@@ -294,7 +293,10 @@ class ChunkFetcher:
             for source in self._scores.ordered(sources, time.monotonic()):
                 try:
                     query = f"?job={quote(wanted.job, safe='')}"
-                    raw = await self._whole(f"{source}/{path}{query}", timeout)
+                    url, arrived = f"{source}/{path}{query}", self._receiving.arrived
+                    raw = await whole_reply(
+                        self._session, url, timeout, MAX_MANIFEST_BYTES, arrived
+                    )
                     read = partial(wanted.read, raw, relayed=source != sources[-1])
                     return raw, await self._receiving.read(read)
                 except _ForeignJobError as error:
@@ -317,18 +319,6 @@ class ChunkFetcher:
         raise FetchError(
             f"{sources[-1]}/{path} cannot be fetched: {failure}; is the publisher alive?"
         ) from failure
-
-    async def _whole(self, url: str, timeout: aiohttp.ClientTimeout) -> bytearray:
-        body = bytearray()
-        async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
-            if response.status != 200:
-                raise SourceError(refusal(url, response.status))
-            async for part in response.content.iter_any():
-                body += part
-                if len(body) > MAX_MANIFEST_BYTES:
-                    raise SourceError(f"{url} sends more than {MAX_MANIFEST_BYTES} bytes")
-                await self._receiving.arrived(len(part))
-        return body  # No copy: it would hold the interpreter's lock.
 
     def _gate_of(self, source: str, origin: str) -> AbstractAsyncContextManager[object]:
         return self._gate if source == origin else nullcontext()

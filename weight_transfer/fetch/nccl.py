@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
 from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, StorageError
-from weight_transfer.fetch.download import order
+from weight_transfer.fetch.download import ATTEMPT_FAILURES, order, whole_reply
 from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.format.chunk import check_id
 
@@ -384,21 +384,10 @@ async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[i
     timeout = aiohttp.ClientTimeout(total=5 * ASK_S)
     while True:
         try:
-            async with session.get(
-                f"{leader}{GROUP}", timeout=timeout, allow_redirects=False
-            ) as answer:
-                if answer.status == 200:
-                    name: tuple[int, ...] = _read_name(await _at_most(answer, MOST_NAME_BYTES))
-                    return name
-        except (aiohttp.ClientError, OSError, ValueError):
-            pass  # It starts when it starts: weights come over HTTP meanwhile.
-        await asyncio.sleep(ASK_S)
-
-
-async def _at_most(answer: aiohttp.ClientResponse, size: int) -> bytes:
-    body = bytearray()
-    async for part in answer.content.iter_any():
-        body += part
-        if len(body) > size:
-            raise ValueError(f"an answer of more than {size} bytes")
-    return bytes(body)
+            reply = await whole_reply(session, f"{leader}{GROUP}", timeout, MOST_NAME_BYTES)
+            name: tuple[int, ...] = _read_name(reply)
+        except ATTEMPT_FAILURES:
+            # Weights come over HTTP until the leader is up.
+            await asyncio.sleep(ASK_S)
+        else:
+            return name

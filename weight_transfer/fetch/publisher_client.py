@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from weight_transfer import SigningKey, VerifyKey, WeightError
 from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import FetchError, IndexFormatError
-from weight_transfer.fetch.download import ATTEMPT_FAILURES
+from weight_transfer.fetch.download import ATTEMPT_FAILURES, whole_reply
 from weight_transfer.format.manifest import MALFORMED, Count, Name
 from weight_transfer.format.signing import Envelope, Kind
 
@@ -78,7 +78,9 @@ def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: fl
     return (envelope.signed(key) if key else envelope).to_bytes()
 
 
-def decode_catalog(raw: bytes, job: str, verify_key: VerifyKey | None, now_s: float) -> Catalog:
+def decode_catalog(
+    raw: bytes | bytearray, job: str, verify_key: VerifyKey | None, now_s: float
+) -> Catalog:
     """Read untrusted bytes; nothing is parsed before `verify_key` has verified them.
 
     Raises IndexFormatError.
@@ -117,21 +119,10 @@ class PublisherClient:
     async def catalog(self, url: str, job: str) -> Catalog:
         """Fetch the catalog of a job's published versions. Raises FetchError, IndexFormatError."""
         try:
-            raw = await self._raw(f"{url}{CATALOG}")
+            raw = await whole_reply(self._session, f"{url}{CATALOG}", _CALL, MAX_CATALOG_BYTES)
         except ATTEMPT_FAILURES as error:
             raise FetchError(f"{url}{CATALOG} cannot be fetched: {error!r:.200}") from error
         return decode_catalog(raw, job, self._verify_key, time.time())
-
-    async def _raw(self, url: str) -> bytes:
-        raw = bytearray()
-        async with self._session.get(url, timeout=_CALL, allow_redirects=False) as response:
-            if response.status != 200:
-                raise FetchError(f"{url}: HTTP {response.status}")
-            async for part in response.content.iter_any():
-                raw += part
-                if len(raw) > MAX_CATALOG_BYTES:
-                    raise FetchError(f"{url} is longer than {MAX_CATALOG_BYTES} bytes")
-        return bytes(raw)
 
     @asynccontextmanager
     async def lease(self, url: str, part: str, version: int) -> AsyncIterator[None]:

@@ -158,6 +158,11 @@ class Manifest:
     def changed(self) -> int:
         return sum(chunk.changed for chunk in self.chunks)
 
+    @property
+    def digests(self) -> dict[str, int]:
+        """Digest of each tensor in this version."""
+        return {tensor.name: int(tensor.digest_after, 16) for tensor in self.tensors}
+
     def signed(self, key: SigningKey) -> Manifest:
         """Return this manifest with `key`'s signature.
 

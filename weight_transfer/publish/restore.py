@@ -56,9 +56,7 @@ def restore(
     DigestMismatchError, ChunkError or StoreError for parts that are damaged or missing.
     """
     plan = way_to(store.catalog(), version, model=model is not None)
-    steps = [(plan.base, True)] if plan.base is not None else []
-    steps += [(step, False) for step in plan.deltas]
-    manifests = [store.get_manifest(step, base=base) for step, base in steps]
+    manifests = [store.get_manifest(step, base=base) for step, base in plan.steps]
     if not manifests:
         raise CatalogError("version 0 is the model itself; nothing of it was published")
     start = None if manifests[0].is_base else model

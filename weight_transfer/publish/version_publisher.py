@@ -16,7 +16,6 @@ from weight_transfer.format.manifest import (
     Manifest,
     OnUpdate,
     TensorUpdate,
-    hex_digest,
 )
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import AnyTensor
@@ -102,7 +101,7 @@ class VersionPublisher:
             on_update=self._on_update,
         ).signed(self._key)
         self._store.put_manifest(manifest)
-        self._known = version, {t.name: int(t.digest_after, 16) for t in tensors}
+        self._known = version, manifest.digests
         return manifest
 
     def renew(self) -> tuple[int, ...]:
@@ -148,10 +147,10 @@ class VersionPublisher:
             raise ManifestError(
                 f"the store holds versions of {published.job}; give {self._job} one of its own"
             )
-        for tensor in published.tensors:
-            if tensor.name in digests and hex_digest(digests[tensor.name]) != tensor.digest_after:
+        for name, digest in published.digests.items():
+            if digests.get(name, digest) != digest:
                 raise WrongBaseError(
-                    f"{tensor.name} is not what version {published.version} was published as;"
+                    f"{name} is not what version {published.version} was published as;"
                     " go on from the weights that were restored, or publish a new base"
                 )
 
