@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Final
 
 _MS: Final = 1_000_000
+# vLLM's level of its sleep that gives up weights and KV, for ReclaimLevel.SLEEP.
+SLEEP_LEVEL: Final = 2
 
 
 class ReclaimLevel(IntEnum):

@@ -348,7 +348,7 @@ class CertificateConfig(Frozen):
         return files_of(self.ca, self.certificate, self.key)
 
 
-class TransportConfig(Frozen):
+class TransportConfig(CertificateConfig):
     """Credentials of this node for fetching and serving weights, and the origins it believes.
 
     token_file: what every caller of a cluster bears. ca, certificate, key: PEM files of other
@@ -358,16 +358,12 @@ class TransportConfig(Frozen):
     """
 
     token_file: Path | None = None
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
     origins: tuple[str, ...] = ()
 
     def credentials(self, own: CertificateConfig) -> Credentials:
         """Read from the files; `own` where it names none. ConfigError: one cannot be used."""
-        given: TransportConfig | CertificateConfig = self
-        if (self.ca, self.certificate, self.key) == (None, None, None):
-            given = own
+        named = (self.ca, self.certificate, self.key) != (None, None, None)
+        given = self if named else own
         files = self.token_file, given.ca, given.certificate, given.key
         return Credentials.read(*files, origins=self.origins)
 

@@ -64,34 +64,28 @@ PATIENCE_S: Final = 10.0
 _NS = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Turns on the engine and tokens since it started."""
-
-    running: int = 0
-    waiting: int = 0
-    tokens_total: int = 0
-
-
 class ReplicaPoller:
-    """Keeps the last reading; an engine that does not answer has an empty one."""
+    """Keeps what the engine said last of its turns; one that does not answer has an empty state."""
 
     def __init__(self, client: ReplicaClient, is_up: Callable[[], bool]) -> None:
-        self.reading = Reading()
+        self.state = GuestState()
         self._client = client
         self._is_up = is_up
 
     async def run(self) -> None:
         while True:
-            self.reading = await self._read() if self._is_up() else Reading()
+            state = GuestState()
+            # Telemetry only: whether the engine obeys is judged where it is told something.
+            with contextlib.suppress(UnavailableError):
+                if self._is_up():
+                    said = await self._client.state()
+                    state = GuestState(
+                        running=said.running,
+                        waiting=said.waiting,
+                        tokens_total=said.tokens_total,
+                    )
+            self.state = state
             await asyncio.sleep(INTERVAL_S)
-
-    async def _read(self) -> Reading:
-        # Telemetry only: whether the engine obeys is judged where it is told something.
-        with contextlib.suppress(UnavailableError):
-            state = await self._client.state()
-            return Reading(state.running, state.waiting, state.tokens_total)
-        return Reading()
 
 
 class LatencyHistogram:

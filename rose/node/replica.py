@@ -20,7 +20,7 @@ from rose.node.guest.cpu_placement import CgroupRefusedError, CpuBoost, guest_cg
 from rose.node.guest.guard import GuardedHost, GuardThread
 from rose.node.guest.guest_record import GuestLock
 from rose.node.guest.kill_switch import KILLED, Measured, StopProof
-from rose.node.guest.memory_gauges import DeviceMemory, Gpus, HostMemory, MemoryGauge
+from rose.node.guest.memory_gauges import DeviceMemory, Gpus, HeldMemory, HostMemory, MemoryGauge
 from rose.node.guest.reclaimer import Reclaimer
 from rose.node.guest.supervisor import EngineState, HangWatch, Supervisor
 from rose.node.host import Host, summed
@@ -202,6 +202,10 @@ class Replica:
             self.model = self._started_model
         self._log("engine_state", state=state.value)
         self._session.changed()
+
+    def held(self) -> HeldMemory | None:
+        """Return the measured memory of a guest."""
+        return None
 
     def must_end(self) -> str | None:
         return None
@@ -435,6 +439,10 @@ class Guest(Replica):
         gpus = self._parts.gpus
         return DeviceMemory(gpus.reader, gpus.card(self.config.device), group, lambda: self.state)
 
+    def held(self) -> HeldMemory:
+        """Measure the guest's memory (any thread, takes milliseconds)."""
+        return HeldMemory.now(self.gauge())
+
     def hold(self, cap: int | None) -> None:
         assert self.guard is not None
         self.guard.hold(cap)
@@ -457,9 +465,9 @@ class Guest(Replica):
 
         In a thread: a kernel or driver that hangs must not hold up leases.
         """
-        name, reclaimer = self.config.id, self.reclaimer
+        name = self.config.id
         barred = self._orders.bars(name)
-        held = await asyncio.to_thread(reclaimer.held) if barred and reclaimer else None
+        held = await asyncio.to_thread(self.held) if barred and self.reclaimer else None
         if self.guard is None:
             return  # Its host left meanwhile.
         self._still_held = amount = held.amount if held else None
@@ -511,7 +519,7 @@ def build_reports(
 
 def view_of(replica: Replica) -> ReplicaFigures:
     """Return a replica's figures for `/metrics`."""
-    guard, reclaimer = replica.guard, replica.reclaimer
+    guard = replica.guard
     view = ReplicaFigures(
         name=replica.config.id,
         state=replica.supervisor.state.value,
@@ -527,7 +535,7 @@ def view_of(replica: Replica) -> ReplicaFigures:
         grant=guard.grant,
         guest=guard.guest,
         owed_bytes=guard.owed_bytes,
-        held=reclaimer.held() if reclaimer else None,
+        held=replica.held(),
         reclaim_s=replica.reclaim_s,
         host=replica.host.config.name if replica.host else "",
     )
@@ -558,14 +566,14 @@ def _offer(replica: Replica) -> rose_pb2.Offer:
 def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
     guard = replica.guard
     grant = guard.grant if guard else None
-    state = (guard.guest or GuestState()) if guard else replica.poller.reading
-    reason = "" if grant is None else grant.reason
-    if grant is not None and grant.token_budget and isinstance(state, GuestState):
+    state = (guard.guest or GuestState()) if guard else replica.poller.state
+    reason = grant.reason if grant else ""
+    if grant and grant.token_budget:
         reason = state.gate_reason
     return rose_pb2.GuestTelemetry(
         replica=replica.config.id,
         lend_bytes=_lend_bytes(replica.config, guard),
-        kv_bytes=state.bytes_mapped if isinstance(state, GuestState) else 0,
+        kv_bytes=state.bytes_mapped,
         mode=grant.mode.name.lower() if grant else "none",
         reason=reason,
         tokens_total=state.tokens_total,

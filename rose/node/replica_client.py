@@ -8,6 +8,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from executor.kv.reclaim_ladder import SLEEP_LEVEL
 from rose.contract.replica import ADMIT, DRAIN, STATE, Drained, EpochBody, Refusal, ReplicaState
 from rose.contract.weights import APPLY, ApplyBody, UpdateApplied
 from rose.errors import BAD_BYTES, RefusedError, UnavailableError
@@ -92,7 +93,7 @@ class ReplicaClient:
         Raises RefusedError where there is no such route, UnavailableError when it broke on the way:
         vLLM fails once its weights are gone when a neighbour on the GPU took memory meanwhile.
         """
-        answer = await self._call("POST", "/sleep?level=2", None, CALL_TIMEOUT_S)
+        answer = await self._call("POST", f"/sleep?level={SLEEP_LEVEL}", None, CALL_TIMEOUT_S)
         if answer.status != 200:
             kind = UnavailableError if answer.status >= 500 else RefusedError
             raise kind(f"{self._url} does not sleep: {answer.said}")

@@ -86,11 +86,6 @@ class AnnouncedVersions:
         """The job of which all versions are, "" where there are none, or several jobs' ones."""
         return next(iter(self._newest)) if len(self._newest) == 1 else ""
 
-    @property
-    def newest(self) -> KnownVersion | None:
-        """The newest version of the only job."""
-        return self.newest_of(self.only_job)
-
     def newest_of(self, job: str) -> KnownVersion | None:
         """Return the job's newest version, None before the first."""
         return self._newest.get(job)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from executor.control_page.page import HostView
-from executor.control_page.seqlock_records import Grant, HostState, SeatState
+from executor.control_page.seqlock_records import Grant, GuestState, HostState, SeatState
 from executor.freeze_reason import FreezeReason
 from executor.grant_controller import GrantController, GuardConfig, Observation, VoidLeases, Write
 from executor.step_decision import GateLimits, Run, decide
@@ -28,7 +28,6 @@ from rose.errors import RefusedError, UnavailableError
 from rose.node.daemon import NodeDaemon
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease import LeaseAgent, Revoked
-from rose.node.metrics import Reading
 from rose.node.orders import STALE_AFTER_S, HarvestSwitch, SchedulerCaps
 from rose.node.replica import Replica, build_reports
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
@@ -372,7 +371,7 @@ class SimulatedReplica(Replica):
             node.lease_clock_s,
         )
         self.updates = SimulatedUpdates(engine, node._chain, node.activated)  # type: ignore[assignment]
-        self.poller = SimpleNamespace(reading=Reading())  # type: ignore[assignment]
+        self.poller = SimpleNamespace(state=GuestState())  # type: ignore[assignment]
         self._trusted = True
         self.model = self._wanted_model = self._started_model = MODEL
         self.supervisor = SimulatedSupervisor(node, engine)  # type: ignore[assignment]

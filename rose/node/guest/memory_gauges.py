@@ -103,40 +103,6 @@ DRIVER = "driver, by process"
 PAGE = "the guest's page, bounded by the card's free memory"
 
 
-class ListedMemory:
-    """One guest's memory by the driver's list of processes. Pure.
-
-    A process is counted until the list no longer has it: a driver takes memory back after the
-    process has ended. One that lives and vanished from the list makes the figure unknown.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def held_bytes(self, clients: Sequence[Client], members: Collection[int]) -> int | None:
-        """`members`: processes of the guest's group that live now."""
-        told = {client.pid: client.memory_bytes for client in clients}
-        self._seen |= told.keys() & set(members)
-        if any(pid in members and pid not in told for pid in self._seen):
-            return None
-        held = [told[pid] for pid in self._seen if pid in told]
-        known = [amount for amount in held if amount is not None]
-        return sum(known) if len(known) == len(held) else None
-
-
-class BoundedClaim:
-    """KV pages that the guest claims, never falling faster than the card's free memory
-    grows. Pure. Who takes that memory meanwhile makes the figure too large, which is safe."""
-
-    def __init__(self, mapped_bytes: int, free_bytes: int) -> None:
-        self._mapped_bytes = mapped_bytes
-        self._free_bytes = free_bytes
-
-    def held_bytes(self, mapped_bytes: int, free_bytes: int) -> int:
-        claimed = self._mapped_bytes - mapped_bytes
-        return self._mapped_bytes - max(0, min(claimed, free_bytes - self._free_bytes))
-
-
 class DeviceMemory:
     """MemoryGauge of a guest on a GPU."""
 
@@ -152,8 +118,10 @@ class DeviceMemory:
         self._card = card
         self._group = group
         self._state = state
-        self._listed: ListedMemory | None = None
-        self._claim: BoundedClaim | None = None
+        # Processes that the driver has listed, None until it has listed their memory; and pages
+        # that the guest claimed and free memory of the card at the first figure by them.
+        self._listed: set[int] | None = None
+        self._claim: tuple[int, int] | None = None
 
     @property
     def by(self) -> str:
@@ -162,35 +130,53 @@ class DeviceMemory:
 
     @property
     def sees_all(self) -> bool:
-        """The guest says nothing of its weights."""
+        """False by the guest's page, which says nothing of its weights."""
         return self._claim is None
 
     def held_bytes(self) -> int | None:
         """Return the bytes that the guest holds, None also while the driver does not answer."""
-        members = self._members()
+        group = self._group()
+        members = set() if group is None else {pid for pid, _ in group_members(group)}
         try:
             if self._claim is None:
                 clients = self._reader.clients(self._card)
                 if self._listed is None and _accounted(clients, members):
-                    self._listed = ListedMemory()
+                    self._listed = set()
                 if self._listed is not None:
-                    return self._listed.held_bytes(clients, members)
-            return self._claimed() if members else 0
+                    return self._by_driver(self._listed, clients, members)
+            return self._by_page() if members else 0
         except CardError:
             return None
 
-    def _members(self) -> set[int]:
-        group = self._group()
-        return set() if group is None else {pid for pid, _ in group_members(group)}
+    def _by_driver(
+        self, listed: set[int], clients: Sequence[Client], members: Collection[int]
+    ) -> int | None:
+        """Sum up the processes until the list no longer has them: a driver takes back memory late.
 
-    def _claimed(self) -> int | None:
+        A process that lives and vanished from the list makes the figure unknown.
+        """
+        told = {client.pid: client.memory_bytes for client in clients}
+        listed |= told.keys() & set(members)
+        if any(pid in members and pid not in told for pid in listed):
+            return None
+        held = [told[pid] for pid in listed if pid in told]
+        known = [amount for amount in held if amount is not None]
+        return sum(known) if len(known) == len(held) else None
+
+    def _by_page(self) -> int | None:
+        """Return the pages that the guest claims; they fall no faster than the card's memory grows.
+
+        Another process that takes that memory meanwhile makes the figure too large, which is safe.
+        """
         state = self._state()
         if state is None:
             return None
         free_bytes = self._reader.free_bytes(self._card)
         if self._claim is None:
-            self._claim = BoundedClaim(state.bytes_mapped, free_bytes)
-        return self._claim.held_bytes(state.bytes_mapped, free_bytes)
+            self._claim = state.bytes_mapped, free_bytes
+        mapped_then, free_then = self._claim
+        claimed = mapped_then - state.bytes_mapped
+        return mapped_then - max(0, min(claimed, free_bytes - free_then))
 
 
 def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:

@@ -27,7 +27,7 @@ from executor.kv.reclaim_ladder import (
 from executor.kv.shrink_plan import NO_CAP
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
-from rose.node.guest.memory_gauges import HeldMemory, Measuring, MemoryGauge
+from rose.node.guest.memory_gauges import Measuring, MemoryGauge
 
 POLL_S = 0.02
 RECLAIM = "its memory is being reclaimed"
@@ -79,10 +79,6 @@ class Reclaimer:
     def holding(self) -> str | None:
         """Why the guest must not be started just now."""
         return RECLAIM if self._task is not None and not self._task.done() else None
-
-    def held(self) -> HeldMemory:
-        """Measure the guest's memory (any thread, takes milliseconds)."""
-        return HeldMemory.now(self._guest.gauge())
 
     def begin(
         self,
