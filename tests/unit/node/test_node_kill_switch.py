@@ -265,17 +265,6 @@ def test_a_stop_that_takes_too_long_says_what_is_left_and_when_it_is_gone() -> N
     assert proof.step(Measured(True, 0, 0.0, 2.0), 20.0)[0].fields["seconds"] == 0.0
 
 
-def test_a_kill_file_that_anybody_writes_engages_the_switch_until_it_is_gone(
-    tmp_path: Path,
-) -> None:
-    switch = KillSwitch(tmp_path / "KILL")
-    assert not switch.engaged
-    switch.file.touch()
-    assert switch.engaged
-    switch.file.unlink()
-    assert not switch.engaged
-
-
 class HangingDisk:
     """A kill file whose disk answers when it is let."""
 

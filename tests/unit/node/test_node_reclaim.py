@@ -50,7 +50,7 @@ class Rig:
     )
     holds: list[int | None] = field(default_factory=list)
     name = "guest"
-    sleep_bytes: int | None = None
+    sleep_bytes = None
 
     def gauge(self) -> HostMemory:
         return HostMemory(lambda: self.process.pid)
@@ -257,38 +257,6 @@ async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
     gauge.answers.set()
     finished = await task
     assert finished.levels[-1].level is ReclaimLevel.KILL
-
-
-class KvAlone(HostMemory):
-    """Gauge of a guest whose KV alone can be measured."""
-
-    sees_all = False
-
-
-async def test_an_engine_is_not_asked_to_sleep_where_its_weights_are_not_seen(rig: Rig) -> None:
-    async def sleep() -> None:
-        raise AssertionError("asked for what nobody could confirm")
-
-    gauge = KvAlone(lambda: rig.process.pid)
-    reclaimer = rig.reclaimer(sleep, gauge=lambda: gauge)
-    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
-    assert (slept.outcome, slept.why) == (ReclaimOutcome.UNSUPPORTED, UNSEEN)
-    assert finished.enough
-
-
-async def test_sleep_is_not_held_for_a_liar_over_kv_that_it_does_not_reach(rig: Rig) -> None:
-    """On a GPU with reserved KV it gives up weights alone, and says nothing else."""
-
-    async def sleep() -> None:
-        rig.say("free", 40)
-
-    reclaimer = rig.reclaimer(sleep, sleep_bytes=40 * MIB)
-    finished = await reclaimer.reclaim(SIZE * MIB, 8.0, "test")
-    (slept,) = (report for report in finished.levels if report.level is ReclaimLevel.SLEEP)
-    assert (slept.outcome, slept.claimed_bytes) == (ReclaimOutcome.TOO_LITTLE, 40 * MIB)
-    assert finished.levels[-1].level is ReclaimLevel.KILL
-    assert finished.enough
 
 
 async def test_who_measured_is_written_down(rig: Rig) -> None:
