@@ -36,7 +36,6 @@ from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.core.limits import MAX_WEIGHT
-from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.core.runs import RunRecord
 from rose.store import Delete, Put, Store, StoreEntry, Write
 
@@ -196,72 +195,60 @@ def _version(entry: StoreEntry) -> VersionRecord:
 
 def save_epoch(
     replica: str, epoch: int, job: str, node: str = "", at_s: float | None = None
-) -> StoreWrite:
+) -> Put:
     """Save a replica's newest epoch with its job and node; at_s: Unix seconds."""
     value: dict[str, object] = {"epoch": epoch, "job": job}
     if node:
         value |= {"node": node, "at_s": round(at_s or 0.0)}
-    return StoreWrite(EPOCHS + replica, _encode(value))
+    return Put(EPOCHS + replica, _encode(value))
 
 
-def save_epoch_floor(epoch: int) -> StoreWrite:
+def save_epoch_floor(epoch: int) -> Put:
     """Save the epoch that all leases exceed from now on."""
-    return StoreWrite(EPOCH_FLOOR, _encode({"epoch": epoch}))
+    return Put(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
-def save_override(mode: HarvestMode, replica: str) -> StoreWrite:
+def save_override(mode: HarvestMode, replica: str) -> Write:
     """Save the mode of one replica; ACTIVE means no entry."""
-    value = None if mode is HarvestMode.ACTIVE else _encode(mode.value)
-    return StoreWrite(OVERRIDES + replica, value)
+    if mode is HarvestMode.ACTIVE:
+        return Delete(OVERRIDES + replica)
+    return Put(OVERRIDES + replica, _encode(mode.value))
 
 
-def save_stop(mode: HarvestMode) -> StoreWrite:
+def save_stop(mode: HarvestMode) -> Put:
     """Save the operator's stop, for every scheduler of the store."""
-    return StoreWrite(STOP, _encode({"mode": mode.value}))
+    return Put(STOP, _encode({"mode": mode.value}))
 
 
 def save_policy(
     policy: CapacityPolicy, halted: str | None = None, *, of_object: bool = False
-) -> StoreWrite:
+) -> Put:
     """A capacity policy, why its canary is halted, and whether an object of Kubernetes says it."""
     value: dict[str, object] = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
     if of_object:
         value["object"] = True
-    return StoreWrite(POLICIES + policy.name, _encode(value))
+    return Put(POLICIES + policy.name, _encode(value))
 
 
-def drop_policy(name: str) -> StoreWrite:
-    """Delete a capacity policy."""
-    return StoreWrite(POLICIES + name, None)
+def save(record: JobRecord | RunRecord | VersionRecord) -> Put:
+    """Save a job and its bounds, the run that has a job, or a version."""
+    return Put(_key(record), _encode(asdict(record)))
 
 
-def save_job(job: JobRecord) -> StoreWrite:
-    """Save a job and its bounds."""
-    return StoreWrite(JOBS + job.job, _encode(asdict(job)))
+def forget(record: JobRecord | RunRecord | VersionRecord) -> Delete:
+    """Delete a record that is no longer needed."""
+    return Delete(_key(record))
 
 
-def save_run(run: RunRecord) -> StoreWrite:
-    """Save the run that has a job."""
-    return StoreWrite(RUNS + run.job, _encode(asdict(run)))
-
-
-def forget_run(job: str) -> StoreWrite:
-    """Delete a job's run."""
-    return StoreWrite(RUNS + job, None)
-
-
-def save_version(record: VersionRecord) -> StoreWrite:
-    """Save a version; its key sorts as its number does."""
-    return StoreWrite(_version_key(record), _encode(asdict(record)))
-
-
-def forget_version(record: VersionRecord) -> StoreWrite:
-    """One version is no longer needed."""
-    return StoreWrite(_version_key(record), None)
-
-
-def _version_key(record: VersionRecord) -> str:
-    return f"{VERSIONS}{record.job}/{record.version:020d}"
+def _key(record: JobRecord | RunRecord | VersionRecord) -> str:
+    match record:
+        case JobRecord():
+            return JOBS + record.job
+        case RunRecord():
+            return RUNS + record.job
+        case VersionRecord():
+            # The key sorts as the number does.
+            return f"{VERSIONS}{record.job}/{record.version:020d}"
 
 
 def _encode(value: object) -> bytes:
@@ -295,7 +282,7 @@ class StoreWriter:
         waited_s = time.monotonic() - self._since_s
         return waited_s if waited_s >= self._stalled_after_s else 0.0
 
-    async def write(self, writes: Sequence[StoreWrite]) -> None:
+    async def write(self, writes: Sequence[Write]) -> None:
         """Return once all of them are durable, however long that takes.
 
         Raises `LeadershipLostError` when another scheduler leads: then none of them ever is.
@@ -305,12 +292,7 @@ class StoreWriter:
         async with self._turn:
             self._since_s = time.monotonic()
             try:
-                await self._until_durable(
-                    [
-                        Delete(each.key) if each.value is None else Put(each.key, each.value)
-                        for each in writes
-                    ]
-                )
+                await self._until_durable(writes)
             finally:
                 self._since_s = None
             if self._said:

@@ -35,7 +35,6 @@ from importlib.metadata import PackageNotFoundError, version
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION, stricter
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.scheduler.core.messages import StoreWrite
 from rose.scheduler.persistence import (
     EPOCH_FLOOR,
     RESTORING,
@@ -45,8 +44,8 @@ from rose.scheduler.persistence import (
     JobRecord,
     Saved,
     load,
+    save,
     save_epoch_floor,
-    save_job,
     save_stop,
 )
 from rose.store.backup_file import Backup, without
@@ -86,9 +85,7 @@ async def take_backup(store: Store, taken_s: float | None = None) -> Backup:
     return Backup(entries, listing.revision, when_s, _release())
 
 
-def restored(
-    backup: Sequence[StoreEntry], there: Sequence[StoreEntry], now_s: float
-) -> list[StoreWrite]:
+def restored(backup: Sequence[StoreEntry], there: Sequence[StoreEntry], now_s: float) -> list[Put]:
     """Return the writes that restore a backup without repeating what it records.
 
     there: what the store held before, whose epochs and stop may be newer. now_s: Unix seconds.
@@ -96,7 +93,7 @@ def restored(
     """
     saved, before = load(backup), load(without(there, (RESTORING,)))
     modes = [HarvestMode.HOLD, *(each.mode for each in (saved, before) if each.mode is not None)]
-    kept = {each.key: StoreWrite(each.key, each.value) for each in backup if _stays(each.key)}
+    kept = {each.key: Put(each.key, each.value) for each in backup if _stays(each.key)}
     changed = [
         save_epoch_floor(_epoch_floor(saved, before, now_s)),
         save_stop(reduce(stricter, modes)),
@@ -115,9 +112,9 @@ def _epoch_floor(saved: Saved, before: Saved, now_s: float) -> int:
     return _floor(max(saved.epoch_floor, before.epoch_floor, *known, 0), now_s, MAX_EPOCH)
 
 
-def _with_numbers_used(saved: Saved, job: JobRecord, now_s: float) -> StoreWrite:
+def _with_numbers_used(saved: Saved, job: JobRecord, now_s: float) -> Put:
     newest = max((each.version for each in saved.versions if each.job == job.job), default=0)
-    return save_job(replace(job, floor=_floor(max(newest, job.floor), now_s, MAX_VERSION)))
+    return save(replace(job, floor=_floor(max(newest, job.floor), now_s, MAX_VERSION)))
 
 
 def _floor(newest: int, now_s: float, most: int) -> int:
@@ -150,14 +147,14 @@ async def restore(
                 f"the store is not empty ({len(there)} keys); restore into an empty one, or over"
                 " all of it with --replace"
             )
-        new = {each.key: _write(each) for each in restored(backup.entries, there, when_s)}
+        new = {each.key: each for each in restored(backup.entries, there, when_s)}
         # First of all: what is there may have greater epochs and a stricter stop than the backup,
         # and is to go. Whoever begins this restore again finds them.
         first = (Put(RESTORING, b"{}"), new.pop(EPOCH_FLOOR), new.pop(STOP))
         await fenced.txn((), first)
         done = {each.key for each in first}
         old = [each.key for each in there if each.key not in new and each.key not in done]
-        writes = [*map(Delete, old), *new.values()]
+        writes: list[Write] = [*map(Delete, old), *new.values()]
         for at in range(0, len(writes), MOST_WRITES):
             await fenced.txn((), writes[at : at + MOST_WRITES])
         await fenced.txn((), (Delete(RESTORING),))
@@ -217,10 +214,6 @@ async def _leading(store: Store, work: Callable[[FencedStore], Awaitable[Restore
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-
-
-def _write(write: StoreWrite) -> Write:
-    return Delete(write.key) if write.value is None else Put(write.key, write.value)
 
 
 def _release() -> str:

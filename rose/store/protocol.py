@@ -74,6 +74,10 @@ class Delete:
 
     key: str
 
+    @property
+    def value(self) -> None:
+        return None
+
 
 Write = Put | Delete
 

@@ -18,7 +18,6 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderFinder
 from rose.scheduler.persistence import save_stop
 from rose.scheduler.wire import MODE_TO
-from rose.store import Put
 from tests.chaos.invariants import CLOSED, OPERATOR, Invariants
 from tests.chaos.simulated_grpc import Call, Reply, addresses_of, name_of
 from tests.chaos.simulated_store import Answer, StoreClient, Txn
@@ -234,8 +233,7 @@ class SimulatedOperator(SimulatedClient):
 
     def _leave_in_store(self) -> None:
         """After `rose stop-all --store`, for when no scheduler answers; one may all the same."""
-        word = save_stop(HarvestMode.OFF)
-        writes = (Put(word.key, word.value or b""),)
+        writes = (save_stop(HarvestMode.OFF),)
 
         def written(revision: object, known: bool) -> None:
             if not known:

@@ -243,7 +243,6 @@ async def _leave_in_store(name: StoreName) -> None:
     store = open_store(name)
     try:
         entry = save_stop(HarvestMode.OFF)
-        assert entry.value is not None
         await store.put(entry.key, entry.value)
     finally:
         await store.close()

@@ -46,10 +46,10 @@ from rose.scheduler.core.messages import (
     PolicyApplied,
     PolicyDeleted,
     Save,
-    StoreWrite,
 )
-from rose.scheduler.persistence import Saved, drop_policy, save_override, save_policy, save_stop
+from rose.scheduler.persistence import POLICIES, Saved, save_override, save_policy, save_stop
 from rose.scheduler.wire import harvest_command
+from rose.store.protocol import Delete, Write
 
 MAX_OVERRIDES: Final = 1_024
 # Bound on the memory that a node may report.
@@ -99,7 +99,7 @@ class CapacityBook:
 
     # ---- requests ----
 
-    def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[StoreWrite, ...]:
+    def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[Write, ...]:
         """Return the writes that must be durable first. Raises RefusedError."""
         match event:
             case HarvestSet():
@@ -109,7 +109,7 @@ class CapacityBook:
                 return (save_policy(event.policy, of_object=event.of_object),)
             case PolicyDeleted():
                 self._check_known(event)
-                return (drop_policy(event.name),)
+                return (Delete(POLICIES + event.name),)
 
     def carry_out(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> list[Action]:
         """Put a request in force. Raises as `writes` does; of a stop `told` says the rest."""
@@ -142,7 +142,7 @@ class CapacityBook:
         name = event.policy.name
         return event.policy not in self.gate.policies or self.gate.halted(name) is not None
 
-    def _stop_writes(self, event: HarvestSet) -> tuple[StoreWrite, ...]:
+    def _stop_writes(self, event: HarvestSet) -> tuple[Write, ...]:
         self._check_mode(event)
         if event.replica is not None:
             return (save_override(event.mode, event.replica),)

@@ -23,6 +23,7 @@ from rose.scheduler.core.limits import (
     Weight,
 )
 from rose.scheduler.core.runs import Claim
+from rose.store.protocol import Write
 
 # ---- events ----
 
@@ -306,18 +307,10 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoreWrite:
-    """A value for the store; None deletes the key."""
-
-    key: str
-    value: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
 class Reserve:
     """Make an epoch durable, then say so; nothing else waits for it."""
 
-    write: StoreWrite
+    write: Write
     then: EpochReserved
 
 
@@ -325,7 +318,7 @@ class Reserve:
 class Save:
     """Make a value durable; nothing waits for it, and it is true whether that succeeds or not."""
 
-    write: StoreWrite
+    write: Write
 
 
 @dataclass(frozen=True, slots=True)

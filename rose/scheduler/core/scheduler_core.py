@@ -61,7 +61,6 @@ from rose.scheduler.core.messages import (
     RunEnded,
     RunRenewed,
     StoredEvent,
-    StoreWrite,
     TakenBack,
     Tick,
     VersionAnnounced,
@@ -80,15 +79,14 @@ from rose.scheduler.core.observed import (
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import (
+    RUNS,
     JobRecord,
     Saved,
     VersionRecord,
-    forget_run,
-    forget_version,
-    save_job,
-    save_run,
-    save_version,
+    forget,
+    save,
 )
+from rose.store.protocol import Delete, Write
 
 TABLE_INTERVAL_S = 1.0
 MAX_NODES = 4_096
@@ -250,7 +248,7 @@ class SchedulerCore:
         news |= bool(records) or any(isinstance(each, LogRecord) for each in actions)
         return actions + regulated + told + unsaid + self._publish(now_s, news=news)
 
-    def writes(self, event: StoredEvent) -> tuple[StoreWrite, ...]:
+    def writes(self, event: StoredEvent) -> tuple[Write, ...]:
         """Return the writes that must be durable before the event is carried out.
 
         Raises `RefusedError` and `ConfigError` for an event that cannot be carried out.
@@ -259,22 +257,22 @@ class SchedulerCore:
             case JobRegistered():
                 job = self._jobs.registering(_job_of(event))
                 run = self.runs.beginning(event.job, event.claim, take_over=event.take_over)
-                return (save_job(job), *([save_run(run)] if run else []))
+                return (save(job), *([save(run)] if run else []))
             case JobEnded():
                 ended, past = self._jobs.ending(event.job)
                 over = self.runs.ending(event.job, event.claim)
                 return (
-                    save_job(ended),
-                    *map(forget_version, past),
-                    *([save_run(over)] if over else []),
+                    save(ended),
+                    *map(forget, past),
+                    *([save(over)] if over else []),
                 )
             case JobDropped():
                 dropped, past = self._jobs.dropping(event.job)
                 self.runs.check_drop(event.job, force=event.force)
-                return (save_job(dropped), *map(forget_version, past), forget_run(event.job))
+                return (save(dropped), *map(forget, past), Delete(RUNS + event.job))
             case RunEnded():
                 over = self.runs.ending(event.job, event.claim)
-                return (save_run(over),) if over else ()
+                return (save(over),) if over else ()
             case VersionAnnounced():
                 record = _version_of(event)
                 self.runs.check(event.job, event.claim)
@@ -282,7 +280,7 @@ class SchedulerCore:
                 if not chain.check(record):
                     return ()
                 past = chain.replaced_by(record)
-                return (save_version(record), *map(forget_version, past))
+                return (save(record), *map(forget, past))
             case HarvestSet() | PolicyApplied() | PolicyDeleted():
                 return self.capacity.writes(event)
 

@@ -17,12 +17,12 @@ from rose.scheduler.core.messages import (
     Reserve,
     Save,
     StoredEvent,
-    StoreWrite,
     Tick,
     VersionAnnounced,
 )
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import JobRecord, load
+from rose.store import Write
 from tests.fakes.memory_store import InMemoryStore
 
 JOB = "grpo"
@@ -96,7 +96,7 @@ class CoreBench:
                 taken += self.core.step(action.then, self.now_s)
         return taken
 
-    def write(self, write: StoreWrite) -> None:
+    def write(self, write: Write) -> None:
         self.store.write(write.key, write.value)
 
     def at(self, now_s: float) -> "CoreBench":

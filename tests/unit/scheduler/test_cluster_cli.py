@@ -29,7 +29,6 @@ from rose.rpc.rose_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_s
 from rose.scheduler.persistence import load, save_epoch_floor
 from rose.security.audit_log import AuditLog, audit_file
 from rose.store import SqliteStore, StoreEntry
-from rose.store.protocol import Put
 from tests.fakes.memory_store import InMemoryStore
 
 HOST: dict[str, Any] = {
@@ -617,8 +616,7 @@ async def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     (tmp_path / "run" / "s1" / "usage.jsonl").write_text(json.dumps(record) + "\n")
     store = SqliteStore(tmp_path / "run" / "rose.sqlite")
     floor = save_epoch_floor(7)
-    assert floor.value is not None
-    await store.txn((), (Put(floor.key, floor.value),))
+    await store.txn((), (floor,))
     await store.close()
     async with running(Bench(InMemoryStore(), tmp_path)) as prepared:
         monkeypatch.setattr(options, "DEFAULT_SCHEDULER", prepared.address)

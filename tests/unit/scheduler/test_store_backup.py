@@ -16,13 +16,13 @@ from elastic_scheduler.leases.lease_table import LeaseHeld, LeaseTable
 from rose.cli.main import main as rose
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.replica.admission import Admission
-from rose.scheduler.core.messages import HarvestSet, Held, Offered, StoreWrite
+from rose.scheduler.core.messages import HarvestSet, Held, Offered
 from rose.scheduler.persistence import (
     RESTORING,
     JobRecord,
     load,
+    save,
     save_epoch,
-    save_job,
     save_stop,
 )
 from rose.scheduler.restore import (
@@ -32,7 +32,7 @@ from rose.scheduler.restore import (
     restored,
     take_backup,
 )
-from rose.store import Expect, FencedStore, Leadership, Put, SqliteStore, StoreEntry, Write
+from rose.store import Expect, FencedStore, Leadership, SqliteStore, StoreEntry, Write
 from rose.store.backup_file import Backup, decoded, encoded, read_backup, write_backup
 from tests.fakes.memory_store import InMemoryStore
 
@@ -45,7 +45,7 @@ def backup_of(store: InMemoryStore) -> Backup:
     return Backup(store.entries, 1, TAKEN_S)
 
 
-def written(writes: Sequence[StoreWrite]) -> InMemoryStore:
+def written(writes: Sequence[Write]) -> InMemoryStore:
     store = InMemoryStore()
     for write in writes:
         store.write(write.key, write.value)
@@ -136,7 +136,7 @@ def test_no_epoch_is_granted_twice_whatever_is_restored(script: list[tuple[str, 
 
 
 def test_a_clock_that_is_behind_what_is_known_lifts_the_floor_all_the_same() -> None:
-    there = written([save_epoch("g0", 7, JOB), save_job(JobRecord(JOB, 1, floor=9))]).entries
+    there = written([save_epoch("g0", 7, JOB), save(JobRecord(JOB, 1, floor=9))]).entries
     saved = load(written(restored(there, (), now_s=0.001)).entries)
     assert saved.epoch_floor == 7 + LEAST_LIFT
     assert saved.jobs[0].floor == 9 + LEAST_LIFT
@@ -206,7 +206,7 @@ async def test_a_backup_is_one_revision_without_the_election(tmp_path: Path) -> 
         for number in range(20):
             write = save_epoch("g0", number + 1, JOB)
             other = save_epoch("g1", number + 1, JOB)
-            await fenced.txn((), [put(write), put(other)])
+            await fenced.txn((), [write, other])
             first.set()
 
     leading = asyncio.create_task(Leadership(store, "here:1", lead, _silent).run())
@@ -222,7 +222,7 @@ async def test_a_backup_is_one_revision_without_the_election(tmp_path: Path) -> 
 
 async def test_a_store_is_restored_over_another_one_when_that_is_said() -> None:
     many = [save_epoch(f"g{n}", 5, JOB) for n in range(2 * MOST_WRITES)]
-    backup = backup_of(written([*many, save_job(JobRecord(JOB, 1))]))
+    backup = backup_of(written([*many, save(JobRecord(JOB, 1))]))
     store = written([save_epoch("newer", 2**41, JOB), save_stop(HarvestMode.OFF)])
     with pytest.raises(RefusedError, match="--replace"):
         await restore(store, backup)
@@ -290,7 +290,7 @@ def test_the_command_goes_there_and_back(
 ) -> None:
     async def filled() -> None:
         store = SqliteStore(tmp_path / "store")
-        await store.txn((), [put(save_epoch("g0", 3, JOB)), put(save_job(JobRecord(JOB, 1)))])
+        await store.txn((), [save_epoch("g0", 3, JOB), save(JobRecord(JOB, 1))])
         await store.close()
 
     asyncio.run(filled())
@@ -304,11 +304,6 @@ def test_the_command_goes_there_and_back(
     assert "--replace" in capsys.readouterr().err
     assert rose(["store", "backup", "--store", f"{tmp_path}/typo", f"{file}2"]) == 2
     assert not (tmp_path / "typo").exists()
-
-
-def put(write: StoreWrite) -> Write:
-    assert write.value is not None
-    return Put(write.key, write.value)
 
 
 def _silent(_event: str, **_fields: object) -> None:
