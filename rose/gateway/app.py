@@ -83,7 +83,6 @@ class Gateway:
             certificates.server_context(everybody=True) if certificates else None,
             connections=self._server.connections,
             around=self._server.answer,
-            head_timeout_s=settings.head_timeout_s,
         )
         try:
             await self._listen()

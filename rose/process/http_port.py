@@ -133,7 +133,7 @@ class Connections:
         """error_body: makes the body of an error answer outside of any route."""
         self.error_body = error_body
         self.capacity = capacity
-        self._head_timeout_s = head_timeout_s
+        self.head_timeout_s = head_timeout_s
         self._idle_s = idle_s
         self.limits = limits
         self._clock = clock
@@ -187,7 +187,7 @@ class Connections:
         """Close the connections that take too long."""
         now_s = self._clock()
         for waiting, limit_s, name in (
-            (self._heads, self._head_timeout_s, "head_timeout_s"),
+            (self._heads, self.head_timeout_s, "head_timeout_s"),
             (self._idle, self._idle_s, ""),
         ):
             late = []
@@ -407,13 +407,12 @@ class Listener:
         make: Callable[[], asyncio.Protocol],
         book: Connections,
         tls: ssl.SSLContext | None = None,
-        handshake_s: float = HEAD_S,
     ) -> None:
         """make: returns the protocol of a new connection, which reports its state to `book`."""
         self._make = make
         self._book = book
         self._tls = tls
-        self._handshake_s = handshake_s if tls else None
+        self._handshake_s = book.head_timeout_s if tls else None
         self.sockets: list[BoundedSocket] = []
         # Oldest first, each with the time at which it began.
         self._handshakes: dict[asyncio.Task[None], float] = {}
@@ -557,7 +556,6 @@ class HttpPort:
         *,
         connections: Connections | None = None,
         around: Around | None = None,
-        head_timeout_s: float = HEAD_S,
         patience_s: float = 0.0,
         shutdown_s: float = 1.0,
     ) -> None:
@@ -570,7 +568,6 @@ class HttpPort:
         self._tls = tls
         self._around = around
         self._connections = connections
-        self._head_timeout_s = head_timeout_s
         self._patience_s = patience_s
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s
@@ -592,9 +589,9 @@ class HttpPort:
         if book is None:
             capacity = min(MAX_SIDE_CONNECTIONS, max(1, connections_allowed() // 2))
             clock = asyncio.get_running_loop().time
-            book = Connections(capacity, self._head_timeout_s, LimitLog(warn, clock), clock)
+            book = Connections(capacity, HEAD_S, LimitLog(warn, clock), clock)
         make = guarded(self.server, book, self._around, local=is_loopback(self._host))
-        listener = Listener(make, book, self._tls, self._head_timeout_s)
+        listener = Listener(make, book, self._tls)
         try:
             await bound(lambda: listener.bind(self._host, self.port), self._patience_s)
         except BaseException:

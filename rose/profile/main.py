@@ -27,7 +27,7 @@ from rose.profile.driver import LOG, OpenGrant, ProfileDriver, add_options, posi
 from rose.profile.plan import (
     DECODE_STEPS,
     SMALLEST_PROMPT,
-    Limits,
+    EngineLimits,
     LoggedStep,
     plan,
     report,
@@ -151,7 +151,7 @@ async def _drive(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         driver = ProfileDriver(engine, grant, http, folder / "steps", _vocabulary(args.model))
         kv_tokens = await driver.admit()
-        limits = Limits(args.max_num_seqs, args.max_model_len, args.token_budget, kv_tokens)
+        limits = EngineLimits(args.max_num_seqs, args.max_model_len, args.token_budget, kv_tokens)
         batches = plan(limits)
         if not batches:
             raise ConfigError(

@@ -35,7 +35,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV."""
 
     max_num_seqs: int
@@ -44,7 +44,7 @@ class Limits:
     kv_tokens: int
 
 
-def plan(limits: Limits) -> list[Batch]:
+def plan(limits: EngineLimits) -> list[Batch]:
     """Return batches whose steps differ in tokens, sequences and context.
 
     A budget holds a whole decode. Short prompts are run with every budget that their prefill fills.

@@ -21,8 +21,8 @@ from rose.tokenizer_pool.worker import (
     Done,
     FoundCall,
     ParseTools,
-    Service,
     ToolSetup,
+    WorkerService,
     serve,
     unpacked,
 )
@@ -30,7 +30,7 @@ from rose.tokenizer_pool.worker import (
 _MESSAGES = [{"role": "user", "content": "-"}]
 
 
-class ToolService(Service):
+class ToolService(WorkerService):
     """Finder of calls with one parser. Raises ValueError or ImportError for an unknown one."""
 
     too_large = "the output needs more memory than one may have"

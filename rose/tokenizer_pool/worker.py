@@ -271,7 +271,7 @@ MAX_REASON_CHARS = 300
 S = TypeVar("S", Setup, ToolSetup)
 
 
-class Service(ABC):
+class WorkerService(ABC):
     """Runner of jobs of one kind; any error in a job is a refusal."""
 
     too_large: ClassVar[str]
@@ -313,7 +313,7 @@ def _compiled(text: str | None) -> _Compiled | None:
     return _Compiled(environment.from_string(text), takes_parts(environment.parse(text)), developer)
 
 
-class TextService(Service):
+class TextService(WorkerService):
     """Runner of jobs with one tokenizer."""
 
     too_large = "the text needs more memory than one text may have"
@@ -359,7 +359,7 @@ class TextService(Service):
         )
 
 
-def serve(kind: type[S], made: Callable[[S], Service]) -> None:
+def serve(kind: type[S], made: Callable[[S], WorkerService]) -> None:
     """Run jobs with the service that `made` makes of the first frame, or answer its error.
 
     Jobs and answers pass over the standard streams; nothing else may write to them.

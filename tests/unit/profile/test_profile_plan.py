@@ -4,10 +4,10 @@ import pytest
 
 from executor.step_log import STEP, StepRecord
 from rose.profile import Batch, LoggedStep, plan, samples_of
-from rose.profile.plan import DECODE_STEPS, Limits, steps_of, waited_share
+from rose.profile.plan import DECODE_STEPS, EngineLimits, steps_of, waited_share
 from slo import fit_profile
 
-LIMITS = Limits(max_num_seqs=64, max_model_len=512, token_budget=512, kv_tokens=20_000)
+LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, token_budget=512, kv_tokens=20_000)
 
 
 def test_the_plan_covers_what_a_lease_may_use_and_fits_the_kv_cache() -> None:
@@ -22,7 +22,7 @@ def test_the_plan_covers_what_a_lease_may_use_and_fits_the_kv_cache() -> None:
 
 @pytest.mark.parametrize("most", [1, 3, 6, 100])
 def test_the_largest_batch_is_always_run(most: int) -> None:
-    limits = Limits(most, 512, 512, kv_tokens=1 << 20)
+    limits = EngineLimits(most, 512, 512, kv_tokens=1 << 20)
     assert max(batch.sequences for batch in plan(limits)) == most
 
 
