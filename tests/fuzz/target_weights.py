@@ -53,7 +53,7 @@ from weight_transfer.format.manifest import (
     ChunkRef,
     Manifest,
     TensorUpdate,
-    expiry_of,
+    head_of,
 )
 from weight_transfer.format.signing import Envelope, Kind, SigningKey
 from weight_transfer.format.tensors import TensorBits
@@ -164,7 +164,7 @@ def run_manifest_lines(data: bytes) -> None:
 def run_manifest_expiry(data: bytes) -> None:
     """The first line alone."""
     with _within(), suppress(ManifestError):
-        expiry_of(data)
+        head_of(data)
 
 
 def run_envelope(data: bytes) -> None:

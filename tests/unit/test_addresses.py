@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import re
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import aiohttp
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 from yarl import URL
 
 import rose.addresses
-from rose.addresses import checked_url, host_port, is_address
+from rose.addresses import checked_url, host_port, is_address, is_loopback
+from rose.direct_http import open_directly
 from rose.errors import ConfigError
+from rose.gateway.settings import parse_settings
+from rose.main.scheduler import main, settings_of
 
 GOOD = [
     "http://127.0.0.1:8000",
@@ -156,3 +161,62 @@ def test_every_address_with_a_port_is_written_by_one_function() -> None:
     folder = Path(rose.addresses.__file__).parent
     found = [each.name for each in folder.rglob("*.py") if by_hand.search(each.read_text())]
     assert found == ["addresses.py"]
+
+
+# ---- exposure ----
+
+
+HERE = ["127.0.0.1", "127.8.9.1", "::1", "localhost"]
+OPEN = ["0.0.0.0", "::", "10.0.0.1", "", "scheduler", "localhost.example", "127.0.0.1.example"]
+
+
+@pytest.mark.parametrize("host", HERE + OPEN)
+def test_only_loopback_is_reached_from_this_machine_alone(host: str) -> None:
+    assert is_loopback(host) is (host in HERE)
+
+
+@pytest.mark.parametrize("host", OPEN)
+def test_an_address_of_the_network_is_refused_in_a_line(host: str) -> None:
+    scheduler = ["--host", host, "--store", "s", "--log-dir", "l"]
+    gateway = ["--host", host, "--port", "0", "--scheduler", "127.0.0.1:1"]
+    with pytest.raises(ConfigError, match="--insecure") as caught:
+        settings_of(scheduler)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="--insecure"):
+        parse_settings(gateway)
+    assert settings_of([*scheduler, "--insecure"]).host == host
+    assert parse_settings([*gateway, "--insecure"]).host == host
+
+
+def test_a_scheduler_that_would_be_open_does_not_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--store", f"{tmp_path}/s", "--log-dir", f"{tmp_path}/l", "--port", "0"]
+    assert main(["--host", "0.0.0.0", *options]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "--insecure" in said
+    assert not (tmp_path / "s").exists()
+
+
+# ---- calls without a proxy ----
+
+
+ROSE = Path(__file__).parents[2] / "rose"
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request).start()
+        with open_directly(f"http://127.0.0.1:{server.server_port}/", 5.0) as reply:
+            assert reply.status == 200
+
+
+def test_nothing_else_calls_urlopen() -> None:
+    """Another call of it would ask a proxy."""
+    callers = [path for path in ROSE.rglob("*.py") if "urlopen(" in path.read_text()]
+    assert callers == []

@@ -295,7 +295,7 @@ def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Ob
         assert context.get("runAsUser", pod["securityContext"]["runAsUser"]) > 10_000
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    # A pod that asks the API server has a token; test_chart_controller.py has which that is.
+    # A pod that asks the API server has a token; test_chart_commands.py has which that is.
     asks = pod["serviceAccountName"] == "r-scheduler"
     assert pod["automountServiceAccountToken"] is asks
     assert "@sha256:" in container["image"]

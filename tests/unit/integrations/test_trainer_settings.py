@@ -1,12 +1,14 @@
-"""A trainer's settings are whole before it starts, wherever they come from."""
+"""A trainer's settings and its version are checked before it starts, wherever they come from."""
 
+import importlib.metadata
 import pickle
 from pathlib import Path
 
 import pytest
 
 from rose.errors import ConfigError
-from rose.integrations import TrainerSettings
+from rose.integrations import TrainerSettings, tested
+from rose.integrations.tested import check_tested
 from weight_transfer import SigningKey
 
 
@@ -90,3 +92,38 @@ def test_gateways_may_ask_for_a_token_where_the_scheduler_asks_for_nothing(
     assert settings.credentials().token_file == tmp_path / "token"
     client = settings.client()
     assert (client.settings.job, client.settings.credentials) == ("grpo", settings.credentials())
+
+
+# ---- versions of trainers ----
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "version", {"trl": "1.17.0"}.__getitem__)
+    monkeypatch.delenv("ROSE_UNTESTED", raising=False)
+
+
+def test_a_version_that_was_tried_is_taken() -> None:
+    assert check_tested("trl", ("1.16.0", "1.17.0")) == "1.17.0"
+
+
+def test_another_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trl 1\.17\.0 .* 1\.16\.0 was; .*ROSE_UNTESTED=trl"
+    ) as no:
+        check_tested("trl", ("1.16.0",))
+    assert "\n" not in str(no.value)
+
+
+def test_it_may_be_let_in_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_UNTESTED", "verl, trl")
+    assert check_tested("trl", ("1.16.0",)) == "1.17.0"
+    monkeypatch.setenv("ROSE_UNTESTED", "verl")
+    with pytest.raises(ConfigError):
+        check_tested("trl", ("1.16.0",))
+
+
+def test_one_that_is_not_there_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "version", importlib.metadata.version)
+    with pytest.raises(ConfigError, match=r"rose-rollout\[no-such-trainer\]"):
+        check_tested("no-such-trainer", ())

@@ -1,5 +1,6 @@
 """Calls on a live connection are checked by the certificate that it was made with."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rose.security import Role
+from rose.security import RPCS, Role
 from rose.security.roles import ANYTHING
 from rose.security.rpc_access import AccessInterceptor
 from tests.harness.certificates import Certificates
@@ -68,3 +69,34 @@ async def test_a_unary_call_is_refused_before_the_service_hears_of_it(
     assert line in context.aborted[1]
     assert served == []
     assert len(refused) == 1
+
+
+# ---- the page of roles ----
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "security.md"
+
+
+def test_the_page_has_the_table_that_is_asked() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("| call of the scheduler"))
+    roles = [Role(cell) for cell in cells(lines[begin])[1:]]
+    assert set(roles) == set(Role)
+    said: dict[str, dict[Role, str]] = {}
+    for line in lines[begin + 2 :]:
+        if not line.startswith("|"):
+            break
+        method, *may = cells(line)
+        said[method.strip("`")] = {
+            role: re.sub(r"^yes ?|[(`)]", "", cell)
+            for role, cell in zip(roles, may, strict=True)
+            if cell
+        }
+    assert said == {
+        method: {role: leave.field for role, leave in rules.items()}
+        for method, rules in RPCS.items()
+    }
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
