@@ -57,14 +57,6 @@ def test_a_hold_lives_on_under_its_load_whatever_is_played_between() -> None:
     assert hosts.play("0.9", 0.9, 8.0) == 0.0
 
 
-def test_without_load_and_without_a_limit_nothing_is_held() -> None:
-    hosts = Hosts(share=1.0)
-    assert hosts.play("0.9", 1.0, 30.0) == 1.0
-    limited = Hosts()
-    limited.play("0.9", 1.0, 30.0)
-    assert limited._ticks(1.0, 2.0) == 1.0
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -1,6 +1,4 @@
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,10 +7,7 @@ from bench.coserve.plan import (
     ARMS,
     Cell,
     make_rounds,
-    quick_settings,
 )
-from bench.coserve.run import _prepare
-from rose.errors import ConfigError
 
 CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]
 
@@ -37,23 +32,3 @@ def test_the_rate_search_finds_a_batching_hosts_rate_in_a_few_tries(target: floa
         search.measured(rate, 1 - pow(2.718281828, -rate * 0.08 / (1 + 0.02 * rate)))
     assert search.found
     assert len(search.tries) <= 4
-
-
-def test_a_folder_with_files_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    (tmp_path / "blocks.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"thesis\.tex"):
-        _prepare(tmp_path)
-    (tmp_path / "thesis.tex").unlink()
-    (tmp_path / "models").mkdir()
-    _prepare(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"models", "logs"}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"busy_targets": (1.2,)}, {"ttft_target_s": 0.5}, {"trace": Path("none.csv")}],
-)
-def test_settings_that_cannot_run_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        quick_settings(tmp_path, **wrong)

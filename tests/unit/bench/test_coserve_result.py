@@ -11,7 +11,6 @@ from bench.coserve.records import read_run
 from bench.coserve.result import RESULT, build_result, verify, write_result
 from bench.coserve.rows import arm_of
 from rose.compare import bootstrap
-from rose.errors import RoseError
 from tests.fakes.coserve_run import StandInBench
 
 FIELDS = {
@@ -135,14 +134,3 @@ def test_every_figure_is_recomputed_and_a_changed_one_is_found(tmp_path: Path) -
     (folder / RESULT).write_text(json.dumps(written))
     assert [d.field for d in verify(folder)] == ["rows[0].host.ttft_p90_s"]
     assert main(["verify", str(folder)]) == 1
-
-
-def test_a_folder_that_is_no_run_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    folder = StandInBench(tmp_path / "run", rounds=1).write()
-    (folder / "steps-host-1.bin").write_bytes(b"nothing")
-    with pytest.raises(RoseError, match="steps-host-1"):
-        read_run(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.gateway import ADDED_P50_S, AT_STREAMS, checks, main, rows, table
+from bench.gateway import ADDED_P50_S, AT_STREAMS, checks, rows, table
 from bench.load.standin import Pace, StandInConnection
 from bench.load.streams import REPLICA, TOKEN_STREAM, StreamLoad, Wire, run
 
@@ -115,9 +115,3 @@ def test_sessions_below_the_oracles_share_fail() -> None:
     row = {"engine": "vllm", "of_oracle": 0.8}
     assert [check.verdict for check in checks([], [row])] == ["FAILS"]
     assert [check.verdict for check in checks([], [{**row, "of_oracle": 0.9}])] == ["HOLDS"]
-
-
-def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Any, capsys: Any) -> None:
-    for wrong in (["--streams", "0"], ["--peer", "x"], ["--sessions", "f"], ["--rounds", "0"]):
-        assert main(["--out", str(tmp_path), *wrong]) == 2
-        assert capsys.readouterr().err.count("\n") == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench.load.protocol import LoadConfig, generate_segment
 from tests.harness.waiting import PATIENCE_S, until_async
 
 StartHost = Callable[..., Awaitable["StandInHost"]]
@@ -110,39 +109,6 @@ class LoadProcess:
 
 def segment(number: int, block: int, arm: str = "leased") -> dict[str, Any]:
     return {"cmd": "segment", "segment": number, "block": block, "arm": arm}
-
-
-async def test_replayed_segments_arrive_alike_with_other_prompts(
-    start_host: StartHost, tmp_path: Path
-) -> None:
-    host = await start_host()
-    load = LoadProcess(host, tmp_path)
-    code, messages = await load.run(
-        segment(1, 4), 0.2, segment(1, 5, "frozen"), 0.2, {"cmd": "off"}, 0.1, {"cmd": "quit"}
-    )
-    records = load.records()
-    assert code == 0
-    assert messages[0] == {"event": "ready"}
-    assert messages[-1] == {
-        "event": "stats",
-        "sent": len(records),
-        "done": len(records),
-        "errors": 0,
-    }
-    arms = {b: sorted(r["offset_s"] for r in records if r["block"] == b) for b in (4, 5)}
-    shared = min(len(offsets) for offsets in arms.values())
-    assert shared > 3
-    assert arms[4][:shared] == arms[5][:shared]
-    expected = generate_segment(
-        LoadConfig.model_validate_json(load.config.read_text()).shape(), 0, 1
-    )
-    assert arms[4][:shared] == [arrival.offset_s for arrival in expected][:shared]
-    bodies = dict(host.seen)
-    first, second = bodies["b4s1n0"], bodies["b5s1n0"]
-    assert len(first["prompt"]) == len(second["prompt"])
-    assert first["prompt"] != second["prompt"]
-    assert first["temperature"] == 0
-    assert first["ignore_eos"] is True
 
 
 async def test_each_request_is_timed_from_when_it_was_due(

@@ -1,7 +1,5 @@
 """The simulator's validation plays what was measured, and compares with the spread of repeats."""
 
-from pathlib import Path
-
 import pytest
 
 import bench.simulation as validation
@@ -11,13 +9,10 @@ from bench.simulation import (
     MeasuredRepeat,
     MeasuredRun,
     ValidationRow,
-    read_measured,
     summary,
     table,
     validate,
-    write_measured,
 )
-from rose.errors import RoseError
 from slo import StepProfile
 
 ARRIVALS = tuple((0.1 * n, 30, 8) for n in range(10))
@@ -64,15 +59,3 @@ def test_a_prediction_is_inside_the_spread_or_near_its_middle() -> None:
     assert row(1.4).off == pytest.approx(1.4 / 1.15 - 1)
     nothing = ValidationRow("load", "guest", (0.0,), 62.0, "tok/s")
     assert not nothing.near, "who predicts tokens where there were none is not near"
-
-
-def test_a_file_of_measured_runs_is_read_again_and_no_other_is(tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
-    write_measured([RUN], path)
-    assert read_measured(path) == (RUN,)
-    path.write_text('{"kind":"other","layout":1,"runs":[]}')
-    with pytest.raises(RoseError, match="no measured runs"):
-        read_measured(path)
-    path.write_text("[]")
-    with pytest.raises(RoseError):
-        read_measured(path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.device_tests import GROUPS, DeviceTestGroup, run_files, run_groups
+from bench.gpu.device_tests import GROUPS, run_files
 from bench.gpu.pieces import PieceError
 
 
@@ -50,23 +50,6 @@ def test_what_proves_nothing_ends_the_piece_in_one_line(
     with pytest.raises(PieceError, match=told) as caught:
         run_files([file])
     assert "\n" not in str(caught.value)
-
-
-def test_what_cannot_run_here_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = DeviceTestGroup("here", "tests/unit/bench_gpu/test_gpu_device_tests.py", "def test_", ())
-    absent = DeviceTestGroup("absent", "tests/unit/bench_gpu/*.py", "", ("no_such_module",))
-    none = DeviceTestGroup("none", "tests/unit/bench_gpu/*.py", "not a word " + "of any test", ())
-    asked: list[str] = []
-    name = "bench.gpu.device_tests.run_files"
-    monkeypatch.setattr(name, lambda files: asked.extend(f.name for f in files) or {"passed": 3})
-    left_out = {
-        "absent": "needs no_such_module",
-        "none": "no tests/unit/bench_gpu/*.py in this tree",
-    }
-    assert run_groups([here, absent, none]) == {"passed": 3, "left_out": left_out}
-    assert asked == ["test_gpu_device_tests.py"]
-    with pytest.raises(PieceError, match="absent: needs no_such_module; none: no tests"):
-        run_groups([absent, none])
 
 
 def test_there_are_tests_for_a_device() -> None:

@@ -1,18 +1,16 @@
 """Pieces that share a process: begun once, kept one by one, left or begun again together."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from bench.gpu.measure import Answered, PieceOrder
-from bench.gpu.pieces import MOST_S, ServingSizes, Sizes, pieces_of
+from bench.gpu.pieces import MOST_S, pieces_of
 from tests.fakes.gpu import MEASURED
-from tests.fakes.gpu_runs import COPY, Measuring, files, request, run, states
+from tests.fakes.gpu_runs import COPY, Measuring, request, run, states
 
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))
-LONGER_ARMS = Sizes(serving=ServingSizes(arm_s=15.0))
 
 
 def test_pieces_of_a_group_share_a_process_and_those_left_get_another_one(tmp_path: Path) -> None:
@@ -52,26 +50,6 @@ def test_a_group_has_what_is_left_of_the_budget_and_never_more_than_a_call(tmp_p
     assert second == MOST_S
     tight = run(request(tmp_path, pieces=SERVED, resume=False, budget_s=200.0), measure)
     assert states(tight) == dict.fromkeys(("serve60", "bursts", "serve30", "serve90"), "left")
-
-
-def test_what_a_shared_process_measured_is_kept_before_it_ends(tmp_path: Path) -> None:
-    class Watched(Measuring):
-        def __call__(self, order: PieceOrder) -> Iterator[Answered]:
-            for number, answer in enumerate(super().__call__(order)):
-                yield answer
-                kept = [piece.name for piece in SERVED if f"{piece.name}.json" in files(tmp_path)]
-                assert kept == [piece.name for piece in SERVED[: number + 1]]
-
-    assert len(run(request(tmp_path, pieces=SERVED), Watched())) == 4
-
-
-def test_a_trace_is_told_by_its_digest_and_never_by_its_path(tmp_path: Path) -> None:
-    trace = tmp_path / "somewhere.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    told = Sizes(serving=ServingSizes(azure=str(trace))).told(serving=True)
-    assert str(tmp_path) not in json.dumps(told)
-    assert len(told["azure"]) == 16
-    assert Sizes().told(serving=True)["azure"] == "generated"
 
 
 def test_a_rehearsal_is_marked_and_no_limit_of_it_fails(tmp_path: Path) -> None:

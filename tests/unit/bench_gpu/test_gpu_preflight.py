@@ -9,7 +9,7 @@ import pytest
 from bench.gpu.__main__ import main
 from bench.gpu.measure import PieceOrder
 from rose.nvml import CardReader
-from tests.fakes.gpu import StandInReader, card, measured_by_nobody, usage
+from tests.fakes.gpu import StandInReader, card, usage
 
 
 def refuse_to_measure(order: PieceOrder) -> NoReturn:
@@ -64,24 +64,3 @@ def test_what_stands_in_the_way_is_told_in_one_line(
     tmp_path: Path, capsys: Any, reader: StandInReader, options: tuple[str, ...], told: str
 ) -> None:
     assert told in refused(tmp_path, capsys, lambda: reader, *options)
-
-
-def test_a_smaller_request_fits_a_smaller_card(tmp_path: Path, capsys: Any) -> None:
-    reader = StandInReader(card(), looks=[usage(free_bytes=22 << 30)])
-    options = ["--only", "copy", "kernels", "--gib", "1"]
-    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path), *options]
-    assert main(arguments, lambda: reader, measured_by_nobody) == 0
-    assert "2 done" in capsys.readouterr().out
-
-
-def test_what_only_colours_figures_is_a_note(tmp_path: Path, capsys: Any) -> None:
-    which = card(persistence=False, compute_mode="exclusive process")
-    reader = StandInReader(which, looks=[usage(slowed=("power cap",))])
-    arguments = ["--out", str(tmp_path), "--logs", str(tmp_path), "--only", "copy"]
-    assert main(arguments, lambda: reader, measured_by_nobody) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert [note.split(":")[1].strip()[:12] for note in notes] == [
-        "persistence ",
-        "compute mode",
-        "clocks are h",
-    ]

@@ -1,7 +1,6 @@
 """Pieces in order: resumable, each useful by itself, and one that fails stops none."""
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.gpu import runner as running
-from bench.gpu.machine import revision_of
 from bench.gpu.measure import Answered, PieceOrder
 from bench.gpu.pieces import MOST_S, PIECES, Sizes
 from bench.gpu.runner import Runner
@@ -95,22 +93,6 @@ def test_a_card_that_is_not_left_as_it_was_found_fails_the_piece(
     assert told in outcomes["copy"].said
 
 
-def test_after_a_failure_too_the_card_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = usage(used_bytes=IDLE.used_bytes + (500 << 20), processes=(77,))
-    asked = request(tmp_path, pieces=(COPY, KERNELS))
-    reader = StandInReader(card(), looks=[IDLE, late, late, IDLE])
-    outcomes = run(asked, Measuring(copy="took too long"), reader)
-    assert states(outcomes) == {"copy": "failed", "kernels": "done"}
-    assert outcomes["copy"].said == "took too long"
-    monkeypatch.setattr(running, "SETTLED_S", 0.05)
-    reader = StandInReader(card(), looks=[IDLE, late])
-    outcomes = run(replace(asked, resume=False), Measuring(copy="took too long"), reader)
-    assert outcomes["copy"].said.startswith("took too long; then the card is not as it was found")
-    assert outcomes["kernels"].said.startswith("another process")
-
-
 def test_a_limit_that_fails_is_no_good_outcome_even_when_kept(tmp_path: Path) -> None:
     speed = {**MEASURED["kernels"]["speed"], "diff": {"gb_s": 1.0, "share_of_copy": 0.3}}
 
@@ -134,18 +116,6 @@ def test_an_update_that_is_fast_enough_alone_does_not_prove_the_whole_pause() ->
     assert check.verdict == "FAILS"
 
 
-def test_a_piece_that_cannot_run_here_is_told_and_fails_only_when_asked_for(
-    tmp_path: Path,
-) -> None:
-    absent = replace(COPY, modules=("no_such_module",))
-    outcomes = run(request(tmp_path, pieces=(absent,)), Measuring())
-    assert outcomes["copy"].state == "lacking"
-    assert outcomes["copy"].said == "needs no_such_module, which this Python does not have"
-    assert outcomes["copy"].good
-    named = run(request(tmp_path, pieces=(absent,), named=True), Measuring())
-    assert named["copy"].state == "failed"
-
-
 def test_every_piece_is_bounded_and_fits_a_large_card() -> None:
     names = ["tests", "copy", "pages", "kernels", "update"]
     names += ["serve60", "bursts", "update-serving", "serve30", "serve90"]
@@ -153,32 +123,3 @@ def test_every_piece_is_bounded_and_fits_a_large_card() -> None:
     for piece in PIECES:
         assert 0 < piece.takes_s(Sizes()) == piece.estimate_s <= piece.limit_s <= MOST_S < 600
         assert piece.memory(Sizes()) < 64 << 30
-
-
-def test_the_revision_says_when_code_was_changed_and_not_when_results_were(
-    tmp_path: Path,
-) -> None:
-    def git(*words: str) -> None:
-        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
-
-    code = tmp_path / "executor" / "a.py"
-    code.parent.mkdir()
-    code.write_text("a = 1\n")
-    bare, told = revision_of(tmp_path), revision_of(tmp_path, "abc")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    clean = revision_of(tmp_path)
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    (tmp_path / "bench" / "results" / "results.json").write_text("{}")
-    assert revision_of(tmp_path) == clean
-    assert "+" not in clean
-    assert bare.startswith("unknown~")
-    assert told == bare.replace("unknown", "abc")
-    assert revision_of(tmp_path, "abc") == clean
-    code.write_text("a = 2\n")
-    changed = revision_of(tmp_path)
-    assert changed.startswith(f"{clean}+")
-    code.write_text("a = 3\n")
-    assert revision_of(tmp_path) not in (clean, changed)

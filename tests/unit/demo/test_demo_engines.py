@@ -11,7 +11,6 @@ from bench.demo.cli import DemoSettings, Engine
 from bench.demo.report.records import RunLayout
 from bench.demo.stack import Ports, Stack
 from rose.engines import EngineKind
-from rose.errors import RoseError
 from rose.node.config import NodeConfig
 from weight_transfer import SigningKey
 
@@ -37,15 +36,3 @@ def test_any_host_has_any_guest_beside_it(tmp_path: Path, host: Engine, guest: E
     assert replica.engine is EngineKind(guest)
     assert (replica.engine_python is None) is (guest == "vllm")
     assert stack.host_spec(tmp_path / "page").engine is EngineKind(host)
-
-
-def test_an_interpreter_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RoseError, match="make install-sglang"):
-        DemoSettings(out=tmp_path, guest="sglang", sglang_python=tmp_path / "none")
-    DemoSettings(out=tmp_path, sglang_python=tmp_path / "none")
-
-
-def test_a_control_that_breaks_vllms_worker_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(RoseError, match="breaks a vLLM guest"):
-        settings(tmp_path, guest="sglang", control="stale-guest")
-    settings(tmp_path, guest="sglang", control="naive")

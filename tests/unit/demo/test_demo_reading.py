@@ -1,11 +1,6 @@
-from pathlib import Path
-
 import pytest
 
-from bench.demo.report.records import read_records
 from bench.load.protocol import ClientRequest, HostLatency, join_requests
-from rose.errors import RoseError
-from tests.fakes.demo_run import StandInRun
 
 
 def client_request(name: str, status: str = "ok") -> ClientRequest:
@@ -29,22 +24,3 @@ def test_a_request_the_host_did_not_measure_keeps_its_senders_figures() -> None:
     (joined,) = join_requests([client_request("b1s1n7")], [host_latency("cmpl-b1s1n71-0")])
     assert (joined.source, joined.ttft_s) == ("client", 0.1)
     assert joined.tpot_s == pytest.approx(0.1)
-
-
-def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path) -> None:
-    StandInRun().write(tmp_path)
-    path = tmp_path / "steps.jsonl"
-    lines = path.read_text().splitlines()
-    lines[3] = lines[3].replace('"density"', '"densitie"')
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RoseError, match=r"steps.jsonl:4: .*density"):
-        read_records(tmp_path)
-
-
-def test_a_missing_file_says_which(tmp_path: Path) -> None:
-    StandInRun().write(tmp_path)
-    (tmp_path / "turns.jsonl").unlink()
-    with pytest.raises(RoseError, match=r"turns\.jsonl"):
-        read_records(tmp_path)
-    with pytest.raises(RoseError, match="name the folder of a demo run"):
-        read_records(tmp_path / "elsewhere")

@@ -54,13 +54,3 @@ async def test_a_trajectory_that_cannot_go_on_counts_as_lost_and_blocks_nothing(
     assert rollouts.lost == 1
     await rollouts.finish()
     await starting
-
-
-async def test_what_runs_when_training_ends_is_still_delivered() -> None:
-    source = StandInSource()
-    rollouts = Rollouts(source, _plan())
-    starting = asyncio.create_task(rollouts.run())
-    await rollouts.batch(0)
-    left = await rollouts.finish()
-    await starting
-    assert 4 + len(left) == rollouts.started
