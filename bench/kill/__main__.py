@@ -1,5 +1,9 @@
 """`python -m bench.kill`: time in which the kill switch gives everything back, trial by trial.
 
+    a trial  the guest is leased and steps -> (the scheduler is killed) -> the switch is pressed,
+             and again -> nothing of the guest is left -> its node proves the stop -> pressed a
+             third time, nothing starts -> all is restored
+
 Writes kill.json and kill.txt. Exit code 0, 1 when a trial missed the deadline or pressing the
 switch again changed something, 2 for bad input or a bench that does not work.
 """
@@ -95,25 +99,7 @@ class Trial(msgspec.Struct, frozen=True):
         return measured and max(self.gone_s, self.proved_s) <= self.deadline_s
 
 
-class KillRow(msgspec.Struct, frozen=True):
-    """Trials of one way with the control plane up or down."""
-
-    plane: str
-    way: str
-    trials: int
-    in_time: int
-    gone_p50_s: float
-    gone_p99_s: float
-    gone_worst_s: float
-    proved_p50_s: float
-    proved_p99_s: float
-    proved_worst_s: float
-    held_bytes_least: int
-    duty_before_p50: float
-    changed_again: int
-
-
-def rows_of(trials: list[Trial]) -> list[KillRow]:
+def rows_of(trials: list[Trial]) -> list[dict[str, Any]]:
     """Return a row for each plane and way, then one of all."""
     kinds = dict.fromkeys((each.plane, each.way) for each in trials)
     rows = [
@@ -123,26 +109,22 @@ def rows_of(trials: list[Trial]) -> list[KillRow]:
     return [*rows, _row("all", "all", trials)]
 
 
-def _row(plane: str, way: str, trials: list[Trial]) -> KillRow:
-    def at(seconds: list[float], share: float) -> float:
-        return round(percentile(seconds, share), 3)
-
-    gone_s, proved_s = [t.gone_s for t in trials], [t.proved_s for t in trials]
-    return KillRow(
-        plane=plane,
-        way=way,
-        trials=len(trials),
-        in_time=sum(t.in_time for t in trials),
-        gone_p50_s=at(gone_s, 0.5),
-        gone_p99_s=at(gone_s, 0.99),
-        gone_worst_s=at(gone_s, 1.0),
-        proved_p50_s=at(proved_s, 0.5),
-        proved_p99_s=at(proved_s, 0.99),
-        proved_worst_s=at(proved_s, 1.0),
-        held_bytes_least=min(t.held_bytes for t in trials),
-        duty_before_p50=at([t.duty_before for t in trials], 0.5),
-        changed_again=sum(bool(t.again) for t in trials),
-    )
+def _row(plane: str, way: str, trials: list[Trial]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "plane": plane,
+        "way": way,
+        "trials": len(trials),
+        "in_time": sum(t.in_time for t in trials),
+    }
+    for kind in ("gone", "proved"):
+        seconds = [getattr(t, f"{kind}_s") for t in trials]
+        for name, share in (("p50", 0.5), ("p99", 0.99), ("worst", 1.0)):
+            row[f"{kind}_{name}_s"] = round(percentile(seconds, share), 3)
+    return row | {
+        "held_bytes_least": min(t.held_bytes for t in trials),
+        "duty_before_p50": round(percentile([t.duty_before for t in trials], 0.5), 3),
+        "changed_again": sum(bool(t.again) for t in trials),
+    }
 
 
 @dataclass
@@ -387,10 +369,10 @@ def _run(args: argparse.Namespace) -> int:
     result = {"settings": settings, "machine": machine(), "rows": rows, "trials": done}
     put_both(args.out, "kill", result, table(rows, args.deadline_s))
     total = rows[-1]
-    return int(total.in_time < total.trials or total.changed_again > 0)
+    return int(total["in_time"] < total["trials"] or total["changed_again"] > 0)
 
 
-def table(rows: Sequence[KillRow], deadline_s: float) -> str:
+def table(rows: Sequence[dict[str, Any]], deadline_s: float) -> str:
     """Lay out percentiles of each kind in seconds, and the trials within the deadline."""
     head = (
         *("control plane", "switch", "trials", "gone p50", "p99", "worst"),
@@ -398,20 +380,19 @@ def table(rows: Sequence[KillRow], deadline_s: float) -> str:
     )
     lines = [
         (
-            row.plane,
-            row.way,
-            str(row.trials),
-            *(f"{s:.2f} s" for s in (row.gone_p50_s, row.gone_p99_s, row.gone_worst_s)),
-            *(f"{s:.2f} s" for s in (row.proved_p50_s, row.proved_p99_s, row.proved_worst_s)),
-            f"{row.in_time}/{row.trials}",
-            str(row.changed_again),
+            row["plane"],
+            row["way"],
+            str(row["trials"]),
+            *(f"{value:.2f} s" for name, value in row.items() if name.endswith("_s")),
+            f"{row['in_time']}/{row['trials']}",
+            str(row["changed_again"]),
         )
         for row in rows
     ]
     total = rows[-1]
     held = (
-        f"Each guest was leased, stepped, and held {total.held_bytes_least >> 20} MiB or more;"
-        f" in the median it used {total.duty_before_p50:.0%} of a core.\n"
+        f"Each guest was leased, stepped, and held {total['held_bytes_least'] >> 20} MiB or more;"
+        f" in the median it used {total['duty_before_p50']:.0%} of a core.\n"
         "gone: no process and no byte of it is left, as the kernel says;"
         " proved: its node measured 0 bytes and duty 0.\n"
     )

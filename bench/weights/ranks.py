@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.common.processes import BenchProcess, python
+from bench.common.tiny_models import write_safetensors
 from bench.weights.codec import adam_step, rate_for
 from weight_transfer import (
     ChunkStore,
@@ -57,25 +58,11 @@ def _publish(root: Path, seed: int) -> int:
         for side in ([step.old.bits for step in steps], [step.new.bits for step in steps])
     )
     (root / "model").mkdir()
-    write_safetensors(root / "model" / _FILE, old)
+    write_safetensors(root / "model" / _FILE, old.values())
     VersionPublisher(ChunkStore(root / "store"), "bench", "bench", SigningKey.generate()).publish(
         1, 0, old, new
     )
     return sum(tensor.bits.nbytes for tensor in old.values())
-
-
-def write_safetensors(path: Path, tensors: dict[str, TensorBits]) -> None:
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        end = at + tensor.bits.nbytes
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [at, end]}
-        at = end
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
-        for tensor in tensors.values():
-            file.write(tensor.bits.data)
 
 
 def _row(root: Path, ranks: int, size: int) -> dict[str, object]:
