@@ -1,7 +1,6 @@
 """Both sides of a weight connection prove who they are; the token goes to those who were meant."""
 
 import asyncio
-import datetime as dt
 import ipaddress
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,7 +16,8 @@ from yarl import URL
 
 from rose.addresses import free_port
 from rose.errors import ConfigError
-from rose.security import Role
+from rose.security import Role, development_ca
+from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import WEIGHT_READERS
 from rose.weight_distribution import Credentials, Relay, VersionServer
 from rose.weight_distribution.credentials import OriginRefused
@@ -33,58 +33,26 @@ TOKEN = "s3cret"
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1."""
+    """A development CA, of which certificates for 127.0.0.1 name no role."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir()
         self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
-        builder = self._builder(self._name, self._key).add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
-        )
-        self.ca = self._write("ca.pem", builder.sign(self._key, hashes.SHA256()))
+        self._ca = DevelopmentCa.make(folder, folder.name)
+        self.ca = self._ca.file
 
     def issue(self, name: str, ca: Path | None = None) -> Credentials:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        builder = self._builder(subject, key).add_extension(
-            x509.SubjectAlternativeName([address]), critical=False
+        signed = (
+            development_ca._builder(subject, self._ca._certificate.subject, key, 3_600.0)
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .sign(self._ca._key, hashes.SHA256())
         )
-        certificate = self._write(f"{name}.pem", builder.sign(self._key, hashes.SHA256()))
-        path = self._folder / f"{name}.key"
-        path.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
-        return Credentials("", ca or self.ca, certificate, path)
-
-    def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
-    ) -> x509.CertificateBuilder:
-        now = dt.datetime.now(dt.UTC)
-        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(hours=1))
-            .not_valid_after(now + dt.timedelta(hours=1))
-            .add_extension(own, critical=False)
-            .add_extension(issuer, critical=False)
-        )
-
-    def _write(self, name: str, certificate: x509.Certificate) -> Path:
-        path = self._folder / name
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        return path
+        certificate, own_key = (self._folder / f"{name}.{kind}" for kind in ("pem", "key"))
+        certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+        own_key.write_bytes(development_ca._pem_of(key))
+        return Credentials("", ca or self.ca, certificate, own_key)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def same(found: Mapping[str, TensorBits], wanted: Mapping[str, TensorBits]) -> b
 
 async def publish(trainer: WeightPublisher, version: int) -> None:
     await trainer.publish(version, version - 1, tensors(version - 1), tensors(version))
+
+
+@contextmanager
+def cut_off(trainer: WeightPublisher) -> Iterator[None]:
+    """Keep a trainer from its scheduler."""
+
+    async def fail(*_: object) -> None:
+        raise UnavailableError("no scheduler answers")
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(trainer._scheduler, "call", fail)
+        yield
 
 
 async def test_a_receipt_says_what_the_step_cost(cluster: RunCluster) -> None:
@@ -127,15 +140,11 @@ async def test_the_same_script_again_is_told_where_to_go_on(cluster: RunCluster)
 
 
 async def test_a_version_that_was_never_announced_is_announced_at_the_next_start(
-    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster,
 ) -> None:
-    async def lost(*_: object) -> None:
-        raise UnavailableError("killed")
-
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
-        with monkeypatch.context() as broken:
-            broken.setattr(first._scheduler, "call", lost)
+        with cut_off(first):
             for version in (2, 3):
                 with pytest.raises(UnavailableError, match="could not be announced"):
                     await publish(first, version)
@@ -147,17 +156,13 @@ async def test_a_version_that_was_never_announced_is_announced_at_the_next_start
 
 
 async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
-    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster,
 ) -> None:
-    async def away(*_: object) -> None:
-        raise UnavailableError("no scheduler answers")
-
     async with cluster.trainer() as trainer:
         await trainer.publish_anew(1, tensors(1))
-        with monkeypatch.context() as broken:
-            broken.setattr(trainer._scheduler, "call", away)
-            with pytest.raises(NotAnnouncedError, match="version 2 is published but could not"):
-                await publish(trainer, 2)
+        said = "version 2 is published but could not"
+        with cut_off(trainer), pytest.raises(NotAnnouncedError, match=said):
+            await publish(trainer, 2)
         await publish(trainer, 3)
     assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
 
@@ -488,15 +493,11 @@ async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: 
 
 @pytest.mark.usefixtures("few_bases")
 async def test_a_rotten_version_that_was_never_announced_gives_way_to_the_one_before(
-    cluster: RunCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RunCluster,
 ) -> None:
-    async def lost(*_: object) -> None:
-        raise UnavailableError("killed")
-
     async with cluster.trainer() as first:
         await first.publish_anew(1, tensors(1))
-        with monkeypatch.context() as broken:
-            broken.setattr(first._scheduler, "call", lost)
+        with cut_off(first):
             for version in (2, 3, 4):
                 with pytest.raises(UnavailableError):
                     await publish(first, version)
