@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -247,13 +247,13 @@ def check_spec(spec: EngineSpec) -> None:
     check_memory(f"engine {spec.name}: {what}", needed, spec.headroom_bytes)
 
 
+@dataclass(eq=False)
 class EngineProcess:
     """A running engine. secret: required of callers that control it as a replica."""
 
-    def __init__(self, spec: EngineSpec, process: ProcessGroup, secret: str = "") -> None:
-        self.spec = spec
-        self.process = process
-        self.secret = secret
+    spec: EngineSpec
+    process: ProcessGroup
+    secret: str = field(default="", repr=False)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -53,21 +53,16 @@ class ReplicaAnswer:
         return f"HTTP {self.status} {text}"
 
 
+@dataclass(eq=False)
 class ReplicaClient:
     """One replica's control calls. Raises UnavailableError when it does not answer.
 
-    `headers`: what a request for control bears now; each life of an engine has its own secret.
+    headers: what a request for control bears now; each life of an engine has its own secret.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        headers: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        self._session = session
-        self._url = url
-        self._headers = headers
+    _session: aiohttp.ClientSession
+    _url: str
+    _headers: Callable[[], Mapping[str, str]] = dict
 
     async def state(self) -> ReplicaState:
         """Return the replica's own state."""

@@ -7,6 +7,7 @@ opened ── start ──> running ── next_lines ... ──> ended (stop, l
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import structs
@@ -22,39 +23,20 @@ from rose.tracing import TraceContext
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
+@dataclass(slots=True, eq=False)
 class ReplicaTurn:
     """State of one turn; the stream around it owns the socket."""
 
-    __slots__ = (
-        "_ages",
-        "_body",
-        "_client_gone",
-        "_engine",
-        "_trace",
-        "_unheard",
-        "begun",
-        "ended",
-        "request",
-        "revoked",
-    )
-
-    def __init__(
-        self,
-        engine: ReplicaEngine,
-        body: GenerateBody,
-        ages: KvStaleness,
-        trace: TraceContext | None = None,
-    ) -> None:
-        self._engine = engine
-        self._trace = trace
-        self._body = body
-        self._ages = ages
-        self._client_gone = False
-        self._unheard = False
-        self.begun = False
-        self.request: StampedRequest | None = None
-        self.revoked = False
-        self.ended = False
+    _engine: ReplicaEngine
+    _body: GenerateBody
+    _ages: KvStaleness
+    _trace: TraceContext | None = None
+    _client_gone: bool = False
+    _unheard: bool = False
+    begun: bool = False
+    request: StampedRequest | None = None
+    revoked: bool = False
+    ended: bool = False
 
     @property
     def over(self) -> bool:

@@ -25,7 +25,7 @@ common base nor errors with an HTTP status.
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
 from vllm import SamplingParams, exceptions
@@ -74,19 +74,6 @@ BAD_REQUESTS = (_known("VLLMClientError"), ValueError)
 ENGINE_FAILURES = (_known("VLLMError"), EngineDeadError, EngineGenerateError)
 
 
-class Stamps(Protocol):
-    """Versions of one engine's tokens."""
-
-    def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector
-        """Return (version, first output token) of a request, a list that grows while it runs.
-
-        None if the request has ended already and its last output has them.
-        """
-
-    async def activate(self, version: int) -> None:
-        """Stamp tokens with this version from here on. Only under the engine's pause."""
-
-
 class EngineStamps:
     """Versions that the engine sends."""
 
@@ -94,12 +81,17 @@ class EngineStamps:
         # `_of_engines` keeps this for as long as there is the engine, and must not keep the engine.
         self._engine = weakref.proxy(engine)
 
-    def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- see Stamps
+    def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector
+        """Return (version, first output token) of a request, a list that grows while it runs.
+
+        None if the request has ended already and its last output has them.
+        """
         state = self._engine.output_processor.request_states.get(collector.request_id)
         found: Sequence[Start] | None = None if state is None else state.weight_version_starts
         return found
 
     async def activate(self, version: int) -> None:
+        """Stamp tokens with this version from here on. Only under the engine's pause."""
         await self._engine.update_weight_version(str(version))
 
 
@@ -119,7 +111,7 @@ class CountedStamps:
     def __len__(self) -> int:
         return len({*self._tokens, *self._starts})
 
-    def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- see Stamps
+    def starts(self, collector: Any) -> list[Start]:  # noqa: ANN401 -- vLLM's collector
         return self._starts.setdefault(collector, [])
 
     async def activate(self, version: int) -> None:
@@ -140,9 +132,12 @@ class CountedStamps:
         self._tokens[collector] = before + tokens
 
 
+Stamps = EngineStamps | CountedStamps
+
+
 def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
     """Return the stamps of an engine, always the same object."""
-    stamps = _of_engines.get(engine)
+    stamps: Stamps | None = _of_engines.get(engine)
     if stamps is None:
         stamps = EngineStamps(engine) if _ENGINE_SAYS else CountedStamps(engine)
         _of_engines[engine] = stamps

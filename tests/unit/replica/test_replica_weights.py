@@ -173,14 +173,14 @@ async def test_patience_with_a_busy_host_is_spent_over_all_pieces_of_a_version(
         left.append(patience_s)
         await asyncio.sleep(0.02)
 
-    monkeypatch.setattr("rose.replica.engine_update.STAGE_PATIENCE_S", 0.03)
+    monkeypatch.setattr("rose.replica.engine_update.STAGE_PATIENCE_S", 60.0)
     engine = FakeWeightEngine()
     engine.answers["load"] = [{"done": False}, {"done": False}]
     weights = made(engine)
     monkeypatch.setattr(weights._control, "wait_host_idle", wait_host_idle)
     await weights.apply(["m"], "c")
     first, second, third, _ = left
-    assert first == 0.03 > second > third == 0.0
+    assert first == 60.0 > second > third > 0.0
 
 
 async def test_every_decode_is_an_attempt_of_its_own_and_is_asked_for_by_its_name() -> None:
