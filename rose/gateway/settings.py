@@ -1,16 +1,13 @@
 """Settings of a gateway, as its operator gives them."""
 
-import argparse
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
 from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
-from rose.command_line.examples import examples_of
-from rose.command_line.parser import add_insecure, add_log_limits, taken_log_limits
+from rose.command_line.parser import Parser, add_insecure, add_log_limits, taken_log_limits
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.security.certificates import (
@@ -177,17 +174,9 @@ COUNTS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def format_help(self) -> str:
-        return super().format_help() + examples_of(self.prog)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; --help lists all options")
-
-
-def gateway_parser(prog: str = "rose gateway") -> argparse.ArgumentParser:
+def gateway_parser(prog: str = "rose gateway") -> Parser:
     """Return the parser of `rose gateway`."""
-    parser = _Parser(prog, description="HTTP front of all rollout replicas.")
+    parser = Parser(prog, description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     add_insecure(parser)

@@ -95,6 +95,10 @@ def scheduler(serve: Serve) -> tuple[AnsweringScheduler, str]:
         (["status", "--scheduler", "nowhere"], "HOST:PORT"),
         (["kill", "/no/such/folder"], "run folder"),
         (["scheduler", "--prot", "1"], "'--port'"),
+        (
+            ["gateway", "--prot", "1"],
+            "rose gateway: unknown option '--prot' (did you mean '--port'?)",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
