@@ -37,17 +37,17 @@ from rose.command_line.output import Format, Table, View, write
 from rose.errors import RoseError
 from rose.simulation import (
     ClusterSpec,
-    DedicatedPool,
-    EngineSpec,
+    DedicatedReplicas,
+    EngineFigures,
+    EpisodeTurn,
     GuestSpec,
     HostPool,
-    Request,
-    Run,
+    RolloutEpisode,
     RunResult,
     Scenario,
+    SimulatedRun,
     TrainerSpec,
-    Trajectory,
-    Turn,
+    UserRequest,
     carry_out,
 )
 from slo import SloSpec, StepProfile, StepSample, fit_profile, percentile
@@ -316,11 +316,11 @@ class _Replay:
     load: MeasuredLoad
     times: int
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         del seed
         for number in range(self.times):
             for offset_s, prompt, output in self.load.arrivals:
-                yield Request(LEAD_S + number * self.load.seconds + offset_s, prompt, output)
+                yield UserRequest(LEAD_S + number * self.load.seconds + offset_s, prompt, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +330,9 @@ class _Streams:
     prompt_tokens: int
     output_tokens: int
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         del seed, prompt, sample
-        return Trajectory((Turn(self.prompt_tokens, self.output_tokens),))
+        return RolloutEpisode((EpisodeTurn(self.prompt_tokens, self.output_tokens),))
 
 
 def validate(measured: MeasuredRun) -> list[ValidationRow]:
@@ -433,16 +433,16 @@ def _play(
     )
     scenario = Scenario(
         load.name,
-        ClusterSpec(DedicatedPool(0 if lends else 1, guest), 1, HostPool(1, host, slo, beside)),
+        ClusterSpec(DedicatedReplicas(0 if lends else 1, guest), 1, HostPool(1, host, slo, beside)),
         trainer,
         _Streams(measured.guest_prompt_tokens, measured.guest_output_tokens),
         _Replay(load, 1 if until_s is None else GUEST_TIMES),
         until_s=end_s,
     )
-    return carry_out(Run(scenario, policy, measured.seed, BACKGROUND))
+    return carry_out(SimulatedRun(scenario, policy, measured.seed, BACKGROUND))
 
 
-def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineSpec:
+def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineFigures:
     alone = sizes.steps
     steps = replace(
         alone,
@@ -451,7 +451,7 @@ def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineSpec:
         per_sequence_s=slower * alone.per_sequence_s,
         per_context_token_s=slower * alone.per_context_token_s,
     )
-    return EngineSpec(
+    return EngineFigures(
         model=name,
         cards=1,
         profile=steps,

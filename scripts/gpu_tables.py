@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.simulation.engine_specs import KIND, LAYOUT, EngineSpec
+from rose.simulation.engine_specs import KIND, LAYOUT, EngineFigures
 from slo import StepProfile, StepSample, fit_profile
 
 PACKAGE = "aiconfigurator-core"
@@ -61,7 +61,7 @@ def kv_tokens(card: str, cards: int, parameters: float, kv_bytes_per_token: int)
     return int(room / kv_bytes_per_token)
 
 
-def engines() -> Iterator[EngineSpec]:
+def engines() -> Iterator[EngineFigures]:
     """One for each model, card, engine and tensor parallel size."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
@@ -73,7 +73,7 @@ def engines() -> Iterator[EngineSpec]:
             for engine in ENGINES:
                 for cards in sizes:
                     handle = EngineHandle.compile(theirs, system, engine, tp_size=cards)
-                    yield EngineSpec(
+                    yield EngineFigures(
                         name, cards, fit_profile(samples(handle)),
                         kv_tokens(card, cards, parameters, kv_bytes), kv_bytes,
                         int(parameters * BF16_BYTES), card=card, engine=engine,

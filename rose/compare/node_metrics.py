@@ -21,7 +21,7 @@ class CountersRestartedError(RoseError):
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class HostLatencies:
     """buckets: requests up to each bound in seconds, the last one infinite. sum_s: of all."""
 
     buckets: Mapping[float, float]
@@ -30,11 +30,11 @@ class Latencies:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class HostReading:
     """Counters since the daemon's start, or between two readings. tokens: the guests'."""
 
-    ttft: Latencies
-    tpot: Latencies
+    ttft: HostLatencies
+    tpot: HostLatencies
     met: float
     missed: float
     tokens: float
@@ -49,7 +49,7 @@ class Reading:
 Series = Mapping[str, list[tuple[Mapping[str, str], float]]]
 
 
-def reading_of(text: str, host: str = "") -> Reading:
+def reading_of(text: str, host: str = "") -> HostReading:
     """Return a host's counters on a metrics page; "" is the only host. Raises ConfigError."""
     found = _series(text)
     missing = [name for name in (f"{TTFT}_count", f"{TPOT}_count", REQUESTS) if name not in found]
@@ -66,7 +66,7 @@ def reading_of(text: str, host: str = "") -> Reading:
         name: [each for each in series if not host or each[0].get("host") == host]
         for name, series in found.items()
     }
-    return Reading(
+    return HostReading(
         _latencies(mine, TTFT),
         _latencies(mine, TPOT),
         _total(mine, REQUESTS, targets="met"),
@@ -95,19 +95,19 @@ def _total(found: Series, name: str, **wanted: str) -> float:
     )
 
 
-def _latencies(found: Series, name: str) -> Latencies:
+def _latencies(found: Series, name: str) -> HostLatencies:
     buckets: dict[float, float] = {}
     for labels, value in found.get(f"{name}_bucket", []):
         bound_s = float(labels["le"])
         buckets[bound_s] = buckets.get(bound_s, 0.0) + value
-    return Latencies(
+    return HostLatencies(
         dict(sorted(buckets.items())), _total(found, f"{name}_sum"), _total(found, f"{name}_count")
     )
 
 
-def between(earlier: Reading, later: Reading) -> Reading:
+def between(earlier: HostReading, later: HostReading) -> HostReading:
     """Return the difference of two readings. Raises CountersRestartedError."""
-    return Reading(
+    return HostReading(
         _difference(earlier.ttft, later.ttft),
         _difference(earlier.tpot, later.tpot),
         _grown(earlier.met, later.met),
@@ -117,11 +117,11 @@ def between(earlier: Reading, later: Reading) -> Reading:
     )
 
 
-def _difference(earlier: Latencies, later: Latencies) -> Latencies:
+def _difference(earlier: HostLatencies, later: HostLatencies) -> HostLatencies:
     if earlier.buckets.keys() != later.buckets.keys():
         raise CountersRestartedError("the host's targets were changed in between")
     buckets = {at: _grown(earlier.buckets[at], count) for at, count in later.buckets.items()}
-    return Latencies(
+    return HostLatencies(
         buckets, _grown(earlier.sum_s, later.sum_s), _grown(earlier.count, later.count)
     )
 

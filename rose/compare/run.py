@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rose.compare.node_metrics import CountersRestartedError, Reading, between
+from rose.compare.node_metrics import CountersRestartedError, HostReading, between
 from rose.compare.verdict import PairRead
 from rose.errors import ConfigError, RefusedError, UnavailableError
 
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlannedBlock:
     """One stretch of time; lends: whether the guests may work in it."""
 
     pair: int
@@ -67,15 +67,15 @@ class Block:
     begins_s: float
 
 
-def blocks_of(plan: Plan) -> list[Block]:
+def blocks_of(plan: Plan) -> list[PlannedBlock]:
     """All blocks in their order; begins_s: of the measurement, from the start on."""
     drawn = random.Random(plan.seed)  # noqa: S311 -- an order, no secret
-    blocks: list[Block] = []
+    blocks: list[PlannedBlock] = []
     for pair in range(plan.pairs):
         first = drawn.random() < 0.5
         for lends in (first, not first):
             began_s = len(blocks) * (plan.settle_s + plan.block_s)
-            blocks.append(Block(pair, lends, began_s + plan.settle_s))
+            blocks.append(PlannedBlock(pair, lends, began_s + plan.settle_s))
     return blocks
 
 
@@ -132,7 +132,7 @@ class ComparisonRun:
 
     plan: Plan
     lending: Lending
-    read: Callable[[], Reading]
+    read: Callable[[], HostReading]
     say: Callable[[str], None]
     on: Mode
     off: Mode
@@ -166,7 +166,7 @@ class ComparisonRun:
             )
 
     def _all_blocks(self) -> list[PairRead]:
-        found: dict[tuple[int, bool], Reading] = {}
+        found: dict[tuple[int, bool], HostReading] = {}
         blocks = blocks_of(self.plan)
         for number, block in enumerate(blocks):
             arm = "on" if block.lends else "off"
@@ -178,7 +178,7 @@ class ComparisonRun:
         whole = [n for n in range(self.plan.pairs) if (n, True) in found and (n, False) in found]
         return [PairRead(found[n, True], found[n, False]) for n in whole]
 
-    def _measured(self, block: Block) -> Reading:
+    def _measured(self, block: PlannedBlock) -> HostReading:
         self._switch(self.on if block.lends else self.off)
         self.clock.sleep(self.plan.settle_s)
         if not block.lends:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from rose.compare.bootstrap import Estimate, Floats, estimate_of_sums, ratio, ratio_of_ratios
-from rose.compare.node_metrics import Latencies, Reading
+from rose.compare.node_metrics import HostLatencies, HostReading
 
 MIN_PAIRS = 6
 MIN_REQUESTS = 1_000
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ComparisonLimits:
     """max_loss: of the share of requests within both targets. max_ratio: of mean latencies."""
 
     max_loss: float = 0.001
@@ -43,8 +43,8 @@ class Limits:
 class PairRead:
     """Two neighbouring blocks, as their hosts' requests experienced them."""
 
-    on: Reading
-    off: Reading
+    on: HostReading
+    off: HostReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Comparison:
         return next((v for v in (Verdict.FAILS, Verdict.OPEN) if v in found), Verdict.HOLDS)
 
 
-def compared(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Comparison:
+def compared(pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int) -> Comparison:
     """Return the comparison that the pairs of blocks give."""
     on = sum(pair.on.requests for pair in pairs)
     off = sum(pair.off.requests for pair in pairs)
@@ -103,14 +103,16 @@ def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
     return ""
 
 
-def _findings(pairs: Sequence[PairRead], limits: Limits, seed: int, missing: str) -> list[Finding]:
+def _findings(
+    pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int, missing: str
+) -> list[Finding]:
     found = [_attainment(pairs, limits, seed), *_means(pairs, limits, seed)]
     if missing:
         found = [replace(each, estimate=None, verdict=Verdict.OPEN) for each in found]
     return [*found, *_percentiles(pairs, seed, enough=not missing)]
 
 
-def _attainment(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Finding:
+def _attainment(pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int) -> Finding:
     rows = [(p.on.met, p.on.requests, p.off.met, p.off.requests) for p in pairs]
     return _of_rows(
         "requests within both targets",
@@ -121,7 +123,7 @@ def _attainment(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Finding
     )
 
 
-def _means(pairs: Sequence[PairRead], limits: Limits, seed: int) -> Iterator[Finding]:
+def _means(pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int) -> Iterator[Finding]:
     for name in ("ttft", "tpot"):
         arms = [(_of(pair.on, name), _of(pair.off, name)) for pair in pairs]
         rows = [(on.sum_s, on.count, off.sum_s, off.count) for on, off in arms]
@@ -212,7 +214,7 @@ def _percentile(counts: Floats, bounds: Floats, percent: float) -> Floats:
     return value
 
 
-def _of(reading: Reading, name: str) -> Latencies:
+def _of(reading: HostReading, name: str) -> HostLatencies:
     return reading.ttft if name == "ttft" else reading.tpot
 
 

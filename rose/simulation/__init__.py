@@ -1,6 +1,6 @@
 """Simulator: a whole cluster under a virtual clock, decided by the cores that run in production.
 
-    traffic (Request) ──► balancer ──► modelled host ── page ──► guard, gate ──► modelled guest
+    users' requests ────► balancer ──► modelled host ── page ──► guard, gate ──► modelled guest
                                           (executor's cores)          │ tokens
     trainer ◄── rollout buffer ◄── turns ◄── router, hedging ◄────────┤
        │ version       (elastic_scheduler's cores)                    │ tokens
@@ -10,57 +10,57 @@
 
 Decisions are the production cores' alone: the simulator hands them the clock and the events, and
 carries out their actions. Whatever stands in for an engine, a link or a trainer has `Modelled` in
-its name. `Scenario` is the input (`cluster`, `workload`, `trainer`, `step_times`), `RunResult` the
+its name. `Scenario` is the input, `RunResult` the
 output. One seed has one history: nothing reads a real clock, and the only randomness is a
 workload's, which does not depend on what policies do.
 """
 
-from rose.simulation.engine_specs import EngineSpec, StepWork, published_engine
+from rose.simulation.engine_specs import EngineFigures, StepWork, published_engine
 from rose.simulation.results import (
-    Latencies,
     Percentiles,
     RunResult,
     SloSlice,
     StepResult,
+    UserLatencies,
     UseSlice,
 )
-from rose.simulation.run import Run, carry_out, run_all
+from rose.simulation.run import SimulatedRun, carry_out, run_all
 from rose.simulation.scenario import (
     Algorithm,
     ClusterSpec,
-    DedicatedPool,
+    DedicatedReplicas,
     GuestSpec,
     HostPool,
     Links,
     Scenario,
     TrainerSpec,
 )
-from rose.simulation.workloads.episodes import RolloutWorkload, Trajectory, Turn
-from rose.simulation.workloads.traffic import Request, ServingWorkload
+from rose.simulation.workloads.episodes import EpisodeTurn, RolloutEpisode, RolloutWorkload
+from rose.simulation.workloads.traffic import ServingWorkload, UserRequest
 
 __all__ = [
     "Algorithm",
     "ClusterSpec",
-    "DedicatedPool",
-    "EngineSpec",
+    "DedicatedReplicas",
+    "EngineFigures",
+    "EpisodeTurn",
     "GuestSpec",
     "HostPool",
-    "Latencies",
     "Links",
     "Percentiles",
-    "Request",
+    "RolloutEpisode",
     "RolloutWorkload",
-    "Run",
     "RunResult",
     "Scenario",
     "ServingWorkload",
+    "SimulatedRun",
     "SloSlice",
     "StepResult",
     "StepWork",
     "TrainerSpec",
-    "Trajectory",
-    "Turn",
     "UseSlice",
+    "UserLatencies",
+    "UserRequest",
     "carry_out",
     "published_engine",
     "run_all",

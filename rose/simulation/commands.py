@@ -1,6 +1,6 @@
 """`rose sim`: run, compare, sweep, what-if, fleet and paper.
 
-`run`, `compare`, `sweep` and `paper` play scenarios step by step: `Outcome` prints and saves their
+`run`, `compare`, `sweep` and `paper` play scenarios step by step: `RunBatch` prints and saves their
 results. `what-if` answers by the fluid model and an operator's own trace, with step times of
 published GPU tables; every assumption is listed under the answer. Nothing is measured: `rose
 compare` on a real host has the last word. `fleet` plays 1,000 cards for days, as a fluid too.
@@ -31,7 +31,7 @@ from rose.simulation.policies import (
     usual_value,
 )
 from rose.simulation.results import RunResult
-from rose.simulation.run import Run, run_all
+from rose.simulation.run import SimulatedRun, run_all
 from rose.simulation.scenario import Scenario
 from rose.simulation.scenario_file import read_scenario
 from rose.simulation.setups import SETUPS, setup_scenario, thousand_cards
@@ -70,15 +70,15 @@ def parser(prog: str) -> Parser:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunBatch:
     """Results of several runs, and where their options say that they go."""
 
-    asked: Sequence[Run]
+    asked: Sequence[SimulatedRun]
     results: Sequence[RunResult]
     args: argparse.Namespace
 
     @classmethod
-    def of(cls, asked: Sequence[Run], args: argparse.Namespace) -> "Outcome":
+    def of(cls, asked: Sequence[SimulatedRun], args: argparse.Namespace) -> "RunBatch":
         """Run all."""
         return cls(asked, list(run_all(asked, args.workers, args.ray)), args)
 
@@ -138,9 +138,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     setup_of(args.policy)
-    asked = Run(_scenario(args), args.policy, args.seed, _settings(args.set))
+    asked = SimulatedRun(_scenario(args), args.policy, args.seed, _settings(args.set))
     title = f"{asked.scenario.name}, seed {args.seed}"
-    outcome = Outcome.of([asked], args)
+    outcome = RunBatch.of([asked], args)
     return outcome.show(lambda each, _: each.policy, title, lambda results: steps_of(results[0]))
 
 
@@ -163,8 +163,8 @@ def _compare(args: argparse.Namespace) -> int:
         setup_of(name)
     scenario, settings, seeds = _scenario(args), _settings(args.set), _seeds(args)
     several = len(seeds) > 1
-    asked = [Run(scenario, name, seed, settings) for seed in seeds for name in names]
-    return Outcome.of(asked, args).show(
+    asked = [SimulatedRun(scenario, name, seed, settings) for seed in seeds for name in names]
+    return RunBatch.of(asked, args).show(
         lambda each, _: f"{each.policy} (seed {each.seed})" if several else each.policy,
         f"{scenario.name}, seeds 0 to {len(seeds) - 1}" if several else f"{scenario.name}, seed 0",
         lambda results: parts(results, scenario),
@@ -195,7 +195,9 @@ def _sweep(args: argparse.Namespace) -> int:
     scenario, settings, seeds = _scenario(args), _settings(args.set), _seeds(args)
     grid = _grid(args)
     asked = [
-        Run(scenario, args.policy, seed, {**settings, **each}) for each in grid for seed in seeds
+        SimulatedRun(scenario, args.policy, seed, {**settings, **each})
+        for each in grid
+        for seed in seeds
     ]
     if len(asked) > MOST_RUNS:
         raise ConfigError(f"--vary makes {len(asked)} runs; a sweep has at most {MOST_RUNS}")
@@ -205,7 +207,7 @@ def _sweep(args: argparse.Namespace) -> int:
         said = " ".join(f"{name}={value:g}" for name, value in mine.items()) or "as it is"
         return f"{said} (seed {asked[at].seed})" if len(seeds) > 1 else said
 
-    return Outcome.of(asked, args).show(
+    return RunBatch.of(asked, args).show(
         label,
         f"{scenario.name}, policy {args.policy}",
         (lambda results: effects(results, grid, len(seeds))) if args.around is not None else None,
@@ -257,12 +259,12 @@ def _paper(args: argparse.Namespace) -> int:
     settings, seeds, scale = _settings(args.set), _seeds(args), _scale(args)
     scenarios = [setup_scenario(name, args.steps, args.load, scale) for name in names]
     asked = [
-        Run(scenario, policy, seed, settings)
+        SimulatedRun(scenario, policy, seed, settings)
         for scenario in scenarios
         for policy in POLICIES
         for seed in seeds
     ]
-    outcome = Outcome.of(asked, args)
+    outcome = RunBatch.of(asked, args)
     tables: list[Table] = []
     for name, scenario in zip(names, scenarios, strict=True):
         mine = [

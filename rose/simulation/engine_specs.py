@@ -48,7 +48,7 @@ class StepWork:
 
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
-class EngineSpec:
+class EngineFigures:
     """One engine: `cards` is its tensor parallel size; all figures are of its cards together.
 
     kv_tokens: KV cache, in tokens. kv_bytes_per_token, weight_bytes: of memory.
@@ -83,10 +83,10 @@ class EngineSpec:
 
 
 @cache
-def _facts() -> tuple[str, tuple[EngineSpec, ...]]:
+def _facts() -> tuple[str, tuple[EngineFigures, ...]]:
     facts = json.loads(files(__package__).joinpath(FACTS).read_bytes())
     assert (facts["kind"], facts["layout"]) == (KIND, LAYOUT)
-    return facts["source"], TypeAdapter(tuple[EngineSpec, ...]).validate_python(facts["engines"])
+    return facts["source"], TypeAdapter(tuple[EngineFigures, ...]).validate_python(facts["engines"])
 
 
 def source() -> str:
@@ -94,14 +94,14 @@ def source() -> str:
     return _facts()[0]
 
 
-def published_engines() -> tuple[EngineSpec, ...]:
+def published_engines() -> tuple[EngineFigures, ...]:
     """Return the engines of all tables."""
     return _facts()[1]
 
 
 def published_engine(
     model: str, card: str = "h200", engine: str = "vllm", cards: int | None = None
-) -> EngineSpec:
+) -> EngineFigures:
     """Return the engine of that model, on the fewest cards unless `cards` says how many.
 
     Raises ConfigError, with what there is, for a model, card, engine or size without a table.

@@ -76,7 +76,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class UserLatencies:
     """Latencies of users."""
 
     requests: int
@@ -110,7 +110,7 @@ class RunResult:
     steps_per_hour: float
     trajectory_s: Percentiles
     turn_s: Percentiles
-    users: Latencies | None
+    users: UserLatencies | None
     use: tuple[UseSlice, ...]
     gpu_use: float
     borrowed_gpu_hours: float
@@ -171,13 +171,13 @@ class LatencyBook:
         counts[0] += 1
         counts[1] += attained
 
-    def latencies(self) -> Latencies:
+    def latencies(self) -> UserLatencies:
         """Return the latencies of all requests so far."""
         series = tuple(
             SloSlice(number * self._slice_s, requests, attained)
             for number, (requests, attained) in sorted(self._slices.items())
         )
-        return Latencies(
+        return UserLatencies(
             len(self._ttft_s),
             sum(each.attained for each in series),
             percentiles(self._ttft_s),

@@ -27,7 +27,7 @@ from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.engine.card import GUEST, HOST, ModelledCard
 from rose.simulation.engine.guest import ModelledGuest
 from rose.simulation.engine.host import ModelledHost
-from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.engine_specs import EngineFigures, StepWork
 from rose.simulation.fleet.gateway import ModelledGateway
 from rose.simulation.fleet.hybrid_pool import HYBRID, ModelledHybridPool
 from rose.simulation.fleet.node import (
@@ -54,7 +54,7 @@ INSTANCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """One run that is asked for; options: constants and settings other than the usual."""
 
     scenario: Scenario
@@ -63,7 +63,7 @@ class Run:
     options: Mapping[str, float] = field(default_factory=dict)
 
 
-def carry_out(asked: Run) -> RunResult:
+def carry_out(asked: SimulatedRun) -> RunResult:
     """Carry out one run. Raises ConfigError for a policy or option that there is not."""
     options = {**asked.scenario.options, **asked.options}
     check_options(options)
@@ -83,7 +83,7 @@ def carry_out(asked: Run) -> RunResult:
 
 
 def run_all(
-    asked: Sequence[Run], workers: int | None = None, ray_address: str | None = None
+    asked: Sequence[SimulatedRun], workers: int | None = None, ray_address: str | None = None
 ) -> Iterator[RunResult]:
     """Run all, `workers` at once (None: as many as this machine has cores).
 
@@ -102,7 +102,7 @@ def run_all(
         yield from pool.map(carry_out, asked)
 
 
-def _on_ray(asked: Sequence[Run], address: str) -> Iterator[RunResult]:
+def _on_ray(asked: Sequence[SimulatedRun], address: str) -> Iterator[RunResult]:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed; leave out --ray, or install ray")
     ray: Any = importlib.import_module("ray")
@@ -122,7 +122,7 @@ def _on_ray(asked: Sequence[Run], address: str) -> Iterator[RunResult]:
 class Simulation:
     """A cluster under one policy."""
 
-    def __init__(self, asked: Run, loop: VirtualLoop) -> None:
+    def __init__(self, asked: SimulatedRun, loop: VirtualLoop) -> None:
         scenario = self._scenario = asked.scenario
         setup = self._setup = setup_of(asked.policy)
         options = self._options = asked.options
@@ -191,11 +191,11 @@ class Simulation:
                 self.nodes.append(node)
             yield node
 
-    def _engine(self, name: str, spec: EngineSpec, card: ModelledCard) -> ModelledEngine:
+    def _engine(self, name: str, spec: EngineFigures, card: ModelledCard) -> ModelledEngine:
         return ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
 
     def _plain_replicas(
-        self, names: Sequence[str], spec: EngineSpec, *, up: bool
+        self, names: Sequence[str], spec: EngineFigures, *, up: bool
     ) -> list[ModelledCard]:
         """Build replicas on cards of their own, beside the trainer."""
         cards = [ModelledCard(self.queue) for _ in names]
@@ -263,7 +263,7 @@ class Simulation:
         )
 
     def _add_instance(
-        self, node: ModelledNode, index: int, card: ModelledCard, guest: EngineSpec
+        self, node: ModelledNode, index: int, card: ModelledCard, guest: EngineFigures
     ) -> None:
         """Add a whole card that users do not need: all its memory is the instance's."""
         dedicated = self._scenario.cluster.dedicated.engine

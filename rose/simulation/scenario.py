@@ -20,7 +20,7 @@ from rose.simulation.checked import (
     Positive,
     Share,
 )
-from rose.simulation.engine_specs import EngineSpec
+from rose.simulation.engine_specs import EngineFigures
 from rose.simulation.workloads.episodes import RolloutWorkload
 from rose.simulation.workloads.traffic import ServingWorkload
 from slo import SloSpec
@@ -37,7 +37,7 @@ class GuestSpec:
     refused sees that it may run.
     """
 
-    engine: EngineSpec
+    engine: EngineFigures
     kv_base_tokens: Count
     slack_share: Share = 0.5
     kv_headroom: Share = 0.2
@@ -56,7 +56,7 @@ class HostPool:
     """Equal serving engines, their promise to users, and the guest beside each (None: none)."""
 
     hosts: Count
-    engine: EngineSpec
+    engine: EngineFigures
     slo: SloSpec
     guest: GuestSpec | None = None
 
@@ -73,11 +73,11 @@ class HostPool:
 
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
-class DedicatedPool:
+class DedicatedReplicas:
     """Equal rollout engines on cards of their own."""
 
     replicas: CountOrNone
-    engine: EngineSpec
+    engine: EngineFigures
 
     @property
     def cards(self) -> int:
@@ -103,7 +103,7 @@ class ClusterSpec:
     serving: None for a cluster that borrows nothing.
     """
 
-    dedicated: DedicatedPool
+    dedicated: DedicatedReplicas
     training_cards: CountOrNone
     serving: HostPool | None = None
     links: Links = field(default_factory=Links)

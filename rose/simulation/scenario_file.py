@@ -28,11 +28,11 @@ from pydantic import (
 from rose.core_yaml import CoreLoader, constructed
 from rose.errors import ConfigError, RoseError
 from rose.simulation.checked import CHECKED, Positive
-from rose.simulation.engine_specs import EngineSpec, published_engine, read_profile
+from rose.simulation.engine_specs import EngineFigures, published_engine, read_profile
 from rose.simulation.policies import check_options
 from rose.simulation.scenario import (
     ClusterSpec,
-    DedicatedPool,
+    DedicatedReplicas,
     GuestSpec,
     HostPool,
     Links,
@@ -72,7 +72,7 @@ NO_MAPPING = ("dataclass_type", "model_type", "model_attributes_type", "dict_typ
 Keys = tuple[str, ...]
 
 
-class Rollouts(BaseModel):
+class RolloutsSection(BaseModel):
     """Episodes: of an environment, or of a file of sessions."""
 
     model_config = CHECKED
@@ -92,7 +92,7 @@ class Rollouts(BaseModel):
         return ENVIRONMENTS[self.environment]
 
 
-class Traffic(BaseModel):
+class TrafficSection(BaseModel):
     """Users: generated after a trace of Azure, or recorded in a file."""
 
     model_config = CHECKED
@@ -140,8 +140,8 @@ class ScenarioFile(BaseModel):
     name: Annotated[str, BeforeValidator(_text)]
     cluster: ClusterSpec
     trainer: TrainerSpec
-    rollouts: Rollouts | None = None
-    traffic: Traffic | None = None
+    rollouts: RolloutsSection | None = None
+    traffic: TrafficSection | None = None
     until_s: Positive = 3_600.0
     slice_s: Positive = 10.0
     options: dict[
@@ -153,14 +153,14 @@ class ScenarioFile(BaseModel):
 SECTIONS: Mapping[str, type] = {
     "": ScenarioFile,
     "cluster": ClusterSpec,
-    "dedicated": DedicatedPool,
+    "dedicated": DedicatedReplicas,
     "serving": HostPool,
     "guest": GuestSpec,
-    "engine": EngineSpec,
+    "engine": EngineFigures,
     "links": Links,
     "trainer": TrainerSpec,
-    "rollouts": Rollouts,
-    "traffic": Traffic,
+    "rollouts": RolloutsSection,
+    "traffic": TrafficSection,
 }
 
 

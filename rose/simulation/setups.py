@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rose.errors import ConfigError
-from rose.simulation.engine_specs import EngineSpec, published_engine, source
+from rose.simulation.engine_specs import EngineFigures, published_engine, source
 from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetSpec
 from rose.simulation.fluid.hosts import HostPoolFluid, UserMix
 from rose.simulation.scenario import (
     Algorithm,
     ClusterSpec,
-    DedicatedPool,
+    DedicatedReplicas,
     GuestSpec,
     HostPool,
     Scenario,
@@ -167,7 +167,7 @@ def setup_scenario(name: str, steps: int = 3, load: float = 1.0, scale: float = 
     return Scenario(
         name=name,
         cluster=ClusterSpec(
-            DedicatedPool(job.rollout_cards // rollout.cards, rollout),
+            DedicatedReplicas(job.rollout_cards // rollout.cards, rollout),
             job.training_cards,
             _shared_hosts(job, hosts, served, rollout),
         ),
@@ -195,7 +195,7 @@ def setup_scenario(name: str, steps: int = 3, load: float = 1.0, scale: float = 
 
 
 def _shared_hosts(
-    job: TrainingJob, hosts: int, served: EngineSpec, rollout: EngineSpec
+    job: TrainingJob, hosts: int, served: EngineFigures, rollout: EngineFigures
 ) -> HostPool:
     """Return hosts and guests: both weights and the guest's own KV come off the host's memory."""
     own_bytes = GUEST_BASE_SHARE * served.kv_bytes

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 
 from rose.command_line.output import Table, View
-from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.engine_specs import EngineFigures, StepWork
 from rose.simulation.fluid.fleet import FleetResult
 from rose.simulation.fluid.what_if import WhatIfAnswer
 from rose.simulation.policies import CONSTANTS, usual_value
-from rose.simulation.results import Latencies, RunResult, StepResult
+from rose.simulation.results import RunResult, StepResult, UserLatencies
 from rose.simulation.scenario import Scenario
-from rose.simulation.workloads.episodes import Trajectory
+from rose.simulation.workloads.episodes import RolloutEpisode
 
 FLEET = ("JOB", "STEPS", "BORROWING", "TOKENS/S", "BORROWING", "X", "GUEST GPU H", "ROLLOUT H")
 # A constant whose change moves throughput by less does not matter there.
@@ -136,7 +136,7 @@ def steps_of(result: RunResult) -> Table:
     return _table(rows, names=0)
 
 
-def alone_s(episode: Trajectory, engine: EngineSpec) -> float:
+def alone_s(episode: RolloutEpisode, engine: EngineFigures) -> float:
     """Return the seconds of an episode whose engine has nothing else to do and keeps its prefix.
 
     Turns of an episode follow each other, and a turn decodes token by token. More cards shorten a
@@ -318,7 +318,7 @@ def what_if_view(answer: WhatIfAnswer) -> View:
     )
 
 
-def _column(users: Latencies) -> tuple[str, ...]:
+def _column(users: UserLatencies) -> tuple[str, ...]:
     return (
         f"{users.ttft_s.p50:.3f} s",
         f"{users.ttft_s.p99:.3f} s",

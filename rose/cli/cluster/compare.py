@@ -25,9 +25,9 @@ from rose.cli.exit_codes import ExitCode
 from rose.cli.options import add_scheduler_options, client_of
 from rose.command_line.output import console_of, say
 from rose.command_line.parser import Parser
-from rose.compare.node_metrics import Reading, reading_of
+from rose.compare.node_metrics import HostReading, reading_of
 from rose.compare.run import ComparisonRun, Plan, Switches, shown_plan
-from rose.compare.verdict import Comparison, Finding, Limits, PairRead, Verdict, compared
+from rose.compare.verdict import Comparison, ComparisonLimits, Finding, PairRead, Verdict, compared
 from rose.direct_http import open_directly
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
@@ -40,7 +40,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def _run(args: argparse.Namespace) -> int:
     plan = Plan(args.pairs, args.block_s, args.settle_s, args.seed)
-    limits = Limits(args.max_loss, args.max_ratio)
+    limits = ComparisonLimits(args.max_loss, args.max_ratio)
     if args.dry_run:
         say(*shown_plan(plan))
         return ExitCode.DONE
@@ -71,7 +71,7 @@ def parser(prog: str) -> Parser:
     """Return the parser of `rose compare`."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.set_defaults(run=_run)
-    plan, limits = Plan(), Limits()
+    plan, limits = Plan(), ComparisonLimits()
     add = made.add_argument
     add("node", metavar="NODE", help="whose guests are switched, as `rose status` names it")
     add("--metrics", metavar="URL", help="of the node: http://HOST:PORT/metrics")
@@ -139,11 +139,11 @@ class NodeLending:
         self._client.stop(cast("pb.HarvestMode.ValueType", mode), guest)
 
 
-def _reader(url: str, host: str) -> Callable[[], Reading]:
+def _reader(url: str, host: str) -> Callable[[], HostReading]:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(f"--metrics {url} is no URL; write http://HOST:PORT/metrics")
 
-    def read() -> Reading:
+    def read() -> HostReading:
         try:
             with open_directly(url, READ_S) as reply:
                 text = reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")

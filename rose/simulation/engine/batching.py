@@ -26,7 +26,7 @@ from typing import Protocol
 
 from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.card import ModelledCard, ModelledKv
-from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.engine_specs import EngineFigures, StepWork
 
 MOST_LEAP = 512
 _OVER, _WAITING, _PREFILLING, _DECODING = range(4)
@@ -109,7 +109,7 @@ class ModelledEngine:
     def __init__(
         self,
         name: str,
-        spec: EngineSpec,
+        spec: EngineFigures,
         queue: EventQueue,
         card: ModelledCard,
         tenant: int,

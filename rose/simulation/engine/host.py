@@ -20,9 +20,9 @@ from executor.kv.shrink_plan import Granules
 from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import ModelledEngine, Sequence
 from rose.simulation.engine.card import HOST, ModelledCard
-from rose.simulation.engine_specs import EngineSpec, StepWork
+from rose.simulation.engine_specs import EngineFigures, StepWork
 from rose.simulation.results import LatencyBook
-from rose.simulation.workloads.traffic import Request
+from rose.simulation.workloads.traffic import UserRequest
 from slo import SloSpec
 
 UNIT_TOKENS = 128
@@ -57,12 +57,12 @@ class ModelledPage:
         return self._view
 
 
-class _UserRequest:
+class _ServedRequest:
     """One request at a host; owner of its sequence."""
 
     __slots__ = ("arrival_ns", "first_ns", "host", "sequence")
 
-    def __init__(self, host: "ModelledHost", request: Request, id_: str) -> None:
+    def __init__(self, host: "ModelledHost", request: UserRequest, id_: str) -> None:
         self.host = host
         self.arrival_ns = host.queue.now_ns
         self.first_ns = 0
@@ -84,7 +84,7 @@ class ModelledHost(ModelledEngine):
     def __init__(
         self,
         index: int,
-        spec: EngineSpec,
+        spec: EngineFigures,
         slo: SloSpec,
         queue: EventQueue,
         card: ModelledCard,
@@ -111,16 +111,16 @@ class ModelledHost(ModelledEngine):
         # Requests of the step that runs and their tokens: kept up to date, not made for each step.
         self._scheduled: dict[str, int] = {}
         self._chunks: list[tuple[Sequence, int]] = []
-        self._requests: dict[str, _UserRequest] = {}
+        self._requests: dict[str, _ServedRequest] = {}
         self._gone: list[str] = []
         self._ids = count()
         self._told_idle = True
         if self._lender is not None:
             queue.every_s(_LOOK_S, self._look)
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: UserRequest) -> None:
         """A user's request arrived."""
-        mine = _UserRequest(self, request, f"r{next(self._ids)}")
+        mine = _ServedRequest(self, request, f"r{next(self._ids)}")
         if self._lender is None:
             self.submit(mine.sequence)
             return
@@ -131,7 +131,7 @@ class ModelledHost(ModelledEngine):
         if self._told_idle:
             self._publish()
 
-    def finished(self, request: _UserRequest, now_ns: int) -> None:
+    def finished(self, request: _ServedRequest, now_ns: int) -> None:
         """A request has its last token."""
         sequence = request.sequence
         if self._requests.pop(sequence.id, None) is not None:

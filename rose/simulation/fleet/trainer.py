@@ -23,7 +23,7 @@ from rose.simulation.fleet.gateway import AskedTurn, ModelledGateway
 from rose.simulation.fleet.node import ModelledTransfer
 from rose.simulation.results import StepResult
 from rose.simulation.scenario import TrainerSpec
-from rose.simulation.workloads.episodes import RolloutWorkload, Trajectory
+from rose.simulation.workloads.episodes import RolloutEpisode, RolloutWorkload
 
 JOB = "job"
 
@@ -32,7 +32,7 @@ JOB = "job"
 class PlayedEpisode:
     """One trajectory that is whole."""
 
-    trajectory: Trajectory
+    trajectory: RolloutEpisode
     borrowed_tokens: int
     oldest_version: int
 

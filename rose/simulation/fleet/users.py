@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.card import HOST
 from rose.simulation.engine.host import ModelledHost
-from rose.simulation.workloads.traffic import Request
+from rose.simulation.workloads.traffic import UserRequest
 
 # Kubernetes' horizontal autoscaler by default: it looks every 15 s, and goes down only to what was
 # enough for all of the last 5 minutes.
@@ -27,7 +27,7 @@ class ModelledUsers:
     """Users' requests on their way to hosts; `serving` of these take new ones."""
 
     def __init__(
-        self, queue: EventQueue, hosts: Sequence[ModelledHost], requests: Iterator[Request]
+        self, queue: EventQueue, hosts: Sequence[ModelledHost], requests: Iterator[UserRequest]
     ) -> None:
         self._queue = queue
         self._hosts = hosts
@@ -43,7 +43,7 @@ class ModelledUsers:
             due_ns = round(request.arrival_s * 1e9)
             self._queue.at_ns(due_ns, lambda: self._arrived(request))
 
-    def _arrived(self, request: Request) -> None:
+    def _arrived(self, request: UserRequest) -> None:
         most = self._hosts[0].spec.kv_tokens
         if request.prompt_tokens + request.output_tokens > most:
             self.refused += 1

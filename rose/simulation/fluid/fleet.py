@@ -17,9 +17,9 @@ from functools import lru_cache
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
-from rose.simulation.engine_specs import EngineSpec, published_engine
+from rose.simulation.engine_specs import EngineFigures, published_engine
 from rose.simulation.fluid.hosts import MARGIN_S, SHARED_SPEED, HostPoolFluid, UserMix
-from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, RolloutPhase, roll_out
+from rose.simulation.fluid.rollout import EpisodeBatch, FluidPool, RolloutPhase, roll_out
 from rose.simulation.scenario import Links, TrainerSpec
 from rose.simulation.workloads.episodes import RolloutWorkload
 from rose.simulation.workloads.traffic import DAY_S, HOUR_S, BurstyTraffic
@@ -50,7 +50,7 @@ class Deployment:
 
     name: str
     hosts: int
-    engine: EngineSpec
+    engine: EngineFigures
     traffic: BurstyTraffic
     slo: SloSpec
     slack_share: float = 0.5
@@ -285,7 +285,7 @@ class FleetRun:
                 best = (each.name, hosts, round(share, 2))
         return best
 
-    def _guest(self, job: FleetJob, deployment: Deployment) -> EngineSpec | None:
+    def _guest(self, job: FleetJob, deployment: Deployment) -> EngineFigures | None:
         """The job's model on one host of the deployment; None where there is no room for it."""
         host = deployment.engine
         try:
@@ -325,9 +325,9 @@ class FleetRun:
         if hosts:
             guest = self._guest(job, self._deployments[deployment])
             assert guest is not None, "only hosts with room lend"
-            guests = EnginePool(hosts, guest)
+            guests = FluidPool(hosts, guest)
         phase = roll_out(
-            episodes, EnginePool(job.replicas, own), guests, lambda *_: share,
+            episodes, FluidPool(job.replicas, own), guests, lambda *_: share,
             job.trainer.concurrency, _TICK_S,
         )  # fmt: skip
         return phase, tokens

@@ -29,10 +29,10 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from elastic_scheduler.capacity.budget_hold import BusyHold
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.simulation.checked import CHECKED, Positive
-from rose.simulation.engine_specs import EngineSpec
-from rose.simulation.results import Latencies, LatencyBook
+from rose.simulation.engine_specs import EngineFigures
+from rose.simulation.results import LatencyBook, UserLatencies
 from rose.simulation.scenario import HostPool
-from rose.simulation.workloads.traffic import Request
+from rose.simulation.workloads.traffic import UserRequest
 from slo import StepProfile
 
 # A host is never asked to take more than this of its time for prompts.
@@ -94,14 +94,14 @@ class UserMix:
 
 
 @dataclass(frozen=True, slots=True)
-class GuestLoad:
+class GuestDuty:
     """Guests at one moment: `duty` of the time they have something to do, in steps of `step_s`."""
 
     duty: float
     step_s: float
 
 
-NO_GUEST = GuestLoad(0.0, 0.0)
+NO_GUEST = GuestDuty(0.0, 0.0)
 
 
 class HostPoolFluid:
@@ -111,7 +111,7 @@ class HostPoolFluid:
     them. Requests that no host has room for wait in `queued`.
     """
 
-    def __init__(self, engine: EngineSpec, hosts: float, mix: UserMix) -> None:
+    def __init__(self, engine: EngineFigures, hosts: float, mix: UserMix) -> None:
         self._engine = engine
         self._hosts = hosts
         self.in_host = 0.0
@@ -247,7 +247,7 @@ class ServingFluid:
     def __init__(
         self,
         pool: HostPool,
-        requests: Iterator[Request],
+        requests: Iterator[UserRequest],
         slice_s: float,
         hold: MaxHostBusy | None = None,
     ) -> None:
@@ -275,13 +275,13 @@ class ServingFluid:
         """True if all requests have come."""
         return self._next is None
 
-    def share_at(self, time_s: float, guests: GuestLoad) -> float:
+    def share_at(self, time_s: float, guests: GuestDuty) -> float:
         """Share of a card that a guest has at that time, which never goes back."""
         while self.now_s + WINDOW_S <= time_s:
             self._window(guests)
         return self._share
 
-    def advance(self, time_s: float, guests: GuestLoad = NO_GUEST) -> None:
+    def advance(self, time_s: float, guests: GuestDuty = NO_GUEST) -> None:
         """Let time pass until then."""
         self.share_at(time_s, guests)
 
@@ -290,13 +290,13 @@ class ServingFluid:
         """Mean lengths of the requests so far."""
         return self._fluid.mix
 
-    def latencies(self) -> Latencies:
+    def latencies(self) -> UserLatencies:
         """Return the users' latencies so far."""
         return self._book.latencies()
 
-    def _window(self, guests: GuestLoad) -> None:
+    def _window(self, guests: GuestDuty) -> None:
         end_s = self.now_s + WINDOW_S
-        arrived: list[Request] = []
+        arrived: list[UserRequest] = []
         while self._next is not None and self._next.arrival_s < end_s:
             arrived.append(self._next)
             self._next = next(self._requests, None)
@@ -324,7 +324,7 @@ class ServingFluid:
             self._serve(request, moment)
         self.now_s = end_s
 
-    def _serve(self, request: Request, now: HostMoment) -> None:
+    def _serve(self, request: UserRequest, now: HostMoment) -> None:
         """Take one request, in order of arrival."""
         engine = self._pool.engine
         self._turn = (self._turn + _GOLDEN) % 1.0

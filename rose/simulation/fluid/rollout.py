@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_scheduler.routing.router import STICKY_MARGIN
-from rose.simulation.engine_specs import EngineSpec
-from rose.simulation.fluid.hosts import NO_GUEST, GuestLoad, StepLine
-from rose.simulation.workloads.episodes import Trajectory
+from rose.simulation.engine_specs import EngineFigures
+from rose.simulation.fluid.hosts import NO_GUEST, GuestDuty, StepLine
+from rose.simulation.workloads.episodes import RolloutEpisode
 
 Floats = NDArray[np.float64]
 _ROUNDS = 20
@@ -28,21 +28,21 @@ STAY = 1 / (1 - STICKY_MARGIN)
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePool:
+class FluidPool:
     """Equal engines that roll out."""
 
     count: float
-    engine: EngineSpec
+    engine: EngineFigures
 
-    def at(self, context_tokens: float, prefill_per_output: float) -> "Engines":
+    def at(self, context_tokens: float, prefill_per_output: float) -> "FluidEngines":
         """While their sequences have such contexts, each token of which brings prompt tokens."""
         line = StepLine.of(self.engine.profile, context_tokens, prefill_per_output)
         most = min(self.engine.max_sequences, self.engine.kv_tokens / max(1.0, context_tokens))
-        return Engines(self.count, line, max(1.0, most))
+        return FluidEngines(self.count, line, max(1.0, most))
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class FluidEngines:
     """Engines of a pool at one moment; each batches at most `most` sequences, the others wait."""
 
     count: float
@@ -92,7 +92,7 @@ class EpisodeBatch:
     prefill_per_output: float
 
     @classmethod
-    def of(cls, episodes: Sequence[Trajectory], turn_s: float = 0.0) -> "EpisodeBatch":
+    def of(cls, episodes: Sequence[RolloutEpisode], turn_s: float = 0.0) -> "EpisodeBatch":
         """Return a batch of at least one episode; turn_s: time of each turn's messages."""
         output = np.array([e.output_tokens for e in episodes], dtype=np.float64)
         waits = np.array([_waits_s(e, turn_s) for e in episodes], dtype=np.float64)
@@ -104,7 +104,7 @@ class EpisodeBatch:
         return cls(output, waits / output, first, (total - first) / output, prefill)
 
 
-def _waits_s(episode: Trajectory, turn_s: float) -> float:
+def _waits_s(episode: RolloutEpisode, turn_s: float) -> float:
     return sum(turn.environment_s for turn in episode.turns) + turn_s * len(episode.turns)
 
 
@@ -122,9 +122,9 @@ class RolloutPhase:
 
 def roll_out(
     batch: EpisodeBatch,
-    dedicated: EnginePool,
-    guests: EnginePool | None,
-    guest_share: Callable[[float, GuestLoad], float],
+    dedicated: FluidPool,
+    guests: FluidPool | None,
+    guest_share: Callable[[float, GuestDuty], float],
     slots: int,
     longest_tick_s: float,
 ) -> RolloutPhase:
@@ -140,7 +140,7 @@ def roll_out(
     alive = np.arange(size) < slots
     begun = min(slots, size)
     now_s = borrowed = busy_d = busy_g = 0.0
-    load = GuestLoad(1.0, guests.engine.profile.base_s) if guests is not None else NO_GUEST
+    load = GuestDuty(1.0, guests.engine.profile.base_s) if guests is not None else NO_GUEST
     while alive.any():
         share = guest_share(now_s, load) if guests is not None else 0.0
         waits = batch.environment_s[alive]
@@ -164,7 +164,7 @@ def roll_out(
         busy_d += tick_s * min(1.0, placed.on_dedicated / max(1e-12, own.count))
         if lent is not None and lent.count:
             in_one = placed.on_guests / lent.count
-            load = GuestLoad(min(1.0, in_one), lent.token_s(in_one))
+            load = GuestDuty(min(1.0, in_one), lent.token_s(in_one))
             busy_g += tick_s * share * load.duty
         ended = np.flatnonzero(alive & (left <= 1e-9))
         ends[ended] = now_s
@@ -189,7 +189,9 @@ class Placement:
         return self.on_guests / max(1e-12, self.on_dedicated + self.on_guests)
 
 
-def place(waits: Floats, dedicated: Engines, guests: Engines | None, share: float) -> Placement:
+def place(
+    waits: Floats, dedicated: FluidEngines, guests: FluidEngines | None, share: float
+) -> Placement:
     """Place as many sequences in engines as are not in their environment.
 
     The router offers turns to replicas as they are fast with a full batch, of which guests tell the
@@ -225,7 +227,7 @@ def place(waits: Floats, dedicated: Engines, guests: Engines | None, share: floa
     return _scaled(at(high), waits)
 
 
-def _place_on_guests(waits: Floats, guests: Engines | None, share: float) -> Placement:
+def _place_on_guests(waits: Floats, guests: FluidEngines | None, share: float) -> Placement:
     """Place all sequences on guests, without a dedicated engine."""
     if guests is None or not guests.count or share <= 0:
         return Placement(0.0, 0.0, math.inf)

@@ -7,11 +7,11 @@ on (`hosts`), the trainer trains. A trainer that may be stale rolls out the next
 from collections.abc import Iterator
 from itertools import chain
 
-from rose.simulation.fluid.hosts import WINDOW_S, GuestLoad, ServingFluid
-from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, RolloutPhase, roll_out
+from rose.simulation.fluid.hosts import WINDOW_S, GuestDuty, ServingFluid
+from rose.simulation.fluid.rollout import EpisodeBatch, FluidPool, RolloutPhase, roll_out
 from rose.simulation.results import RunResult, StepResult, UseSlice, percentiles
 from rose.simulation.scenario import Scenario
-from rose.simulation.workloads.episodes import Trajectory
+from rose.simulation.workloads.episodes import RolloutEpisode
 from rose.simulation.workloads.traffic import HOUR_S
 
 FIDELITY = "fluid"
@@ -63,10 +63,10 @@ class FluidRun:
             ended_s = step.ended_s
         return self._result(ended_s)
 
-    def _batch(self, now_s: float, number: int) -> tuple[list[Trajectory], list[RolloutPhase]]:
+    def _batch(self, now_s: float, number: int) -> tuple[list[RolloutEpisode], list[RolloutPhase]]:
         """Return the episodes that a step trains on, and the phases in which they are made."""
         trainer = self._trainer
-        kept: list[list[Trajectory]] = []
+        kept: list[list[RolloutEpisode]] = []
         phases: list[RolloutPhase] = []
         while len(kept) < trainer.groups:
             groups = list(self._groups(trainer.started_groups))
@@ -79,23 +79,23 @@ class FluidRun:
                     kept.append(group)
         return [e for group in kept[: trainer.groups] for e in group], phases
 
-    def _groups(self, count: int) -> Iterator[list[Trajectory]]:
+    def _groups(self, count: int) -> Iterator[list[RolloutEpisode]]:
         workload, samples = self._scenario.rollouts, self._trainer.samples
         for _ in range(count):
             yield [workload.trajectory(self._seed, self._prompts, s) for s in range(samples)]
             self._prompts += 1
 
-    def _phase(self, episodes: list[Trajectory], start_s: float, number: int) -> RolloutPhase:
+    def _phase(self, episodes: list[RolloutEpisode], start_s: float, number: int) -> RolloutPhase:
         cluster, guest, serving = self._scenario.cluster, self._guest, self._serving
         guests = None
         if guest is not None and cluster.serving is not None:
-            guests = EnginePool(cluster.serving.hosts, guest.engine)
+            guests = FluidPool(cluster.serving.hosts, guest.engine)
         first_s = guest.startup_s if guest is not None else 0.0
         ready_s = start_s + (self._far_s - self._near_s if number else first_s)
         if serving is not None:
             serving.advance(start_s)
 
-        def share_at(passed_s: float, load: GuestLoad) -> float:
+        def share_at(passed_s: float, load: GuestDuty) -> float:
             now_s = start_s + passed_s
             if serving is None:
                 return 0.0
@@ -107,7 +107,7 @@ class FluidRun:
         phase = roll_out(
             # A turn is asked for and answered.
             EpisodeBatch.of(episodes, 2 * cluster.links.latency_s),
-            EnginePool(cluster.dedicated.replicas, cluster.dedicated.engine),
+            FluidPool(cluster.dedicated.replicas, cluster.dedicated.engine),
             guests,
             share_at,
             self._trainer.concurrency,
@@ -120,7 +120,7 @@ class FluidRun:
         self,
         number: int,
         times: tuple[float, float, float, float],
-        episodes: list[Trajectory],
+        episodes: list[RolloutEpisode],
         phases: list[RolloutPhase],
     ) -> StepResult:
         """Return a step; times: its beginning, version and batch, and the seconds of training."""

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.errors import ConfigError
-from rose.simulation.engine_specs import EngineSpec, published_engine, source
-from rose.simulation.fluid.hosts import NO_GUEST, WINDOW_S, GuestLoad, ServingFluid, StepLine
-from rose.simulation.results import Latencies, UseSlice
+from rose.simulation.engine_specs import EngineFigures, published_engine, source
+from rose.simulation.fluid.hosts import NO_GUEST, WINDOW_S, GuestDuty, ServingFluid, StepLine
+from rose.simulation.results import UserLatencies, UseSlice
 from rose.simulation.scenario import GuestSpec, HostPool
 from rose.simulation.workloads.traffic import DAY_S, HOUR_S, ServingWorkload
 from slo import SloSpec
@@ -70,8 +70,8 @@ class WhatIfAnswer:
     guest_sequences: int
     harvested_tokens_a_day: float
     gpu_hours_saved_a_day: float
-    alone: Latencies
-    lending: Latencies
+    alone: UserLatencies
+    lending: UserLatencies
     use: tuple[UseSlice, ...]
     assumptions: tuple[str, ...]
 
@@ -85,7 +85,7 @@ class WhatIfAnswer:
         found = asdict(self) | {"lost_points": self.lost_points}
         del found["use"]
         for name in ("alone", "lending"):
-            latencies: Latencies = getattr(self, name)
+            latencies: UserLatencies = getattr(self, name)
             found[name] = asdict(latencies) | {"attainment": latencies.attainment}
             del found[name]["series"]
         return found
@@ -135,7 +135,7 @@ def what_if(
     line = StepLine.of(guest.profile, question.context, PREFILL_PER_OUTPUT)
     step_s = line.seconds(sequences)
     lending = ServingFluid(pool, trace.requests(0), slice_s, question.hold)
-    use = _play(lending, GuestLoad(1.0, step_s), slice_s)
+    use = _play(lending, GuestDuty(1.0, step_s), slice_s)
     tokens = lending.lent_s * sequences / step_s * hosts
     own = published_engine(question.guest, question.card, question.engine)
     own_line = StepLine.of(own.profile, question.context, PREFILL_PER_OUTPUT)
@@ -159,7 +159,7 @@ def what_if(
     )
 
 
-def _play(fluid: ServingFluid, guests: GuestLoad, slice_s: float) -> tuple[UseSlice, ...]:
+def _play(fluid: ServingFluid, guests: GuestDuty, slice_s: float) -> tuple[UseSlice, ...]:
     """Play a trace to its end; return slices of use."""
     slices: list[UseSlice] = []
     start_s = busy_s = lent_s = 0.0
@@ -179,11 +179,11 @@ def _play(fluid: ServingFluid, guests: GuestLoad, slice_s: float) -> tuple[UseSl
 
 def _assumptions(
     question: WhatIfQuestion,
-    host: EngineSpec,
-    guest: EngineSpec,
+    host: EngineFigures,
+    guest: EngineFigures,
     hosts: int,
     sequences: int,
-    own: EngineSpec,
+    own: EngineFigures,
     seconds: float,
     busy: float,
 ) -> tuple[str, ...]:

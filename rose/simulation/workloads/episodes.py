@@ -36,7 +36,7 @@ SOLVED_TURNS = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EpisodeTurn:
     """One turn of a trajectory: it appends `observed_tokens`, then generates `output_tokens`.
 
     environment_s: that tools or the environment take after it; 0 after the last turn.
@@ -48,14 +48,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class RolloutEpisode:
     """One episode: the first turn's observation is its prompt.
 
     shared_tokens: of the prompt, the same in all trajectories of its group. score: what training
     on it would be told; DAPO-like filters drop groups whose scores are all equal.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[EpisodeTurn, ...]
     shared_tokens: int = 0
     score: float = 0.0
 
@@ -73,7 +73,7 @@ class Trajectory:
 class RolloutWorkload(Protocol):
     """Episodes of a training job; a prompt that starts anew plays the same ones."""
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         """Sample `sample` of prompt `prompt`; the same for the same seed, whatever was asked
         before."""
         ...
@@ -91,16 +91,16 @@ class TurnAmounts:
     pause_s: Amount
     max_context: int
 
-    def turns(self, prompt_tokens: int, count: int, rng: random.Random) -> tuple[Turn, ...]:
+    def turns(self, prompt_tokens: int, count: int, rng: random.Random) -> tuple[EpisodeTurn, ...]:
         """Draw at most `count` turns, the first of which observes the prompt."""
-        turns, context = list[Turn](), 0
+        turns, context = list[EpisodeTurn](), 0
         for number in range(count):
             observed = prompt_tokens if number == 0 else whole(self.observed, rng)
             output = whole(self.output, rng)
             if turns and context + observed + output > self.max_context:
                 break
             context += observed + output
-            turns.append(Turn(observed, output, self.pause_s.sample(rng)))
+            turns.append(EpisodeTurn(observed, output, self.pause_s.sample(rng)))
         return _ended(turns)
 
 
@@ -121,7 +121,7 @@ class Environment:
     solved: float
     assumptions: tuple[str, ...]
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         """Return the same episode for the same three numbers."""
         task = random.Random(f"rose-task/{self.name}/{seed}/{prompt}")  # noqa: S311 - a load
         rng = random.Random(f"rose-episode/{self.name}/{seed}/{prompt}/{sample}")  # noqa: S311
@@ -132,7 +132,7 @@ class Environment:
         count = math.sqrt(self.count.sample(task) * self.count.sample(rng))
         count *= SOLVED_TURNS if solved else 1.0
         turns = self.each.turns(tokens, max(1, round(count)), rng)
-        return Trajectory(turns, min(self.shared_tokens, tokens), float(solved))
+        return RolloutEpisode(turns, min(self.shared_tokens, tokens), float(solved))
 
 
 FROZEN_LAKE = Environment(
@@ -183,13 +183,13 @@ class AgenticSessions:
     each: TurnAmounts
     shared_tokens: int
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         """Return the same session for the same three numbers."""
         task = random.Random(f"rose-agentic/{seed}/{prompt}")  # noqa: S311 - a load
         rng = random.Random(f"rose-agentic/{seed}/{prompt}/{sample}")  # noqa: S311 - as above
         first = min(whole(self.prompt, task), self.each.max_context // 2)
         turns = self.each.turns(first, whole(self.count, rng), rng)
-        return Trajectory(turns, min(self.shared_tokens, first))
+        return RolloutEpisode(turns, min(self.shared_tokens, first))
 
 
 # Modelled on 355 recorded sessions of coding agents (kv-cache-tester); pauses are cut like those of
@@ -220,7 +220,7 @@ _KEYS = ("start_s", "input", "output", "think_s", "api_s")
 class SessionFile:
     """Sessions of a file (JSON lines, plain or gzip) as episodes, all read at once."""
 
-    episodes: tuple[Trajectory, ...]
+    episodes: tuple[RolloutEpisode, ...]
 
     @classmethod
     def read(cls, path: Path) -> "SessionFile":
@@ -237,7 +237,7 @@ class SessionFile:
             raise RoseError(f"{path}:1: turns: no session; give a file that has some")
         return cls(tuple(found))
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         """Return an episode drawn for each sample: no two of the file's share a prompt."""
         rng = random.Random(f"rose-session/{seed}/{prompt}/{sample}")  # noqa: S311 - a load
         return self.episodes[rng.randrange(len(self.episodes))]
@@ -259,24 +259,24 @@ def _sessions(path: Path) -> Iterator[tuple[int, _SessionLine]]:
         raise RoseError(f"{path}:{number}: no session: {error}") from error
 
 
-def _episodes(where: str, session: _SessionLine) -> Iterator[Trajectory]:
+def _episodes(where: str, session: _SessionLine) -> Iterator[RolloutEpisode]:
     _check(where, session.turns)
-    turns, context = list[Turn](), 0
+    turns, context = list[EpisodeTurn](), 0
     pauses = [max(0.0, turn[3]) for turn in session.turns[1:]] + [0.0]
     for (_, tokens, output, _, _), pause_s in zip(session.turns, pauses, strict=True):
         summarised = bool(turns) and tokens + _SUMMARISED_TOKENS < context
         if summarised:
-            yield Trajectory(_ended(turns))
+            yield RolloutEpisode(_ended(turns))
             turns, context = [], 0
         observed = max(tokens - context, 0 if turns else 1)
         if context + observed + output > MAX_CONTEXT:
             if turns:
-                yield Trajectory(_ended(turns))
+                yield RolloutEpisode(_ended(turns))
             return
         context += observed + output
-        turns.append(Turn(observed, output, min(pause_s, MAX_TOOL_S)))
+        turns.append(EpisodeTurn(observed, output, min(pause_s, MAX_TOOL_S)))
     if turns:
-        yield Trajectory(_ended(turns))
+        yield RolloutEpisode(_ended(turns))
 
 
 def _check(where: str, turns: Sequence[tuple[float, int, int, float, float]]) -> None:
@@ -295,6 +295,6 @@ def _check(where: str, turns: Sequence[tuple[float, int, int, float, float]]) ->
         before_s = turn[0]
 
 
-def _ended(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+def _ended(turns: Sequence[EpisodeTurn]) -> tuple[EpisodeTurn, ...]:
     """Return the turns without a pause after the last one."""
     return (*turns[:-1], replace(turns[-1], environment_s=0.0))

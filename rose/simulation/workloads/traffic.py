@@ -30,7 +30,7 @@ _MAX_SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class UserRequest:
     """One request of a user to the serving cluster; arrival_s: after the beginning."""
 
     arrival_s: float
@@ -41,7 +41,7 @@ class Request:
 class ServingWorkload(Protocol):
     """Traffic of a serving cluster, in order of arrival."""
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         """The same requests for the same seed; may be endless."""
         ...
 
@@ -132,7 +132,7 @@ class BurstyTraffic:
         if not (0 < self.rate_per_s < math.inf and 0 <= self.start_s < math.inf):
             raise ValueError(f"rate_per_s is {self.rate_per_s} from {self.start_s} s on")
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         """Requests in order of arrival; the same for the same seed."""
         rng = random.Random(f"rose-traffic/{seed}")  # noqa: S311 - a load, not a secret
         lengths = random.Random(f"rose-lengths/{seed}")  # noqa: S311 - as above
@@ -144,7 +144,9 @@ class BurstyTraffic:
             # Thinning (Lewis and Shedler, 1979): candidates at the day's highest rate.
             while (at_s := at_s + rng.expovariate(rate_per_s * highest)) < end_s:
                 if rng.random() * highest < self.day.at(self.start_s + at_s):
-                    yield Request(at_s, whole(self.prompt, lengths), whole(self.output, lengths))
+                    yield UserRequest(
+                        at_s, whole(self.prompt, lengths), whole(self.output, lengths)
+                    )
 
     def _phases(self, rng: random.Random) -> Iterator[tuple[float, float, float]]:
         """(begin_s, end_s, mean rate) of calm and bursts in turn."""
@@ -174,7 +176,7 @@ class TraceTraffic:
     repeat: bool = False
     max_gap_s: float = MAX_GAP_S
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         """Requests in order of arrival; a trace is the same for every seed.
 
         Raises RoseError, with file, line and key, for a file that is no such trace.
@@ -185,7 +187,7 @@ class TraceTraffic:
             count, last_s = 0, 0.0
             for traced in stream_trace(self.path, self.max_gap_s, least_tokens=1):
                 count, last_s = count + 1, traced.offset_s
-                yield Request(
+                yield UserRequest(
                     base_s + traced.offset_s / self.speed,
                     min(MAX_TOKENS, traced.prompt_tokens),
                     min(MAX_TOKENS, traced.output_tokens),

@@ -16,8 +16,8 @@ from rose.compare.node_metrics import (
     TPOT,
     TTFT,
     CountersRestartedError,
-    Latencies,
-    Reading,
+    HostLatencies,
+    HostReading,
     between,
     reading_of,
 )
@@ -26,7 +26,7 @@ from rose.compare.verdict import (
     MIN_PAIRS,
     MIN_REQUESTS,
     MIN_REQUESTS_FOR_P99,
-    Limits,
+    ComparisonLimits,
     PairRead,
     Verdict,
     compared,
@@ -74,7 +74,7 @@ def test_what_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 # ---- a node's page ----
 
 
-class Page:
+class HostPage:
     """A node's page with the figures of some hosts; without names those of the only one."""
 
     def __init__(self, *hosts: str) -> None:
@@ -96,12 +96,12 @@ class Page:
             (each.labels(*host) if host else each).observe(latency_s)
         self.requests.labels(*host, "met" if latency_s <= 0.5 else "missed").inc()
 
-    def read(self, host: str = "") -> Reading:
+    def read(self, host: str = "") -> HostReading:
         return reading_of(generate_latest(self.registry).decode(), host)
 
 
 def test_a_nodes_page_is_read_and_the_later_one_less_the_earlier() -> None:
-    page = Page()
+    page = HostPage()
     page.serve(0.2)
     page.tokens.labels("g0").inc(5)
     earlier = page.read()
@@ -117,7 +117,7 @@ def test_a_nodes_page_is_read_and_the_later_one_less_the_earlier() -> None:
 
 
 def test_of_several_hosts_one_is_read() -> None:
-    page = Page("chat", "code")
+    page = HostPage("chat", "code")
     page.serve(0.2, "chat")
     page.serve(0.9, "code")
     with pytest.raises(ConfigError, match="one of chat, code"):
@@ -142,16 +142,18 @@ def test_another_page_is_refused(text: str) -> None:
 # ---- as it runs ----
 
 
-def reading(requests: float, mean_s: float = 0.1, met: float = 1.0, tokens: float = 0.0) -> Reading:
+def reading(
+    requests: float, mean_s: float = 0.1, met: float = 1.0, tokens: float = 0.0
+) -> HostReading:
     """Return a reading of this many requests, each of this duration."""
     bounds = (0.05, 0.2, 0.4, math.inf)
     buckets = {bound: requests if mean_s <= bound else 0.0 for bound in bounds}
-    latencies = Latencies(buckets, requests * mean_s, requests)
-    return Reading(latencies, latencies, requests * met, requests * (1 - met), tokens)
+    latencies = HostLatencies(buckets, requests * mean_s, requests)
+    return HostReading(latencies, latencies, requests * met, requests * (1 - met), tokens)
 
 
 @dataclass
-class World:
+class ComparedNode:
     """A scheduler, a node's page and a clock, in which things happen at a given moment."""
 
     now_s: float = 0.0
@@ -175,7 +177,7 @@ class World:
         self.modes[guest] = mode
         self.done.append((guest, mode))
 
-    def read(self) -> Reading:
+    def read(self) -> HostReading:
         self.reads += 1
         if then := self.at.get(self.reads):
             then()
@@ -195,7 +197,7 @@ class World:
 
 
 def test_all_guests_are_switched_together_and_put_back() -> None:
-    world = World()
+    world = ComparedNode()
     pairs = world.run()
     assert len(pairs) == PLAN.pairs
     assert all(pair.on.requests == pair.off.requests == 6_000 for pair in pairs)
@@ -211,14 +213,14 @@ def interrupted() -> None:
 
 @pytest.mark.parametrize("at", range(2, 14))
 def test_lending_is_put_back_wherever_it_is_interrupted(at: int) -> None:
-    world = World(at={at: interrupted})
+    world = ComparedNode(at={at: interrupted})
     with pytest.raises(KeyboardInterrupt):
         world.run()
     assert world.modes == dict.fromkeys(GUESTS, ON)
 
 
 def test_a_stop_that_somebody_sets_meanwhile_stays() -> None:
-    world = World()
+    world = ComparedNode()
 
     def stop() -> None:
         world.modes["g0"] = pb.HARVEST_MODE_OFF
@@ -227,7 +229,7 @@ def test_a_stop_that_somebody_sets_meanwhile_stays() -> None:
     with pytest.raises(RefusedError, match="g0"):
         world.run()
     assert world.modes == {"g0": pb.HARVEST_MODE_OFF, "g1": ON}
-    world = World()
+    world = ComparedNode()
     world.at = {5: lambda: setattr(world, "cluster", OFF)}
     with pytest.raises(RefusedError, match="stopped lending"):
         world.run()
@@ -236,9 +238,9 @@ def test_a_stop_that_somebody_sets_meanwhile_stays() -> None:
 
 def test_a_scheduler_that_is_away_at_the_end_is_waited_for_and_then_the_way_back_is_said() -> None:
     for away_s, back in ((10.0, True), (10_000.0, False)):
-        world = World()
+        world = ComparedNode()
 
-        def leave(world: World = world, away_s: float = away_s) -> None:
+        def leave(world: ComparedNode = world, away_s: float = away_s) -> None:
             world.modes.update(dict.fromkeys(GUESTS, OFF))
             world.away_until_s = world.now_s + away_s
             raise KeyboardInterrupt
@@ -252,21 +254,25 @@ def test_a_scheduler_that_is_away_at_the_end_is_waited_for_and_then_the_way_back
 
 
 def test_nothing_is_switched_where_there_is_nothing_to_compare() -> None:
-    for world in (World(modes={}), World(cluster=OFF), World(modes={"g0": OFF, "g1": ON})):
+    for world in (
+        ComparedNode(modes={}),
+        ComparedNode(cluster=OFF),
+        ComparedNode(modes={"g0": OFF, "g1": ON}),
+    ):
         with pytest.raises(RefusedError):
             world.run()
         assert not world.done
 
 
 def test_a_guest_that_keeps_its_lease_ends_it() -> None:
-    world = World(leased=frozenset({"g1"}))
+    world = ComparedNode(leased=frozenset({"g1"}))
     with pytest.raises(UnavailableError, match="g1"):
         world.run()
     assert world.modes == dict.fromkeys(GUESTS, ON)
 
 
 def test_a_pair_in_which_the_daemon_restarted_does_not_count() -> None:
-    world = World()
+    world = ComparedNode()
     world.at = {3: lambda: setattr(world, "counts_from_s", world.now_s)}
     assert len(world.run()) == PLAN.pairs - 1
     assert any("does not count" in line for line in world.said)
@@ -287,44 +293,46 @@ def pairs_of(count: int, requests: float, on_s: float = 0.1, met: float = 1.0) -
 
 
 def test_a_host_that_feels_nothing_holds_and_one_that_does_fails() -> None:
-    same = compared(pairs_of(12, 500), Limits(), 0)
+    same = compared(pairs_of(12, 500), ComparisonLimits(), 0)
     assert same.verdict is Verdict.HOLDS
-    assert compared(pairs_of(12, 500, on_s=0.12), Limits(), 0).verdict is Verdict.FAILS
-    assert compared(pairs_of(12, 500, met=0.99), Limits(), 0).verdict is Verdict.FAILS
+    assert compared(pairs_of(12, 500, on_s=0.12), ComparisonLimits(), 0).verdict is Verdict.FAILS
+    assert compared(pairs_of(12, 500, met=0.99), ComparisonLimits(), 0).verdict is Verdict.FAILS
     mixed = pairs_of(6, 500, on_s=0.13) + pairs_of(6, 500, on_s=0.08)
-    assert compared(mixed, Limits(), 0).verdict is Verdict.OPEN
+    assert compared(mixed, ComparisonLimits(), 0).verdict is Verdict.OPEN
 
 
 def test_too_little_is_no_verdict_and_says_how_much_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    few = compared(pairs_of(MIN_PAIRS, 100), Limits(), 0)
+    few = compared(pairs_of(MIN_PAIRS, 100), ComparisonLimits(), 0)
     assert few.missing == f"{MIN_REQUESTS - 600} more requests in each arm: at this rate --pairs 10"
     assert few.verdict is Verdict.OPEN
     assert not any(each.estimate for each in few.findings)
     show(few)
     assert "no verdict: missing 400 more requests" in capsys.readouterr().out
-    assert "2 more pairs" in compared(pairs_of(MIN_PAIRS - 2, 5_000), Limits(), 0).missing
-    assert "requests" in compared([], Limits(), 0).missing
+    assert "2 more pairs" in compared(pairs_of(MIN_PAIRS - 2, 5_000), ComparisonLimits(), 0).missing
+    assert "requests" in compared([], ComparisonLimits(), 0).missing
     idle = [PairRead(reading(500), reading(500))] * 12
-    assert "guest that worked" in compared(idle, Limits(), 0).missing
+    assert "guest that worked" in compared(idle, ComparisonLimits(), 0).missing
 
 
 def test_percentiles_decide_nothing_and_the_99th_needs_requests() -> None:
-    found = {each.name: each for each in compared(pairs_of(12, 500), Limits(), 0).findings}
+    found = {
+        each.name: each for each in compared(pairs_of(12, 500), ComparisonLimits(), 0).findings
+    }
     assert found["TTFT p50 (buckets)"].estimate is not None
     assert found["TTFT p99 (buckets)"].estimate is None
-    many = compared(pairs_of(12, MIN_REQUESTS_FOR_P99 / 10), Limits(), 0)
+    many = compared(pairs_of(12, MIN_REQUESTS_FOR_P99 / 10), ComparisonLimits(), 0)
     p99 = next(each for each in many.findings if each.name == "TTFT p99 (buckets)")
     assert p99.estimate is not None
     assert p99.verdict is Verdict.SHOWN
     late = [PairRead(reading(500, 9.0, tokens=1), reading(500, 9.0))] * 12
-    beyond = next(e for e in compared(late, Limits(), 0).findings if "p90" in e.name)
+    beyond = next(e for e in compared(late, ComparisonLimits(), 0).findings if "p90" in e.name)
     assert beyond.on is None, "beyond the last bound nobody knows"
 
 
 def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    show(compared(pairs_of(12, 500, on_s=0.12), Limits(), 0))
+    show(compared(pairs_of(12, 500, on_s=0.12), ComparisonLimits(), 0))
     said = capsys.readouterr().out
     assert "1.200x" in said
     assert "verdict: FAILS" in said

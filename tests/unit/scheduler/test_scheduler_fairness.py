@@ -16,7 +16,7 @@ from elastic_scheduler.capacity import CapacityPolicy
 from elastic_scheduler.policies.baselines import SpotPolicy
 from elastic_scheduler.policies.rose import RosePolicy
 from rose.cli.cluster.compare import NodeLending
-from rose.compare.node_metrics import Latencies, Reading
+from rose.compare.node_metrics import HostLatencies, HostReading
 from rose.compare.run import ComparisonRun, Plan
 from rose.errors import RefusedError
 from rose.operate.client import PolicyClient
@@ -297,14 +297,14 @@ async def test_a_comparison_drains_the_guests_of_one_node_and_puts_them_back(ben
     other.offer(replica="g1", url="http://g1")
     await shows(bench, lambda snapshot: len(snapshot.replicas) == 2)
     seen: list[bool] = []
-    nothing = Latencies({math.inf: 0.0}, 0.0, 0.0)
+    nothing = HostLatencies({math.inf: 0.0}, 0.0, 0.0)
 
-    def read() -> Reading:
+    def read() -> HostReading:
         assert isinstance(bench.store, InMemoryStore)
         stopped = {key for key in bench.store.now if key.startswith("harvest/")}
         assert stopped <= {"harvest/g0"}, "the other node's guest is left alone"
         seen.append(bool(stopped))
-        return Reading(nothing, nothing, 0.0, 0.0, 0.0)
+        return HostReading(nothing, nothing, 0.0, 0.0, 0.0)
 
     def compare() -> int:
         lending = NodeLending(PolicyClient(bench.address), "n0")

@@ -6,21 +6,23 @@ from dataclasses import dataclass, field
 
 from rose.simulation import (
     ClusterSpec,
-    DedicatedPool,
-    EngineSpec,
+    DedicatedReplicas,
+    EngineFigures,
+    EpisodeTurn,
     GuestSpec,
     HostPool,
-    Request,
+    RolloutEpisode,
     Scenario,
     TrainerSpec,
-    Trajectory,
-    Turn,
+    UserRequest,
 )
 from slo import SloSpec, StepProfile
 
 # Slow steps, so that there are few of them.
 STEPS = StepProfile(0.04, 1e-5, 0.0, 1e-8)
-ENGINE = EngineSpec("m", 1, STEPS, 60_000, 100_000, 10**9, max_sequences=16, max_step_tokens=1_024)
+ENGINE = EngineFigures(
+    "m", 1, STEPS, 60_000, 100_000, 10**9, max_sequences=16, max_step_tokens=1_024
+)
 GUEST = GuestSpec(ENGINE, kv_base_tokens=8_000, granule_tokens=512, token_budget=512)
 
 
@@ -30,13 +32,13 @@ class Episodes:
 
     scores: bool = False
 
-    def trajectory(self, seed: int, prompt: int, sample: int) -> Trajectory:
+    def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
         rng = random.Random(f"{seed}/{prompt}/{sample}")
-        first = Turn(64, rng.randint(5, 20), 0.1)
-        last = Turn(16, rng.randint(5, 30) * (3 if prompt % 3 == 0 else 1))
+        first = EpisodeTurn(64, rng.randint(5, 20), 0.1)
+        last = EpisodeTurn(16, rng.randint(5, 30) * (3 if prompt % 3 == 0 else 1))
         # Every other prompt teaches nothing.
         score = float(sample % 2) if prompt % 2 else 1.0
-        return Trajectory((first, last), 32, score)
+        return RolloutEpisode((first, last), 32, score)
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,22 @@ class Users:
     rate: float = 1.0
     burst: int = 6
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         rng, at_s = random.Random(seed), 0.0
         while True:
             at_s += rng.expovariate(self.rate)
             count = self.burst if rng.random() < 0.1 else 1
             for _ in range(count):
-                yield Request(at_s, rng.randint(50, 800), rng.randint(2, 20))
+                yield UserRequest(at_s, rng.randint(50, 800), rng.randint(2, 20))
 
 
 @dataclass(frozen=True)
 class Silence:
     """No request ever."""
 
-    requests_made: tuple[Request, ...] = field(default=())
+    requests_made: tuple[UserRequest, ...] = field(default=())
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         return iter(self.requests_made)
 
 
@@ -80,7 +82,7 @@ def small(
     spec = {"groups": 2, "samples": 4, "train_s_per_token": 1e-4, "weight_bytes": 10**9}
     return Scenario(
         "small",
-        ClusterSpec(DedicatedPool(replicas, ENGINE), 2, pool),
+        ClusterSpec(DedicatedReplicas(replicas, ENGINE), 2, pool),
         TrainerSpec(**{**spec, "steps": steps, **trainer}),  # type: ignore[arg-type]
         Episodes(),
         users,

@@ -15,28 +15,28 @@ from rose.cli.main import main
 from rose.errors import ConfigError
 from rose.simulation import (
     ClusterSpec,
-    DedicatedPool,
-    EngineSpec,
+    DedicatedReplicas,
+    EngineFigures,
+    EpisodeTurn,
     GuestSpec,
     HostPool,
-    Request,
-    Run,
+    RolloutEpisode,
     Scenario,
+    SimulatedRun,
     TrainerSpec,
-    Trajectory,
-    Turn,
+    UserRequest,
     carry_out,
     published_engine,
 )
 from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetResult, FleetSpec, run_fleet
 from rose.simulation.fluid.hosts import (
-    GuestLoad,
+    GuestDuty,
     HostPoolFluid,
     ServingFluid,
     UserMix,
     busy_share,
 )
-from rose.simulation.fluid.rollout import EnginePool, EpisodeBatch, roll_out
+from rose.simulation.fluid.rollout import EpisodeBatch, FluidPool, roll_out
 from rose.simulation.fluid.run import run_fluid
 from rose.simulation.fluid.what_if import WhatIfQuestion, what_if
 from rose.simulation.setups import ALFWORLD_32B, FROZEN_LAKE_8B, thousand_cards
@@ -46,26 +46,26 @@ from rose.simulation.workloads.traffic import AZURE_CODE_2023, CONVERSATION_DAY,
 from slo import SloSpec, StepProfile
 
 PROFILE = StepProfile(0.005, 2e-5, 0.0, 3e-8)
-ENGINE = EngineSpec("m", 1, PROFILE, 200_000, 100_000, 16_000_000_000)
+ENGINE = EngineFigures("m", 1, PROFILE, 200_000, 100_000, 16_000_000_000)
 SLO = SloSpec("m", 2.0, 0.1)
 POOL = HostPool(2, ENGINE, SLO, GuestSpec(ENGINE, 50_000, slack_share=0.5))
-SIMPLE = Trajectory((Turn(100, 1_000),))
+SIMPLE = RolloutEpisode((EpisodeTurn(100, 1_000),))
 
 
 def scenario(**changed: object) -> Scenario:
-    cluster = ClusterSpec(DedicatedPool(2, ENGINE), 8, POOL)
+    cluster = ClusterSpec(DedicatedReplicas(2, ENGINE), 8, POOL)
     trainer = TrainerSpec(4, 8, 1e-5, 16_000_000_000, steps=3)
     usual = Scenario("small", cluster, trainer, FROZEN_LAKE, AZURE_CODE_2023, until_s=3_600)
     return replace(usual, **changed)  # type: ignore[arg-type] # names are checked there
 
 
-def batch_of(count: int, episode: Trajectory = SIMPLE) -> EpisodeBatch:
+def batch_of(count: int, episode: RolloutEpisode = SIMPLE) -> EpisodeBatch:
     return EpisodeBatch.of([episode] * count)
 
 
 def test_an_episode_alone_takes_its_steps_and_its_environment() -> None:
-    waits = Trajectory((Turn(100, 500, 3.0), Turn(1, 500)))
-    own = EnginePool(1, ENGINE)
+    waits = RolloutEpisode((EpisodeTurn(100, 500, 3.0), EpisodeTurn(1, 500)))
+    own = FluidPool(1, ENGINE)
     phase = roll_out(batch_of(1, waits), own, None, lambda *_: 0.0, 64, 1.0)
     context = 100 + 500
     step_s = 0.005 + 2e-5 * (1 + 101 / 1_000) + 3e-8 * context
@@ -74,7 +74,7 @@ def test_an_episode_alone_takes_its_steps_and_its_environment() -> None:
 
 def test_episodes_share_engines_and_more_engines_are_faster_until_each_has_one() -> None:
     times = [
-        roll_out(batch_of(64), EnginePool(count, ENGINE), None, lambda *_: 0.0, 64, 1.0).seconds
+        roll_out(batch_of(64), FluidPool(count, ENGINE), None, lambda *_: 0.0, 64, 1.0).seconds
         for count in (1, 2, 8, 64, 256)
     ]
     assert times[0] > times[1] > times[2] > times[3]
@@ -82,7 +82,7 @@ def test_episodes_share_engines_and_more_engines_are_faster_until_each_has_one()
 
 
 def test_guests_make_what_their_share_of_the_cards_gives() -> None:
-    own, guests = EnginePool(2, ENGINE), EnginePool(2, ENGINE)
+    own, guests = FluidPool(2, ENGINE), FluidPool(2, ENGINE)
     whole = roll_out(batch_of(64), own, guests, lambda *_: 1.0, 64, 1.0)
     none = roll_out(batch_of(64), own, guests, lambda *_: 0.0, 64, 1.0)
     assert whole.borrowed_tokens == pytest.approx(whole.output_tokens / 2, rel=0.01)
@@ -92,14 +92,14 @@ def test_guests_make_what_their_share_of_the_cards_gives() -> None:
 
 def test_guests_alone_wait_for_cards_that_nobody_has() -> None:
     """A share of nothing does not divide by zero: time passes."""
-    guests = EnginePool(1, ENGINE)
+    guests = FluidPool(1, ENGINE)
     phase = roll_out(
-        batch_of(1), EnginePool(0, ENGINE), guests,
+        batch_of(1), FluidPool(0, ENGINE), guests,
         lambda now_s, load: float(now_s >= 5.0), 8, 1.0,
     )  # fmt: skip
     assert 5.0 < phase.seconds < 15.0
     with pytest.raises(ValueError, match="no engine"):
-        roll_out(batch_of(1), EnginePool(0, ENGINE), None, lambda *_: 0.0, 8, 1.0)
+        roll_out(batch_of(1), FluidPool(0, ENGINE), None, lambda *_: 0.0, 8, 1.0)
 
 
 def test_hosts_are_busy_as_a_queue_of_requests_served_side_by_side_says() -> None:
@@ -147,13 +147,13 @@ def test_borrowing_shortens_rollouts_and_a_stale_trainer_waits_less() -> None:
 
 
 @dataclass(frozen=True)
-class Users:
+class SteadyUsers:
     """Steady users for a while."""
 
     rate_per_s: float
     seconds: float = 400.0
 
-    def requests(self, seed: int) -> Iterator[Request]:
+    def requests(self, seed: int) -> Iterator[UserRequest]:
         traffic = BurstyTraffic(self.rate_per_s, LogNormal(1_000, 0.5), LogNormal(100, 0.5))
         return takewhile(lambda each: each.arrival_s <= self.seconds, traffic.requests(seed))
 
@@ -162,7 +162,7 @@ QUESTION = WhatIfQuestion(16, "70b", SloSpec("70b", 2.0, 0.2))
 
 
 def test_the_busier_the_users_the_less_is_lent() -> None:
-    answers = [what_if(QUESTION, Users(rate)) for rate in (1.0, 4.0, 12.0)]
+    answers = [what_if(QUESTION, SteadyUsers(rate)) for rate in (1.0, 4.0, 12.0)]
     assert answers[0].lent > answers[1].lent > answers[2].lent
     harvested = [each.harvested_tokens_a_day for each in answers]
     assert harvested == sorted(harvested, reverse=True)
@@ -173,7 +173,7 @@ def test_the_busier_the_users_the_less_is_lent() -> None:
 
 
 def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_left_alone() -> None:
-    users = Users(8.0)
+    users = SteadyUsers(8.0)
     idle = what_if(QUESTION, users)
     slack = what_if(replace(QUESTION, slack_share=0.7), users)
     held = what_if(replace(QUESTION, hold=MaxHostBusy(share=0.3, resume=0.2)), users)
@@ -195,9 +195,9 @@ def test_slack_that_is_lent_costs_users_time_and_hosts_that_are_too_busy_are_lef
 )
 def test_impossible_questions_are_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        what_if(replace(QUESTION, **changed), Users(1.0))  # type: ignore[arg-type]
+        what_if(replace(QUESTION, **changed), SteadyUsers(1.0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the trace lasts"):
-        what_if(QUESTION, Users(1.0, 20.0))
+        what_if(QUESTION, SteadyUsers(1.0, 20.0))
 
 
 def test_an_operator_asks_with_a_trace_and_reads_what_was_assumed(
@@ -222,8 +222,8 @@ def test_a_guest_beside_a_busy_host_waits_for_slack() -> None:
     """The gate's rule: a step that does not fit the lent share of the slack does not begin."""
 
     def lent(step_s: float) -> float:
-        fluid = ServingFluid(POOL, Users(12.0, 60.0).requests(0), 60.0)
-        fluid.advance(60.0, GuestLoad(1.0, step_s))
+        fluid = ServingFluid(POOL, SteadyUsers(12.0, 60.0).requests(0), 60.0)
+        fluid.advance(60.0, GuestDuty(1.0, step_s))
         return fluid.lent_s
 
     assert lent(0.01) > lent(0.09)
@@ -306,12 +306,12 @@ def test_the_fluid_agrees_with_the_steps_of_the_same_scenario(name: str) -> None
     pool = HostPool(4, PUBLISHED, SloSpec("8b", 2.0, 0.1), PUBLISHED_GUEST)
     scenario = Scenario(
         name,
-        ClusterSpec(DedicatedPool(2, PUBLISHED), 8, pool),
+        ClusterSpec(DedicatedReplicas(2, PUBLISHED), 8, pool),
         replace(FROZEN_LAKE_8B.trainer(steps=2), groups=8),
         FROZEN_LAKE,
         LOADS[name],
     )
-    fluid, steps = run_fluid(scenario), carry_out(Run(scenario, "paper"))
+    fluid, steps = run_fluid(scenario), carry_out(SimulatedRun(scenario, "paper"))
     assert fluid.steps_per_hour == pytest.approx(steps.steps_per_hour, rel=0.05)
     assert fluid.tokens_per_s == pytest.approx(steps.tokens_per_s, rel=0.05)
     if LOADS[name] is not None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation_cases import ENGINE
 
-from rose.simulation import EngineSpec, StepWork
+from rose.simulation import EngineFigures, StepWork
 from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import ModelledEngine, Sequence
 from rose.simulation.engine.card import GUEST, HOST, ModelledCard, ModelledKv
@@ -37,7 +37,7 @@ class Owner:
         self.aborts.append(reason)
 
 
-def engine(kv_tokens: int = 1_024, spec: EngineSpec = ENGINE) -> ModelledEngine:
+def engine(kv_tokens: int = 1_024, spec: EngineFigures = ENGINE) -> ModelledEngine:
     queue = EventQueue()
     return ModelledEngine("e", spec, queue, ModelledCard(queue), GUEST, UNIT, kv_tokens)
 

@@ -19,11 +19,11 @@ from rose.errors import ConfigError
 from rose.simulation import (
     Algorithm,
     Links,
-    Request,
-    Run,
+    RolloutEpisode,
     RunResult,
     Scenario,
-    Trajectory,
+    SimulatedRun,
+    UserRequest,
     carry_out,
     plots,
 )
@@ -37,10 +37,10 @@ from rose.simulation.fleet.trainer import ModelledTrainer, PlayedEpisode
 from rose.simulation.plots import PICTURES, save_plots
 from rose.simulation.policies import CONSTANTS, POLICIES, tuned, usual_value
 from rose.simulation.results import (
-    Latencies,
     Percentiles,
     SloSlice,
     StepResult,
+    UserLatencies,
     UseSlice,
     percentiles,
 )
@@ -51,7 +51,7 @@ from rose.simulation.tables import longest_alone_s, most_gain
 def run(
     scenario: Scenario, policy: str, seed: int = 0, options: dict[str, float] | None = None
 ) -> RunResult:
-    return carry_out(Run(scenario, policy, seed, options or {}))
+    return carry_out(SimulatedRun(scenario, policy, seed, options or {}))
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_rounds_of_the_tail_train_whole_batches() -> None:
 
 
 def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
-    trained: list[Trajectory] = []
+    trained: list[RolloutEpisode] = []
     batch = ModelledTrainer._batch
 
     async def noted(self: ModelledTrainer) -> tuple[list[PlayedEpisode], int]:
@@ -259,7 +259,7 @@ def test_borrowed_cards_are_whole_and_go_back_when_users_need_them(
 ) -> None:
     monkeypatch.setattr(users_module, "STABLE_S", 5.0)
     monkeypatch.setattr(users_module, "SYNC_S", 1.0)
-    late = tuple(Request(30.0 + at / 10, 800, 20) for at in range(120))
+    late = tuple(UserRequest(30.0 + at / 10, 800, 20) for at in range(120))
     scenario = small(users=Silence(late), until_s=50, steps=100, train_s=2.0)
     busy = run(scenario, "spot", options={"instance_s": 2.0})
     assert busy.borrowed_gpu_hours > 0
@@ -353,8 +353,8 @@ class StandinRay(ModuleType):
         self.ended += 1
 
 
-def asked() -> list[Run]:
-    return [Run(small(steps=1), policy, 2) for policy in ("fixed", "rose")]
+def asked() -> list[SimulatedRun]:
+    return [SimulatedRun(small(steps=1), policy, 2) for policy in ("fixed", "rose")]
 
 
 def test_ray_runs_them_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +382,7 @@ EMPTY = RunResult("s", "rose", 0, 0.0, (), 0.0, 0.0, NONE, NONE, None, (), 0.0, 
 FULL = RunResult(
     "s", "fixed", 0, 60.0, (StepResult(0, 0.0, 50.0, 30.0, 15.0, 5.0, 8, 100, 0, 200, 0),),
     4.0, 72.0, SOME, SOME,
-    Latencies(40, 39, SOME, SOME, (SloSlice(0.0, 25, 25), SloSlice(10.0, 15, 14))),
+    UserLatencies(40, 39, SOME, SOME, (SloSlice(0.0, 25, 25), SloSlice(10.0, 15, 14))),
     (UseSlice(0.0, 0.5, 0.0, 0.9, 0.0), UseSlice(10.0, 0.4, 0.0, 0.8, 1.0)), 0.6, 0.0, 0.0,
 )  # fmt: skip
 

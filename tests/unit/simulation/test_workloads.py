@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rose.azure_trace import read_trace
 from rose.errors import ConfigError, RoseError
-from rose.simulation import Request
+from rose.simulation import UserRequest
 from rose.simulation.engine_specs import (
     StepWork,
     published_engine,
@@ -47,11 +47,11 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 DAY = "2023-11-16 18:17:"
 
 
-def until(requests: Iterator[Request], end_s: float) -> list[Request]:
+def until(requests: Iterator[UserRequest], end_s: float) -> list[UserRequest]:
     return list(itertools.takewhile(lambda request: request.arrival_s < end_s, requests))
 
 
-def dispersion(requests: list[Request], window_s: float) -> float:
+def dispersion(requests: list[UserRequest], window_s: float) -> float:
     """Variance over mean of the counts in windows: 1 for a Poisson process."""
     counts = [0] * (int(requests[-1].arrival_s / window_s) + 1)
     for request in requests:
