@@ -100,8 +100,14 @@ class BlockingRolloutClient:
         self._closed = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        settings = self._client.settings
-        return _rebuilt, (settings,)
+        return type(self).of, (self._client.settings,)
+
+    @classmethod
+    def of(cls, settings: ClientSettings) -> Self:
+        """Return a client with these settings."""
+        urls, timeout_s, job = settings.urls, settings.timeout_s, settings.job
+        credentials = settings.credentials
+        return cls(urls, timeout_s, retry=settings.retry, credentials=credentials, job=job)
 
     @property
     def settings(self) -> ClientSettings:
@@ -197,14 +203,7 @@ class BlockingRolloutClient:
             if self._closed:
                 raise ClientClosed("the client is closed: make another one")
             if self._thread is None or not self._thread.alive:
-                settings = self._client.settings
-                self._client = RolloutClient(
-                    settings.urls,
-                    settings.timeout_s,
-                    retry=settings.retry,
-                    credentials=settings.credentials,
-                    job=settings.job,
-                )
+                self._client = RolloutClient.of(self._client.settings)
                 self._thread = LoopThread("rose-client")
                 self._thread.call(self._client.__aenter__())
             return self._thread
@@ -260,13 +259,3 @@ def _entered(loop: LoopThread, source: _Entered[T]) -> Iterator[T]:
 
 async def _on_loop(work: Callable[[], T]) -> T:
     return work()
-
-
-def _rebuilt(settings: ClientSettings) -> BlockingRolloutClient:
-    return BlockingRolloutClient(
-        settings.urls,
-        settings.timeout_s,
-        retry=settings.retry,
-        credentials=settings.credentials,
-        job=settings.job,
-    )

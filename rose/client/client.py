@@ -60,7 +60,14 @@ class RolloutClient:
         self._http: aiohttp.ClientSession | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (type(self), self._settings)
+        return type(self).of, (self._settings,)
+
+    @classmethod
+    def of(cls, settings: ClientSettings) -> Self:
+        """Return a client with these settings."""
+        urls, timeout_s, job = settings.urls, settings.timeout_s, settings.job
+        credentials = settings.credentials
+        return cls(urls, timeout_s, retry=settings.retry, credentials=credentials, job=job)
 
     @property
     def settings(self) -> ClientSettings:
@@ -221,13 +228,3 @@ class RolloutClient:
 def _current_is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _rebuilt(kind: type[RolloutClient], settings: ClientSettings) -> RolloutClient:
-    return kind(
-        settings.urls,
-        settings.timeout_s,
-        retry=settings.retry,
-        credentials=settings.credentials,
-        job=settings.job,
-    )

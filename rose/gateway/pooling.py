@@ -23,7 +23,7 @@ from rose.gateway.apis.frontend import job_of, read_json, session_of, timeout_of
 from rose.gateway.apis.wire import encode
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamError
 from rose.gateway.errors import BadRequest, DeadlinePassed, NoReplica
-from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
+from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.replicas.table import ReplicaApi
 from rose.gateway.text_codec import ServedModel
 
@@ -172,43 +172,38 @@ class WholeCalls:
         avoid = said = ""
         for _ in range(self._max_attempts):
             live = await self._dispatcher.acquire(need, avoid, call.priority)
-            end, answer = await self._attempt(call, live)
+            end, said, answer = await self._attempt(call, live)
             if end is End.FINISHED:
                 return answer
-            avoid, said = live.entry.id, answer.decode("utf-8", "replace")
+            avoid = live.entry.id
             self._dispatcher.on_event(
                 "call_again", path=call.path, replica=avoid, end=end.value, reason=said[:200]
             )
         raise NoReplica(f"{self._max_attempts} replicas failed {call.path}, the last: {said[:200]}")
 
-    async def _attempt(self, call: WholeCall, live: LiveAttempt) -> tuple[End, bytes]:
-        """Return how one replica's answer ended, and the answer, or why there is none."""
+    async def _attempt(self, call: WholeCall, live: LiveAttempt) -> tuple[End, str, bytes]:
+        """Return how one replica's answer ended, why, and the whole answer."""
         end: End | None = None
-        live.task = asyncio.current_task()
+        answer = b""
         live.last_token_s += PATIENT_S
-        try:
-            if live.interrupted is not None:
-                end = live.interrupted
-                return end, b"lease lost"
+
+        async def posted() -> Ending:
+            nonlocal answer
             code, answer = await self._posted(call, live)
             if code == OK:
                 # A call is not a turn: it must not change the forecast of lengths.
-                return End.FINISHED, answer
+                return End.FINISHED, ""
             _refuse(call, live, code, answer)
             end = End.REFUSED if code == 503 else End.BROKEN
-            return end, b"HTTP %d: %b" % (code, answer[:MAX_FAULT_CHARS])
+            return end, f"HTTP {code}: {answer[:MAX_FAULT_CHARS].decode('utf-8', 'replace')}"
+
+        try:
+            end, said = await live.run(posted)
         except OSError as error:
-            end = End.BROKEN
-            return end, str(error).encode("utf-8", "replace")
-        except asyncio.CancelledError:
-            # Ours (interrupt), or the caller is gone as well: only ours alone continues.
-            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
-                raise
-            end = live.interrupted
-            return end, end.value.encode()
+            end, said = End.BROKEN, str(error)
         finally:
-            live.task = None
             self._dispatcher.finish(live, end)
+        return end, said, answer
 
     async def _posted(self, call: WholeCall, live: LiveAttempt) -> tuple[int, bytes]:
         entry = live.entry

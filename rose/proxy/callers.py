@@ -82,7 +82,7 @@ class EngineConnection(HttpConnection[AnswerSink]):
             self._receiver.hold(False)
 
 
-class EnginePool(HttpPool[int, EngineConnection]):
+class LoopbackPool(HttpPool[int, EngineConnection]):
     """Kept connections by the port of their engine."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Door:
     wall_s: Callable[[], float]
     on_refused: Callable[[str, str], None]
     connections: Connections = field(default_factory=bounded)
-    engines: EnginePool = field(default_factory=EnginePool)
+    engines: LoopbackPool = field(default_factory=LoopbackPool)
 
     def check(self, peer: Peer | None) -> None:
         """Raise PassRefusedError for a caller that may send no turns here."""

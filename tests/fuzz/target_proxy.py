@@ -9,7 +9,7 @@ import functools
 import re
 from typing import Any, Final
 
-from rose.proxy.callers import CallerConnection, Door, EngineConnection, EnginePool
+from rose.proxy.callers import CallerConnection, Door, EngineConnection, LoopbackPool
 from rose.proxy.requests import PATHS
 from tests.fuzz.wire import FuzzTransport
 
@@ -38,7 +38,7 @@ class _Strict(FuzzTransport):
         super().write(data)
 
 
-class _Pool(EnginePool):
+class _Pool(LoopbackPool):
     """Always has a connection."""
 
     def __init__(self) -> None:

@@ -91,14 +91,14 @@ def _refused(why: str) -> BadRequest:
     return BadRequest(f"chat_template_kwargs: {why}", "chat_template_kwargs")
 
 
-class _Unsupported(OpenAIBody, gc=False, kw_only=True):
+class _ChatUnsupported(OpenAIBody, gc=False, kw_only=True):
     add_special_tokens: bool | None = False
     media_io_kwargs: msgspec.Raw = NOTHING
     mm_processor_kwargs: msgspec.Raw = NOTHING
     return_prompt_text: bool | None = False
 
 
-class _Body(_Unsupported, gc=False, kw_only=True):
+class _ChatBody(_ChatUnsupported, gc=False, kw_only=True):
     # The process that renders them parses them.
     messages: msgspec.Raw
     logprobs: bool | None = False
@@ -117,7 +117,7 @@ class _Body(_Unsupported, gc=False, kw_only=True):
     include_reasoning: bool | None = True
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_ChatBody)
 
 
 class ChatFrontend(ApiFrontend):
@@ -141,7 +141,7 @@ class ChatFrontend(ApiFrontend):
         answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called)
         return request_of(asked, headers, turns, answer, at_end=called is not None)
 
-    async def _prompt(self, asked: _Body, tools: bytes | None) -> list[int]:
+    async def _prompt(self, asked: _ChatBody, tools: bytes | None) -> list[int]:
         codec = self._model.need_codec("a conversation")
         job = chat_job(
             asked.messages,
@@ -155,9 +155,9 @@ class ChatFrontend(ApiFrontend):
         return (await codec.chat(job))[0]
 
 
-def _check(asked: _Body, max_completions: int) -> None:
+def _check(asked: _ChatBody, max_completions: int) -> None:
     asked.check(max_completions)
-    refuse_unsupported(asked, _Unsupported)
+    refuse_unsupported(asked, _ChatUnsupported)
     if asked.parallel_tool_calls is False:
         raise BadRequest(
             "parallel_tool_calls: how many tools are called, the policy decides; leave it out",
@@ -170,18 +170,18 @@ def _check(asked: _Body, max_completions: int) -> None:
     check_logprobs(asked.top_logprobs, "top_logprobs")
 
 
-class _TopLogprob(msgspec.Struct, gc=False):
+class _ChatTopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class _TokenLogprob(_TopLogprob, gc=False):
-    top_logprobs: list[_TopLogprob]
+class _ChatTokenLogprob(_ChatTopLogprob, gc=False):
+    top_logprobs: list[_ChatTopLogprob]
 
 
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob]
+class _ChatLogprobs(msgspec.Struct, gc=False):
+    content: list[_ChatTokenLogprob]
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -195,7 +195,7 @@ class _Message(msgspec.Struct, gc=False):
     reasoning: None = None
 
 
-class _Whole(OpenAIWhole, gc=False, kw_only=True):
+class _WholeChat(OpenAIWhole, gc=False, kw_only=True):
     prompt_logprobs: wire.PromptPlaces | None
     prompt_token_ids: list[int] | None
     prompt_text: None = None
@@ -210,7 +210,7 @@ class ChatAnswer(OpenAIResponse):
         self,
         name: str,
         model: ServedModel,
-        asked: _Body,
+        asked: _ChatBody,
         prompt: list[int],
         tools: bytes | None,
     ) -> None:
@@ -257,7 +257,7 @@ class ChatAnswer(OpenAIResponse):
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         return wire.encode(
-            _Whole(
+            _WholeChat(
                 **{**self.head(streams[0]), "object": "chat.completion"},
                 choices=self._choices,
                 usage=wire.TokenUsage(*self.usage(streams)),
@@ -310,7 +310,7 @@ class ChatAnswer(OpenAIResponse):
         delta: dict[str, object] = {"content": found.content} if found.content else {}
         return {**delta, "tool_calls": found.deltas()} if found.calls else delta
 
-    def _logprobs_of(self, stream: TokenStream, start: int, end: int) -> _Logprobs | None:
+    def _logprobs_of(self, stream: TokenStream, start: int, end: int) -> _ChatLogprobs | None:
         if not self._logprobs:
             return None
         content = []
@@ -318,6 +318,6 @@ class ChatAnswer(OpenAIResponse):
         for place, logprob in enumerate(logprobs, start):
             text = self.token_text(stream.tokens, place)
             raw = list(text.encode("utf-8", "replace"))
-            top = [_TopLogprob(text, logprob, raw)] if self._top else []
-            content.append(_TokenLogprob(text, logprob, raw, top))
-        return _Logprobs(content)
+            top = [_ChatTopLogprob(text, logprob, raw)] if self._top else []
+            content.append(_ChatTokenLogprob(text, logprob, raw, top))
+        return _ChatLogprobs(content)

@@ -194,7 +194,7 @@ class OpenAIResponse(wire.ApiResponse):
         return self._model.codec.token_text(token_ids, place)
 
 
-class _Body(OpenAIBody, gc=False, kw_only=True):
+class _CompletionBody(OpenAIBody, gc=False, kw_only=True):
     n: int = 1
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
@@ -202,7 +202,7 @@ class _Body(OpenAIBody, gc=False, kw_only=True):
     add_special_tokens: bool | None = True
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_CompletionBody)
 
 
 class CompletionFrontend(ApiFrontend):
@@ -228,7 +228,7 @@ class CompletionFrontend(ApiFrontend):
         answer = CompletionAnswer(f"cmpl-{name[0]}", self._model, asked, prompts)
         return request_of(asked, headers, turns, answer)
 
-    async def _prompts(self, asked: _Body) -> list[list[int]]:
+    async def _prompts(self, asked: _CompletionBody) -> list[list[int]]:
         prompt = asked.prompt
         if prompt is None or not prompt:
             raise BadRequest("prompt is missing or empty", "prompt")
@@ -245,12 +245,12 @@ class CompletionFrontend(ApiFrontend):
             raise BadRequest("prompt mixes texts, token ids and lists of them", "prompt")
         return await self._encode([part for part in prompt if isinstance(part, str)], asked)
 
-    async def _encode(self, texts: list[str], asked: _Body) -> list[list[int]]:
+    async def _encode(self, texts: list[str], asked: _CompletionBody) -> list[list[int]]:
         codec = self._model.need_codec("a prompt in text")
         return await codec.encode(texts, asked.add_special_tokens is not False)
 
 
-class _Logprobs(msgspec.Struct, gc=False):
+class _CompletionLogprobs(msgspec.Struct, gc=False):
     text_offset: list[int]
     token_logprobs: list[float]
     tokens: list[str]
@@ -261,7 +261,7 @@ class CompletionAnswer(OpenAIResponse):
     """Writer of one request's turns."""
 
     def __init__(
-        self, name: str, model: ServedModel, asked: _Body, prompts: list[list[int]]
+        self, name: str, model: ServedModel, asked: _CompletionBody, prompts: list[list[int]]
     ) -> None:
         super().__init__(name, model, asked, prompts)
         self._logprobs = asked.logprobs is not None
@@ -299,10 +299,10 @@ class CompletionAnswer(OpenAIResponse):
 
     def _logprobs_of(
         self, index: int, stream: TokenStream, start: int, end: int
-    ) -> _Logprobs | None:
+    ) -> _CompletionLogprobs | None:
         if not self._logprobs:
             return None
-        found = _Logprobs([], [], [], [])
+        found = _CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(index, 0)
         logprobs = wire.finite(stream.logprobs[start:end])
         for place, logprob in enumerate(logprobs, start):

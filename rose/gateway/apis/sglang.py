@@ -39,7 +39,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
 
 
-class _UnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _SglangUnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     n: int | None = 1
     stop_regex: msgspec.Raw = NOTHING
     structural_tag: msgspec.Raw = NOTHING
@@ -49,7 +49,7 @@ class _UnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False)
     watermark: msgspec.Raw = NOTHING
 
 
-class _SamplingBody(_UnsupportedSampling, gc=False):
+class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = 0
     temperature: float | None = 1.0
@@ -98,7 +98,7 @@ class _SamplingBody(_UnsupportedSampling, gc=False):
         return text_plan(model, stops, self.no_stop_trim, special, self.min_new_tokens)
 
 
-class _Unsupported(GenerateFields, gc=False, kw_only=True):
+class _SglangUnsupported(GenerateFields, gc=False, kw_only=True):
     input_embeds: msgspec.Raw = NOTHING
     image_data: msgspec.Raw = NOTHING
     video_data: msgspec.Raw = NOTHING
@@ -111,16 +111,16 @@ class _Unsupported(GenerateFields, gc=False, kw_only=True):
     custom_logit_processor: msgspec.Raw = NOTHING
 
 
-class _Body(_Unsupported, gc=False, kw_only=True):
+class _SglangBody(_SglangUnsupported, gc=False, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: _SamplingBody | None = None
+    sampling_params: _SglangSamplingBody | None = None
     return_logprob: bool | None = False
     logprob_start_len: int | None = None
     rid: str | list[str] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_SglangBody)
 
 
 class SglangFrontend(ApiFrontend):
@@ -130,9 +130,9 @@ class SglangFrontend(ApiFrontend):
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
         asked = read_json(_decoder, body)
-        params = asked.sampling_params or _SamplingBody()
-        refuse_unsupported(asked, _Unsupported)
-        refuse_unsupported(params, _UnsupportedSampling)
+        params = asked.sampling_params or _SglangSamplingBody()
+        refuse_unsupported(asked, _SglangUnsupported)
+        refuse_unsupported(params, _SglangUnsupportedSampling)
         prompts, batch = await self._prompts(asked)
         if batch and asked.stream:
             raise BadRequest("a list of prompts cannot be streamed: send one request for each")
@@ -163,7 +163,7 @@ class SglangFrontend(ApiFrontend):
         }
         return wire.event(wire.encode({"error": fault})) + wire.DONE
 
-    async def _prompts(self, asked: _Body) -> tuple[list[list[int]], bool]:
+    async def _prompts(self, asked: _SglangBody) -> tuple[list[list[int]], bool]:
         """Return the token ids of each prompt, and True if the caller sent a list of prompts."""
         if asked.text is None and asked.input_ids is None:
             raise BadRequest("the request has no prompt: send input_ids or text")

@@ -31,7 +31,7 @@ from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.turns.token_stream import TokenStream
 
 
-class _UnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _VllmUnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     stop: str | list[str] | None = None
     prompt_logprob_token_ids: msgspec.Raw = NOTHING
     logprob_token_ids: list[int] | None = None
@@ -44,7 +44,7 @@ class _UnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False)
     extra_args: msgspec.Raw = NOTHING
 
 
-class _SamplingBody(_UnsupportedSampling, gc=False):
+class _VllmSamplingBody(_VllmUnsupportedSampling, gc=False):
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     top_k: int | None = 0
@@ -81,7 +81,7 @@ class _SamplingBody(_UnsupportedSampling, gc=False):
         return sampling_of({**structs.asdict(self), **own})
 
 
-class _Unsupported(GenerateFields, gc=False, kw_only=True):
+class _VllmUnsupported(GenerateFields, gc=False, kw_only=True):
     features: msgspec.Raw = NOTHING
     content_parts: msgspec.Raw = NOTHING
     kv_transfer_params: msgspec.Raw = NOTHING
@@ -89,14 +89,14 @@ class _Unsupported(GenerateFields, gc=False, kw_only=True):
     output_mode: str = "tokens"
 
 
-class _Body(_Unsupported, gc=False, kw_only=True):
+class _VllmBody(_VllmUnsupported, gc=False, kw_only=True):
     token_ids: list[int]
-    sampling_params: _SamplingBody = msgspec.field(default_factory=_SamplingBody)
+    sampling_params: _VllmSamplingBody = msgspec.field(default_factory=_VllmSamplingBody)
     stream_options: wire.StreamOptions | None = None
     return_token_ids: bool | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_VllmBody)
 
 
 class VllmFrontend(ApiFrontend):
@@ -108,8 +108,8 @@ class VllmFrontend(ApiFrontend):
         asked = read_json(_decoder, body)
         self._model.check_name(asked.model)
         params, prompt = asked.sampling_params, asked.token_ids
-        refuse_unsupported(asked, _Unsupported)
-        refuse_unsupported(params, _UnsupportedSampling)
+        refuse_unsupported(asked, _VllmUnsupported)
+        refuse_unsupported(params, _VllmUnsupportedSampling)
         check_logprobs(params.logprobs, "logprobs")
         check_prompt_logprobs(params.prompt_logprobs, asked.stream)
         samples = 1 if params.n is None else params.n
@@ -121,23 +121,23 @@ class VllmFrontend(ApiFrontend):
         return request_of(asked, headers, turns, VllmAnswer(name[0], self._model.name, asked))
 
 
-class _TopLogprob(msgspec.Struct, gc=False):
+class _VllmTopLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
     rank: None = None
 
 
-class _TokenLogprob(_TopLogprob, gc=False, kw_only=True):
-    top_logprobs: list[_TopLogprob]
+class _VllmTokenLogprob(_VllmTopLogprob, gc=False, kw_only=True):
+    top_logprobs: list[_VllmTopLogprob]
 
 
-class _NamedLogprob(_TokenLogprob, gc=False, kw_only=True):
+class _NamedLogprob(_VllmTokenLogprob, gc=False, kw_only=True):
     # The token's name in vLLM before 0.32, which the `renderers` client of verifiers requires.
     token: str
 
 
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob]
+class _VllmTokenLogprobs(msgspec.Struct, gc=False):
+    content: list[_VllmTokenLogprob]
 
 
 class _WeightVersion(msgspec.Struct, gc=False):
@@ -146,7 +146,7 @@ class _WeightVersion(msgspec.Struct, gc=False):
     end: int
 
 
-class _Choice(msgspec.Struct, gc=False, kw_only=True):
+class _VllmOutput(msgspec.Struct, gc=False, kw_only=True):
     index: int
     finish_reason: str | None
     stop_reason: int | str | None
@@ -154,10 +154,10 @@ class _Choice(msgspec.Struct, gc=False, kw_only=True):
     routed_experts: None = None
     sampling_mask: None = None
     weight_versions: list[_WeightVersion] | None
-    logprobs: _Logprobs | None
+    logprobs: _VllmTokenLogprobs | None
 
 
-class _Whole(msgspec.Struct, gc=False, kw_only=True):
+class _VllmWhole(msgspec.Struct, gc=False, kw_only=True):
     request_id: str
     model: str
     created: int
@@ -176,19 +176,19 @@ class _Whole(msgspec.Struct, gc=False, kw_only=True):
     attempts: int
 
 
-class _Chunk(msgspec.Struct, gc=False, kw_only=True):
+class _VllmChunk(msgspec.Struct, gc=False, kw_only=True):
     request_id: str
     usage: wire.ShortUsage | None
     output_mode: str = "tokens"
-    choices: list[_Choice]
+    choices: list[_VllmOutput]
 
 
-class _TokensChunk(_Chunk, gc=False, kw_only=True):
+class _TokensChunk(_VllmChunk, gc=False, kw_only=True):
     versions: list[Version]
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _LastChunk(_Chunk, gc=False, kw_only=True):
+class _LastChunk(_VllmChunk, gc=False, kw_only=True):
     versions: list[Version]
     segments: tuple[Segment, ...]
     attempts: int
@@ -201,20 +201,20 @@ class VllmAnswer(wire.ApiResponse):
     `weight_versions`.
     """
 
-    def __init__(self, request_id: str, model: str, asked: _Body) -> None:
+    def __init__(self, request_id: str, model: str, asked: _VllmBody) -> None:
         super().__init__(asked.stream_options, len(asked.token_ids))
         self._request_id = request_id
         self._model = model
         self._logprobs = asked.sampling_params.logprobs is not None
         self._prompt = asked.token_ids if asked.return_token_ids else None
 
-    def choice(self, index: int, stream: TokenStream) -> _Choice:
+    def choice(self, index: int, stream: TokenStream) -> _VllmOutput:
         return self._choice(index, stream, 0, len(stream.tokens), _named_logprob)
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         first = streams[0]
         return wire.encode(
-            _Whole(
+            _VllmWhole(
                 request_id=self._request_id,
                 model=self._model,
                 created=first.created,
@@ -231,7 +231,7 @@ class VllmAnswer(wire.ApiResponse):
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
         choice = self._choice(index, stream, start, end, _token_logprob)
         counts = self.usage_so_far(stream, end)
-        chunk: _Chunk
+        chunk: _VllmChunk
         usage = None if counts is None else wire.TokenUsage(*counts)
         spans = versions_of(stream.spans(start, end))
         if choice.finish_reason is not None:
@@ -254,8 +254,8 @@ class VllmAnswer(wire.ApiResponse):
             )
         return wire.event(wire.encode(chunk))
 
-    def counts(self, stream: TokenStream, usage: wire.ShortUsage) -> _Chunk:
-        return _Chunk(request_id=self._request_id, usage=usage, choices=[])
+    def counts(self, stream: TokenStream, usage: wire.ShortUsage) -> _VllmChunk:
+        return _VllmChunk(request_id=self._request_id, usage=usage, choices=[])
 
     def _choice(
         self,
@@ -263,15 +263,15 @@ class VllmAnswer(wire.ApiResponse):
         stream: TokenStream,
         start: int,
         end: int,
-        logprob_of: Callable[[int, float], _TokenLogprob],
-    ) -> _Choice:
+        logprob_of: Callable[[int, float], _VllmTokenLogprob],
+    ) -> _VllmOutput:
         tokens = stream.tokens[start:end].tolist()
         over = wire.is_over(stream, end)
         logprobs = None
         if self._logprobs:
             values = wire.finite(stream.logprobs[start:end])
-            logprobs = _Logprobs([*map(logprob_of, tokens, values)])
-        return _Choice(
+            logprobs = _VllmTokenLogprobs([*map(logprob_of, tokens, values)])
+        return _VllmOutput(
             index=index,
             finish_reason=stream.finish_reason if over else None,
             stop_reason=stream.stop_reason if over else None,
@@ -281,12 +281,12 @@ class VllmAnswer(wire.ApiResponse):
         )
 
 
-def _token_logprob(token: int, logprob: float) -> _TokenLogprob:
-    return _TokenLogprob(token, logprob, top_logprobs=[_TopLogprob(token, logprob)])
+def _token_logprob(token: int, logprob: float) -> _VllmTokenLogprob:
+    return _VllmTokenLogprob(token, logprob, top_logprobs=[_VllmTopLogprob(token, logprob)])
 
 
-def _named_logprob(token: int, logprob: float) -> _TokenLogprob:
-    top = [_TopLogprob(token, logprob)]
+def _named_logprob(token: int, logprob: float) -> _VllmTokenLogprob:
+    top = [_VllmTopLogprob(token, logprob)]
     return _NamedLogprob(token, logprob, top_logprobs=top, token=f"token_id:{token}")
 
 

@@ -60,7 +60,7 @@ class TurnReceiver(ResponseReceiver, Protocol):
         ...
 
 
-class Seat:
+class BatchedTurn:
     """One turn's place in a batch; `leave` it in the end, like a connection."""
 
     __slots__ = ("_alone", "_batch", "body", "over", "path", "place", "receiver")
@@ -120,7 +120,7 @@ class Seat:
             self._alone = alone
 
 
-class TurnBatches:
+class BatchCollector:
     """Collector of turns by their replica's URL; a batch has at most `most` of them."""
 
     def __init__(self, upstream: Upstream, most: int) -> None:
@@ -142,7 +142,7 @@ class TurnBatches:
         del self._alone_until_s[url]
         return True
 
-    def join(self, url: str, path: str, body: bytes, receiver: TurnReceiver) -> Seat:
+    def join(self, url: str, path: str, body: bytes, receiver: TurnReceiver) -> BatchedTurn:
         """Add a turn, to be requested as if alone at `path`; it cannot fail here.
 
         receiver: gets everything, also a failed connection.
@@ -151,7 +151,7 @@ class TurnBatches:
         if batch is None or not batch.takes(body, self._most):
             batch = self._gathering[url] = _Batch(self, self._upstream, url)
             asyncio.get_running_loop().call_soon(self._send, batch)
-        return batch.add(Seat(batch, path, body, receiver))
+        return batch.add(BatchedTurn(batch, path, body, receiver))
 
     def run(self, work: "asyncio.Task[None]") -> None:
         """Keep a task until it is over."""
@@ -173,10 +173,10 @@ class TurnBatches:
 class _Batch:
     """One request of several turns, and the receiver of its answer."""
 
-    def __init__(self, batches: TurnBatches, upstream: Upstream, url: str) -> None:
+    def __init__(self, batches: BatchCollector, upstream: Upstream, url: str) -> None:
         self._batches = batches
         self._upstream = upstream
-        self._seats: list[Seat] = []
+        self._seats: list[BatchedTurn] = []
         self._bytes = 0
         self._name = secrets.token_hex(16)
         self._connection: UpstreamConnection | None = None
@@ -192,12 +192,12 @@ class _Batch:
         """Return True if there is room for one more."""
         return len(self._seats) < most and self._bytes + len(body) <= MAX_BATCH_BYTES
 
-    def add(self, seat: Seat) -> Seat:
+    def add(self, seat: BatchedTurn) -> BatchedTurn:
         self._seats.append(seat)
         self._bytes += len(seat.body)
         return seat
 
-    def left(self, seat: Seat) -> None:
+    def left(self, seat: BatchedTurn) -> None:
         """Cancel a turn that has not ended."""
         self._left_early = True
         if self._connection is None:

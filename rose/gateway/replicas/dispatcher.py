@@ -9,7 +9,7 @@ acquire --> waiting --pump--> live --finish--> (gone)
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -32,6 +32,8 @@ from rose.process.background_tasks import described
 REST_S = {End.REFUSED: 0.25, End.BROKEN: 0.5, End.STALLED: 0.3, End.REVOKED: 0.25}
 
 EventSink = Callable[..., None]
+# End of an attempt, and the reason in words.
+Ending = tuple[End, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,21 @@ class LiveAttempt:
     interrupted: End | None = None
     may_move: bool = True
 
+    async def run(self, work: Callable[[], Awaitable[Ending]]) -> Ending:
+        """Return how `work` ended, unless `interrupt` ends it before."""
+        self.task = asyncio.current_task()
+        try:
+            if self.interrupted is not None:
+                return self.interrupted, "lease lost"
+            return await work()
+        except asyncio.CancelledError:
+            # Ours (interrupt), or the caller is gone as well: only ours alone continues.
+            if self.interrupted is None or self.task is None or self.task.uncancel() > 0:
+                raise
+            return self.interrupted, self.interrupted.value
+        finally:
+            self.task = None
+
     def interrupt(self, end: End) -> None:
         """Cancel the stream; its task reads `interrupted` and continues elsewhere."""
         if self.interrupted is None:
@@ -60,7 +77,7 @@ class LiveAttempt:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _WaitingTurn:
     need: TurnNeed
     avoid: str
     since_s: float
@@ -69,7 +86,7 @@ class _Waiter:
     turn: tuple[int, int, int]
 
 
-def _in_turn(waiter: _Waiter) -> tuple[int, int, int]:
+def _in_turn(waiter: _WaitingTurn) -> tuple[int, int, int]:
     return waiter.turn
 
 
@@ -95,7 +112,7 @@ class Dispatcher:
         # In order of their beginning, so that one history has one outcome.
         self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
-        self._waiting: list[_Waiter] = []
+        self._waiting: list[_WaitingTurn] = []
         # Router and versions of turns that could not be placed in the last pass over the queue.
         self._blocked: set[tuple[Router, int | None, int | None]] = set()
         self._arrivals = count()
@@ -202,7 +219,7 @@ class Dispatcher:
         mine = self._routers.of(job)
         return sum(self._routers.of(each.need.job) is mine for each in self._waiting) >= most
 
-    def _name_job(self, waiter: _Waiter) -> None:
+    def _name_job(self, waiter: _WaitingTurn) -> None:
         """Adapt to changed jobs: an unnamed turn is the only job's, a gone job's turn is over."""
         if waiter.granted.done():
             return
@@ -230,7 +247,7 @@ class Dispatcher:
         )
         # A turn that continues has waited before: it goes first among its equals.
         turn = (priority, 0 if avoid else 1, next(self._arrivals))
-        waiter = _Waiter(need, avoid, self._clock(), batch, granted, turn)
+        waiter = _WaitingTurn(need, avoid, self._clock(), batch, granted, turn)
         insort(self._waiting, waiter, key=_in_turn)
         if not self._is_behind(waiter):
             self.pump()
@@ -251,7 +268,7 @@ class Dispatcher:
             raise fresh(place)
         return place
 
-    def _is_behind(self, waiter: _Waiter) -> bool:
+    def _is_behind(self, waiter: _WaitingTurn) -> bool:
         """Return True if the newest waiter is behind a similar one that could not be placed.
 
         Every event that could change that pumps: else each turn of a batch would try all before it.
@@ -262,7 +279,7 @@ class Dispatcher:
     def _constraint(self, need: TurnNeed) -> tuple[Router, int | None, int | None]:
         return self._routers.of(need.job), need.min_version, need.exact_version
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: _WaitingTurn) -> None:
         """Cancel a wait: hand back a place that was granted at this very moment."""
         granted = waiter.granted
         if granted.done() and not granted.cancelled():
@@ -306,7 +323,7 @@ class Dispatcher:
         """Place as many waiting turns as there is room for, in their order."""
         now_s = self._clock()
         blocked = self._blocked = set()
-        still: list[_Waiter] = []
+        still: list[_WaitingTurn] = []
         tried = 0
         for waiter in self._waiting:
             if not self._routers.has_room():
@@ -360,7 +377,7 @@ class Dispatcher:
                 claimed[other] += 1
                 live.interrupt(End.STALLED)
 
-    def _verdict(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+    def _verdict(self, waiter: _WaitingTurn, now_s: float) -> TurnError | None:
         """Return the reason why a turn need not wait any longer."""
         try:
             return self._hopeless(waiter, now_s)
@@ -389,7 +406,7 @@ class Dispatcher:
         router = self._routers.of(quote.ask.need.job)
         return self._admit(router, router.take(quote, why, now_s), now_s)
 
-    def _place(self, waiter: _Waiter, name: str, now_s: float) -> None:
+    def _place(self, waiter: _WaitingTurn, name: str, now_s: float) -> None:
         router = self._routers.of(waiter.need.job)
         placement = router.begin(name, waiter.need, now_s)
         waiter.granted.set_result(self._admit(router, placement, now_s))
@@ -403,7 +420,7 @@ class Dispatcher:
         self.stats.attempts += 1
         return live
 
-    def _hopeless(self, waiter: _Waiter, now_s: float) -> TurnError | None:
+    def _hopeless(self, waiter: _WaitingTurn, now_s: float) -> TurnError | None:
         need, waited_s = waiter.need, now_s - waiter.since_s
         router = self._routers.of(need.job)
         if not router.reachable(need):

@@ -15,11 +15,11 @@ import msgspec
 
 from elastic_scheduler import Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
 from rose.contract.replica import PromptLogprobs, StreamLine
-from rose.gateway.backends.batches import Seat, TurnBatches
+from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
 from rose.gateway.backends.replica_apis import LINKS, BackendError
 from rose.gateway.errors import BadRequest, fresh
-from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
+from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.text_codec import TextTrack
 from rose.gateway.turn_request import TurnRequest
 from rose.gateway.turns.token_stream import TokenStream
@@ -49,8 +49,6 @@ ATTEMPT_FAILURES = (
     BackendError,
 )
 T = TypeVar("T")
-# End of an attempt, and the reason in words.
-Ending = tuple[End, str]
 
 
 class TurnAttempts:
@@ -168,7 +166,7 @@ class AttemptStream:
         live: LiveAttempt,
         dispatcher: Dispatcher,
         spans: Spans = NO_SPANS,
-        batches: TurnBatches | None = None,
+        batches: BatchCollector | None = None,
     ) -> None:
         """batches: for turns that came with others, in one request."""
         self._batches = batches
@@ -193,26 +191,14 @@ class AttemptStream:
 
         Raises BadRequest for a request that every replica would refuse, or an internal error.
         """
-        live = self._live
         end: End | None = None
-        reason = ""
-        live.task = asyncio.current_task()
         try:
-            if live.interrupted is not None:
-                end, reason = live.interrupted, "lease lost"
-            else:
-                end, reason = await self._traced(upstream)
+            end, reason = await self._live.run(lambda: self._traced(upstream))
         except ATTEMPT_FAILURES as error:
             end, reason = _broken(error)
-        except asyncio.CancelledError:
-            # Ours (interrupt), or the client is gone as well: only ours alone continues.
-            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
-                raise
-            end, reason = live.interrupted, live.interrupted.value
         finally:
-            live.task = None
             if self.outcome is None:
-                self._dispatcher.finish(live, end)
+                self._dispatcher.finish(self._live, end)
         if self.outcome is None:
             self._end(end, reason)
         return end, reason
@@ -280,7 +266,7 @@ class AttemptStream:
         link = LINKS[entry.api]
         body = link.encode(self._turn.request, self._asked)
         url = entry.url + link.path(self._turn.request)
-        connection: Seat | UpstreamConnection
+        connection: BatchedTurn | UpstreamConnection
         if self._goes_with_others(more_head):
             assert self._batches is not None
             connection = self._batches.join(entry.url, link.path(self._turn.request), body, self)

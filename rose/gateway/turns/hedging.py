@@ -34,7 +34,7 @@ NEVER_S = float("inf")
 Work = Callable[[TurnAttempts], Awaitable[None]]
 
 
-class _Group:
+class _RunningGroup:
     """A group's members by place: `fresh` not begun, `vacant` ended without an answer."""
 
     def __init__(self, origin: Origin) -> None:
@@ -86,7 +86,12 @@ class HedgedTurn:
     """All copies of one member of a group, and the one owner of its end."""
 
     def __init__(
-        self, group: _Group, place: str, feed: TokenStream, work: Work, dispatcher: Dispatcher
+        self,
+        group: _RunningGroup,
+        place: str,
+        feed: TokenStream,
+        work: Work,
+        dispatcher: Dispatcher,
     ) -> None:
         self._group = group
         self._place = place
@@ -186,7 +191,7 @@ class Hedging:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._groups: dict[tuple[str, str], _Group] = {}
+        self._groups: dict[tuple[str, str], _RunningGroup] = {}
         self._idle: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -228,7 +233,7 @@ class Hedging:
                         "group_not_judged", group=key[1], message=described(error)
                     )
 
-    def _group_of(self, key: tuple[str, str], origin: Origin) -> _Group:
+    def _group_of(self, key: tuple[str, str], origin: Origin) -> _RunningGroup:
         group = self._groups.get(key)
         if group is not None and group.core.complete:
             group = None
@@ -241,10 +246,10 @@ class Hedging:
                 )
             group = None
         if group is None:
-            group = self._groups[key] = _Group(origin)
+            group = self._groups[key] = _RunningGroup(origin)
         return group
 
-    def _settle(self, key: tuple[str, str], group: _Group) -> None:
+    def _settle(self, key: tuple[str, str], group: _RunningGroup) -> None:
         """Forget a complete group, and the oldest of those without a running member."""
         if self._groups.get(key) is not group or group.running:
             return
@@ -255,7 +260,7 @@ class Hedging:
         if len(self._idle) > IDLE_GROUPS_KEPT:
             del self._groups[self._idle.popitem(last=False)[0]]
 
-    def _consider(self, group: _Group) -> None:
+    def _consider(self, group: _RunningGroup) -> None:
         left_s = {place: self._left_s(turn) for place, turn in group.racing.items()}
         place = max(left_s, key=lambda name: left_s[name])
         # A member that waits for a replica holds the group up for an unknown time.

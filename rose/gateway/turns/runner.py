@@ -19,7 +19,7 @@ from elastic_scheduler import (
     GiveUp,
     IdempotencyCache,
 )
-from rose.gateway.backends.batches import TurnBatches
+from rose.gateway.backends.batches import BatchCollector
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.errors import (
     BadRequest,
@@ -49,7 +49,7 @@ class TurnRunner:
         self._dispatcher = dispatcher
         self._settings = dispatcher.settings
         self._upstream = upstream
-        self._batches = TurnBatches(upstream, self._settings.turns_per_request)
+        self._batches = BatchCollector(upstream, self._settings.turns_per_request)
         self._hedging = hedging
         self._spans = spans
 

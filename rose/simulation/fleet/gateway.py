@@ -19,12 +19,12 @@ from elastic_scheduler import Deliver, End, Outcome, ReplicaKind
 from rose.contract.replica import Sampling
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.demand import DemandMeter
-from rose.gateway.replicas.dispatcher import Dispatcher, LiveAttempt
+from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.replicas.watch import entry_of
 from rose.gateway.settings import GatewaySettings
 from rose.gateway.stats import GatewayStats
 from rose.gateway.turn_request import Origin, TurnRequest
-from rose.gateway.turns.attempt import AttemptStream, Ending, TurnAttempts
+from rose.gateway.turns.attempt import AttemptStream, TurnAttempts
 from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.runner import TurnRunner
 from rose.gateway.turns.token_stream import TokenStream
@@ -89,29 +89,19 @@ class ModelledAttempt:
     async def run(self, upstream: Upstream) -> Ending:
         """Have it made; how it ended. As `AttemptStream.run` does it."""
         del upstream
-        live = self._live
         end: End | None = None
-        reason = ""
-        live.task = asyncio.current_task()
         try:
-            if live.interrupted is not None:
-                end, reason = live.interrupted, "lease lost"
-            elif not self._begin():
-                end, reason = End.REFUSED, "it takes no turns"
-            else:
-                end, reason = await self._over
-        except asyncio.CancelledError:
-            if live.interrupted is None or live.task is None or live.task.uncancel() > 0:
-                raise
-            end, reason = live.interrupted, live.interrupted.value
+            end, reason = await self._live.run(self._made)
         finally:
-            live.task = None
             self._stop()
             if self.outcome is None:
-                self._dispatcher.finish(live, end)
+                self._dispatcher.finish(self._live, end)
         if self.outcome is None:
             self._end(end)
         return end, reason
+
+    async def _made(self) -> Ending:
+        return await self._over if self._begin() else (End.REFUSED, "it takes no turns")
 
     def look(self) -> None:
         """Journal what came since the last look."""

@@ -148,8 +148,8 @@ def test_every_field_that_vllm_reads_is_read_or_refused() -> None:
     from rose.gateway.apis import chat, completions
 
     for theirs, ours in (
-        (ChatCompletionRequest, chat._Body),
-        (CompletionRequest, completions._Body),
+        (ChatCompletionRequest, chat._ChatBody),
+        (CompletionRequest, completions._CompletionBody),
     ):
         unread = set(theirs.model_fields) - set(ours.__struct_fields__) - IGNORED
         assert not unread, f"{theirs.__name__}: dropped in silence"

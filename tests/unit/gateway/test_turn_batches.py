@@ -13,7 +13,7 @@ from wire_cases import ask
 from rose.contract.replica import StreamLine
 from rose.errors import ConfigError
 from rose.gateway.backends import batches
-from rose.gateway.backends.batches import Seat, TurnBatches
+from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.settings import parse_settings
 from tests.fakes.replica import StandInReplica
@@ -178,7 +178,7 @@ def turn(number: int, tokens: int = 3) -> bytes:
     return f'{{"request_id":"r{number}",{said}}}'.encode()
 
 
-def joined(batches: TurnBatches, url: str, count: int) -> list[tuple[Seat, Heard]]:
+def joined(batches: BatchCollector, url: str, count: int) -> list[tuple[BatchedTurn, Heard]]:
     heard = [Heard() for _ in range(count)]
     return [(batches.join(url, GENERATE, turn(k + 1), each), each) for k, each in enumerate(heard)]
 
@@ -187,7 +187,7 @@ async def test_a_turn_that_leaves_is_ended_at_the_replica_and_the_others_go_on()
     async with StandInReplica() as replica:
         replica.hang_after = 1
         upstream = Upstream()
-        (gone, first), (stays, second) = joined(TurnBatches(upstream, 64), replica.url, 2)
+        (gone, first), (stays, second) = joined(BatchCollector(upstream, 64), replica.url, 2)
         await until(lambda: bool(first.tokens and second.tokens))
         gone.leave(first)
         await until(lambda: replica.left == [0])
@@ -202,7 +202,7 @@ async def test_a_turn_that_leaves_is_ended_at_the_replica_and_the_others_go_on()
 async def test_one_that_left_before_it_was_sent_is_not_asked_for() -> None:
     async with StandInReplica() as replica:
         upstream = Upstream()
-        seats = joined(TurnBatches(upstream, 64), replica.url, 3)
+        seats = joined(BatchCollector(upstream, 64), replica.url, 3)
         seats[1][0].leave(seats[1][1])
         await until(lambda: all(seats[k][1].finish for k in (0, 2)))
         assert replica.batches == [2]
@@ -213,7 +213,7 @@ async def test_one_that_left_before_it_was_sent_is_not_asked_for() -> None:
 
 async def test_no_connection_is_heard_of_by_all() -> None:
     upstream = Upstream()
-    seats = joined(TurnBatches(upstream, 64), "http://127.0.0.1:9", 2)
+    seats = joined(BatchCollector(upstream, 64), "http://127.0.0.1:9", 2)
     await until(lambda: all(heard.over for _, heard in seats))
     assert all(isinstance(heard.over[0], OSError) for _, heard in seats)
 
@@ -232,7 +232,7 @@ async def test_lines_of_no_turn_end_all_of_them(line: bytes) -> None:
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         upstream = Upstream()
-        seats = joined(TurnBatches(upstream, 64), url, 2)
+        seats = joined(BatchCollector(upstream, 64), url, 2)
         await until(lambda: all(heard.over for _, heard in seats))
         assert all("BackendError" in repr(heard.over[0]) for _, heard in seats)
         assert [heard.tokens for _, heard in seats] == [[], []]
@@ -257,7 +257,7 @@ async def test_an_answer_that_does_not_end_after_its_turns_holds_no_connection(
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        seats = joined(TurnBatches(Upstream(), 64), url, 2)
+        seats = joined(BatchCollector(Upstream(), 64), url, 2)
         await until(lambda: bool(over))
     assert [heard.finish for _, heard in seats] == ["stop", "length"]
     assert [heard.over for _, heard in seats] == [[], []]
