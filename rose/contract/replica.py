@@ -1,7 +1,6 @@
 """A replica's endpoint, in the engine's API process: turns for gateways, control for its node.
 
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
-                  at GENERATE_MORE where `Sampling.asks_more`: an older replica would drop that
 generate_batch    BatchBody ──► BatchLine, one JSON a line, of all its turns as they come
 generate_batch/…  LeaveBody: some of them are not wanted any more
 POOLING           vLLM's bodies and answers ──► behind the same lease
@@ -35,11 +34,10 @@ MAX_LINE_BYTES: Final = 1 << 20
 
 ROUTES: Final = "/rose/v1/"
 GENERATE: Final = f"{ROUTES}generate"
-GENERATE_MORE: Final = "/rose/v2/generate"
 GENERATE_BATCH: Final = f"{ROUTES}generate_batch"
 LEAVE_BATCH: Final = f"{GENERATE_BATCH}/leave"
 # All routes of turns.
-TURNS: Final = (GENERATE, GENERATE_MORE, GENERATE_BATCH, LEAVE_BATCH)
+TURNS: Final = (GENERATE, GENERATE_BATCH, LEAVE_BATCH)
 MAX_BATCH_TURNS: Final = 256
 # vLLM's own routes for models that are not generative, for the callers of turns.
 POOLING: Final = ("/pooling", "/score", "/classify")
@@ -112,16 +110,6 @@ class Sampling(Struct, frozen=True, gc=False):
         """
         return bool(
             self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
-        )
-
-    @property
-    def asks_more(self) -> bool:
-        """True if it has fields that replicas before 0.3 would drop."""
-        return (
-            self.counts_output
-            or self.min_p != 0.0
-            or self.repetition_penalty != 1.0
-            or self.prompt_logprobs is not None
         )
 
 

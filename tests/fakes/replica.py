@@ -23,12 +23,9 @@ class StandInReplica:
         version: int = 0,
         delay_s: float = 0.0,
         *,
-        is_old: bool = False,
         pools: tuple[str, ...] = (),
     ) -> None:
-        """is_old: it has not the routes for more than sampling had at first, and for batches.
-        pools: routes of a model that is not generative, which count the letters of their input."""
-        self.is_old = is_old
+        """pools: routes of a model that is not generative; they count their input's letters."""
         self.pools = pools
         self.version = version
         self.delay_s = delay_s
@@ -70,10 +67,8 @@ class StandInReplica:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_post("/rose/v1/generate", self._generate)
-        if not self.is_old:
-            app.router.add_post("/rose/v2/generate", self._generate)
-            app.router.add_post("/rose/v1/generate_batch", self._generate_batch)
-            app.router.add_post("/rose/v1/generate_batch/leave", self._leave)
+        app.router.add_post("/rose/v1/generate_batch", self._generate_batch)
+        app.router.add_post("/rose/v1/generate_batch/leave", self._leave)
         app.router.add_get("/rose/v1/state", self._state)
         for path in self.pools:
             app.router.add_post(path, self._pool)

@@ -7,7 +7,7 @@
 
 A turn of a batch looks to its receiver like one alone: its own status, its own lines, its own end;
 its next attempt, on another replica for example, is that turn's own. If a replica refuses a batch
-as a request, being older or because of one turn, its turns are requested one by one.
+as a request, because of one turn for example, its turns are requested one by one.
 """
 
 import asyncio
@@ -40,11 +40,7 @@ from rose.gateway.errors import fresh
 MAX_BATCH_BYTES: Final = 1 << 20
 MAX_FAULT_BYTES: Final = 2_048
 REST_OF_ANSWER_S: Final = 1.0
-# Time for which a replica without batches gets none: a newer one may be there afterwards.
-ALONE_S: Final = 60.0
-MOST_ALONE: Final = 4_096
 REQUEST_FAULTS: Final = frozenset({400, 404, 405, 413, 422})
-NOT_FOUND: Final = frozenset({404, 405})
 # Time limit of the answer to a leave.
 LEAVE_S: Final = 5.0
 _encode = msgspec.json.Encoder().encode
@@ -125,22 +121,9 @@ class BatchCollector:
 
     def __init__(self, upstream: Upstream, most: int) -> None:
         self._upstream = upstream
-        self._most = min(most, MAX_BATCH_TURNS)
+        self.most = min(most, MAX_BATCH_TURNS)
         self._gathering: dict[str, _Batch] = {}
-        self._alone_until_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def takes(self, url: str) -> bool:
-        """Return True if turns may be sent to this replica in batches."""
-        if self._most < 2:
-            return False
-        until_s = self._alone_until_s.get(url)
-        if until_s is None:
-            return True
-        if asyncio.get_running_loop().time() < until_s:
-            return False
-        del self._alone_until_s[url]
-        return True
 
     def join(self, url: str, path: str, body: bytes, receiver: TurnReceiver) -> BatchedTurn:
         """Add a turn, to be requested as if alone at `path`; it cannot fail here.
@@ -148,7 +131,7 @@ class BatchCollector:
         receiver: gets everything, also a failed connection.
         """
         batch = self._gathering.get(url)
-        if batch is None or not batch.takes(body, self._most):
+        if batch is None or not batch.takes(body, self.most):
             batch = self._gathering[url] = _Batch(self, self._upstream, url)
             asyncio.get_running_loop().call_soon(self._send, batch)
         return batch.add(BatchedTurn(batch, path, body, receiver))
@@ -157,12 +140,6 @@ class BatchCollector:
         """Keep a task until it is over."""
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
-
-    def alone(self, url: str) -> None:
-        """Record that a replica knows no batches."""
-        if len(self._alone_until_s) >= MOST_ALONE:
-            self._alone_until_s.clear()
-        self._alone_until_s[url] = asyncio.get_running_loop().time() + ALONE_S
 
     def _send(self, batch: "_Batch") -> None:
         if self._gathering.get(batch.url) is batch:
@@ -251,8 +228,6 @@ class _Batch:
     def ended(self, error: Exception | None) -> None:
         self._connection = None
         if self._status in REQUEST_FAULTS:
-            if self._status in NOT_FOUND:
-                self._batches.alone(self.url)
             self._batches.run(asyncio.ensure_future(self._ask_alone()))
         else:
             self._end(error)

@@ -22,7 +22,6 @@ from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
 from rose.contract.replica import (
     GENERATE,
-    GENERATE_MORE,
     MAX_LINE_BYTES,
     GenerateBody,
     Sampling,
@@ -89,14 +88,11 @@ class AnswerReader:
 class ReplicaBackend(Protocol):
     """One replica API; it keeps no state of its own.
 
-    batches: True if it has a route for several turns at once.
+    batches: True if it has a route for several turns at once. path: of a turn's request.
     """
 
     batches: bool
-
-    def path(self, request: TurnRequest) -> str:
-        """Path of a turn's request."""
-        ...
+    path: str
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """Return the request that continues a turn. Raises BadRequest for unsupported fields."""
@@ -143,9 +139,7 @@ class RoseBackend:
     """Tokens in, stamped tokens out."""
 
     batches = True
-
-    def path(self, request: TurnRequest) -> str:
-        return GENERATE_MORE if request.sampling.asks_more else GENERATE
+    path = GENERATE
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         return _encode(
@@ -188,9 +182,7 @@ class VllmBackend:
     """Tokens in, tokens out."""
 
     batches = False
-
-    def path(self, request: TurnRequest) -> str:
-        return "/v1/completions"
+    path = "/v1/completions"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """Raises BadRequest for what vLLM does not do in a stream."""
@@ -263,9 +255,7 @@ class SglangBackend:
     """Tokens in, tokens out."""
 
     batches = False
-
-    def path(self, request: TurnRequest) -> str:
-        return "/generate"
+    path = "/generate"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
         """Raises BadRequest for fields that SGLang has no parameter for."""

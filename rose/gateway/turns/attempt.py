@@ -29,11 +29,6 @@ REST_OF_ANSWER_S = 1.0
 # Statuses about the request itself: another replica would return the same.
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
-NOT_FOUND = 404
-TOO_OLD = (
-    "{} is of an older ROSE, whose replicas know no penalties, min_p, prompt_logprobs and"
-    " structured output: leave them out, or update its node"
-)
 MAX_FAULT_BYTES = 2_048
 # An engine that still knows the attempt's id, which is the gateway's: never the caller's fault.
 KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
@@ -224,9 +219,7 @@ class AttemptStream:
         never_asked = isinstance(error, (ConnectionRefusedError, TimeoutError))
         self.engine_ended = self._status in (0, OK) and not never_asked
         text = self._fault.decode("utf-8", "replace")
-        if self._status == NOT_FOUND and self._turn.request.sampling.asks_more:
-            self._over.set_result(BadRequest(TOO_OLD.format(self._live.entry.id)))
-        elif self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
+        if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
             self._over.set_result(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):
             end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
@@ -265,11 +258,11 @@ class AttemptStream:
         entry = self._live.entry
         link = LINKS[entry.api]
         body = link.encode(self._turn.request, self._asked)
-        url = entry.url + link.path(self._turn.request)
+        url = entry.url + link.path
         connection: BatchedTurn | UpstreamConnection
         if self._goes_with_others(more_head):
             assert self._batches is not None
-            connection = self._batches.join(entry.url, link.path(self._turn.request), body, self)
+            connection = self._batches.join(entry.url, link.path, body, self)
         else:
             connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
@@ -294,7 +287,7 @@ class AttemptStream:
         """
         entry = self._live.entry
         suits = self._turn.request.batch and not more_head and LINKS[entry.api].batches
-        return suits and self._batches is not None and self._batches.takes(entry.url)
+        return suits and self._batches is not None and self._batches.most > 1
 
     def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
         """Process all lines of this step of the event loop."""

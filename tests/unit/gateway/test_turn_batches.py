@@ -91,17 +91,6 @@ async def test_a_single_turn_is_asked_for_as_ever() -> None:
     assert (replica.batches, replica.paths) == ([], [GENERATE])
 
 
-async def test_a_replica_that_knows_no_batches_is_asked_turn_by_turn_from_then_on() -> None:
-    async with (
-        StandInReplica(is_old=True) as replica,
-        calling(entry(replica, "own-0"), model_names=("*",)) as (_, session),
-    ):
-        for _ in range(2):
-            status, answer, _ = await ask(session, COMPLETIONS, body(3))
-            assert (status, outputs(answer)) == (200, right(3))
-    assert replica.paths == [GENERATE] * 6
-
-
 async def test_a_batch_that_is_refused_as_a_request_is_asked_turn_by_turn() -> None:
     """One turn that a replica cannot read must not end its neighbours."""
     replica = StandInReplica()

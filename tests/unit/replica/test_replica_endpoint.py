@@ -268,7 +268,6 @@ OPEN = {
     ("GET", "/v1/models"),
     ("GET", "/rose/v1/state"),
     ("POST", "/rose/v1/generate"),
-    ("POST", "/rose/v2/generate"),
     ("POST", "/rose/v1/generate_batch"),
     ("POST", "/rose/v1/generate_batch/leave"),
 }

@@ -28,7 +28,7 @@ from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 
 PATH = "/rose/v1/generate"
-PATH_V2 = "/rose/v2/generate"
+PATH_V2 = "/rose/v1/generate"
 BATCH = "/rose/v1/generate_batch"
 LEAVE = "/rose/v1/generate_batch/leave"
 BODY = {"request_id": "r", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 8}}
