@@ -5,6 +5,7 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, calling, entry, gateway_with, serving, until
+from wire_cases import VLLM, ask
 
 from rose.client import (
     GatewayUnavailable,
@@ -24,21 +25,11 @@ from tests.harness.processes import Forked
 BODY = {"request_id": "r", "token_ids": [1, 100], "sampling_params": {"max_tokens": 3}}
 
 
-async def post(session: Any, gateway: Any, body: Any, **kw: Any) -> Any:
-    url = f"{base_url(gateway)}/inference/v1/generate"
-    async with session.post(url, json=body, **kw) as response:
-        return response.status, await response.json(), response.headers
-
-
 async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
-    async with (
-        StandInReplica(delay_s=0.01) as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession() as session,
-    ):
-        both = await asyncio.gather(post(session, gw, BODY), post(session, gw, BODY))
-        later = await post(session, gw, BODY)
-        other = await post(session, gw, {**BODY, "token_ids": [1, 2]})
+    async with serving(StandInReplica(delay_s=0.01)) as (replica, _, session):
+        both = await asyncio.gather(ask(session, VLLM, BODY), ask(session, VLLM, BODY))
+        later = await ask(session, VLLM, BODY)
+        other = await ask(session, VLLM, {**BODY, "token_ids": [1, 2]})
     assert both[0][1] == both[1][1] == later[1]
     assert len(replica.requests) == 1
     assert other[0] == 400
@@ -70,8 +61,8 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
     ],
 )
 async def test_a_wrong_request_is_400_with_a_message(body: Any) -> None:
-    async with gateway_with() as gw, aiohttp.ClientSession() as session:
-        status, answer, _ = await post(session, gw, body)
+    async with calling() as (_, session):
+        status, answer, _ = await ask(session, VLLM, body)
     assert status == 400
     assert answer["error"]["type"] == "BadRequestError"
     assert answer["error"]["message"]
@@ -81,90 +72,73 @@ async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere() -> None:
     async with StandInReplica() as one, StandInReplica() as two:
         one.bad_request = two.bad_request = True
         async with (
-            gateway_with(entry(one, "guest-0"), entry(two, "ded-0")) as gw,
-            aiohttp.ClientSession() as session,
+            calling(entry(one, "guest-0"), entry(two, "ded-0")) as (_, session),
         ):
-            status, _, _ = await post(session, gw, BODY)
+            status, _, _ = await ask(session, VLLM, BODY)
     assert status == 400
     assert len(one.requests) + len(two.requests) == 1
 
 
 async def test_sizes_models_and_unknown_routes() -> None:
-    async with gateway_with(max_body_bytes=256) as gw, aiohttp.ClientSession() as session:
-        assert (await post(session, gw, {**BODY, "token_ids": [1] * 500}))[0] == 413
-        assert (await post(session, gw, {**BODY, "model": "other"}))[0] == 404
-        async with session.get(f"{base_url(gw)}/nowhere") as response:
+    async with calling(max_body_bytes=256) as (_, session):
+        assert (await ask(session, VLLM, {**BODY, "token_ids": [1] * 500}))[0] == 413
+        assert (await ask(session, VLLM, {**BODY, "model": "other"}))[0] == 404
+        async with session.get("/nowhere") as response:
             assert response.status == 404
             assert "error" in await response.json()
 
 
 async def test_a_prompt_that_no_replica_can_hold_is_refused_at_once() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0", kv_tokens=4)) as gw,
-        aiohttp.ClientSession() as session,
-    ):
-        assert (await post(session, gw, {**BODY, "token_ids": [1] * 9}))[0] == 400
+    async with serving(row={"kv_tokens": 4}) as (_, _, session):
+        assert (await ask(session, VLLM, {**BODY, "token_ids": [1] * 9}))[0] == 400
 
 
 async def test_a_full_queue_is_429_with_retry_after() -> None:
-    async with gateway_with(max_waiting=1) as gw, aiohttp.ClientSession() as session:
-        first = asyncio.create_task(post(session, gw, BODY))
+    async with calling(max_waiting=1) as (gw, session):
+        first = asyncio.create_task(ask(session, VLLM, BODY))
         await until(lambda: gw.status().waiting > 0)
-        status, _, headers = await post(session, gw, {**BODY, "request_id": "r2"})
+        status, _, headers = await ask(session, VLLM, {**BODY, "request_id": "r2"})
         first.cancel()
     assert (status, headers["Retry-After"]) == (429, "1")
 
 
 async def test_versions_nobody_has_are_409() -> None:
-    async with (
-        StandInReplica(version=3) as replica,
-        gateway_with(entry(replica, "guest-0"), version_wait_s=0.05) as gw,
-        aiohttp.ClientSession() as session,
-    ):
-        newer = await post(session, gw, {**BODY, "min_version": 4})
-        passed = await post(session, gw, {**BODY, "exact_version": 2})
-        exact = await post(session, gw, {**BODY, "exact_version": 3})
+    async with serving(StandInReplica(version=3), version_wait_s=0.05) as (_, _, session):
+        newer = await ask(session, VLLM, {**BODY, "min_version": 4})
+        passed = await ask(session, VLLM, {**BODY, "exact_version": 2})
+        exact = await ask(session, VLLM, {**BODY, "exact_version": 3})
     assert (newer[0], passed[0], exact[0]) == (409, 409, 200)
 
 
 async def test_waiting_ends_with_503() -> None:
-    async with gateway_with(queue_wait_s=0.05) as gw, aiohttp.ClientSession() as session:
-        status, _, headers = await post(session, gw, BODY)
+    async with calling(queue_wait_s=0.05) as (_, session):
+        status, _, headers = await ask(session, VLLM, BODY)
     assert (status, headers["Retry-After"]) == (503, "1")
 
 
 async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place() -> None:
-    async with StandInReplica() as replica:
+    async with serving() as (replica, gw, session):
         replica.hang_after = 1
-        async with (
-            gateway_with(entry(replica, "guest-0")) as gw,
-            aiohttp.ClientSession() as session,
-        ):
-            turn = asyncio.create_task(post(session, gw, BODY))
-            await until(lambda: replica.live > 0)
-            turn.cancel()
-            await until(lambda: replica.cancelled > 0)
-            assert gw.status().live_turns == {"guest-0": 0}
-            replica.hang_after = None
-            assert (await post(session, gw, BODY))[0] == 200
+        turn = asyncio.create_task(ask(session, VLLM, BODY))
+        await until(lambda: replica.live > 0)
+        turn.cancel()
+        await until(lambda: replica.cancelled > 0)
+        assert gw.status().live_turns == {"guest-0": 0}
+        replica.hang_after = None
+        assert (await ask(session, VLLM, BODY))[0] == 200
 
 
 async def test_attempts_are_bounded_and_the_turn_then_fails() -> None:
-    async with StandInReplica() as replica:
+    async with serving(max_attempts=1) as (replica, _, session):
         replica.break_after = 0
-        async with (
-            gateway_with(entry(replica, "guest-0"), max_attempts=1) as gw,
-            aiohttp.ClientSession() as session,
-        ):
-            status, answer, _ = await post(session, gw, BODY)
+        status, answer, _ = await ask(session, VLLM, BODY)
     assert status == 503
     assert "1 replicas failed" in answer["error"]["message"]
 
 
 async def test_stats_metrics_health_and_models() -> None:
-    async with serving() as (_, gw, session):
-        await post(session, gw, BODY)
+    async with serving() as (_, _, session):
+        await ask(session, VLLM, BODY)
         stats = await (await session.get("/rose/v1/stats")).json()
         text = await (await session.get("/metrics")).text()
         health = await (await session.get("/health")).json()
@@ -192,9 +166,9 @@ async def test_a_replica_that_is_gone_leaves_no_series() -> None:
         StandInReplica() as stays,
         calling(entry(gone, "guest-0")) as (gw, session),
     ):
-        await post(session, gw, BODY)
+        await ask(session, VLLM, BODY)
         gw.set_table((entry(stays, "guest-1"),))
-        await post(session, gw, BODY | {"request_id": "another"})
+        await ask(session, VLLM, BODY | {"request_id": "another"})
         text = await (await session.get("/metrics")).text()
         stats = await (await session.get("/rose/v1/stats")).json()
     assert 'rose_gateway_tokens_total{replica="guest-1"} 3' in text
@@ -207,8 +181,8 @@ async def test_events_tell_of_continuations_and_lost_replicas(tmp_path: Any) -> 
         guest.revoke_after = 1
         rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
         async with gateway_with(*rows, log_dir=tmp_path) as gw:
-            async with aiohttp.ClientSession() as session:
-                await post(session, gw, BODY)
+            async with aiohttp.ClientSession(base_url(gw)) as session:
+                await ask(session, VLLM, BODY)
             gw.set_table(rows[1:])
     text = (tmp_path / "events-gateway.jsonl").read_text()
     assert '"event":"continuation"' in text

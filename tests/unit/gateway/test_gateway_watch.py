@@ -1,6 +1,9 @@
+"""The table that a scheduler pushes: it arrives, expires in silence, comes back, and settles."""
+
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -11,59 +14,74 @@ from rose.gateway.replicas.watch import WatchedTable
 from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.silence import LOOKS, Silence
 
-TABLE = rose_pb2.ReplicaTable(
-    revision=1,
-    replicas=[
-        rose_pb2.Replica(
-            id="guest-0",
-            kind=rose_pb2.REPLICA_KIND_GUEST,
-            url="http://127.0.0.1:1",
-            leased=True,
-            lease_epoch=3,
-            policy_version=2,
-            max_sequences=8,
-            healthy=True,
-        )
-    ],
-)
+Rows = tuple[ReplicaEntry, ...]
+
+
+def row(name: str = "guest-0", epoch: int = 3, **fields: Any) -> rose_pb2.Replica:
+    guest = {
+        "kind": rose_pb2.REPLICA_KIND_GUEST,
+        "url": "http://127.0.0.1:1",
+        "leased": True,
+        "policy_version": 2,
+        "max_sequences": 8,
+        "healthy": True,
+    }
+    return rose_pb2.Replica(id=name, lease_epoch=epoch, **(guest | fields))
+
+
+TABLE = rose_pb2.ReplicaTable(revision=1, replicas=[row()])
 
 
 class FakeScheduler(rose_pb2_grpc.SchedulerServicer):
-    """Sends one table on each watch, then is silent until the stream is ended."""
+    """Sends its tables on each watch, again and again if `every_s` is given, then is silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *tables: rose_pb2.ReplicaTable, every_s: float | None = None) -> None:
+        self.tables = tables or (TABLE,)
+        self.every_s = every_s
         self.watches = 0
 
     async def WatchReplicas(
         self, request: Any, context: Any
     ) -> AsyncIterator[rose_pb2.ReplicaTable]:
         self.watches += 1
-        yield TABLE
-        await asyncio.sleep(60)
+        while True:
+            for table in self.tables:
+                yield table
+            await asyncio.sleep(60 if self.every_s is None else self.every_s)
 
 
-async def test_the_table_arrives_expires_in_silence_and_comes_back() -> None:
-    fake, server = FakeScheduler(), grpc.aio.server()
+@asynccontextmanager
+async def watched(
+    fake: FakeScheduler, ttl_s: float
+) -> AsyncIterator[tuple[asyncio.Queue[Rows], list[str]]]:
+    """Tables of a gateway that watches this scheduler, as they arrive, and its events."""
+    server = grpc.aio.server()
     rose_pb2_grpc.add_SchedulerServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    tables: list[tuple[ReplicaEntry, ...]] = []
     events: list[str] = []
+    arrived: asyncio.Queue[Rows] = asyncio.Queue()
     watch = WatchedTable(
-        f"127.0.0.1:{port}", "gw", 0.1, lambda event, **fields: events.append(event)
+        f"127.0.0.1:{port}", "gw", ttl_s, lambda event, **fields: events.append(event)
     )
-    arrived: asyncio.Queue[tuple[ReplicaEntry, ...]] = asyncio.Queue()
     task = asyncio.create_task(watch.run(lambda rows, _: arrived.put_nowait(rows)))
-    async with asyncio.timeout(30):
+    try:
+        async with asyncio.timeout(30):
+            yield arrived, events
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
+
+
+async def test_the_table_arrives_expires_in_silence_and_comes_back() -> None:
+    fake, tables = FakeScheduler(), []
+    async with watched(fake, 0.1) as (arrived, events):
         while () not in tables or not any(tables[tables.index(()) :]):
             # On a busy machine silence may come before the first table.
             if (table := await arrived.get()) or tables:
                 tables.append(table)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await server.stop(None)
-    assert tables[0][0].id == "guest-0"
-    assert tables[0][0].lease_epoch == 3
+    assert (tables[0][0].id, tables[0][0].lease_epoch) == ("guest-0", 3)
     back = next(table for table in tables[tables.index(()) :] if table)
     assert back[0].id == "guest-0"
     assert fake.watches >= 2
@@ -72,9 +90,9 @@ async def test_the_table_arrives_expires_in_silence_and_comes_back() -> None:
 
 async def test_a_watch_that_breaks_leaves_no_table_behind() -> None:
     """Nobody lets a table expire any more: it counts as expired at once, and the error is told."""
-    tables: list[tuple[ReplicaEntry, ...]] = []
+    tables: list[Rows] = []
 
-    def breaks_once(table: tuple[ReplicaEntry, ...], _: tuple[str, ...]) -> None:
+    def breaks_once(table: Rows, _: tuple[str, ...]) -> None:
         tables.append(table)
         if len(tables) == 1:
             raise KeyError("a fault of the program")
@@ -87,77 +105,49 @@ async def test_a_watch_that_breaks_leaves_no_table_behind() -> None:
 
 
 async def test_a_row_whose_address_cannot_be_one_is_left_out() -> None:
-    class Mixed(FakeScheduler):
-        async def WatchReplicas(
-            self, request: Any, context: Any
-        ) -> AsyncIterator[rose_pb2.ReplicaTable]:
-            table = rose_pb2.ReplicaTable(replicas=TABLE.replicas)
-            for number, url in enumerate(["http://a..b", "http://" + "a" * 64, "ftp://x", ""]):
-                row = table.replicas.add()
-                row.CopyFrom(TABLE.replicas[0])
-                row.id, row.url = f"bad-{number}", url
-            for _ in range(2):
-                yield table
-            await asyncio.sleep(60)
-
-    server = grpc.aio.server()
-    rose_pb2_grpc.add_SchedulerServicer_to_server(Mixed(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    events: list[str] = []
-    watch = WatchedTable(
-        f"127.0.0.1:{port}", "gw", 60.0, lambda event, **fields: events.append(event)
-    )
-    arrived: asyncio.Queue[tuple[ReplicaEntry, ...]] = asyncio.Queue()
-    task = asyncio.create_task(watch.run(lambda rows, _: arrived.put_nowait(rows)))
-    async with asyncio.timeout(30):
+    urls = ("http://a..b", "http://" + "a" * 64, "ftp://x", "")
+    bad = [row(f"bad-{number}", url=url) for number, url in enumerate(urls)]
+    table = rose_pb2.ReplicaTable(replicas=[row(), *bad])
+    async with watched(FakeScheduler(table, table), 60.0) as (arrived, events):
         for _ in range(2):
             assert [entry.id for entry in await arrived.get()] == ["guest-0"]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await server.stop(None)
     assert events.count("replica_refused") == 4, "each is noted once"
 
 
-class TalkingScheduler(FakeScheduler):
-    """Sends its table again and again."""
-
-    async def WatchReplicas(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[rose_pb2.ReplicaTable]:
-        while True:
-            yield TABLE
-            await asyncio.sleep(0.02)
-
-
 async def test_a_pause_of_the_loop_takes_no_replica_away_while_the_scheduler_talks() -> None:
-    server = grpc.aio.server()
-    rose_pb2_grpc.add_SchedulerServicer_to_server(TalkingScheduler(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    tables: list[tuple[ReplicaEntry, ...]] = []
-    events: list[str] = []
-    watch = WatchedTable(
-        f"127.0.0.1:{port}", "gw", 0.4, lambda event, **fields: events.append(event)
-    )
-    task = asyncio.create_task(watch.run(lambda rows, _: tables.append(rows)))
-    for _ in range(2):
-        seen = len(tables)
-        async with asyncio.timeout(30):
-            while len(tables) <= seen + 2:  # noqa: ASYNC110 - the watch fills it
-                await asyncio.sleep(0.01)
-        # Nothing runs for much longer than a table lives, the stand-in for a scheduler included.
-        time.sleep(1.0)  # noqa: ASYNC251
-    await asyncio.sleep(0.5)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await server.stop(None)
+    tables: list[Rows] = []
+    async with watched(FakeScheduler(every_s=0.02), 0.4) as (arrived, events):
+        for _ in range(2):
+            tables += [await arrived.get() for _ in range(3)]
+            # Nothing runs for much longer than a table lives, the scheduler included.
+            time.sleep(1.0)  # noqa: ASYNC251
+        await asyncio.sleep(0.5)
+        while not arrived.empty():
+            tables.append(arrived.get_nowait())
     assert () not in tables
     assert all(row.leased for table in tables for row in table)
     # But as long as none was read, no new turn goes anywhere.
     assert any(not row.healthy for table in tables for row in table)
     assert tables[-1][0].healthy
     assert events == ["scheduler_connected"]
+
+
+def test_replicas_that_a_new_leader_has_not_heard_of_stay_until_it_has_settled() -> None:
+    taken: list[dict[str, int]] = []
+
+    def sink(entries: Rows, jobs: tuple[str, ...]) -> None:
+        del jobs
+        taken.append({each.id: each.lease_epoch for each in entries})
+
+    table = WatchedTable("127.0.0.1:1", "g", 5.0, lambda *a, **kw: None)
+    for said in (
+        rose_pb2.ReplicaTable(replicas=[row("a", 1), row("b", 1)]),
+        rose_pb2.ReplicaTable(settling=True),
+        rose_pb2.ReplicaTable(replicas=[row("a", 2)], settling=True),
+        rose_pb2.ReplicaTable(replicas=[row("a", 2)]),
+    ):
+        table._note(sink, said)
+    assert taken == [{"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 2}]
 
 
 def test_silence_counts_only_while_somebody_listens() -> None:
