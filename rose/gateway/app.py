@@ -225,8 +225,7 @@ class Gateway:
         )
 
     def _set_announced(self, announced: Mapping[str, JobVersions]) -> None:
-        self._dispatcher.newest = {job: each.latest for job, each in announced.items()}
-        self._dispatcher.default_versions.set_announced(announced)
+        self._dispatcher.default_versions.announced = announced
 
     async def _listen(self) -> None:
         settings = self._settings

@@ -166,7 +166,8 @@ class WholeCalls:
 
     async def _asked(self, call: WholeCall) -> bytes:
         need = call.need
-        oldest = self._dispatcher.min_version_of(need.job, need.min_version, need.exact_version)
+        versions = self._dispatcher.default_versions
+        oldest = versions.min_version_of(need.job, need.min_version, need.exact_version)
         need = replace(need, min_version=oldest)
         self._dispatcher.check_admission(need)
         avoid = said = ""

@@ -120,10 +120,10 @@ class GatewayServer:
         dispatcher = self._dispatcher
         return GatewayStatus(
             usable=dispatcher.usable,
-            live_turns=dispatcher.live_turns(),
+            live_turns=dispatcher.jobs.live_turns(),
             running=len(self._turns),
             waiting=dispatcher.waiting,
-            sessions_known=dispatcher.sessions_known,
+            sessions_known=dispatcher.jobs.sessions_known,
             hedged_groups=len(self._hedging),
         )
 
@@ -208,7 +208,7 @@ class GatewayServer:
         body, caller = await self._bodies.read(http), caller_of(http)
 
         def owned(job: str) -> str:
-            return self._dispatcher.resolve(own_job(caller, job))
+            return self._dispatcher.jobs.resolve(own_job(caller, job))
 
         call = pooling.read(http.path, body, http.headers, self._model, owned, caller.scope)
         answer = pooling.answer(await self._calls.run(call), self._model)
@@ -227,11 +227,11 @@ class GatewayServer:
     def _check_job(self, http: web.Request) -> None:
         """Raise UnknownJob if the request names one that is not registered."""
         if named := job_of(http.headers, None):
-            self._dispatcher.resolve(named)
+            self._dispatcher.jobs.resolve(named)
 
     def _job(self, http: web.Request, named: str | None) -> str:
         """Return the registered job of a caller's names, "" where jobs are labels."""
-        return self._dispatcher.owner(own_job(caller_of(http), job_of(http.headers, named)))
+        return self._dispatcher.jobs.owner(own_job(caller_of(http), job_of(http.headers, named)))
 
     async def _abort(self, http: web.Request) -> web.Response:
         """Answer vLLM's `request_ids` and SGLang's `rid`: those turns end for all readers."""
@@ -252,14 +252,14 @@ class GatewayServer:
         job, scope = self._job(http, names.job), caller_of(http).scope
         aborted = self._turns.finish_session(job, scope + session)
         # An aborted turn leaves nothing behind, so everything known is forgotten here.
-        self._dispatcher.forget(scope + session, job)
+        self._dispatcher.jobs.of(job).forget(scope + session)
         return json_answer(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Answer with the placements of a request's or trajectory's turns, and their reasons."""
         subject = http.match_info["subject"]
         job, scope = self._job(http, http.query.get("job")), caller_of(http).scope
-        decisions = self._dispatcher.explained(scope + subject, job)
+        decisions = self._dispatcher.jobs.of(job).explained(scope + subject)
         if not decisions:
             raise web.HTTPNotFound(reason=f"no choice is remembered for {subject[:200]!r}")
         now_s = asyncio.get_running_loop().time()
@@ -272,9 +272,9 @@ class GatewayServer:
     async def _versions(self, http: web.Request) -> web.Response:
         """Answer with the served versions, of all jobs or of the caller's one."""
         named = own_job(caller_of(http), job_of(http.headers, http.query.get("job")))
-        job = self._dispatcher.owner(named) if named else ""
-        newest = sorted(self._dispatcher.newest.items())
-        jobs = tuple(JobVersion(*each) for each in newest if job in ("", each[0]))
+        job = self._dispatcher.jobs.owner(named) if named else ""
+        announced = sorted(self._dispatcher.default_versions.announced.items())
+        jobs = tuple(JobVersion(name, each.latest) for name, each in announced if job in ("", name))
         rows = [row.served() for row in self._dispatcher.entries if job in ("", row.job)]
         return json_answer(Versions(jobs, tuple(sorted(rows, key=lambda row: row.id))))
 
@@ -305,7 +305,7 @@ class GatewayServer:
     async def _metrics(self, http: web.Request) -> web.Response:
         text = metrics.exposition(
             self._stats,
-            self._dispatcher.live_turns(),
+            self._dispatcher.jobs.live_turns(),
             self._dispatcher.waiting,
             self._health_now(),
         )
@@ -313,7 +313,9 @@ class GatewayServer:
 
     async def _show_stats(self, http: web.Request) -> web.Response:
         return json_answer(
-            metrics.snapshot(self._stats, self._dispatcher.live_turns(), self._dispatcher.waiting)
+            metrics.snapshot(
+                self._stats, self._dispatcher.jobs.live_turns(), self._dispatcher.waiting
+            )
         )
 
 

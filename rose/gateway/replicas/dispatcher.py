@@ -9,11 +9,11 @@ acquire --> waiting --pump--> live --finish--> (gone)
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from elastic_scheduler import End, Quote, Router, RoutingDecision, TurnNeed, TurnPlacement
+from elastic_scheduler import End, Quote, Router, TurnNeed, TurnPlacement
 from rose.gateway.errors import (
     BadRequest,
     NoReplica,
@@ -104,11 +104,9 @@ class Dispatcher:
         self.stats = stats
         self._clock = clock
         self.on_event = on_event
-        self._routers = JobRouters()
+        self.jobs = JobRouters()
         self.default_versions = DefaultVersions(settings.max_staleness)
         self._entries: dict[str, ReplicaEntry] = {}
-        self.newest: Mapping[str, int] = {}
-        """Newest version of each registered job; empty without a scheduler."""
         # In order of their beginning, so that one history has one outcome.
         self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
@@ -143,47 +141,13 @@ class Dispatcher:
         """Replicas that get turns."""
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
-    def live_turns(self) -> dict[str, int]:
-        """Return the turns on each replica of the table."""
-        return self._routers.live_turns()
-
     def owed(self) -> Iterator[tuple[str, int]]:
         """Yield each turn, running or waiting: its job, and its expected remaining tokens."""
         for live in self._live:
             yield live.need.job, live.placement.owed_tokens
         for waiter in self._waiting:
-            router = self._routers.of(waiter.need.job)
+            router = self.jobs.of(waiter.need.job)
             yield waiter.need.job, router.expected_tokens(waiter.need)
-
-    def resolve(self, job: str) -> str:
-        """Return the job of a turn that names this one. Raises UnknownJob, BadRequest."""
-        return self._routers.resolve(job)
-
-    def owner(self, job: str) -> str:
-        """Return the registered job that owns names, sessions and turns, "" where it is a label.
-
-        Raises as `resolve` does.
-        """
-        return self._routers.registered(self._routers.resolve(job))
-
-    def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:
-        """Return a turn's oldest acceptable version: its own, else the gateway's default."""
-        if asked is not None or exact is not None:
-            return asked
-        return self.default_versions.oldest(job)
-
-    def explained(self, subject: str, job: str = "") -> tuple[RoutingDecision, ...]:
-        """Return past choices for a request id or a trajectory of a job, oldest first."""
-        return self._routers.of(job).explained(subject)
-
-    def forget(self, session: str, job: str = "") -> None:
-        """Forget a trajectory that is over, and its prefix."""
-        self._routers.of(job).forget(session)
-
-    @property
-    def sessions_known(self) -> int:
-        """Trajectories that the router remembers."""
-        return sum(router.sessions_known for router in self._routers.all)
 
     def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
         """Replace the table; streams whose lease is over are cancelled before this returns."""
@@ -196,7 +160,7 @@ class Dispatcher:
                 self.on_event("replica_lost", replica=entry.id, epoch=entry.lease_epoch)
         # A replica under a new lease starts with a clean load: its old turns are ended below.
         renewed = {e.id for e in entries if e.id in old and _begins_anew(old[e.id], e)}
-        self._routers.set_table(entries, jobs, now_s, renewed)
+        self.jobs.set_table(entries, jobs, now_s, renewed)
         for waiter in self._waiting:
             self._name_job(waiter)
         for live in self._live:
@@ -209,22 +173,22 @@ class Dispatcher:
         if self._queue_full(need.job, self.settings.max_waiting):
             most = self.settings.max_waiting
             raise QueueFull(f"{most} turns wait already (--max-waiting); send it again later")
-        if not self._routers.of(need.job).fits(need):
+        if not self.jobs.of(need.job).fits(need):
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
 
     def _queue_full(self, job: str, most: int) -> bool:
         """Return True if the job has too many waiting turns; each job has places of its own."""
         if len(self._waiting) < most:
             return False
-        mine = self._routers.of(job)
-        return sum(self._routers.of(each.need.job) is mine for each in self._waiting) >= most
+        mine = self.jobs.of(job)
+        return sum(self.jobs.of(each.need.job) is mine for each in self._waiting) >= most
 
     def _name_job(self, waiter: _WaitingTurn) -> None:
         """Adapt to changed jobs: an unnamed turn is the only job's, a gone job's turn is over."""
         if waiter.granted.done():
             return
         try:
-            waiter.need = replace(waiter.need, job=self._routers.resolve(waiter.need.job))
+            waiter.need = replace(waiter.need, job=self.jobs.resolve(waiter.need.job))
         except TurnError as error:
             waiter.granted.set_result(fresh(error))
 
@@ -239,7 +203,7 @@ class Dispatcher:
         Raises QueueFull if too many wait, VersionUnavailable or NoReplica if waiting did not help,
         UnknownJob if its job was ended.
         """
-        need = replace(need, job=self._routers.resolve(need.job))
+        need = replace(need, job=self.jobs.resolve(need.job))
         if not self._live and not self._waiting:
             self.work_began.set()
         granted: asyncio.Future[LiveAttempt | TurnError] = (
@@ -277,7 +241,7 @@ class Dispatcher:
         return last and self._constraint(waiter.need) in self._blocked
 
     def _constraint(self, need: TurnNeed) -> tuple[Router, int | None, int | None]:
-        return self._routers.of(need.job), need.min_version, need.exact_version
+        return self.jobs.of(need.job), need.min_version, need.exact_version
 
     def _leave(self, waiter: _WaitingTurn) -> None:
         """Cancel a wait: hand back a place that was granted at this very moment."""
@@ -326,7 +290,7 @@ class Dispatcher:
         still: list[_WaitingTurn] = []
         tried = 0
         for waiter in self._waiting:
-            if not self._routers.has_room():
+            if not self.jobs.has_room():
                 break
             tried += 1
             constraint = self._constraint(waiter.need)
@@ -403,18 +367,18 @@ class Dispatcher:
     def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
         """Take the quoted place; hand it back with `finish`."""
         now_s = self._clock()
-        router = self._routers.of(quote.ask.need.job)
+        router = self.jobs.of(quote.ask.need.job)
         return self._admit(router, router.take(quote, why, now_s), now_s)
 
     def _place(self, waiter: _WaitingTurn, name: str, now_s: float) -> None:
-        router = self._routers.of(waiter.need.job)
+        router = self.jobs.of(waiter.need.job)
         placement = router.begin(name, waiter.need, now_s)
         waiter.granted.set_result(self._admit(router, placement, now_s))
 
     def _admit(self, router: Router, placement: TurnPlacement, now_s: float) -> LiveAttempt:
         self.switches.tried(placement.replica, now_s)
         entry, need = self._entries[placement.replica], placement.need
-        job = self._routers.registered(need.job)
+        job = self.jobs.registered(need.job)
         live = LiveAttempt(entry, router, job, placement, need, now_s)
         self._live[live] = None
         self.stats.attempts += 1
@@ -422,7 +386,7 @@ class Dispatcher:
 
     def _hopeless(self, waiter: _WaitingTurn, now_s: float) -> TurnError | None:
         need, waited_s = waiter.need, now_s - waiter.since_s
-        router = self._routers.of(need.job)
+        router = self.jobs.of(need.job)
         if not router.reachable(need):
             return VersionUnavailable(
                 f"version {need.exact_version} is over on every replica; ask for a newer one"

@@ -4,7 +4,7 @@ A gateway that watches a scheduler knows its jobs. If the jobs are unknown (repl
 line, a scheduler without a job) one router has all replicas, and a turn's job is a label.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_scheduler import Router
@@ -37,6 +37,13 @@ class JobRouters:
             "job",
         )
 
+    def owner(self, named: str) -> str:
+        """Return the registered job that owns names, sessions and turns, "" where it is a label.
+
+        Raises as `resolve` does.
+        """
+        return self.registered(self.resolve(named))
+
     def registered(self, job: str) -> str:
         """Return the job if it is a registered one, "" if it is a label."""
         return job if job in self._names else ANY
@@ -48,9 +55,9 @@ class JobRouters:
         return self._routers.get(job) or self._routers[ANY]
 
     @property
-    def all(self) -> Collection[Router]:
-        """Every router."""
-        return self._routers.values()
+    def sessions_known(self) -> int:
+        """Trajectories that the routers remember."""
+        return sum(router.sessions_known for router in self._routers.values())
 
     def has_room(self) -> bool:
         """Return True if any turn could be placed."""
@@ -110,23 +117,24 @@ class DefaultVersions:
 
     def __init__(self, rules: Sequence[StalenessRule]) -> None:
         self._rules = {rule.job: rule for rule in rules}
-        self._announced: Mapping[str, JobVersions] = {}
+        self.announced: Mapping[str, JobVersions] = {}
+        """Versions of each registered job at the scheduler; empty without one."""
         self._newest = 0
-
-    def set_announced(self, announced: Mapping[str, JobVersions]) -> None:
-        """Take the scheduler's versions, by job."""
-        self._announced = announced
 
     def set_table(self, entries: Iterable[ReplicaEntry]) -> None:
         """Take the replicas of a new table."""
         self._newest = max((entry.policy_version for entry in entries), default=0)
+
+    def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:
+        """Return a turn's oldest acceptable version: its own, else the gateway's default."""
+        return self.oldest(job) if asked is None and exact is None else asked
 
     def oldest(self, job: str) -> int | None:
         """Return the `min_version` of a job's turns without one; None: any version will do."""
         rule = self._rules.get(job) or self._rules.get(ANY)
         if rule is None:
             return None
-        known = self._announced.get(job)
+        known = self.announced.get(job)
         latest = self._newest if known is None else known.latest
         bound = rule.versions
         if bound is None:

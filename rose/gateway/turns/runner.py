@@ -201,12 +201,12 @@ class SharedTurns:
         """
         request.check()
         fingerprint = request.fingerprint()
-        named = self._dispatcher.resolve(request.origin.job)
+        named = self._dispatcher.jobs.resolve(request.origin.job)
         request.origin = replace(request.origin, job=named)
-        job = self._dispatcher.owner(named)
+        job = self._dispatcher.jobs.owner(named)
         key = _key(job, request.name)
         # After the fingerprint: repeated under a newer version it is the same turn.
-        request.min_version = self._dispatcher.min_version_of(
+        request.min_version = self._dispatcher.default_versions.min_version_of(
             named, request.min_version, request.exact_version
         )
         known = self._answers.find(key, fingerprint)

@@ -19,15 +19,15 @@ ANY_JOB, OF_A, REGISTERED = StalenessRule("", 1), StalenessRule("a", 0), Stalene
 
 def test_each_job_is_held_to_its_own_bound_behind_what_was_announced() -> None:
     bounds = DefaultVersions((ANY_JOB, OF_A, REGISTERED))
-    bounds.set_announced({"a": JobVersions(7, 3), "b": JobVersions(9, 4), "c": JobVersions(5, 0)})
+    bounds.announced = {"a": JobVersions(7, 3), "b": JobVersions(9, 4), "c": JobVersions(5, 0)}
     assert [bounds.oldest(job) for job in "abc"] == [7, 5, 4]
-    bounds.set_announced({"a": JobVersions(0, 3), "c": JobVersions(1, 0)})
+    bounds.announced = {"a": JobVersions(0, 3), "c": JobVersions(1, 0)}
     assert [bounds.oldest(job) for job in "ac"] == [None, None], "there is nothing older"
 
 
 def test_without_a_rule_or_a_scheduler_nothing_is_made_up() -> None:
     bounds = DefaultVersions(())
-    bounds.set_announced({"a": JobVersions(7, 3)})
+    bounds.announced = {"a": JobVersions(7, 3)}
     assert bounds.oldest("a") is None
     assert DefaultVersions((REGISTERED,)).oldest("b") is None
 
@@ -46,7 +46,7 @@ async def test_a_turn_that_says_nothing_waits_for_a_replica_within_the_bound() -
     async with StandInReplica(version=4) as old, StandInReplica(version=6) as new:
         rules = (ANY_JOB,)
         async with calling(entry(old, "own-0"), max_staleness=rules) as (gw, session):
-            gw.dispatcher.default_versions.set_announced({})
+            gw.dispatcher.default_versions.announced = {}
             assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
             rows = entry(old, "own-0"), entry(new, "own-1", healthy=False)
             gw.set_table(rows)

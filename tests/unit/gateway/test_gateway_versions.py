@@ -10,6 +10,7 @@ from scheduler_cases import JOB, RunningScheduler
 from rose.client import BlockingRolloutClient, GatewayUnavailable, RolloutClient
 from rose.contract.fields import UNVERSIONED
 from rose.gateway import Gateway, GatewaySettings
+from rose.gateway.replicas.jobs import JobVersions
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
@@ -26,7 +27,8 @@ async def test_each_replica_is_told_with_its_job_version_and_state() -> None:
         )
         async with gateway_with(*rows) as gateway, RolloutClient(base_url(gateway)) as client:
             gateway.set_table(rows, ("a", "b"))
-            gateway.dispatcher.newest = {"a": 4, "b": 9}
+            announced = {"a": JobVersions(4, 0), "b": JobVersions(9, 0)}
+            gateway.dispatcher.default_versions.announced = announced
             told = await client.versions()
             assert [(r.id, r.job, r.version, r.state) for r in told.replicas] == [
                 ("g0", "a", 4, "serving"),
@@ -50,12 +52,13 @@ async def test_versions_of_a_scheduler_follow_what_is_announced(tmp_path: Path) 
         Gateway(GatewaySettings(scheduler=f"127.0.0.1:{scheduler.port}", port=0)) as gateway,
         RolloutClient(base_url(gateway), job=JOB) as client,
     ):
-        await until(lambda: JOB in gateway.dispatcher.newest)
+        await until(lambda: JOB in gateway.dispatcher.default_versions.announced)
         assert (await client.versions()).latest() == 0
         for version in (1, 2):
             announced = {"version": version, "parent": version - 1, "url": "http://t"}
             await scheduler.stub.AnnounceVersion(pb.AnnounceVersionRequest(job=JOB, **announced))
-        await until(lambda: gateway.dispatcher.newest[JOB] == 2)
+        versions = gateway.dispatcher.default_versions
+        await until(lambda: versions.announced[JOB].latest == 2)
         assert (await client.versions()).latest(JOB) == 2
 
 

@@ -21,7 +21,7 @@ HEADERS = {"X-Session-ID": "s", "X-Group-ID": "g", "X-Rose-Job": "j"}
 def needs(gateway: Any) -> list[Any]:
     """Record the router's need of each turn that begins from now on."""
     seen: list[Any] = []
-    router = gateway.dispatcher._routers.of("")
+    router = gateway.dispatcher.jobs.of("")
     begin = router.begin
 
     def noting(replica: str, need: Any, now_s: float) -> Any:
@@ -67,7 +67,8 @@ async def test_the_lengths_of_some_members_forecast_the_others() -> None:
             body = vllm_body(900, request_id=group, group_id=group, job="j")
             assert (await ask(session, VLLM, body))[0] == 200
         expected = {
-            group: gw.dispatcher.explained(group)[0].expected_tokens for group in ("a", "g", "h")
+            group: gw.dispatcher.jobs.of("").explained(group)[0].expected_tokens
+            for group in ("a", "g", "h")
         }
     assert expected == {"a": 900, "g": 5, "h": 900}
 
