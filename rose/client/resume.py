@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from msgspec import structs
+
 from rose.client import wire
 from rose.client.errors import AnswerBroken
 from rose.client.types import ClientTurn, TokenChunk, Turn
@@ -80,12 +82,13 @@ class Received:
         self._keep_spans()
         self._base = self._seen = len(self._tokens)
         if self._base:
-            self._asked = replace(
-                self._ask,
+            rest = structs.replace(
+                self._ask.body,
                 request_id=f"{self._ask.request_id}+{self._base}",
-                token_ids=(*self._ask.token_ids, *self._tokens),
-                sampling=asked.rest(asked.max_tokens - self._base),
+                token_ids=(*self._ask.body.token_ids, *self._tokens),
+                sampling_params=asked.rest(asked.max_tokens - self._base),
             )
+            self._asked = replace(self._ask, body=rest)
         return self._asked
 
     def again(self) -> ClientTurn:

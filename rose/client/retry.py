@@ -24,6 +24,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 import aiohttp
+from msgspec import structs
 
 from rose.client import wire
 from rose.client.errors import GatewayUnavailable
@@ -150,7 +151,7 @@ class Tries:
 
     async def whole(self, row: RunningTurn) -> Turn:
         """Return the turn as one answer."""
-        body = wire.encode_ask(row.ask)
+        body = wire.encode(row.ask.body)
 
         async def ask(url: str) -> Turn:
             async with self._post(url, body, row.ask) as response:
@@ -182,7 +183,8 @@ class Tries:
         received = Received(row.ask)
 
         async def attempt(url: str, asked: ClientTurn) -> None:
-            async with self._post(url, wire.encode_ask(asked, stream=True), asked) as response:
+            body = wire.encode(structs.replace(asked.body, stream=True))
+            async with self._post(url, body, asked) as response:
                 await _check(response)
                 received.trace_id = wire.traced(response)
                 await self._read(response, received, row, sink)

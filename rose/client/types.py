@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
+from rose.contract.gateway import GatewayGenerateBody, SamplingParams
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
 from rose.tracing import TraceContext, current_trace, parsed
@@ -114,25 +115,25 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ClientTurn:
-    """One turn of the trainer; `request_id` stays the same in all tries."""
+    """One turn of the trainer: its request, and what the headers say; all tries are of one id."""
 
-    request_id: str
-    session_id: str
-    token_ids: tuple[int, ...]
-    sampling: Sampling
-    min_version: int | None = None
-    exact_version: int | None = None
-    priority: int = 0
-    group_id: str = ""
-    group_size: int = 0
-    hedges: int = 0
-    job: str = ""
+    body: GatewayGenerateBody
+    session_id: str = ""
     trace: TraceContext | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.body.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.body.sampling_params
 
     @property
     def key(self) -> str:
         """Key that chooses the gateway; all turns of a group with copies go to the same one."""
-        return (self.group_id if self.hedges else "") or self.session_id or self.request_id
+        group = self.body.group_id if self.body.hedges else None
+        return group or self.session_id or self.request_id
 
 
 class GroupOptions(TypedDict, total=False):
@@ -172,18 +173,19 @@ class TurnOptions(SessionOptions, total=False):
 def ask_for(
     token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
 ) -> ClientTurn:
-    """Return the turn with all defaults filled in."""
-    return ClientTurn(
-        options.get("request_id") or uuid.uuid4().hex,
-        options.get("session_id", ""),
-        tuple(token_ids),
-        sampling,
-        options.get("min_version"),
-        options.get("exact_version"),
-        options.get("priority", 0),
-        options.get("group_id", ""),
-        options.get("group_size", 0),
-        options.get("hedges", 0),
-        options.get("job", ""),
-        parsed(said) if (said := options.get("traceparent", "")) else current_trace(),
+    """Return the turn with all defaults filled in; what is empty is not sent."""
+    body = GatewayGenerateBody(
+        request_id=options.get("request_id") or uuid.uuid4().hex,
+        token_ids=tuple(token_ids),
+        sampling_params=SamplingParams.of(sampling),
+        priority=options.get("priority", 0),
+        min_version=options.get("min_version"),
+        exact_version=options.get("exact_version"),
+        group_id=options.get("group_id") or None,
+        group_size=options.get("group_size") or None,
+        hedges=options.get("hedges") or None,
+        job=options.get("job") or None,
     )
+    named = options.get("traceparent", "")
+    trace = parsed(named) if named else current_trace()
+    return ClientTurn(body, options.get("session_id", ""), trace)

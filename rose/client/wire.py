@@ -14,9 +14,7 @@ from rose.client.types import ClientTurn, Turn
 from rose.contract.gateway import (
     MAX_EVENT_BYTES,
     SESSION_HEADER,
-    GatewayGenerateBody,
     GatewayRefusal,
-    SamplingParams,
     StreamEvent,
     TurnAnswer,
     Versions,
@@ -29,25 +27,6 @@ _ANSWER = msgspec.json.Decoder(TurnAnswer)
 _EVENT = msgspec.json.Decoder(StreamEvent)
 _VERSIONS = msgspec.json.Decoder(Versions)
 _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
-
-
-def encode_ask(ask: ClientTurn, *, stream: bool = False) -> bytes:
-    """Return the body of a generate request."""
-    return encode(
-        GatewayGenerateBody(
-            request_id=ask.request_id,
-            token_ids=ask.token_ids,
-            sampling_params=SamplingParams.of(ask.sampling),
-            priority=ask.priority,
-            min_version=ask.min_version,
-            exact_version=ask.exact_version,
-            group_id=ask.group_id or None,
-            group_size=ask.group_size or None,
-            hedges=ask.hedges or None,
-            job=ask.job or None,
-            stream=stream,
-        )
-    )
 
 
 def headers(ask: ClientTurn) -> dict[str, str]:

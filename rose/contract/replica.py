@@ -10,7 +10,7 @@ weights/…         contract/weights.py: gateways and clients do not load it, an
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 from msgspec import Meta, Struct, structs
 
@@ -89,7 +89,7 @@ class Sampling(Struct, frozen=True, gc=False):
     prompt_logprobs: Count | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def rest(self, max_tokens: int) -> "Sampling":
+    def rest(self, max_tokens: int) -> Self:
         """Return the sampling of a turn with only `max_tokens` left to generate.
 
         Its prompt's logprobs came before its first token.

@@ -11,19 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from rose.contract.gateway import versions_of
-from rose.gateway.apis import wire
+from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhole
-from rose.gateway.apis.frontend import (
-    NOTHING,
-    ApiFrontend,
-    ApiRequest,
-    check_logprobs,
-    read_json,
-    refuse_unsupported,
-    request_id_of,
-    request_of,
-    turns_of,
-)
+from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest
 from rose.gateway.apis.tools import (
     FOUND,
     FoundTools,
@@ -126,7 +116,7 @@ class ChatFrontend(ApiFrontend):
     path = "/v1/chat/completions"
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = read_json(_decoder, body)
+        asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         _check(asked, self._max_completions)
         tools = checked_tools(self._model, asked.tools, asked.tool_choice)
@@ -136,10 +126,12 @@ class ChatFrontend(ApiFrontend):
         max_tokens = asked.max_tokens if limit is None else limit
         self._model.check_length(len(prompt), max_tokens or 0)
         sampling = asked.sampling(self._model.budget(len(prompt), max_tokens))
-        name, text = request_id_of(headers, asked.request_id), asked.text_plan(self._model)
-        turns = turns_of(asked, headers, name, [prompt], sampling, samples=asked.samples, text=text)
+        name, text = frontend.request_id_of(headers, asked.request_id), asked.text_plan(self._model)
+        turns = frontend.turns_of(
+            asked, headers, name, [prompt], sampling, samples=asked.samples, text=text
+        )
         answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called)
-        return request_of(asked, headers, turns, answer, at_end=called is not None)
+        return frontend.request_of(asked, headers, turns, answer, at_end=called is not None)
 
     async def _prompt(self, asked: _ChatBody, tools: bytes | None) -> list[int]:
         codec = self._model.need_codec("a conversation")
@@ -157,7 +149,7 @@ class ChatFrontend(ApiFrontend):
 
 def _check(asked: _ChatBody, max_completions: int) -> None:
     asked.check(max_completions)
-    refuse_unsupported(asked, _ChatUnsupported)
+    frontend.refuse_unsupported(asked, _ChatUnsupported)
     if asked.parallel_tool_calls is False:
         raise BadRequest(
             "parallel_tool_calls: how many tools are called, the policy decides; leave it out",
@@ -167,7 +159,7 @@ def _check(asked: _ChatBody, max_completions: int) -> None:
         raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_logprobs(asked.top_logprobs, "top_logprobs")
+    frontend.check_logprobs(asked.top_logprobs, "top_logprobs")
 
 
 class _ChatTopLogprob(msgspec.Struct, gc=False):

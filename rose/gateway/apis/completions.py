@@ -13,24 +13,8 @@ from msgspec import structs
 
 from rose.contract.gateway import versions_of
 from rose.contract.replica import Sampling, sampling_of
-from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import (
-    NOTHING,
-    ApiFrontend,
-    ApiRequest,
-    GenerateFields,
-    check_completions,
-    check_logprobs,
-    check_prompt_logprobs,
-    check_samples,
-    read_json,
-    refuse_unsupported,
-    request_id_of,
-    request_of,
-    stops_of,
-    text_plan,
-    turns_of,
-)
+from rose.gateway.apis import frontend, wire
+from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
 from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel, TextPlan
@@ -99,10 +83,10 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
 
     def check(self, most: int) -> None:
         """Raise BadRequest for fields that replicas cannot honour, and for over `most` samples."""
-        refuse_unsupported(self, OpenAIUnsupported)
-        check_prompt_logprobs(self.prompt_logprobs, self.stream)
-        check_samples(self.samples, most, self.temperature)
-        stops_of(self.stop)
+        frontend.refuse_unsupported(self, OpenAIUnsupported)
+        frontend.check_prompt_logprobs(self.prompt_logprobs, self.stream)
+        frontend.check_samples(self.samples, most, self.temperature)
+        frontend.stops_of(self.stop)
         if not self.stream and self.stream_options not in (None, wire.StreamOptions()):
             raise BadRequest("stream_options is for streams: send stream", "stream_options")
 
@@ -131,7 +115,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
         shown = self.include_stop_str_in_output
         special = self.skip_special_tokens
-        return text_plan(model, stops_of(self.stop), shown, special, self.min_tokens)
+        return frontend.text_plan(
+            model, frontend.stops_of(self.stop), shown, special, self.min_tokens
+        )
 
 
 class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
@@ -211,22 +197,24 @@ class CompletionFrontend(ApiFrontend):
     path = "/v1/completions"
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = read_json(_decoder, body)
+        asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         asked.check(self._max_completions)
-        check_logprobs(asked.logprobs, "logprobs")
+        frontend.check_logprobs(asked.logprobs, "logprobs")
         if asked.suffix:
             raise BadRequest("suffix is not supported", "suffix")
         prompts = await self._prompts(asked)
-        check_completions(len(prompts) * asked.samples, self._max_completions, "prompt")
+        frontend.check_completions(len(prompts) * asked.samples, self._max_completions, "prompt")
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         for prompt in prompts:
             self._model.check_length(len(prompt), max_tokens)
         sampling, text = asked.sampling(max_tokens), asked.text_plan(self._model)
-        name = request_id_of(headers, asked.request_id)
-        turns = turns_of(asked, headers, name, prompts, sampling, samples=asked.samples, text=text)
+        name = frontend.request_id_of(headers, asked.request_id)
+        turns = frontend.turns_of(
+            asked, headers, name, prompts, sampling, samples=asked.samples, text=text
+        )
         answer = CompletionAnswer(f"cmpl-{name[0]}", self._model, asked, prompts)
-        return request_of(asked, headers, turns, answer)
+        return frontend.request_of(asked, headers, turns, answer)
 
     async def _prompts(self, asked: _CompletionBody) -> list[list[int]]:
         prompt = asked.prompt
@@ -237,7 +225,7 @@ class CompletionFrontend(ApiFrontend):
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) == len(prompt):
             return [ids]
-        check_completions(len(prompt), self._max_completions, "prompt")
+        frontend.check_completions(len(prompt), self._max_completions, "prompt")
         lists = [part for part in prompt if isinstance(part, list)]
         if len(lists) == len(prompt):
             return lists

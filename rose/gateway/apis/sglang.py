@@ -13,21 +13,8 @@ from msgspec import structs
 
 from rose.contract.gateway import versions_of
 from rose.contract.replica import Sampling, StructuredOutputs, sampling_of
-from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import (
-    NOTHING,
-    ApiFrontend,
-    ApiRequest,
-    GenerateFields,
-    check_completions,
-    read_json,
-    refuse_unsupported,
-    request_id_of,
-    request_of,
-    stops_of,
-    text_plan,
-    turns_of,
-)
+from rose.gateway.apis import frontend, wire
+from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
 from rose.gateway.apis.structured import checked
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.text_codec import ServedModel, TextPlan
@@ -94,8 +81,8 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
 
     def text_plan(self, model: ServedModel) -> TextPlan | None:
         """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
-        stops, special = stops_of(self.stop), self.skip_special_tokens
-        return text_plan(model, stops, self.no_stop_trim, special, self.min_new_tokens)
+        stops, special = frontend.stops_of(self.stop), self.skip_special_tokens
+        return frontend.text_plan(model, stops, self.no_stop_trim, special, self.min_new_tokens)
 
 
 class _SglangUnsupported(GenerateFields, gc=False, kw_only=True):
@@ -129,10 +116,10 @@ class SglangFrontend(ApiFrontend):
     path = "/generate"
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = read_json(_decoder, body)
+        asked = frontend.read_json(_decoder, body)
         params = asked.sampling_params or _SglangSamplingBody()
-        refuse_unsupported(asked, _SglangUnsupported)
-        refuse_unsupported(params, _SglangUnsupportedSampling)
+        frontend.refuse_unsupported(asked, _SglangUnsupported)
+        frontend.refuse_unsupported(params, _SglangUnsupportedSampling)
         prompts, batch = await self._prompts(asked)
         if batch and asked.stream:
             raise BadRequest("a list of prompts cannot be streamed: send one request for each")
@@ -143,13 +130,13 @@ class SglangFrontend(ApiFrontend):
         sampling, text = params.sampling(), params.text_plan(self._model)
         for prompt in prompts:
             self._model.check_length(len(prompt), sampling.max_tokens)
-        turns = turns_of(asked, headers, name, prompts, sampling, text=text)
+        turns = frontend.turns_of(asked, headers, name, prompts, sampling, text=text)
         for turn in turns:
             # SGLang serves the higher priority first, the gateway the lower.
             turn.priority = -turn.priority
         ids = [turn.request_id for turn in turns]
         answer = SglangAnswer(ids, bool(asked.return_logprob), batch)
-        return request_of(asked, headers, turns, answer)
+        return frontend.request_of(asked, headers, turns, answer)
 
     def error(self, error: TurnError) -> bytes:
         return wire.encode({"error": {"message": wire.clean(str(error))}})
@@ -179,7 +166,7 @@ class SglangFrontend(ApiFrontend):
         return (self._bounded(lists), True) if lists else ([ids], False)
 
     def _bounded(self, prompts: list[T]) -> list[T]:
-        check_completions(len(prompts), self._max_completions, "prompts")
+        frontend.check_completions(len(prompts), self._max_completions, "prompts")
         return prompts
 
 
@@ -188,7 +175,7 @@ def _name_of(
 ) -> tuple[str | list[str], bool]:
     """Return the request's id, or one for each prompt, and True if the caller chose it."""
     if not isinstance(rid, list):
-        return request_id_of(headers, rid)
+        return frontend.request_id_of(headers, rid)
     if len(rid) != count or not all(rid):
         raise BadRequest("rid: one for each prompt")
     return rid, True

@@ -12,21 +12,8 @@ from msgspec import structs
 from elastic_scheduler import Segment
 from rose.contract.gateway import GENERATE, Version, versions_of
 from rose.contract.replica import Sampling, sampling_of
-from rose.gateway.apis import wire
-from rose.gateway.apis.frontend import (
-    NOTHING,
-    ApiFrontend,
-    ApiRequest,
-    GenerateFields,
-    check_logprobs,
-    check_prompt_logprobs,
-    check_samples,
-    read_json,
-    refuse_unsupported,
-    request_id_of,
-    request_of,
-    turns_of,
-)
+from rose.gateway.apis import frontend, wire
+from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
 from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.turns.token_stream import TokenStream
 
@@ -105,20 +92,22 @@ class VllmFrontend(ApiFrontend):
     path = GENERATE
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = read_json(_decoder, body)
+        asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         params, prompt = asked.sampling_params, asked.token_ids
-        refuse_unsupported(asked, _VllmUnsupported)
-        refuse_unsupported(params, _VllmUnsupportedSampling)
-        check_logprobs(params.logprobs, "logprobs")
-        check_prompt_logprobs(params.prompt_logprobs, asked.stream)
+        frontend.refuse_unsupported(asked, _VllmUnsupported)
+        frontend.refuse_unsupported(params, _VllmUnsupportedSampling)
+        frontend.check_logprobs(params.logprobs, "logprobs")
+        frontend.check_prompt_logprobs(params.prompt_logprobs, asked.stream)
         samples = 1 if params.n is None else params.n
-        check_samples(samples, self._max_completions, params.temperature)
+        frontend.check_samples(samples, self._max_completions, params.temperature)
         self._model.check_length(len(prompt))
-        name = request_id_of(headers, asked.request_id)
+        name = frontend.request_id_of(headers, asked.request_id)
         sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens))
-        turns = turns_of(asked, headers, name, [prompt], sampling, samples=samples)
-        return request_of(asked, headers, turns, VllmAnswer(name[0], self._model.name, asked))
+        turns = frontend.turns_of(asked, headers, name, [prompt], sampling, samples=samples)
+        return frontend.request_of(
+            asked, headers, turns, VllmAnswer(name[0], self._model.name, asked)
+        )
 
 
 class _VllmTopLogprob(msgspec.Struct, gc=False):

@@ -7,8 +7,8 @@ import pytest
 
 from elastic_scheduler import End, TurnJournal
 from rose.client.errors import VersionNotServed
-from rose.client.types import ClientTurn
-from rose.client.wire import decode_event, decode_turn, encode_ask, message, refusal
+from rose.client.types import ClientTurn, ask_for
+from rose.client.wire import decode_event, decode_turn, encode, message, refusal
 from rose.contract.replica import Sampling
 from rose.gateway.apis import VllmFrontend
 from rose.gateway.apis.frontend import ApiRequest as GatewayAsk
@@ -18,11 +18,22 @@ from rose.gateway.turns.token_stream import TokenStream
 
 FRONTEND = VllmFrontend(ServedModel("rose-policy", 4_096), 4)
 SAMPLING = Sampling(0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11)
-ASK = ClientTurn("turn", "s", (1, 100), SAMPLING, 3, None, -2, "g", 4, 1, "j")
+ASK = ask_for(
+    (1, 100),
+    SAMPLING,
+    request_id="turn",
+    session_id="s",
+    min_version=3,
+    priority=-2,
+    group_id="g",
+    group_size=4,
+    hedges=1,
+    job="j",
+)
 
 
 def read(ask: ClientTurn) -> GatewayAsk:
-    return asyncio.run(FRONTEND.read(encode_ask(ask), {"X-Session-ID": ask.session_id}))
+    return asyncio.run(FRONTEND.read(encode(ask.body), {"X-Session-ID": ask.session_id}))
 
 
 def whole_feed() -> TokenStream:
