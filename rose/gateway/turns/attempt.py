@@ -8,16 +8,16 @@ decoded, cut where text stops, journaled and passed to readers. Only the attempt
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
 
-from elastic_scheduler import Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
+from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
 from rose.contract.replica import PromptLogprobs, StreamLine
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
-from rose.gateway.backends.replica_apis import LINKS, BackendError
+from rose.gateway.backends.replica_apis import LINKS, AnswerReader, BackendError
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.text_codec import TextTrack
@@ -136,50 +136,34 @@ class TurnAttempts:
         return None if plan is None else plan.track(self.request.token_ids)
 
 
+@dataclass(slots=True, eq=False)
 class AttemptStream:
-    """One streamed request and its `Receiver`; `outcome` is the next step, once it has ended."""
+    """One streamed request and its `Receiver`; `outcome` is the next step, once it has ended.
 
-    __slots__ = (
-        "_asked",
-        "_batches",
-        "_dispatcher",
-        "_fault",
-        "_live",
-        "_over",
-        "_prompt_seen",
-        "_reader",
-        "_spans",
-        "_status",
-        "_turn",
-        "engine_ended",
-        "outcome",
-    )
+    batches: for turns that came with others, in one request. engine_ended: the replica had the
+    request, and hung up before it sent a token.
+    """
 
-    def __init__(
-        self,
-        turn: TurnAttempts,
-        live: LiveAttempt,
-        dispatcher: Dispatcher,
-        spans: Spans = NO_SPANS,
-        batches: BatchCollector | None = None,
-    ) -> None:
-        """batches: for turns that came with others, in one request."""
-        self._batches = batches
-        self._turn = turn
-        self._live = live
-        self._dispatcher = dispatcher
-        self._spans = spans
-        self._asked = turn.journal.begin(live.entry.id, live.entry.kind.value)
-        self._reader = LINKS[live.entry.api].reader()
-        self._status = 0
-        self._fault = b""
-        # Never an error that is raised here: its frames and this attempt would reference each
-        # other.
-        self._prompt_seen = False
-        self._over: asyncio.Future[Ending | Exception] = asyncio.get_running_loop().create_future()
-        self.outcome: Outcome | None = None
-        # The replica had the request, and hung up before it sent a token.
-        self.engine_ended = False
+    turn: TurnAttempts
+    live: LiveAttempt
+    dispatcher: Dispatcher
+    spans: Spans = NO_SPANS
+    batches: BatchCollector | None = None
+    outcome: Outcome | None = None
+    engine_ended: bool = False
+    _status: int = 0
+    _fault: bytes = b""
+    _prompt_seen: bool = False
+    _asked: Attempt = field(init=False)
+    _reader: AnswerReader = field(init=False)
+    # Never an error that is raised here: its frames and this attempt would reference each other.
+    _over: "asyncio.Future[Ending | Exception]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        entry = self.live.entry
+        self._asked = self.turn.journal.begin(entry.id, entry.kind.value)
+        self._reader = LINKS[entry.api].reader()
+        self._over = asyncio.get_running_loop().create_future()
 
     async def run(self, upstream: Upstream) -> Ending:
         """Stream the answer into the journal; return how it ended and, in words, why.
@@ -188,12 +172,12 @@ class AttemptStream:
         """
         end: End | None = None
         try:
-            end, reason = await self._live.run(lambda: self._traced(upstream))
+            end, reason = await self.live.run(lambda: self._traced(upstream))
         except ATTEMPT_FAILURES as error:
             end, reason = _broken(error)
         finally:
             if self.outcome is None:
-                self._dispatcher.finish(self._live, end)
+                self.dispatcher.finish(self.live, end)
         if self.outcome is None:
             self._end(end, reason)
         return end, reason
@@ -220,7 +204,7 @@ class AttemptStream:
         self.engine_ended = self._status in (0, OK) and not never_asked
         text = self._fault.decode("utf-8", "replace")
         if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
-            self._over.set_result(BadRequest(f"{self._live.entry.id} refuses the turn: {text}"))
+            self._over.set_result(BadRequest(f"{self.live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):
             end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
             self._over.set_result((end, f"HTTP {self._status}"))
@@ -235,14 +219,14 @@ class AttemptStream:
 
     async def _traced(self, upstream: Upstream) -> Ending:
         """Stream the answer within a span of its own, if the turn is traced."""
-        parent = self._turn.request.origin.trace
-        if parent is None and self._spans is NO_SPANS:
+        parent = self.turn.request.origin.trace
+        if parent is None and self.spans is NO_SPANS:
             return await self._stream(upstream, b"")
         said: Attributes = {
-            "rose.replica": self._live.entry.id,
+            "rose.replica": self.live.entry.id,
             "rose.attempt": self._asked.number,
         }
-        span = self._spans.begin("rose attempt", parent, said)
+        span = self.spans.begin("rose attempt", parent, said)
         head, how = span.context.head() if span.context else b"", ""
         try:
             end, reason = await self._stream(upstream, head)
@@ -255,14 +239,14 @@ class AttemptStream:
         return end, reason
 
     async def _stream(self, upstream: Upstream, more_head: bytes) -> Ending:
-        entry = self._live.entry
+        entry = self.live.entry
         link = LINKS[entry.api]
-        body = link.encode(self._turn.request, self._asked)
+        body = link.encode(self.turn.request, self._asked)
         url = entry.url + link.path
         connection: BatchedTurn | UpstreamConnection
         if self._goes_with_others(more_head):
-            assert self._batches is not None
-            connection = self._batches.join(entry.url, link.path, body, self)
+            assert self.batches is not None
+            connection = self.batches.join(entry.url, link.path, body, self)
         else:
             connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
@@ -273,7 +257,7 @@ class AttemptStream:
             # A few bytes end the answer, and the connection can be reused. The engine does not know
             # of a stop
             # string: hanging up ends its work.
-            hung_up = ending[0] is End.BROKEN or self._turn.matched is not None
+            hung_up = ending[0] is End.BROKEN or self.turn.matched is not None
             rest_s = 0.0 if hung_up else REST_OF_ANSWER_S
             return ending
         finally:
@@ -285,9 +269,9 @@ class AttemptStream:
 
         A head of its own, for its trace, needs a request of its own.
         """
-        entry = self._live.entry
-        suits = self._turn.request.batch and not more_head and LINKS[entry.api].batches
-        return suits and self._batches is not None and self._batches.most > 1
+        entry = self.live.entry
+        suits = self.turn.request.batch and not more_head and LINKS[entry.api].batches
+        return suits and self.batches is not None and self.batches.most > 1
 
     def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
         """Process all lines of this step of the event loop."""
@@ -299,9 +283,9 @@ class AttemptStream:
             self._over.set_result(_broken(error))
         except BadRequest as error:
             known = KNOWN_ID.search(str(error))
-            refusal = BadRequest(f"{self._live.entry.id} {error}", error.param)
+            refusal = BadRequest(f"{self.live.entry.id} {error}", error.param)
             self._over.set_result((End.BROKEN, str(error)) if known else refusal)
-        self._turn.feed.tell()
+        self.turn.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
         """Process one line of the answer; return True if it was the last one that counts.
@@ -309,11 +293,11 @@ class AttemptStream:
         Raises BackendError, having taken nothing, for output that no replica can have sampled.
         """
         if line.token_ids:
-            if not self._live.need.accepts(line.version):
+            if not self.live.need.accepts(line.version):
                 self._over.set_result((End.BROKEN, f"tokens of version {line.version}"))
                 return True
             self._journal(line)
-            if self._turn.matched is not None:
+            if self.turn.matched is not None:
                 return self._finish("stop")
         elif line.prompt_logprobs is not None:
             self._note_prompt(line.prompt_logprobs)
@@ -328,7 +312,7 @@ class AttemptStream:
 
     def _note_prompt(self, places: PromptLogprobs) -> None:
         """Note the prompt's logprobs; those of an earlier attempt are of another version."""
-        feed = self._turn.feed
+        feed = self.turn.feed
         if not self._prompt_seen:
             self._prompt_seen = True
             feed.prompt_logprobs = []
@@ -339,7 +323,7 @@ class AttemptStream:
 
     def _journal(self, line: StreamLine) -> None:
         """Journal a line's tokens, up to a stop string."""
-        journal, text = self._turn.journal, self._turn.text
+        journal, text = self.turn.journal, self.turn.text
         check_line(line, journal.remaining)
         tokens, logprobs = line.token_ids, line.logprobs
         if text is not None:
@@ -347,24 +331,24 @@ class AttemptStream:
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
         journal.append(self._asked.number, tokens, logprobs, line.version, line.oldest_version)
-        self._dispatcher.journaled(self._live, len(tokens))
+        self.dispatcher.journaled(self.live, len(tokens))
 
     def _finish(self, reason: str) -> bool:
         """Complete the turn: deliver it and free its place before anything else.
 
         From here on nothing may interrupt it.
         """
-        self._live.task = None
+        self.live.task = None
         self._end(End.FINISHED, reason)
-        self._dispatcher.finish(self._live, End.FINISHED)
+        self.dispatcher.finish(self.live, End.FINISHED)
         self._over.set_result((End.FINISHED, reason))
         return True
 
     def _end(self, end: End, reason: str) -> None:
         """End the attempt, once; a complete turn goes to its readers at that moment."""
-        self.outcome = self._turn.journal.end(self._asked.number, end, reason)
+        self.outcome = self.turn.journal.end(self._asked.number, end, reason)
         if isinstance(self.outcome, Deliver):
-            self._dispatcher.stats.turns += self._turn.deliver()
+            self.dispatcher.stats.turns += self.turn.deliver()
 
 
 def check_line(line: StreamLine, budget: int) -> None:

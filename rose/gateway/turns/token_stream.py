@@ -10,6 +10,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastic_scheduler import Segment, TurnJournal, VersionSpan
@@ -23,36 +24,22 @@ SPAN_BYTES = 160
 PLACE_BYTES = 150
 
 
+@dataclass(slots=True, eq=False)
 class TokenStream:
     """One writer, any number of readers; a reader remembers how many tokens it has seen."""
 
-    __slots__ = (
-        "_began_s",
-        "_ended",
-        "_error",
-        "_listeners",
-        "_waiters",
-        "created",
-        "journal",
-        "prompt_logprobs",
-        "stop_reason",
-        "text",
-        "took_s",
-    )
-
-    def __init__(self, journal: TurnJournal, text: TextTrack | None = None) -> None:
-        # Every answer of this turn has the same, however often it is requested.
-        self.created = int(time.time())
-        self._began_s = time.monotonic()
-        self.took_s = 0.0
-        self.journal = journal
-        self.text = text
-        self.stop_reason: int | str | None = None
-        self.prompt_logprobs: PromptLogprobs | None = None
-        self._error: TurnError | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self._ended: list[asyncio.Future[None]] = []
-        self._listeners: list[Callable[[], None]] = []
+    journal: TurnJournal
+    text: TextTrack | None = None
+    # Every answer of this turn has the same, however often it is requested.
+    created: int = field(default_factory=lambda: int(time.time()))
+    took_s: float = 0.0
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    _began_s: float = field(default_factory=time.monotonic)
+    _error: TurnError | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _ended: list[asyncio.Future[None]] = field(default_factory=list)
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
