@@ -206,7 +206,7 @@ class ModelledTrainer:
         del self._tasks[run]
         if self._loop.closing:
             return
-        self._gateway.dispatcher.forget(run.name, JOB)
+        self._gateway.dispatcher.jobs.of(JOB).forget(run.name)
         if task.cancelled():
             self._buffer.failed(run, VoidRun("it was cancelled"))
         elif (error := task.exception()) is not None:

@@ -28,7 +28,6 @@ from tests.fakes.asgi_client import AsgiExchange, exchange, settle
 from tests.fakes.async_llm import FakeAsyncLLM, logprob_of
 
 PATH = "/rose/v1/generate"
-PATH_V2 = "/rose/v1/generate"
 BATCH = "/rose/v1/generate_batch"
 LEAVE = "/rose/v1/generate_batch/leave"
 BODY = {"request_id": "r", "token_ids": [1, 2, 3], "sampling": {"max_tokens": 8}}
@@ -471,9 +470,7 @@ async def test_penalties_and_structure_are_vllms() -> None:
         "presence_penalty": -0.5,
         "prompt_logprobs": 2,
     }
-    begun = exchange(
-        served.app, PATH_V2, sampled(**asked, structured_outputs={"choice": ["a", "b"]})
-    )
+    begun = exchange(served.app, PATH, sampled(**asked, structured_outputs={"choice": ["a", "b"]}))
     await settle()
     (parameters,) = served.engine.parameters
     assert {name: getattr(parameters, name) for name in asked} == asked
@@ -485,9 +482,7 @@ async def test_penalties_and_structure_are_vllms() -> None:
 
 async def test_a_structure_that_vllm_does_not_take_is_400() -> None:
     served = Served()
-    refused = exchange(
-        served.app, PATH_V2, sampled(structured_outputs={"regex": "a", "json": "{}"})
-    )
+    refused = exchange(served.app, PATH, sampled(structured_outputs={"regex": "a", "json": "{}"}))
     await refused.done()
     assert refused.status == 400
     assert "one kind of structured outputs" in refused.received.decode()
@@ -556,7 +551,7 @@ async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
 
 async def test_logprobs_of_a_prompt_that_two_versions_may_share_are_asked_for_again() -> None:
     served = Served()
-    begun = exchange(served.app, PATH_V2, sampled(prompt_logprobs=0))
+    begun = exchange(served.app, PATH, sampled(prompt_logprobs=0))
     await settle()
     served.engine.weight_version = "4"
     served.turns.ages.activated(4, kept_kv=True)
@@ -611,7 +606,7 @@ async def test_ids_outside_the_vocabulary_never_reach_the_engine(
     change: dict[str, Any], named: str
 ) -> None:
     served = Served()
-    refused = exchange(served.app, PATH_V2, sampled() | change)
+    refused = exchange(served.app, PATH, sampled() | change)
     await refused.done()
     assert refused.status == 400
     assert named in refused.received.decode()
