@@ -5,9 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import grpc
+from gateway_cases import base_url
 
 from elastic_scheduler import HarvestMode
+from rose.gateway import Gateway, GatewaySettings
 from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
@@ -63,6 +66,19 @@ class RunningScheduler:
                 if all(getattr(job, name) == value for name, value in wanted.items()):
                     return
                 await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(
+    scheduler: RunningScheduler,
+) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
+    """A gateway that watches this scheduler, and a session with it."""
+    settings = GatewaySettings(port=0, scheduler=f"127.0.0.1:{scheduler.port}", shutdown_s=0.1)
+    async with (
+        Gateway(settings) as gateway,
+        aiohttp.ClientSession(base_url(gateway)) as session,
+    ):
+        yield gateway, session
 
 
 @contextlib.asynccontextmanager

@@ -5,14 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import grpc
 import pytest
-from gateway_cases import base_url, serving, until
-from scheduler_cases import GUEST, RunningScheduler, offering
+from gateway_cases import serving, until
+from scheduler_cases import GUEST, RunningScheduler, gateway_of, offering
 from wire_cases import VLLM, ask, vllm_body
 
-from rose.gateway import Gateway, GatewaySettings, demand
+from rose.gateway import demand
 from rose.gateway.demand import JOBS_KEPT, DemandMeter, DemandReporter
 from rose.gateway.stats import LeaseLatencyClock
 from rose.process import background_tasks
@@ -23,10 +22,6 @@ from tests.fakes.replica import StandInReplica
 from tests.harness.waiting import PATIENCE_S
 
 
-def settings_for(scheduler: RunningScheduler) -> GatewaySettings:
-    return GatewaySettings(port=0, scheduler=f"127.0.0.1:{scheduler.port}", shutdown_s=0.1)
-
-
 async def test_the_first_turn_brings_the_lease_that_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,8 +30,7 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
         StandInReplica() as replica,
-        Gateway(settings_for(scheduler)) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
+        gateway_of(scheduler) as (gateway, session),
     ):
         await scheduler.until_job(demand_known=True, turns=0)
         async with offering(scheduler, replica):
@@ -54,8 +48,7 @@ async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(tmp_path: 
     first = RunningScheduler(tmp_path, InMemoryStore())
     async with (
         StandInReplica(delay_s=0.02) as replica,
-        Gateway(settings_for(first)) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
+        gateway_of(first) as (_, session),
     ):
         async with first:
             await first.until_job(demand_known=True, turns=0)
@@ -81,8 +74,7 @@ async def test_a_new_gateway_reports_under_a_name_of_its_own(
         names: set[str] = set()
         for life in (1, 2):
             async with (
-                Gateway(settings_for(scheduler)) as gateway,
-                aiohttp.ClientSession(base_url(gateway)) as session,
+                gateway_of(scheduler) as (_, session),
             ):
                 turn = asyncio.create_task(ask(session, VLLM, vllm_body(60)))
                 # The first one's last report lives on for a few seconds beside the second.
@@ -196,7 +188,7 @@ async def test_a_report_that_cannot_be_made_is_not_passed_over(
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
-        Gateway(settings_for(scheduler)) as gateway,
+        gateway_of(scheduler) as (gateway, _),
     ):
         await scheduler.until_job(demand_known=True)
         gateway.dispatcher.switches = None  # type: ignore[assignment]

@@ -4,14 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, until
-from scheduler_cases import GUEST, RunningScheduler, offering
+from gateway_cases import until
+from scheduler_cases import GUEST, RunningScheduler, gateway_of, offering
 from wire_cases import VLLM, ask, vllm_body
 
 from elastic_scheduler import ReplicaKind
-from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
+from rose.gateway import ReplicaEntry
 from rose.gateway.stats import LeaseLatency, LeaseLatencyClock
 from tests.fakes.memory_store import InMemoryStore
 from tests.fakes.replica import StandInReplica
@@ -110,10 +109,7 @@ async def test_the_scheduler_hears_how_long_a_lease_took_to_its_first_token(
     async with (
         RunningScheduler(tmp_path, InMemoryStore()) as scheduler,
         StandInReplica(delay_s=0.2) as replica,
-        Gateway(
-            GatewaySettings(0, scheduler=f"127.0.0.1:{scheduler.port}", shutdown_s=0.1)
-        ) as gateway,
-        aiohttp.ClientSession(base_url(gateway)) as session,
+        gateway_of(scheduler) as (gateway, session),
     ):
         await scheduler.until_job(demand_known=True)
         async with offering(scheduler, replica):

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gateway_cases import until
-from gateway_processes import gateway_process
 
 from rose.client import (
     Retry,
@@ -19,10 +20,37 @@ from rose.client import (
     Turn,
 )
 from tests.fakes.replica import StandInReplica
+from tests.harness.processes import Forked
 
 STEPS, GROUPS, SAMPLES, TOKENS = 5, 3, 2, 8
 MOST_STEPS = 20 * STEPS
 PLAN = StepPlan(GROUPS, SAMPLES, StalenessBound(1), concurrency=64)
+
+
+@dataclass
+class GatewayProcess:
+    """One that listens under `url`."""
+
+    process: Forked
+    url: str
+
+    async def kill(self) -> None:
+        """`kill -9`; returns when it is gone."""
+        await asyncio.to_thread(self.process.end)
+
+
+@asynccontextmanager
+async def gateway_process(*replicas: StandInReplica) -> AsyncIterator[GatewayProcess]:
+    """`rose gateway --replica …` over these replicas, which answers already."""
+    options: list[str] = []
+    for number, replica in enumerate(replicas):
+        options += ["--replica", f"ded-{number}=dedicated={replica.url}"]
+    process = Forked("-m", "rose.main.gateway", "--port", "0", *options, stdout=True)
+    gateway = GatewayProcess(process, (await process.line()).split()[-1])
+    try:
+        yield gateway
+    finally:
+        await gateway.kill()
 
 
 @dataclass(frozen=True)
