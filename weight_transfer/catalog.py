@@ -28,6 +28,11 @@ MOST_SHARE = 0.3
 MOST_LEASED = 64
 """Deltas that leases keep, from the newest on: whoever is further behind is better off with a base.
 Nobody can have a publisher keep everything."""
+MOST_READERS = 4_096
+MOST_OF_A_PEER = 256
+_SWEEP_EVERY_S = 1.0
+OWN = ""
+"""The publisher itself: nobody takes from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +184,6 @@ class _Way:
     def worth(self) -> tuple[int, bool, int]:
         """Sort key: the smaller of two ways is taken."""
         return self.wire_bytes, self.from_base, self.steps
-
-
-MOST_READERS = 4_096
-MOST_OF_A_PEER = 256
-_SWEEP_EVERY_S = 1.0
-OWN = ""
-"""The publisher itself: nobody takes from it."""
 
 
 class ReadLeases:

@@ -35,6 +35,7 @@ from weight_transfer.format.manifest import Manifest, head_of
 
 DRAFT = ".tmp-"
 _log = logging.getLogger(__name__)
+_DELTA, _BASE, _APART = ".manifest", ".base.manifest", "@"
 
 
 @contextmanager
@@ -78,9 +79,6 @@ def private_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
-
-
-_DELTA, _BASE, _APART = ".manifest", ".base.manifest", "@"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,11 @@ from weight_transfer.format.manifest import MALFORMED, ChunkRef, head_of
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.level import LinkMeter
 
+_ASKED = {"chunks": Asked.CHUNK, "manifests": Asked.MANIFEST}
+HELD_BACK_BYTES = 1 << 16
+# A caller whose chunk waits for its turn on the slow link hears so after that long.
+IN_LINE_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Signer:
@@ -60,7 +65,6 @@ class Signer:
     key: SigningKey
 
 
-_ASKED = {"chunks": Asked.CHUNK, "manifests": Asked.MANIFEST}
 _read_asked = msgspec.json.Decoder(LeaseBody).decode
 
 
@@ -233,11 +237,6 @@ def _expired(raw: bytes | bytearray) -> bool:
         return time.time() >= head_of(raw).expires_s
     except WeightError:
         return True
-
-
-HELD_BACK_BYTES = 1 << 16
-# A caller whose chunk waits for its turn on the slow link hears so after that long.
-IN_LINE_S = 2.0
 
 
 class ChunkForwarder:

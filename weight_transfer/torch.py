@@ -49,6 +49,7 @@ from weight_transfer.publish.shards import (
 from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
 
 __all__ = ["ShardedPublisher", "local_weights", "state_pieces"]
+_GOOD, _BAD = b"+", b"-"
 
 
 class TorchWeights:
@@ -161,9 +162,6 @@ def _inside_out(
             "known here; give its pieces by hand"
         )
     return [*later, cuts[0]]
-
-
-_GOOD, _BAD = b"+", b"-"
 
 
 class Ranks:

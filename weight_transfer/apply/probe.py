@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 
 
 PIECE_ELEMENTS = 8 << 20
+PROBE_TOKENS = 24
+SPREAD = 65_536
+"""Most weights of a kind that are changed at once."""
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +136,6 @@ def judge(
     return Findings(tuple(sorted(wrong)), tuple(sorted(unjudged - wrong)))
 
 
-PROBE_TOKENS = 24
-
-
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     """Result of a probe: bit-for-bit equality, and the largest absolute difference.
@@ -161,11 +162,6 @@ def compare(live: torch.Tensor, fresh: torch.Tensor) -> ProbeResult:
         return ProbeResult(ok=True, max_abs_diff=0.0)
     diff = float((live.double() - fresh.double()).abs().max())
     return ProbeResult(ok=False, max_abs_diff=diff if math.isfinite(diff) else sys.float_info.max)
-
-
-SPREAD = 65_536
-"""Most weights of a kind that are changed at once."""
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def insist_on_sight(

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from weight_transfer.apply.trace_loader import Trace
 
+_T = TypeVar("_T")
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
 
 class Prober(Protocol):
     """Runs the probe prompt through models that share the live engine's KV cache.
@@ -87,8 +90,6 @@ class EngineModel(ModelLoader, Protocol):
         ...
 
 
-_T = TypeVar("_T")
-_LAYER = re.compile(r"(.*?\.\d+)\.")
 ReadTensor = Callable[[str], "torch.Tensor"]
 """Gives a checkpoint tensor by name, with memory of its own."""
 

@@ -70,6 +70,14 @@ from weight_transfer.kernels.device import named_shortage, release_unused
 if TYPE_CHECKING:
     from weight_transfer.apply.reference import EngineModel
 
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# A FIFO opened like this does not wait for its writer; for a regular file it means nothing.
+_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+POLICY_VERSION = "ROSE_POLICY_VERSION"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MARK = re.compile(r"\[rose:(\w+)\] (.*)", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
@@ -315,11 +323,6 @@ def map_engine(
     return LoaderMap.prove(engine.model, trace, base, fresh), plan
 
 
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A FIFO opened like this does not wait for its writer; for a regular file it means nothing.
-_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
-
-
 class Enclosed:
     """Reads files below `root`; without a root any, for a caller of this process's own."""
 
@@ -376,9 +379,6 @@ def _content(descriptor: int, path: Path, max_bytes: int) -> bytes:
     return content
 
 
-POLICY_VERSION = "ROSE_POLICY_VERSION"
-
-
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One report of all ranks: proofs hold when they hold everywhere, times are the slowest's.
 
@@ -392,11 +392,6 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("apply_s", "probe_s", "probe_max_abs_diff"):
         whole[name] = max(report[name] for report in reports)
     return whole
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_MARK = re.compile(r"\[rose:(\w+)\] (.*)", re.DOTALL)
 
 
 def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:

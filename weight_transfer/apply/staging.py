@@ -38,6 +38,10 @@ from weight_transfer.kernels.processor import Change, Exchange, processor_of
 if TYPE_CHECKING:
     import torch
 
+RESIDENT_BYTES: Final = 2 << 30
+"""Most memory of a device that staged changes take: 2% of 13 billion bf16 weights."""
+_ROWS, _COLUMNS = 64, 64
+
 
 class OpaqueCopy:
     """One exchange of all loose parameters, that can be taken back."""
@@ -71,10 +75,6 @@ class OpaqueCopy:
         with torch.inference_mode():
             for name, old in self._old.items():
                 flat_view(self._live[name]).copy_(old)
-
-
-RESIDENT_BYTES: Final = 2 << 30
-"""Most memory of a device that staged changes take: 2% of 13 billion bf16 weights."""
 
 
 ParameterChange: TypeAlias = tuple[str, Change]
@@ -139,9 +139,6 @@ def _located(loader_map: LoaderMap, staged: StagedUpdate) -> Iterator[ParameterC
 def _staged(loader_map: LoaderMap, changes: list[ParameterChange], resident_bytes: int) -> Exchange:
     targets = [(loader_map.bits(name), change) for name, change in changes]
     return processor_of(*(target for target, _ in targets)).stage(targets, resident_bytes)
-
-
-_ROWS, _COLUMNS = 64, 64
 
 
 def warm_kernels(base: Mapping[str, TensorBits], device: torch.device) -> None:

@@ -26,6 +26,10 @@ from weight_transfer.format.tensors import SIGNED, Bits, DeviceBits, TensorBits,
 from weight_transfer.kernels.cpu import locate, sum_rectangle
 from weight_transfer.kernels.processor import Int64s
 
+_MAX_REPEATS = 4096
+# Elements stay what they are, and in the order of their positions.
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as signed integers of its width, writable, on its device."""
@@ -47,9 +51,6 @@ def flat_bits(tensor: torch.Tensor) -> Bits:
     """The same as bits: the memory itself on CPU, a copy of it from a device."""
     bits: Bits = flat_view(tensor).cpu().numpy().view(unsigned(tensor.element_size()))
     return bits.view(np.ndarray)
-
-
-_MAX_REPEATS = 4096
 
 
 class UnmappableError(Exception):
@@ -169,10 +170,6 @@ def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-# Elements stay what they are, and in the order of their positions.
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 class UntraceableError(Exception):

@@ -48,6 +48,24 @@ SLOW_SHARE = 0.1
 LEAST_SAMPLE_BYTES = 1 << 18
 _MOST_SAMPLES = 16
 _MOST_SOURCES = 4_096
+# Members that took over while this one was away are next in the order.
+MOST_HOLDERS = 2
+BLOCK_BYTES = 1 << 18
+ATTEMPTS_PER_SOURCE = 4
+RETRY_PAUSE_S = 0.1
+SILENCE_TIMEOUT_S = 10.0
+# A relay whose own source went silent needs a little longer than that to ask another.
+RELAY_SILENCE_TIMEOUT_S = 15.0
+# A source is judged by its rate once it has sent for that long.
+PATIENCE_S = 2.0
+# Most replies "in line" of a relay for one chunk; it sends one each IN_LINE_S (`serve`).
+MOST_TURNS_IN_LINE = 300
+# Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
+HELD = "Rose-Held"
+ASK_ANOTHER = 409
+# Headers: path of a manifest that names the chunk, and the job of that manifest.
+MANIFEST, JOB = "Rose-Manifest", "Rose-Job"
+_CALL = aiohttp.ClientTimeout(total=5.0)
 
 
 @dataclass(slots=True)
@@ -114,10 +132,6 @@ def _weight(member: str, name: str) -> bytes:
     return digest
 
 
-# Members that took over while this one was away are next in the order.
-MOST_HOLDERS = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """Route of an object: the addresses to ask for it, each once."""
@@ -142,24 +156,6 @@ class Route:
         return cls(tuple(everyone[:at]), tuple(after), origin)
 
 
-BLOCK_BYTES = 1 << 18
-ATTEMPTS_PER_SOURCE = 4
-RETRY_PAUSE_S = 0.1
-SILENCE_TIMEOUT_S = 10.0
-# A relay whose own source went silent needs a little longer than that to ask another.
-RELAY_SILENCE_TIMEOUT_S = 15.0
-# A source is judged by its rate once it has sent for that long.
-PATIENCE_S = 2.0
-# Most replies "in line" of a relay for one chunk; it sends one each IN_LINE_S (`forwarding`).
-MOST_TURNS_IN_LINE = 300
-# Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
-HELD = "Rose-Held"
-ASK_ANOTHER = 409
-# Headers: path of a manifest that names the chunk, and the job of that manifest.
-MANIFEST, JOB = "Rose-Manifest", "Rose-Job"
-
-
-_CALL = aiohttp.ClientTimeout(total=5.0)
 GateOf = Callable[[str], AbstractAsyncContextManager[object]]
 
 

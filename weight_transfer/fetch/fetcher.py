@@ -2,7 +2,7 @@
 
     origin ══slow link══► relay of the chunk ──► its neighbours
 
-Which member relays an object follows from the names alone (`peers.order`). A member asks the
+Which member relays an object follows from the names alone (`download.order`). A member asks the
 members before it in that order, and the origin when there are none or none of them answers: so each
 object crosses the slow link once, and the rest of an object that a dead relay began crosses it
 through the next one.
@@ -62,6 +62,7 @@ MOST_KNOWN_BYTES = 64 << 20
 KNOWN_WITHIN_S = 2.0
 _MANIFEST = re.compile(r"manifests/([0-9]{1,18})(\.base)?")
 _log = logging.getLogger(__name__)
+CHUNKS_AT_ONCE = 16
 
 
 def ignore_reject(_: str) -> None:
@@ -388,9 +389,6 @@ class _Wanted:
 def _unexpected(what: str, error: Exception) -> FetchError:
     _log.warning("%s: %s", what, error, exc_info=error)
     return FetchError(f"{what}: {type(error).__name__}: {error!s:.200}; it is asked for again")
-
-
-CHUNKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from weight_transfer.errors import CacheFullError, StorageError
 # A peer that asked within so long counts as a reader.
 READER_S = 60.0
 MOST_PEERS = 4_096
+BURST_S = 0.1
+MIN_BURST_BYTES = 64 << 10
 
 
 class ChunkSource(StrEnum):
@@ -180,9 +182,6 @@ class TokenBucket:
         self._at_s = now_s
         return max(0.0, -self._level / self._rate)
 
-
-BURST_S = 0.1
-MIN_BURST_BYTES = 64 << 10
 
 Result = TypeVar("Result")
 

@@ -50,6 +50,14 @@ GroupName = Annotated[tuple[int, ...], Meta(max_length=1_024)]
 # Members get word of a version within a second of each other.
 WAIT_S = 3.0
 _log = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_MOST_BYTES = 1 << 32
+_NOT_HERE = (1 << 64) - 1
+# Longer than a chunk takes over the slow link, with its retries.
+CHUNK_S = 120.0
+# Chunks that a member obtains ahead of their broadcast.
+CHUNKS_AHEAD = 16
+ASK_S = 1.0
 
 
 class Barrier(Protocol):
@@ -115,11 +123,6 @@ class RemoteBarrier:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             _log.info("%s holds no barrier for its group: %s", self._leader, error)
             return False
-
-
-_LENGTH_BYTES = 8
-_MOST_BYTES = 1 << 32
-_NOT_HERE = (1 << 64) - 1
 
 
 class Communicator(Protocol):
@@ -200,11 +203,6 @@ def _cupy() -> Any:  # noqa: ANN401 -- a library that is here only where a GPU i
         ) from error
     return cupy
 
-
-# Longer than a chunk takes over the slow link, with its retries.
-CHUNK_S = 120.0
-# Chunks that a member obtains ahead of their broadcast.
-CHUNKS_AHEAD = 16
 
 Result = TypeVar("Result")
 
@@ -337,8 +335,6 @@ async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: st
     except (FetchError, StorageError, ChunkDigestError):
         return None
 
-
-ASK_S = 1.0
 
 _read_name = msgspec.json.Decoder(GroupName).decode
 

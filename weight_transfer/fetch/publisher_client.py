@@ -38,6 +38,8 @@ MOST_BASES: Final = 256
 MAX_CATALOG_BYTES: Final = 256 << 10
 # A catalog is signed for each request; the lifetime allows for clocks that differ.
 LIFETIME_S: Final = 3_600.0
+LEASE_TTL_S = 60.0
+_CALL = aiohttp.ClientTimeout(total=10.0)
 
 
 class CatalogPayload(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +102,6 @@ def decode_catalog(
     return catalog
 
 
-LEASE_TTL_S = 60.0
-_CALL = aiohttp.ClientTimeout(total=10.0)
 _log = logging.getLogger(__name__)
 
 

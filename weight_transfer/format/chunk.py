@@ -5,7 +5,7 @@ header (64 bytes, little-endian)
   first row u64 | end row u64 | row elements u64 | changed u64
   base digest u64 (of the whole old tensor) | payload bytes u64
   first column u32 | columns u32 (0, 0 where rows are whole)
-payload, see `codec`: of the block's weights, row by row
+payload, see `delta_codec`: of the block's weights, row by row
 """
 
 from __future__ import annotations

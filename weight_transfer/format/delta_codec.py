@@ -42,6 +42,13 @@ ZSTD_LEVEL = 1
 _RAW, _ZSTD, _SAME = 0, 1, 2
 Part: TypeAlias = bytes | memoryview
 """A piece of a payload: joined once, since a chunk may be as large as its weights."""
+_STRETCH = 1 << 20
+_SAMPLE = 1 << 16
+_MODULUS = 1 << 64
+_SPARSE_SHARE = 4
+"""One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
+_SURELY_COMPACT = 4096
+_GAP_BYTES = 4
 
 
 def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
@@ -126,11 +133,6 @@ def _decompress(body: bytes, size: int) -> bytes:
         )
     except zstandard.ZstdError as error:
         raise ChunkFormatError(f"compressed plane is damaged: {error}") from error
-
-
-_STRETCH = 1 << 20
-_SAMPLE = 1 << 16
-_MODULUS = 1 << 64
 
 
 class Encoding(IntEnum):
@@ -219,12 +221,6 @@ def _anew(old: Flat, new: Flat, first: int) -> Encoded:
         changed, growth = changed + marks.codes.size, growth + marks.growth
     parts = pack_planes(processor.read(new), new.itemsize)
     return Encoded(Encoding.DENSE, changed, parts, growth % _MODULUS)
-
-
-_SPARSE_SHARE = 4
-"""One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
-_SURELY_COMPACT = 4096
-_GAP_BYTES = 4
 
 
 def encode_payload(

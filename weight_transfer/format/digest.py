@@ -25,6 +25,7 @@ from weight_transfer.kernels.processor import processor_of
 
 Range: TypeAlias = tuple[int, int]
 """[first, end)."""
+MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,6 @@ def tiling_fault(rows: int, row_elements: int, blocks: Iterable[tuple[Range, Ran
         covered[c] = d, b
     short = [(row, column) for column, (_, row) in covered.items() if row != rows]
     return f"nothing from row {min(short)[0]}, column {min(short)[1]} on" if short else ""
-
-
-MODULUS = 1 << 64
 
 
 def digest_part(bits: Flat, first: int) -> int:

@@ -32,7 +32,7 @@ from weight_transfer.format.digest import Range, tiling_fault
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey, VerifyKey
 
 CODEC = "fast-1"
-"""Name of the chunk format of `chunk` and `codec`."""
+"""Name of the chunk format of `chunk` and `delta_codec`."""
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MOST_LINE_BYTES: Final = 512 << 10
 MOST_TENSORS: Final = 1 << 17

@@ -28,6 +28,12 @@ from weight_transfer.errors import ManifestError, SignatureError
 
 SIGNATURE_BYTES: Final = 64
 SEED_BYTES: Final = 32
+FORMAT: Final = 2
+_MAGIC: Final = b"ROSS"
+_DOMAIN: Final = b"rose/signed\n"
+"""Signed in front of the rest, so a signature never means anything elsewhere."""
+_UNSIGNED: Final = bytes(SIGNATURE_BYTES)
+_BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +96,6 @@ class SigningKey:
 
     def sign(self, message: bytes) -> bytes:
         return self._key.sign(message)
-
-
-FORMAT: Final = 2
-_MAGIC: Final = b"ROSS"
-_DOMAIN: Final = b"rose/signed\n"
-"""Signed in front of the rest, so a signature never means anything elsewhere."""
-_UNSIGNED: Final = bytes(SIGNATURE_BYTES)
-_BLOCK_BYTES: Final = 1 << 20
 
 
 class Kind(IntEnum):

@@ -28,30 +28,6 @@ if TYPE_CHECKING:
 
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64, one per weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightClass:
-    """Bits of a weight that give its magnitude: `bits` of them from bit `shift` on (0: none)."""
-
-    shift: int
-    bits: int
-
-    @property
-    def mask(self) -> int:
-        """Mask of the bits once they are shifted down."""
-        return (1 << self.bits) - 1
-
-
-_EXPONENTS = {
-    # The lower eight of eleven exponent bits: no tensor's weights span more.
-    "float64": WeightClass(52, 8),
-    "float32": WeightClass(23, 8),
-    "bfloat16": WeightClass(7, 8),
-    "float16": WeightClass(10, 5),
-    "float8_e4m3fn": WeightClass(3, 4),
-    "float8_e5m2": WeightClass(2, 5),
-}
 SAFETENSORS = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -76,6 +52,30 @@ SAFETENSORS = {
 WIDTHS = dict(SAFETENSORS.values())
 """Bytes of one element by dtype name (torch's names)."""
 SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightClass:
+    """Bits of a weight that give its magnitude: `bits` of them from bit `shift` on (0: none)."""
+
+    shift: int
+    bits: int
+
+    @property
+    def mask(self) -> int:
+        """Mask of the bits once they are shifted down."""
+        return (1 << self.bits) - 1
+
+
+_EXPONENTS = {
+    # The lower eight of eleven exponent bits: no tensor's weights span more.
+    "float64": WeightClass(52, 8),
+    "float32": WeightClass(23, 8),
+    "bfloat16": WeightClass(7, 8),
+    "float16": WeightClass(10, 5),
+    "float8_e4m3fn": WeightClass(3, 4),
+    "float8_e5m2": WeightClass(2, 5),
+}
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:

@@ -44,6 +44,10 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_STRIDED_BLOCK = 512
+# Weights compared before what differs is looked at; meanwhile the next ones are fetched.
+_BLOCK = 4096
+_OUTSIDE, _NOTHING = -1, -2
 
 
 @compiled
@@ -114,9 +118,6 @@ def sum_block(bits: Bits, first: int, columns: int, stride: int) -> np.uint64:
     for row in range(bits.size // columns):
         total += sum_all(bits[row * columns : (row + 1) * columns], first + row * stride)
     return total
-
-
-_STRIDED_BLOCK = 512
 
 
 @compiled
@@ -195,11 +196,6 @@ def sum_rectangle(
             source += sources[last]
             target += targets[last]
     return total
-
-
-# Weights compared before what differs is looked at; meanwhile the next ones are fetched.
-_BLOCK = 4096
-_OUTSIDE, _NOTHING = -1, -2
 
 
 def apply_changes(

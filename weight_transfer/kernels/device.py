@@ -41,6 +41,9 @@ _MOST_TILE, _TILE_BYTES = 4096, 8192
 _TILE, _TILES = 1024, 8
 # A histogram has a slot for each thread of a warp at least.
 _LEAST_SLOTS = 32
+PIECE_BYTES = 64 << 20
+_ALIGNED = 16
+_INT32_PLACES = 1 << 31
 
 
 def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
@@ -264,11 +267,6 @@ def wait_for_steps(device: torch.device) -> None:
     """Wait for all that this process has begun on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-PIECE_BYTES = 64 << 20
-_ALIGNED = 16
-_INT32_PLACES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,14 @@ _TOP = 1 << 24
 _HALF = 1 << 15
 _SLOWEST = 255
 _STEP = np.array([65536 / (n + 1.6) for n in range(_SLOWEST + 1)], np.int64)
+# Contexts of one class: unary part of a gap, length of a change, its second bit.
+_GAPS, _LENGTHS, _SECONDS = 0, 8, 32
+CONTEXTS = 40
+_MOST_LENGTH_CONTEXT, _MOST_SECOND_CONTEXT = 23, 7
+_NEVER = 1 << 62
+# Weights whose classes are worked out at once.
+_STRETCH = 4096
+WRONG = -1
 
 
 def contexts(*shape: int) -> tuple[Contexts, Bytes]:
@@ -151,14 +159,6 @@ def _next(state: Ints, raw: Bytes) -> int:
 
 
 Bits = NDArray[np.unsignedinteger[Any]]
-# Contexts of one class: unary part of a gap, length of a change, its second bit.
-_GAPS, _LENGTHS, _SECONDS = 0, 8, 32
-CONTEXTS = 40
-_MOST_LENGTH_CONTEXT, _MOST_SECOND_CONTEXT = 23, 7
-_NEVER = 1 << 62
-# Weights whose classes are worked out at once.
-_STRETCH = 4096
-WRONG = -1
 
 
 @compiled

@@ -18,6 +18,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+AHEAD = 64
+"""Changes between asking for a weight's cache line and using it."""
+COMPARED = 32
+"""Weights in one call of `differing`."""
+MATCHED = 64
+"""Bytes in one call of `matching`."""
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_UNDEFINED_FOR_ZERO = ir.Constant(ir.IntType(1), 1)
 
 
 def compiled(kernel: Kernel) -> Kernel:
@@ -50,16 +58,6 @@ def _mend_llvmlite() -> None:
 
 
 _mend_llvmlite()
-
-
-AHEAD = 64
-"""Changes between asking for a weight's cache line and using it."""
-COMPARED = 32
-"""Weights in one call of `differing`."""
-MATCHED = 64
-"""Bytes in one call of `matching`."""
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_UNDEFINED_FOR_ZERO = ir.Constant(ir.IntType(1), 1)
 
 
 def _counting(count: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401 -- numba's own types

@@ -32,6 +32,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+# A variant for each alignment would be compiled under an engine's pause.
+_ANY = ("target", "count")
+
 
 def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401
     """Return `kernel` as device code, which is compiled anew for each combination of types.
@@ -240,10 +243,6 @@ def rank_changed(
         changed = inside & (marked(bitmap, tl.where(inside, index, 0)) != 0)
         tl.store(ranks + index, rank, mask=changed)
         seen += tl.histogram(slot, slot_count)
-
-
-# A variant for each alignment would be compiled under an engine's pause.
-_ANY = ("target", "count")
 
 
 @launched(do_not_specialize=_ANY)

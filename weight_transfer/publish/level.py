@@ -29,6 +29,11 @@ LevelChoice: TypeAlias = Literal["auto", "fast", "compact"]
 SAMPLE_BYTES = 8 << 20
 _WARM_UP_BYTES = 1 << 16
 _MOST_LOOKED_AT = 16
+BURST_BYTES = 8 << 20
+PAUSE_S = 0.25
+"""After so long without an answer on its way the next request begins a burst."""
+FRESH_S = 3_600.0
+MOST_PEERS = 256
 
 
 def quicker_level(
@@ -96,13 +101,6 @@ def _sample(
         if not np.array_equal(old[name].bits[:count], new[name].bits[:count]):
             return old[name], new[name]
     return None
-
-
-BURST_BYTES = 8 << 20
-PAUSE_S = 0.25
-"""After so long without an answer on its way the next request begins a burst."""
-FRESH_S = 3_600.0
-MOST_PEERS = 256
 
 
 @dataclass(slots=True)
