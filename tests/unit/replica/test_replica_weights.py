@@ -12,7 +12,7 @@ from rose.replica.control import GuestControl
 from rose.replica.engine_update import ActivationError, EngineCallError, WeightUpdater
 from rose.replica.turns import Turns
 from rose.replica.vllm import VllmEngine
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import OnUpdate, WeightError, WrongBaseError
 from weight_transfer.apply.shared_segment import ranks_folder
 
@@ -218,11 +218,11 @@ async def test_only_keep_leaves_the_caches_and_notes_that_kv_is_older(how: OnUpd
 async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool) -> None:
     engine = FakeWeightEngine()
     turns = Turns(VllmEngine(engine))
-    weights = made(engine, 20.0 if ends else 0.05, turns)
+    weights = made(engine, 20.0 if ends else 0.5, turns)
     turn = turns.open(SimpleNamespace())
     turn.begun = True
     applying = asyncio.create_task(weights.apply(["m"], "c", OnUpdate.FINISH_OLD))
-    await asyncio.sleep(0.02)
+    await until_async(lambda: turns.hold._holders, PATIENCE_S, "new turns are held back")
     assert "pause" not in engine.calls
     held = asyncio.create_task(turns.hold.passed(lambda: False))
     await asyncio.sleep(0)
