@@ -7,19 +7,17 @@ Names and units of its fields are those of `-o json`, and part of what scripts r
 added, and never change their meaning. A figure that nobody said is None, never 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, TypeVar
-
-from google.protobuf.message import Message
+from typing import Final
 
 from executor.freeze_reason import explained
 from rose.rpc import rose_pb2 as pb
+from rose.rpc.reading import read
 
 # A node reports twice a second; the scheduler counts its relay as gone after this.
 SILENT_S: Final = 3.0
-T = TypeVar("T")
 
 
 class Mode(StrEnum):
@@ -333,33 +331,21 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
     return sorted(found, key=lambda node: node.name)
 
 
-def _read(view: type[T], message: Message, /, **given: object) -> T:
-    """Return a view; fields that are not given are the message's, None where nobody said them."""
-    values = dict(given)
-    for name in view.__dataclass_fields__:  # type: ignore[attr-defined]
-        if name not in given:
-            value, field = getattr(message, name), message.DESCRIPTOR.fields_by_name[name]
-            absent = field.has_presence and not message.HasField(name)
-            is_list = isinstance(value, Sequence) and not isinstance(value, str)
-            values[name] = None if absent else tuple(value) if is_list else value
-    return view(**values)
-
-
 def _host(said: pb.HostTelemetry) -> Host:
-    return _read(Host, said, name=said.host, source=said.source or "unknown")
+    return read(Host, said, name=said.host, source=said.source or "unknown")
 
 
 def capacity_of(row: pb.NodeCapacity) -> Capacity:
     """Read a node's capacity from a snapshot's row or an explanation."""
     averaged = row.advised_s > 0
-    return _read(
+    return read(
         Capacity,
         row,
         mode=mode_of(row.mode),
         would=mode_of(row.would),
         advised_bytes=row.advised_byte_s / row.advised_s if averaged else None,
         advised_compute=row.advised_compute_s / row.advised_s if averaged else None,
-        fields=tuple(_read(PolicyField, each) for each in row.fields),
+        fields=tuple(read(PolicyField, each) for each in row.fields),
     )
 
 
@@ -370,7 +356,7 @@ def _replica(
     mode: Mode | None,
 ) -> Replica:
     foreign = bool(row.held_job and row.job and row.held_job != row.job)
-    return _read(
+    return read(
         Replica,
         row,
         name=row.id,
@@ -378,7 +364,7 @@ def _replica(
         version=row.policy_version,
         held_job=row.held_job if foreign else "",
         mode=mode,
-        lease=None if lease is None else _read(Lease, lease),
+        lease=None if lease is None else read(Lease, lease),
         engine=None if engine is None else _engine(engine),
     )
 
@@ -392,12 +378,12 @@ _UNSTARTED = {
 
 def _engine(said: pb.GuestTelemetry) -> Engine:
     why = explained(said.reason) if said.reason else _UNSTARTED.get(said.state, "")
-    return _read(Engine, said, grant=said.mode, why=why)
+    return read(Engine, said, grant=said.mode, why=why)
 
 
 def _job(view: pb.JobView) -> Job:
     unknown = {} if view.demand_known else dict.fromkeys(("turns", "owed_tokens", "made_tok_s"))
-    return _read(
+    return read(
         Job,
         view,
         name=view.job,
@@ -410,7 +396,7 @@ def _job(view: pb.JobView) -> Job:
 
 def _run(run: pb.RunView) -> Run:
     state = "ended" if run.ended else "live" if run.live else "silent"
-    return _read(Run, run, since_unix_s=run.since_s, state=state)
+    return read(Run, run, since_unix_s=run.since_s, state=state)
 
 
 def names(found: Iterable[Node | Replica | Job], most: int = 5) -> str:

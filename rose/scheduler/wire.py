@@ -9,9 +9,8 @@ that means nothing is left out, and the others of its report count.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, is_dataclass
-from functools import cache, partial
-from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Final
 
 from google.protobuf.message import Message
 
@@ -21,6 +20,7 @@ from elastic_scheduler.errors import PolicyError
 from rose.addresses import checked_url
 from rose.errors import ConfigError
 from rose.rpc import rose_pb2 as pb
+from rose.rpc.reading import read
 from rose.scheduler.core.demand import JobFigures, Switched
 from rose.scheduler.core.limits import (
     MAX_HOSTS,
@@ -71,54 +71,6 @@ MODE_OF = {
     pb.HARVEST_MODE_ACTIVE: HarvestMode.ACTIVE,
 }
 MODE_TO = {mode: number for number, mode in MODE_OF.items()}
-
-T = TypeVar("T")
-
-
-def read(event: type[T], message: Message, /, **given: object) -> T:
-    """Return an event or a part of one. given: fields that the message does not have.
-
-    A message inside is read likewise; None stands for one that may be, and is, absent.
-    """
-    label = type(message).__name__.removesuffix("Request")
-    values = dict(given)
-    for field in _fields(event, type(message)):  # type: ignore[arg-type]  # classes are hashable
-        if field.name in given:
-            continue
-        value = getattr(message, field.name)
-        if field.inner is None:
-            for check in field.checks:
-                value = check(value, f"{label}.{field.name}")
-        elif field.is_optional and not message.HasField(field.name):
-            value = None
-        else:
-            value = read(field.inner, value)
-        values[field.name] = value
-    return event(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A field of an event that its message has too. inner: class of a message inside."""
-
-    name: str
-    checks: tuple[Callable[[Any, str], Any], ...]
-    inner: type[Any] | None
-    is_optional: bool
-
-
-@cache
-def _fields(event: type[Any], message: type[Message]) -> list[_Field]:
-    hints = get_type_hints(event, include_extras=True)
-    found = []
-    for name in event.__dataclass_fields__:
-        if name in message.DESCRIPTOR.fields_by_name:
-            hint = hints[name]
-            inner = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
-            checks = hint.__metadata__ if get_origin(hint) is Annotated else ()
-            found.append(_Field(name, checks, cast("type[Any] | None", inner), inner is not hint))
-    return found
-
 
 # ---- nodes ----
 

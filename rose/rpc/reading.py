@@ -1,0 +1,65 @@
+"""Reader of protobuf messages into dataclasses, field by field of the same name.
+
+A field's type may name checks, `Annotated[str, check]`: each is called with the value and with the
+words that name it ("RegisterJob.job"), and returns the value or raises.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], message: Message, /, **given: object) -> T:
+    """Return a dataclass of this kind. given: fields that are not the message's own.
+
+    A message inside is read likewise, and a repeated field becomes a tuple. None stands for a field
+    that may be, and is, absent.
+    """
+    label = type(message).__name__.removesuffix("Request")
+    values = dict(given)
+    for field in _fields(kind, type(message)):  # type: ignore[arg-type]  # classes are hashable
+        if field.name in given:
+            continue
+        value = getattr(message, field.name)
+        if field.is_optional and not message.HasField(field.name):
+            value = None
+        elif field.inner is not None:
+            value = read(field.inner, value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = tuple(value)
+        else:
+            for check in field.checks:
+                value = check(value, f"{label}.{field.name}")
+        values[field.name] = value
+    return kind(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a dataclass that its message has too. inner: class of a message inside."""
+
+    name: str
+    checks: tuple[Callable[[Any, str], Any], ...]
+    inner: type[Any] | None
+    is_optional: bool
+
+
+@cache
+def _fields(kind: type[Any], message: type[Message]) -> list[_Field]:
+    hints = get_type_hints(kind, include_extras=True)
+    own = message.DESCRIPTOR.fields_by_name
+    found = []
+    for name in kind.__dataclass_fields__:
+        if name in own:
+            hint = hints[name]
+            inner = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
+            checks = hint.__metadata__ if get_origin(hint) is Annotated else ()
+            # A message that has to be there is read as an empty one, which its checks refuse.
+            is_optional = own[name].has_presence and inner is not hint
+            found.append(_Field(name, checks, cast("type[Any] | None", inner), is_optional))
+    return found
