@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from elastic_scheduler.capacity import Advice, EffectivePolicy, Limit, LimitKind, NodeVerdict
-from elastic_scheduler.capacity.advice import Lendable
+from elastic_scheduler.capacity.effective import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
 from executor.freeze_reason import FreezeReason

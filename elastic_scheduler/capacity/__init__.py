@@ -1,8 +1,14 @@
 """Capacity policies: what may be lent, where, under which conditions, and who decided it."""
 
-from elastic_scheduler.capacity.advice import Advice, AdviceBook, Lendable
 from elastic_scheduler.capacity.crd import PolicyStatus, crd, crd_schema, docs_table
-from elastic_scheduler.capacity.effective import EffectivePolicy, effective, in_canary
+from elastic_scheduler.capacity.effective import (
+    Advice,
+    AdviceBook,
+    EffectivePolicy,
+    Lendable,
+    effective,
+    in_canary,
+)
 from elastic_scheduler.capacity.gate import (
     CLI,
     CapacityGate,

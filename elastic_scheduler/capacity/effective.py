@@ -1,8 +1,16 @@
-"""Effective policy of a node: of all policies that match it the strictest, field by field.
+"""Effective policy of a node, and its advice in figures.
 
     policies ── match the node's name and labels ──> each field's strictest value, and its policy
+    verdict, KV memory of guests, busy share of the host ──> bytes, share of compute ──> sums
 
-A node that no policy matches lends nothing, and `decided_by` says so.
+Of all policies that match a node the strictest wins, field by field. A node that no policy matches
+lends nothing, and `decided_by` says so.
+
+Advice is the capacity that a node would lend by its policies, now and since it attached. Memory is
+the KV memory of its guests, at most `maxHarvest.memory`; compute the share of time in which its
+host is idle, at most `maxHarvest.compute`. Both are 0 while the verdict does not lend. A busy
+host's slack (`slackShare`) is unknown: it would come on top. A figure that a node does not report
+is None, and adds nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,10 +29,33 @@ from elastic_scheduler.capacity.policy import (
     TenantLimit,
     Watermarks,
 )
+from elastic_scheduler.leases.lease_table import HarvestMode
 
 NO_POLICY: Final = "no policy matches this node"
 _MODES: Final = tuple(PolicyMode)
 _STOPS: Final = tuple(StopPolicy)
+PATHS: Final[Mapping[str, str]] = {
+    "mode": "mode",
+    "stopPolicy": "stop_policy",
+    "maxHarvest.compute": "compute",
+    "maxHarvest.memory": "memory_bytes",
+    "maxHarvest.nodes": "node_caps",
+    "maxHarvest.deploymentShare": "deployment_share",
+    "reserve.kvHeadroom": "kv_headroom",
+    "slackShare": "slack_share",
+    "watermarks": "watermarks",
+    "cooldown": "cooldown_s",
+    "blackoutWindows": "blackouts",
+    "tenants": "tenants",
+    "canary.percent": "canary_percent",
+    "staleAfter": "stale_after_s",
+    "reclaimDeadline": "reclaim_deadline_s",
+    "maxHostBusy": "max_host_busy",
+    "sloBudget": "slo_budget",
+}
+_BUCKETS: Final = 1 << 32
+# Longer gaps between a scheduler's judgements were a pause, and count for nothing.
+MOST_STEP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +100,6 @@ class EffectivePolicy:
             for path, name in PATHS.items()
             if path in self.decided_by
         ]
-
-
-PATHS: Final[Mapping[str, str]] = {
-    "mode": "mode",
-    "stopPolicy": "stop_policy",
-    "maxHarvest.compute": "compute",
-    "maxHarvest.memory": "memory_bytes",
-    "maxHarvest.nodes": "node_caps",
-    "maxHarvest.deploymentShare": "deployment_share",
-    "reserve.kvHeadroom": "kv_headroom",
-    "slackShare": "slack_share",
-    "watermarks": "watermarks",
-    "cooldown": "cooldown_s",
-    "blackoutWindows": "blackouts",
-    "tenants": "tenants",
-    "canary.percent": "canary_percent",
-    "staleAfter": "stale_after_s",
-    "reclaimDeadline": "reclaim_deadline_s",
-    "maxHostBusy": "max_host_busy",
-    "sloBudget": "slo_budget",
-}
 
 
 def _shown(value: object) -> str:
@@ -204,9 +214,6 @@ def effective(
     )
 
 
-_BUCKETS: Final = 1 << 32
-
-
 def in_canary(node: str, percent: float) -> bool:
     """Return True if a node acts while a policy is tried on a share of its nodes.
 
@@ -219,3 +226,80 @@ def in_canary(node: str, percent: float) -> bool:
 def rank_of(node: str) -> int:
     """Return a node's place among all, evenly spread and the same everywhere."""
     return int.from_bytes(blake2b(node.encode(), digest_size=4).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Lendable:
+    """Capacity that a node lends, or would: bytes of KV memory, and share of each second."""
+
+    memory_bytes: int | None = None
+    compute: float | None = None
+
+
+NOTHING = Lendable(0, 0.0)
+
+
+def lendable(
+    would: HarvestMode, policy: EffectivePolicy, guest_bytes: int | None, busy: float | None
+) -> Lendable:
+    """Return a verdict's figures; `guest_bytes`: the guests' KV memory, `busy`: of its host."""
+    if would is not HarvestMode.ACTIVE:
+        return NOTHING
+    memory, compute = guest_bytes, None if busy is None else max(0.0, 1.0 - busy)
+    if memory is not None and policy.memory_bytes is not None:
+        memory = min(memory, policy.memory_bytes)
+    if compute is not None and policy.compute is not None:
+        compute = min(compute, policy.compute)
+    return Lendable(memory, compute)
+
+
+@dataclass(slots=True)
+class Advice:
+    """Figures of one node: now, and their sums over `over_s` seconds of judgements."""
+
+    now: Lendable = field(default_factory=Lendable)
+    over_s: float = 0.0
+    byte_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class AdviceBook:
+    """Advice of all nodes. No clock: `now_s` is passed with each judgement."""
+
+    def __init__(self) -> None:
+        self._guest_bytes: dict[str, int] = {}
+        self._of: dict[str, Advice] = {}
+        self._judged_s: float | None = None
+
+    def heard(self, node: str, guest_bytes: int) -> None:
+        """Record the KV memory of a node's guests when all of it is lent."""
+        self._guest_bytes[node] = guest_bytes
+
+    def forget(self, node: str) -> None:
+        """Forget a lost node."""
+        self._guest_bytes.pop(node, None)
+        self._of.pop(node, None)
+
+    def judged(
+        self,
+        verdicts: Iterable[tuple[str, HarvestMode, EffectivePolicy]],
+        busy: Callable[[str], float | None],
+        now_s: float,
+    ) -> None:
+        """Add the state since the last judgement; from now on the new verdicts hold."""
+        since_s = now_s - self._judged_s if self._judged_s is not None else 0.0
+        step_s = min(max(0.0, since_s), MOST_STEP_S)
+        self._judged_s = now_s
+        for node, would, policy in verdicts:
+            advice = self._of.get(node)
+            if advice is None:
+                advice = self._of[node] = Advice()
+            else:
+                advice.over_s += step_s
+                advice.byte_s += step_s * (advice.now.memory_bytes or 0)
+                advice.compute_s += step_s * (advice.now.compute or 0.0)
+            advice.now = lendable(would, policy, self._guest_bytes.get(node), busy(node))
+
+    def of(self, node: str) -> Advice:
+        """Return a node's figures; empty ones before its first judgement."""
+        return self._of.get(node) or Advice()

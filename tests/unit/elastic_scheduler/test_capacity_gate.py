@@ -18,14 +18,13 @@ from elastic_scheduler.capacity import (
     cli_policy,
     policy_of,
 )
-from elastic_scheduler.capacity.advice import MOST_STEP_S, lendable
 from elastic_scheduler.capacity.budget_hold import (
     LONGEST_S,
     MOST_HOSTS,
     BudgetHold,
     BusyHold,
 )
-from elastic_scheduler.capacity.effective import in_canary
+from elastic_scheduler.capacity.effective import MOST_STEP_S, in_canary, lendable
 from elastic_scheduler.capacity.gate import SETTLE_S
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
 
