@@ -223,7 +223,7 @@ def test_the_oldest_ends_are_forgotten() -> None:
 # ---- one turn in words of verl ----
 
 
-LENGTHS = Lengths(prompt=100, response=32, model=None)
+TURN_LENGTHS = Lengths(prompt=100, response=32, model=None)
 # Parameters that verl's agent loop sends with every turn.
 USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
@@ -235,9 +235,9 @@ def turn(*versions: tuple[int, int, int], segments: int = 1) -> Turn:
 
 
 def test_neutral_parameters_leave_the_policys_distribution_as_it_is() -> None:
-    assert turn_sampling(USUAL, LENGTHS, 10) == Sampling(max_tokens=32)
+    assert turn_sampling(USUAL, TURN_LENGTHS, 10) == Sampling(max_tokens=32)
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0.0, "n": 1, "stop": []}
-    assert turn_sampling(USUAL | neutral, LENGTHS, 10) == Sampling(max_tokens=32)
+    assert turn_sampling(USUAL | neutral, TURN_LENGTHS, 10) == Sampling(max_tokens=32)
 
 
 def test_parameters_are_carried_over() -> None:
@@ -254,8 +254,8 @@ def test_parameters_are_carried_over() -> None:
         repetition_penalty=1.1,
         ignore_eos=True,
     )
-    assert turn_sampling(given | {"max_new_tokens": 4}, LENGTHS, 10) == wanted
-    assert turn_sampling(given | {"max_tokens": 4}, LENGTHS, 10) == wanted
+    assert turn_sampling(given | {"max_new_tokens": 4}, TURN_LENGTHS, 10) == wanted
+    assert turn_sampling(given | {"max_tokens": 4}, TURN_LENGTHS, 10) == wanted
 
 
 @pytest.mark.parametrize(
@@ -266,13 +266,13 @@ def test_what_would_change_the_distribution_unseen_is_refused_by_name(
     name: str, value: object
 ) -> None:
     with pytest.raises(RefusedError, match=name):
-        turn_sampling({**USUAL, name: value}, LENGTHS, 10)
+        turn_sampling({**USUAL, name: value}, TURN_LENGTHS, 10)
 
 
 def test_a_turn_gets_no_more_tokens_than_the_trajectory_has_left() -> None:
-    assert LENGTHS.budget(10, None) == 32
-    assert LENGTHS.budget(120, None) == 12
-    assert LENGTHS.budget(140, None) == 1
+    assert TURN_LENGTHS.budget(10, None) == 32
+    assert TURN_LENGTHS.budget(120, None) == 12
+    assert TURN_LENGTHS.budget(140, None) == 1
     assert Lengths(100, 32, 64).budget(60, 50) == 4
     with pytest.raises(RefusedError, match="max_model_len"):
         Lengths(100, 32, 64).budget(64, None)
