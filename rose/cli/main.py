@@ -39,6 +39,7 @@ COMMANDS: Final = {
     ),
     "token": ("rose.cli.machine.credentials", "make keys and job tokens for callers of gateways"),
     "store": ("rose.cli.machine.store", "back up and restore the store of schedulers"),
+    "advise": ("rose.cli.advise", "say what lending would bring here, before ROSE is installed"),
     "compare": ("rose.cli.cluster.compare", "measure what lending costs hosts"),
     "audit": ("rose.cli.cluster.audit", "check and read the audit log of a scheduler or node"),
     "usage": ("rose.cli.cluster.usage", "say what hosts lent to whom"),

@@ -1,0 +1,304 @@
+"""Usage of deployments over time, from metrics that vLLM and SGLang export of themselves.
+
+A deployment is all engines whose metrics have the same labels, by default model and namespace.
+Usage comes from a Prometheus that has scraped them, or from their `/metrics`, read for a while.
+"""
+
+import json
+import math
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final
+
+from rose.azure_trace import stream_trace
+from rose.direct_http import open_directly
+from rose.errors import ConfigError, UnavailableError
+from slo.engine_metrics import ENGINES
+
+TIMEOUT_S: Final = 60.0
+# Prometheus answers with 11,000 points a series at most.
+MOST_POINTS: Final = 10_000
+LEAST_STEP_S: Final = 60.0
+TRACE_STEP_S: Final = 10.0
+MOST_ANSWER_BYTES: Final = 256 << 20
+COUNTERS: Final = {
+    "requests": ("vllm:request_success_total", "sglang:num_requests_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+}
+RUNNING: Final = tuple(name for engine in ENGINES.values() for name in engine["running"])
+TTFT: Final = tuple(name for engine in ENGINES.values() for name in engine["ttft"])
+TPOT: Final = tuple(
+    name for engine in ENGINES.values() for kind in ("tpot", "itl") for name in engine[kind]
+)
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A step of a deployment's history.
+
+    engines: that were scraped. idle: share of their samples in which no request ran. requests,
+    prompt_tokens, output_tokens: of all of them, a second.
+    """
+
+    at_s: float
+    engines: float
+    idle: float
+    requests: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """History of one deployment, in steps of `step_s`; `span_s` is the time that was asked for.
+
+    ttft_p99_s, tpot_p99_s: of its users over the whole span; None where the engines have none.
+    trace: file of its very requests, where the history is one and no engine was sampled.
+    """
+
+    name: str
+    model: str
+    step_s: float
+    span_s: float
+    moments: tuple[Moment, ...]
+    ttft_p99_s: float | None = None
+    tpot_p99_s: float | None = None
+    trace: Path | None = None
+
+    @property
+    def covered(self) -> float:
+        """Share of the span of which there are samples."""
+        return min(1.0, len(self.moments) * self.step_s / self.span_s)
+
+    @property
+    def engines(self) -> float:
+        """Mean number of engines while there were any."""
+        return sum(each.engines for each in self.moments) / max(1, len(self.moments))
+
+    @property
+    def idle(self) -> float:
+        """Share of the engines' time in which no request ran."""
+        engines = sum(each.engines for each in self.moments)
+        return sum(each.engines * each.idle for each in self.moments) / engines if engines else 0.0
+
+
+class PrometheusHistory:
+    """Prometheus HTTP API at `url`, read-only. Raises ConfigError for an address that is none."""
+
+    def __init__(self, url: str, by: Sequence[str], token: str | None = None) -> None:
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise ConfigError(f"--prometheus {url}: give http://HOST:PORT or https://HOST:PORT")
+        self._url, self._by, self._token = url.rstrip("/"), tuple(by), token
+
+    def usages(self, days: float, now_s: float) -> list[Usage]:
+        """Return the usage of every deployment in the last `days`.
+
+        Raises UnavailableError if Prometheus does not answer, ConfigError if it has no metrics.
+        """
+        span_s = days * 86_400
+        step_s = max(LEAST_STEP_S, math.ceil(span_s / MOST_POINTS))
+        by = ",".join(self._by)
+        window = f"{step_s:g}s"
+
+        def ranged(names: Iterable[str], expression: str) -> dict[Labels, dict[float, float]]:
+            found: dict[Labels, dict[float, float]] = {}
+            for name in names:
+                query = expression.format(name=name, by=by, w=window)
+                for labels, values in self._range(query, now_s - span_s, now_s, step_s).items():
+                    found.setdefault(labels, values)
+            return found
+
+        engines = ranged(RUNNING, "count by ({by}) (count_over_time({name}[{w}]))")
+        if not engines:
+            raise ConfigError(
+                f"{self._url} has no series of vLLM ({RUNNING[0]}) or SGLang ({RUNNING[1]}) in the"
+                f" last {days:g} days; name the Prometheus that scrapes your engines, or give"
+                " --metrics http://HOST:PORT/metrics of them"
+            )
+        idle = ranged(RUNNING, "avg by ({by}) (avg_over_time(({name} == bool 0)[{w}:15s]))")
+        rates = {
+            key: ranged(names, "sum by ({by}) (rate({name}[{w}]))")
+            for key, names in COUNTERS.items()
+        }
+        quantile = "histogram_quantile(0.99, sum by (le,{by}) (increase({name}_bucket[{w}])))"
+        p99 = {
+            key: self._latest(names, quantile.format(name="{name}", by=by, w=f"{span_s:g}s"), now_s)
+            for key, names in (("ttft", TTFT), ("tpot", TPOT))
+        }
+        return [
+            Usage(
+                " ".join(value for _, value in labels if value) or "all engines",
+                dict(labels).get("model_name", ""),
+                step_s,
+                span_s,
+                tuple(
+                    Moment(
+                        at_s,
+                        count,
+                        idle.get(labels, {}).get(at_s, 0.0),
+                        *(rates[key].get(labels, {}).get(at_s, 0.0) for key in COUNTERS),
+                    )
+                    for at_s, count in sorted(points.items())
+                ),
+                p99["ttft"].get(labels),
+                p99["tpot"].get(labels),
+            )
+            for labels, points in sorted(engines.items())
+        ]
+
+    def _latest(self, names: Iterable[str], query: str, now_s: float) -> dict[Labels, float]:
+        found: dict[Labels, float] = {}
+        for name in names:
+            rows = self._ask("query", query=query.replace("{name}", name), time=f"{now_s:.3f}")
+            for row in rows:
+                value = float(row["value"][1])
+                if math.isfinite(value):
+                    found.setdefault(self._labels(row), value)
+        return found
+
+    def _range(
+        self, query: str, start_s: float, end_s: float, step_s: float
+    ) -> dict[Labels, dict[float, float]]:
+        rows = self._ask(
+            "query_range", query=query, start=f"{start_s:.3f}", end=f"{end_s:.3f}", step=f"{step_s}"
+        )
+        return {
+            self._labels(row): {
+                float(at_s): float(value)
+                for at_s, value in row["values"]
+                if math.isfinite(float(value))
+            }
+            for row in rows
+        }
+
+    def _labels(self, row: Mapping[str, Any]) -> Labels:
+        return tuple((name, row["metric"].get(name, "")) for name in self._by)
+
+    def _ask(self, what: str, **query: str) -> list[Mapping[str, Any]]:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        body = urllib.parse.urlencode(query).encode()
+        request = urllib.request.Request(f"{self._url}/api/v1/{what}", body, headers)  # noqa: S310
+        try:
+            with open_directly(request, TIMEOUT_S) as reply:
+                said = json.loads(reply.read(MOST_ANSWER_BYTES))
+            return list(said["data"]["result"])
+        except urllib.error.HTTPError as error:
+            why = error.read(500).decode("utf-8", "replace").strip()
+            raise UnavailableError(f"{self._url}: HTTP {error.code}: {why}") from error
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(
+                f"{self._url} does not answer ({error}); is it Prometheus's address?"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnavailableError(
+                f"{self._url} does not answer as Prometheus does; is it its address?"
+            ) from error
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Sums over the engines of one deployment since reading began."""
+
+    running: list[float] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+
+def watched_usages(
+    urls: Sequence[str],
+    for_s: float,
+    every_s: float,
+    read: Callable[[str], str],
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Usage]:
+    """Return the usage of the engines at these `/metrics`, read each `every_s` for `for_s` seconds.
+
+    `read` returns the text at an address. Raises what it raises, and ConfigError for a text without
+    metrics of an engine.
+    """
+    engines = {url: _Counted() for url in urls}
+    models: dict[str, str] = {}
+    start_s, looks = time.time(), max(2, math.ceil(for_s / every_s) + 1)
+    for look in range(looks):
+        if look:
+            sleep(every_s)
+        for url, counted in engines.items():
+            models[url] = _look(url, read(url), counted, first=look == 0)
+    span_s = (looks - 1) * every_s
+    found = []
+    together: dict[str, list[_Counted]] = defaultdict(list)
+    for url, model in models.items():
+        together[model].append(engines[url])
+    for model, each in sorted(together.items()):
+        rates = {
+            key: sum(max(0.0, one.last[key] - one.first[key]) for one in each) / span_s
+            for key in COUNTERS
+        }
+        moments = tuple(
+            Moment(
+                start_s + look * every_s,
+                len(each),
+                sum(one.running[look] == 0 for one in each) / len(each),
+                *rates.values(),
+            )
+            for look in range(looks)
+        )
+        found.append(Usage(model, model, every_s, span_s, moments))
+    return found
+
+
+def _look(url: str, text: str, counted: _Counted, *, first: bool) -> str:
+    """Add one reading of an engine; return the model that it names."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    sums: dict[str, float] = defaultdict(float)
+    model = ""
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+                if sample.name in RUNNING:
+                    model = sample.labels.get("model_name", model)
+    except ValueError as error:
+        raise ConfigError(f"{url}: not Prometheus text: {error}") from error
+    running = [sums[name] for name in RUNNING if name in sums]
+    if not running:
+        raise ConfigError(f"{url} has no metrics of vLLM or SGLang; give an engine's /metrics")
+    counted.running.append(sum(running))
+    for key, names in COUNTERS.items():
+        counted.last[key] = sum(sums.get(name, 0.0) for name in names)
+        if first:
+            counted.first[key] = counted.last[key]
+    return model
+
+
+def trace_usage(path: Path, engines: float) -> Usage:
+    """Return the usage that a trace of requests is, served by so many engines.
+
+    Engines count as idle in a step in which no request came, until they are simulated.
+    Raises RoseError, with file and line, for a file that is no trace.
+    """
+    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for traced in stream_trace(path):
+        step = counts[int(traced.offset_s // TRACE_STEP_S)]
+        for n, add in enumerate((1, traced.prompt_tokens, traced.output_tokens)):
+            step[n] += add
+    moments = tuple(
+        Moment(
+            step * TRACE_STEP_S,
+            engines,
+            float(step not in counts),
+            *(each / TRACE_STEP_S for each in counts.get(step, (0, 0, 0))),
+        )
+        for step in range(max(counts) + 1)
+    )
+    return Usage(path.name, "", TRACE_STEP_S, len(moments) * TRACE_STEP_S, moments, trace=path)

@@ -1,0 +1,179 @@
+"""`rose advise`: what lending would bring, from what the cluster has already; nothing is installed.
+
+    rose advise --prometheus http://prometheus:9090                  the last 7 days
+    rose advise --metrics http://host:8000/metrics --for-s 600       from now on, without Prometheus
+    rose advise --trace requests.csv --gpus 8 --model 8b             requests alone
+
+It only reads. Exit code 2, with one line, for bad input; 4 if nothing answers.
+"""
+
+import argparse
+import time
+import urllib.error
+from datetime import UTC, datetime
+from http.client import HTTPException
+from pathlib import Path
+
+from rose.advise import Advice, Assumed, DeploymentAdvice, advice_of
+from rose.advise.page import page_of
+from rose.advise.usage import PrometheusHistory, trace_usage, watched_usages
+from rose.command_line.output import Format, Table, View, add_output_options, note, write
+from rose.command_line.parser import Parser
+from rose.direct_http import open_directly
+from rose.errors import ConfigError, UnavailableError
+
+READ_S = 5.0
+MOST_PAGE_BYTES = 16 << 20
+DAYS, FOR_S, EVERY_S = 7.0, 600.0, 5.0
+BY = "namespace,model_name"
+
+
+def parser(prog: str) -> Parser:
+    """Return the parser of `rose advise`."""
+    made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.set_defaults(run=_run)
+    add = made.add_argument
+    source = made.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prometheus", metavar="URL", help="that scrapes your engines")
+    source.add_argument("--metrics", nargs="+", metavar="URL", help="of engines, read for --for-s")
+    source.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests, CSV in Azure's format"
+    )
+    add("--days", type=float, default=DAYS, metavar="N", help=f"of history, default {DAYS:g}")
+    add("--by", default=BY, metavar="LABELS", help=f"one deployment each, default {BY}")
+    add("--token-file", type=Path, metavar="FILE", help="bearer token for Prometheus")
+    add("--for-s", type=float, default=FOR_S, metavar="S", help=f"of --metrics, default {FOR_S:g}")
+    add("--gpus", type=int, metavar="N", help="that serve the --trace")
+    add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[NAME=]TABLE",
+        help="published table of a model: 8b, 32b or 70b; default: the nearest to its name",
+    )
+    add("--cards", type=int, default=1, metavar="N", help="GPUs of one engine, default 1")
+    add("--card", default="h200", help="h200 or h100; default h200")
+    add("--guest", default="8b", metavar="MODEL", help="of the rollouts; default 8b")
+    add("--ttft-s", type=float, default=2.0, metavar="S", help="promised to users; default 2")
+    add("--tpot-s", type=float, default=0.2, metavar="S", help="promised to users; default 0.2")
+    add("--price", type=float, metavar="MONEY", help="of a GPU-hour, in any currency")
+    add("--out", type=Path, metavar="FILE", help="write a page in HTML, with plots")
+    add_output_options(made)
+    return made
+
+
+def _run(args: argparse.Namespace) -> int:
+    assumed = Assumed(
+        args.cards,
+        args.card,
+        args.guest,
+        args.price,
+        args.ttft_s,
+        args.tpot_s,
+        tuple(_named_table(each) for each in args.model),
+    )
+    if args.out is not None and args.out.exists():
+        raise ConfigError(f"{args.out} is there already; give another --out")
+    if args.prometheus is not None:
+        if args.days <= 0:
+            raise ConfigError(f"--days is {args.days:g}; give a number above 0")
+        token = _token(args.token_file) if args.token_file else None
+        by = [label for label in args.by.split(",") if label]
+        usages = PrometheusHistory(args.prometheus, by, token).usages(args.days, time.time())
+    elif args.metrics is not None:
+        if args.for_s < EVERY_S:
+            raise ConfigError(f"--for-s is {args.for_s:g}; give {EVERY_S:g} seconds or more")
+        note(f"reading {len(args.metrics)} engines for {args.for_s:g} s")
+        usages = watched_usages(args.metrics, args.for_s, EVERY_S, _read)
+    else:
+        if args.gpus is None:
+            raise ConfigError("--gpus is missing: how many GPUs serve the trace")
+        usages = [trace_usage(args.trace, args.gpus / args.cards)]
+    advice = advice_of(usages, assumed)
+    if args.out is not None:
+        made_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        args.out.write_text(page_of(advice, made_at), encoding="utf-8")
+        note(f"{args.out} is written")
+    write(view(advice), Format(args.output))
+    return 0
+
+
+def view(advice: Advice) -> View:
+    """Return the advice as tables: figures, users' latencies, and how sure both are."""
+    figures = [_row(each) for each in advice.deployments]
+    if len(figures) > 1:
+        money = "" if advice.money_a_day is None else f"{advice.money_a_day:,.0f}"
+        total = (f"{advice.gpus:.1f}", "", f"{advice.idle_gpu_hours_a_day:.1f}")
+        figures.append(
+            ("all", *total, f"{advice.tokens_a_day:.3g}", f"{advice.saved_a_day:.1f}", money)
+        )
+    columns = ("DEPLOYMENT", "GPUS", "IDLE", "IDLE GPU-H/DAY", "TOKENS/DAY", "GPU-H SAVED/DAY")
+    users = [
+        (each.usage.name, *row)
+        for each in advice.deployments
+        if each.answer
+        for row in _users(each)
+    ]
+    lines = ("nothing was lent: tokens and users' p99 with lending are simulated",)
+    sure = [(each.usage.name, line) for each in advice.deployments for line in _doubts(each)]
+    return View(
+        advice.plain(),
+        lines,
+        (
+            Table(
+                (*columns, "MONEY/DAY"),
+                tuple(figures),
+                right=frozenset((*columns[1:], "MONEY/DAY")),
+            ),
+            Table(
+                ("DEPLOYMENT", "USERS' P99", "MEASURED", "ALONE", "LENDING"),
+                tuple(users),
+                right=frozenset(("MEASURED", "ALONE", "LENDING")),
+            ),
+            Table(("DEPLOYMENT", "HOW SURE"), tuple(sure)),
+        ),
+    )
+
+
+def _row(each: DeploymentAdvice) -> tuple[str, ...]:
+    tokens = f"{each.answer.harvested_tokens_a_day:.3g}" if each.answer else ""
+    saved = f"{each.saved_a_day:.1f}" if each.answer else ""
+    money = "" if each.money_a_day is None else f"{each.money_a_day:,.0f}"
+    idle = f"{each.idle_gpu_hours_a_day:.1f}"
+    return each.usage.name, f"{each.gpus:.1f}", f"{each.idle:.0%}", idle, tokens, saved, money
+
+
+def _users(each: DeploymentAdvice) -> list[tuple[str, str, str, str]]:
+    answer, usage = each.answer, each.usage
+    assert answer is not None
+    ttft = "" if usage.ttft_p99_s is None else f"{usage.ttft_p99_s:.3f} s"
+    tpot = "" if usage.tpot_p99_s is None else f"{1e3 * usage.tpot_p99_s:.1f} ms"
+    alone, lending = answer.alone, answer.lending
+    return [
+        ("TTFT", ttft, f"{alone.ttft_s.p99:.3f} s", f"{lending.ttft_s.p99:.3f} s"),
+        ("TPOT", tpot, f"{1e3 * alone.tpot_s.p99:.1f} ms", f"{1e3 * lending.tpot_s.p99:.1f} ms"),
+    ]
+
+
+def _doubts(each: DeploymentAdvice) -> tuple[str, ...]:
+    return (*each.sure, *([f"not simulated: {each.trouble}"] if each.trouble else []))
+
+
+def _named_table(text: str) -> tuple[str, str]:
+    name, equals, table = text.rpartition("=")
+    return (name, table) if equals else ("", text)
+
+
+def _token(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file}: {error}") from error
+
+
+def _read(url: str) -> str:
+    try:
+        with open_directly(url, READ_S) as reply:
+            return reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
+    except (urllib.error.URLError, OSError, HTTPException, ValueError) as error:
+        raise UnavailableError(f"{url} does not answer: {error}") from error
