@@ -23,8 +23,9 @@ from slo import SloSpec
 HOUR_S: Final = 3_600.0
 DAY_S: Final = 86_400.0
 WEEK_DAYS: Final = 7.0
-# More are thinned to hours spread evenly over the history: a minute of processor time in all.
-MOST_REQUESTS: Final = 400_000
+# More are thinned to hours spread evenly over the history: seconds of processor time in all.
+MOST_REQUESTS: Final = 200_000
+MOST_HOURS: Final = 24
 # Sizes of models with a published table, in billions of parameters.
 TABLES: Final = {"8b": 8.0, "32b": 32.0, "70b": 70.0}
 CLOSE_BUSY: Final = 0.10
@@ -36,7 +37,8 @@ class Assumed:
     """Facts that metrics do not have.
 
     cards: GPUs of one engine. table: published table to use, by model; a model that is not named
-    has the one nearest to the size in its name. price: of a GPU-hour. ttft_s, tpot_s: promised.
+    has that of "", or the one nearest to the size in its name. price: of a GPU-hour. ttft_s,
+    tpot_s: promised to users.
     """
 
     cards: int = 1
@@ -47,9 +49,15 @@ class Assumed:
     tpot_s: float = 0.2
     tables: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.cards < 1:
+            raise ConfigError(f"--cards is {self.cards}; give the GPUs of one engine, 1 or more")
+        if self.price is not None and not (math.isfinite(self.price) and self.price >= 0):
+            raise ConfigError(f"--price is {self.price}; give the price of a GPU-hour, 0 or more")
+
     def table(self, model: str) -> str:
         """Return the published table for a model. Raises ConfigError where its name has no size."""
-        given = dict(self.tables).get(model)
+        given = dict(self.tables).get(model, dict(self.tables).get(""))
         if given is not None:
             return given
         size = re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z])", model, re.IGNORECASE)
@@ -153,12 +161,7 @@ class Advice:
 
 
 def advice_of(usages: Sequence[Usage], assumed: Assumed) -> Advice:
-    """Return the advice about these deployments.
-
-    Raises ConfigError for an assumption that cannot be, or a model without a table.
-    """
-    if assumed.cards < 1:
-        raise ConfigError(f"--cards is {assumed.cards}; give the GPUs of one engine, 1 or more")
+    """Return the advice about these deployments. Raises ConfigError for a model without a table."""
     return Advice(tuple(_of_deployment(usage, assumed) for usage in usages))
 
 
@@ -206,13 +209,13 @@ def _requests(usage: Usage) -> Callable[[], Iterator[Request]]:
 def requests_like(moments: Sequence[Moment], step_s: float) -> Iterator[Request]:
     """Yield requests as dense and as long as in these moments, the same each time.
 
-    Within a step they come at random (Poisson). Of a history with more than MOST_REQUESTS, hours
-    that are spread evenly over it are played, one after the other.
+    Within a step they come at random (Poisson). Of a history with more than MOST_REQUESTS or
+    MOST_HOURS, hours that are spread evenly over it are played, one after the other.
     """
     rng = random.Random("rose-advise")  # noqa: S311 - a load, not a secret
     total = sum(each.requests * step_s for each in moments)
     hour = max(1, round(HOUR_S / step_s))
-    every = max(1, math.ceil(total / MOST_REQUESTS))
+    every = math.ceil(max(1.0, total / MOST_REQUESTS, len(moments) / hour / MOST_HOURS))
     kept = [each for n, each in enumerate(moments) if n // hour % every == 0]
     for number, moment in enumerate(kept):
         if moment.requests <= 0:

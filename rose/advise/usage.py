@@ -124,7 +124,7 @@ class PrometheusHistory:
                 f" last {days:g} days; name the Prometheus that scrapes your engines, or give"
                 " --metrics http://HOST:PORT/metrics of them"
             )
-        idle = ranged(RUNNING, "avg by ({by}) (avg_over_time(({name} == bool 0)[{w}:15s]))")
+        idle = ranged(RUNNING, "avg by ({by}) (avg_over_time(({name} == bool 0)[{w}:10s]))")
         rates = {
             key: ranged(names, "sum by ({by}) (rate({name}[{w}]))")
             for key, names in COUNTERS.items()
@@ -144,10 +144,11 @@ class PrometheusHistory:
                     Moment(
                         at_s,
                         count,
-                        idle.get(labels, {}).get(at_s, 0.0),
+                        idle[labels][at_s],
                         *(rates[key].get(labels, {}).get(at_s, 0.0) for key in COUNTERS),
                     )
                     for at_s, count in sorted(points.items())
+                    if at_s in idle.get(labels, {})
                 ),
                 p99["ttft"].get(labels),
                 p99["tpot"].get(labels),

@@ -48,7 +48,7 @@ class Prometheus:
     """One that scrapes each target every second."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = self._url = url
 
     def samples(self, expression: str) -> list[dict[str, Any]]:
         """The answer to an instant query. AssertionError where it is refused."""
