@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.advise.usage import Moment, Usage
 from rose.errors import ConfigError, RoseError
 from rose.simulation.fluid.what_if import WhatIfAnswer, WhatIfQuestion, what_if
-from rose.simulation.workload import Request
-from rose.simulation.workloads.serving import TraceTraffic
+from rose.simulation.workloads.traffic import DAY_S, HOUR_S, Request, TraceTraffic
 from slo import SloSpec
 
-HOUR_S: Final = 3_600.0
-DAY_S: Final = 86_400.0
 WEEK_DAYS: Final = 7.0
 # More are thinned to hours spread evenly over the history: seconds of processor time in all.
 MOST_REQUESTS: Final = 200_000
@@ -180,6 +178,7 @@ def _of_deployment(usage: Usage, assumed: Assumed) -> DeploymentAdvice:
             guest=assumed.guest,
             card=assumed.card,
             cards=assumed.cards,
+            hold=MaxHostBusy(),
         )
         try:
             answer = what_if(question, _requests(usage))
