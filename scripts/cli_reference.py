@@ -23,7 +23,8 @@ from scripts.generated import ROOT, main, with_parts
 PAGE: Final = ROOT / "docs" / "operators" / "cli.md"
 GROUPS: Final = {
     "Looking": (
-        *("status", "nodes", "replicas", "top", "jobs", "explain", "usage", "compare", "audit"),
+        *("advise", "status", "nodes", "replicas", "top", "jobs", "explain", "usage", "compare"),
+        "audit",
     ),
     "Policies": ("policy",),
     "Stopping": ("hold", "drain", "stop-all", "resume", "harvest", "revoke", "kill", "unkill"),

@@ -40,6 +40,11 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "rose kill /run/rose/node",
         ),
         "unkill": ("rose unkill /run/rose/node",),
+        "advise": (
+            "rose advise --prometheus http://prometheus:9090 --price 2.50 --out advice.html",
+            "rose advise --metrics http://gpu-1:8000/metrics http://gpu-2:8000/metrics --for-s 600",
+            "rose advise --trace requests.csv --gpus 8 --model 8b",
+        ),
         "audit": ("rose audit verify run/s1/audit-scheduler.jsonl",),
         "audit verify": ("rose audit verify run/s1/audit-scheduler.jsonl",),
         "audit tail": ("rose audit tail -n 5 run/s1/audit-scheduler.jsonl",),
