@@ -8,16 +8,15 @@ engines counted them, once with hosts alone and once with guests, on step times 
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.advise.usage import Moment, Usage
 from rose.errors import ConfigError, RoseError
 from rose.simulation.fluid.what_if import WhatIfAnswer, WhatIfQuestion, what_if
-from rose.simulation.workloads.traffic import DAY_S, HOUR_S, Request, TraceTraffic
+from rose.simulation.workloads.traffic import DAY_S, HOUR_S, TraceTraffic, UserRequest
 from slo import SloSpec
 
 WEEK_DAYS: Final = 7.0
@@ -181,7 +180,8 @@ def _of_deployment(usage: Usage, assumed: Assumed) -> DeploymentAdvice:
             hold=MaxHostBusy(),
         )
         try:
-            answer = what_if(question, _requests(usage))
+            traffic = TraceTraffic(usage.trace) if usage.trace else None
+            answer = what_if(question, traffic or UsageTraffic(usage.moments, usage.step_s))
         except RoseError as error:
             trouble = str(error)
     idle = usage.idle
@@ -199,31 +199,33 @@ def _of_deployment(usage: Usage, assumed: Assumed) -> DeploymentAdvice:
     )
 
 
-def _requests(usage: Usage) -> Callable[[], Iterator[Request]]:
-    if usage.trace is not None:
-        return partial(TraceTraffic(usage.trace).requests, 0)
-    return partial(requests_like, usage.moments, usage.step_s)
-
-
-def requests_like(moments: Sequence[Moment], step_s: float) -> Iterator[Request]:
-    """Yield requests as dense and as long as in these moments, the same each time.
+@dataclass(frozen=True, slots=True)
+class UsageTraffic:
+    """Traffic with requests as dense and as long as in these moments of `step_s` each.
 
     Within a step they come at random (Poisson). Of a history with more than MOST_REQUESTS or
     MOST_HOURS, hours that are spread evenly over it are played, one after the other.
     """
-    rng = random.Random("rose-advise")  # noqa: S311 - a load, not a secret
-    total = sum(each.requests * step_s for each in moments)
-    hour = max(1, round(HOUR_S / step_s))
-    every = math.ceil(max(1.0, total / MOST_REQUESTS, len(moments) / hour / MOST_HOURS))
-    kept = [each for n, each in enumerate(moments) if n // hour % every == 0]
-    for number, moment in enumerate(kept):
-        if moment.requests <= 0:
-            continue
-        prompt = max(1, round(moment.prompt_tokens / moment.requests))
-        output = max(1, round(moment.output_tokens / moment.requests))
-        at_s = 0.0
-        while (at_s := at_s + rng.expovariate(moment.requests)) < step_s:
-            yield Request(number * step_s + at_s, prompt, output)
+
+    moments: tuple[Moment, ...]
+    step_s: float
+
+    def requests(self, seed: int) -> Iterator[UserRequest]:
+        """Yield requests in order of arrival; the same for the same seed."""
+        rng = random.Random(f"rose-advise/{seed}")  # noqa: S311 - a load, not a secret
+        total = sum(each.requests * self.step_s for each in self.moments)
+        hour = max(1, round(HOUR_S / self.step_s))
+        hours = len(self.moments) / hour
+        every = math.ceil(max(1.0, total / MOST_REQUESTS, hours / MOST_HOURS))
+        played = [each for n, each in enumerate(self.moments) if n // hour % every == 0]
+        for number, moment in enumerate(played):
+            if moment.requests <= 0:
+                continue
+            prompt = max(1, round(moment.prompt_tokens / moment.requests))
+            output = max(1, round(moment.output_tokens / moment.requests))
+            at_s = 0.0
+            while (at_s := at_s + rng.expovariate(moment.requests)) < self.step_s:
+                yield UserRequest(number * self.step_s + at_s, prompt, output)
 
 
 def _sureness(usage: Usage, table: str, answer: WhatIfAnswer | None) -> Iterator[str]:

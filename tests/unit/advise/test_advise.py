@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rose.advise import Assumed, advice_of
-from rose.advise.advice import MOST_HOURS, MOST_REQUESTS, requests_like
+from rose.advise.advice import MOST_HOURS, MOST_REQUESTS, UsageTraffic
 from rose.advise.page import page_of
 from rose.advise.usage import Moment, PrometheusHistory, Usage, watched_usages
 from rose.cli.main import main as rose
@@ -87,8 +87,8 @@ def moments(count: int, requests: float) -> tuple[Moment, ...]:
 
 
 def test_requests_are_as_dense_and_long_as_the_engines_counted_them() -> None:
-    drawn = list(requests_like(moments(60, 2.0), 60.0))
-    assert drawn == list(requests_like(moments(60, 2.0), 60.0))
+    drawn = list(UsageTraffic(moments(60, 2.0), 60.0).requests(0))
+    assert drawn == list(UsageTraffic(moments(60, 2.0), 60.0).requests(0))
     assert len(drawn) == pytest.approx(7_200, rel=0.05)
     assert {(each.prompt_tokens, each.output_tokens) for each in drawn} == {(100, 20)}
     assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(drawn))
@@ -96,7 +96,7 @@ def test_requests_are_as_dense_and_long_as_the_engines_counted_them() -> None:
 
 def test_a_long_history_is_thinned_to_hours_of_all_of_it() -> None:
     for rate in (0.1, 20.0):
-        drawn = list(requests_like(moments(7 * 24 * 60, rate), 60.0))
+        drawn = list(UsageTraffic(moments(7 * 24 * 60, rate), 60.0).requests(0))
         assert drawn[-1].arrival_s <= MOST_HOURS * 3_600
         assert len(drawn) < 1.1 * MOST_REQUESTS
 
