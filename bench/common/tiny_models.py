@@ -6,8 +6,8 @@ alone loads torch.
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,6 +110,20 @@ def write_safetensors(path: Path, tensors: Iterable["TensorBits"]) -> None:
         file.write(len(head).to_bytes(8, "little") + head)
         for tensor in tensors:
             file.write(tensor.bits.data)
+
+
+def changed(base: Mapping[str, "TensorBits"], share: float, seed: int) -> dict[str, "TensorBits"]:
+    """Return weights after a step that changes the lowest bit of about this share of them."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    new = {}
+    for name, tensor in base.items():
+        bits = tensor.bits.copy()
+        moved = rng.integers(0, bits.size, max(1, int(share * bits.size)))
+        bits[moved] = tensor.bits[moved] ^ 1
+        new[name] = replace(tensor, bits=bits)
+    return new
 
 
 def main() -> None:

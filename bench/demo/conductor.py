@@ -9,6 +9,8 @@ import os
 import signal
 import time
 
+from msgspec.structs import asdict
+
 from bench.common.jsonl_process import JsonlProcess
 from bench.demo.plan import STORM_STEPS, ExperimentBlock, Plan
 from bench.demo.report.records import BlockStats
@@ -149,8 +151,8 @@ class Conductor:
                 "segment": block.segment,
                 "start_s": start_s,
                 "end_s": end_s,
-                "start_stats": _plain(start),
-                "end_stats": _plain(end),
+                "start_stats": asdict(start),
+                "end_stats": asdict(end),
             }
         )
 
@@ -189,7 +191,3 @@ class Conductor:
             host_busy_ns=sum(host.busy_ns for host in snapshot.hosts),
             cpu_s=cpu_s,
         )
-
-
-def _plain(stats: BlockStats) -> dict[str, object]:
-    return {name: getattr(stats, name) for name in stats.__struct_fields__}

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from bench.common.stats import METRICS, latency_s
+from bench.common.tiny_models import changed
 from bench.coserve.plan import GUEST, ROSE_ARMS, Cell, PlanBlock
 from bench.coserve.records import CoserveBlockRecord
 from bench.gpu.pieces import Measured, PieceError
 from bench.gpu.serving import ServingSession
 from bench.load.protocol import Request
 from rose.compare.bootstrap import percentile
-from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_safetensors
+from weight_transfer import ChunkStore, SigningKey, VersionPublisher, read_safetensors
 
 PROMPT = tuple(range(3, 35))
 TURN_TIMEOUT_S = 120.0
@@ -113,7 +113,7 @@ class GuestVersions:
         self.store = ChunkStore(folder)
         self._publisher = VersionPublisher(self.store, job="gpu", trainer="bench", key=key)
         base = read_safetensors(weights)
-        self._sets = base, stepped(base, seed)
+        self._sets = base, changed(base, CHANGED, seed)
         self.published = 0
 
     def publish(self) -> dict[str, Any]:
@@ -144,18 +144,6 @@ class GuestVersions:
         if status != 200 or report.get("version") != self.published:
             raise PieceError(f"version {self.published} is not active: {status} {report}")
         return report | {"applied_s": time.monotonic() - began_s}
-
-
-def stepped(base: Mapping[str, TensorBits], seed: int) -> dict[str, TensorBits]:
-    """Return the weights after a step that moves about CHANGED of them by one unit."""
-    rng = np.random.default_rng(seed)
-    new = {}
-    for name, tensor in base.items():
-        bits = tensor.bits.copy()
-        moved = rng.integers(0, bits.size, max(1, int(CHANGED * bits.size)))
-        bits[moved] = tensor.bits[moved] ^ 1
-        new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
-    return new
 
 
 async def updates(session: ServingSession, seconds: float) -> Measured:

@@ -17,11 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.common.report import machine, put
-from bench.common.tiny_models import TinyModel
-from weight_transfer import ChunkStore, SigningKey, TensorBits, VersionPublisher, read_model_dir
+from bench.common.tiny_models import TinyModel, changed
+from weight_transfer import ChunkStore, SigningKey, VersionPublisher, read_model_dir
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -77,18 +75,6 @@ def start_engine(folder: Path) -> Any:  # noqa: ANN401 -- vLLM's
     )
 
 
-def moved(old: dict[str, TensorBits], share: float, seed: int) -> dict[str, TensorBits]:
-    """Change the lowest bit of a random share of all weights."""
-    rng = np.random.default_rng(seed)
-    new = {}
-    for name, tensor in old.items():
-        bits = tensor.bits.copy()
-        chosen = rng.integers(0, bits.size, max(1, int(share * bits.size)))
-        bits[np.unique(chosen)] ^= 1
-        new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
-    return new
-
-
 class PauseBench:
     """One engine and the versions that it goes through."""
 
@@ -106,7 +92,7 @@ class PauseBench:
     def round(self, share: float) -> dict[str, float]:
         """Publish, stage and commit one update; return seconds of its parts."""
         version = self._version + 1
-        new = moved(self._active, share, version)
+        new = changed(self._active, share, version)
         self._publisher.publish(version, self._version, self._active, new)
         paths = [str(self._store.manifest_path(version))], str(self._store.chunks_dir)
         self._call("rose_weights_decode", *paths, f"version {version}")

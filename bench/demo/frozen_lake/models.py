@@ -72,11 +72,6 @@ def new_policy(seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(policy_config())
 
 
-def load_policy(folder: Path) -> Qwen2ForCausalLM:
-    """Load a folder's policy in fp32: exactly the values of its bf16 bits."""
-    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def save_model(
     model: Qwen2ForCausalLM, folder: Path, words: tuple[str, ...], end: str = ""
 ) -> None:

@@ -10,9 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from bench.common.tiny_models import changed
 from bench.gpu.models import SHAPES, write_weights
 from bench.gpu.pieces import REQUESTS_FOR_P90, PieceError, updating_checks
-from bench.gpu.updating import CHANGED, GuestClient, GuestVersions, StampedTurns, stepped
+from bench.gpu.updating import CHANGED, GuestClient, GuestVersions, StampedTurns
 from weight_transfer import Receiver, SigningKey, read_chunk, read_safetensors
 from weight_transfer.format.manifest import Manifest
 
@@ -33,7 +34,7 @@ def test_versions_go_there_and_back_and_a_receiver_takes_all_of_them(tmp_path: P
         chunks = {ref.id: read_chunk(versions.store.chunks_dir, ref.id) for ref in manifest.chunks}
         receiver.commit(receiver.decode(manifest, chunks, key.verify_key, manifest.created_s))
         seen.append({name: t.bits.copy() for name, t in receiver.tensors.items()})
-    for name, bits in stepped(base, 3).items():
+    for name, bits in changed(base, CHANGED, 3).items():
         np.testing.assert_array_equal(seen[0][name], bits.bits)
         np.testing.assert_array_equal(seen[1][name], base[name].bits)
         np.testing.assert_array_equal(seen[2][name], bits.bits)
