@@ -1,5 +1,14 @@
 """`python -m bench.gateway`: what routers add to turns and tokens, beside the bare engine.
 
+With `--real` two stock engines of vLLM with a tiny model serve. Without stamps in the chunks a
+router's share is a difference of times that are mostly the engine's, so these rows say that it
+works and what it costs roughly; exact figures are the stand-in's.
+
+Sessions are replayed small there, turns whose prompts grow. A file, gzip or plain, has one session
+a line: `{"turns": [[start_s, input_tokens, output_tokens, think_s, api_s], …]}`; without one,
+sessions of the same shape are made up. Prompts are cut to `max_prompt` tokens by one factor for
+all, think times to `think_s` in the middle by another.
+
 Writes gateway.json and gateway.txt. Exit code 0, 1 when a limit fails, 2 for bad input.
 """
 

@@ -4,6 +4,11 @@ measure     starts engines, plays every load five times alone and five times bes
 trace       writes a generated trace in the Azure format, as uneven as the recorded one of 2023
 extract     takes a measured run from the raw records of a co-serving run
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
+
+Calibrated is by the first load: the host's step times, how long its API process takes, and how much
+longer a guest's step takes beside a busy host than alone (they share cores' caches and memory, and
+the API process has the other core). All other loads are predictions, and what users of the first
+one see beside a guest.
 """
 
 import argparse

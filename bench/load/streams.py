@@ -2,6 +2,10 @@
 
 `python -m bench.load.streams` serves it in a process of its own. stdin, one JSON object a line:
 {"urls", "wire", "load", "seed"}; stdout, one line each: `figures` of that cell. `{}` ends it.
+
+The stand-in engine writes two times of CLOCK_MONOTONIC into every chunk, where logprobs or text
+would be: its own time, and, always earlier, the arrival of the request. All processes share the
+clock, so each chunk says by itself how long it was under way.
 """
 
 import asyncio
