@@ -1,6 +1,13 @@
-"""Sparse, bit-exact weight transfer: codec, chunks, manifests, receiver.
+"""Path of a weight, in the order of the data: sparse, bit-exact versions into running engines.
 
-Engines: `.vllm`. Trainers whose ranks hold shards: `.torch`, or pieces of one's own.
+format    tensors as bits, checkpoints, chunks, signed manifests; `kernels` loop over the bits
+publish   a trainer's step becomes chunks and a manifest, durable in a `chunk_store`
+serve     versions over HTTP; the `catalog` says which there are and which way leads to one
+fetch     a node gets each object once, from its neighbours or over the slow link
+apply     an engine's ranks decode a version, write it where it lives, and prove what it computes
+
+`files` has deltas between checkpoints on disk. Engines: `.vllm`, `.sglang`. Trainers whose ranks
+hold shards: `.torch`, or pieces of one's own.
 """
 
 from weight_transfer.apply.receiver import Receiver, StagedTensor, StagedUpdate
