@@ -171,20 +171,15 @@ Family = CounterMetricFamily | GaugeMetricFamily
 Sample = tuple[str, Sequence[str], float]
 
 
-def _gauges(labels: str, **helps: str) -> dict[str, Callable[[], Family]]:
+def _families(kind: type[Family], labels: str, **helps: str) -> dict[str, Callable[[], Family]]:
     return {
-        name: partial(GaugeMetricFamily, f"rose_{name}", what, labels=labels.split())
+        name: partial(kind, f"rose_{name}", what, labels=labels.split())
         for name, what in helps.items()
     }
 
 
-def _counters(labels: str, **helps: str) -> dict[str, Callable[[], Family]]:
-    return {
-        name: partial(CounterMetricFamily, f"rose_{name}", what, labels=labels.split())
-        for name, what in helps.items()
-    }
-
-
+_gauges = partial(_families, GaugeMetricFamily)
+_counters = partial(_families, CounterMetricFamily)
 # Families of the gauges and counters that are read at a scrape, by name without `rose_`.
 READ: Final = {
     **_gauges(
