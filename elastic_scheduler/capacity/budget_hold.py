@@ -37,6 +37,8 @@ CALM_WINDOW_S: Final = 300.0
 LENT_LATELY_S: Final = 300.0
 LEAST_OF_DEPLOYMENT: Final = 2
 SHARE_OF_DEPLOYMENT: Final = 0.25
+# A node reports twice a second, for at most ten minutes of average.
+_MOST_SAMPLES: Final = 2_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +250,6 @@ class _HostLoad:
     held: str | None = None
 
 
-# A node reports twice a second, for at most ten minutes of average.
-_MOST_SAMPLES: Final = 2_400
-
-
 class BusyHold:
     """Holds of nodes whose host is busy: less idle time than a guest is worth."""
 
@@ -314,8 +312,7 @@ class BusyHold:
         since_s = now_s - over_s
         weighted = weight = 0.0
         # Minutes of samples are kept, for the longest window; only the newest are in this one, with
-        # one before
-        # it. A sample covers the time since the one before it.
+        # one before it. A sample covers the time since the one before it.
         recent: list[tuple[float, float]] = []
         for sample in reversed(load.samples):
             recent.append(sample)

@@ -47,8 +47,7 @@ MAX_TTL_S = 3_600.0
 MAX_NAME_CHARS = 253
 MAX_URL_CHARS = 2_048
 # Most epochs that a node may be ahead of the table, as after the store was lost: a node can neither
-# use
-# all epochs up in a step nor reach one that no message holds.
+# use all epochs up in a step nor reach one that no message holds.
 MAX_EPOCH_LEAD = 2**20
 # Epochs are kept for ever, so the number of names must be bounded.
 MAX_REPLICAS = 2**18

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.types import Holding, LeaseDecision, Move, Situation
 
+TARGET_SHARE = 0.7
+WINDOW_S = 60.0
+
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
     """Give each offer to the job that has the fewest replicas for its weight and may have it."""
@@ -109,10 +112,6 @@ class PaperPolicy(_WithoutLearning):
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Freeze the job's growth until its next step."""
         self._frozen_step[holding.job] = self._step.get(holding.job, 0)
-
-
-TARGET_SHARE = 0.7
-WINDOW_S = 60.0
 
 
 class ServerlessPolicy(_WithoutLearning):

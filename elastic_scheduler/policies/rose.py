@@ -447,8 +447,7 @@ class RosePolicy:
                 owned[each.job].add(each.offer)
         take: list[Move] = []
         # A replica that was not worth its switch is not worth it beside more replicas either, so a
-        # job looks at
-        # each replica once.
+        # job looks at each replica once.
         ranked = {job.job: iter(_ranked(situation.free, job)) for job in jobs}
         while free:
             order = self._fair.order(jobs, supplies.shares(jobs))

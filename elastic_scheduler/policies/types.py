@@ -13,6 +13,14 @@ from typing import Protocol
 
 from elastic_scheduler.leases.lease_table import Offer, SwitchKind
 
+_CLASSES = {
+    "fixed": ("baselines", "FixedPolicy"),
+    "spot": ("baselines", "SpotPolicy"),
+    "serverless": ("baselines", "ServerlessPolicy"),
+    "paper": ("baselines", "PaperPolicy"),
+    "rose": ("rose", "RosePolicy"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
@@ -92,15 +100,6 @@ class Policy(Protocol):
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
         """Take the time `took_s` of a leased replica from that switch to its first token."""
-
-
-_CLASSES = {
-    "fixed": ("baselines", "FixedPolicy"),
-    "spot": ("baselines", "SpotPolicy"),
-    "serverless": ("baselines", "ServerlessPolicy"),
-    "paper": ("baselines", "PaperPolicy"),
-    "rose": ("rose", "RosePolicy"),
-}
 
 
 def policy_names() -> tuple[str, ...]:

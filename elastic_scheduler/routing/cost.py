@@ -33,6 +33,11 @@ MIN_RATE_TOK_S = 0.1
 # own history outweighs that after ten minutes of turns.
 PRIOR_REVOKES = 1.0
 PRIOR_REVOKE_S = 600.0
+LONG_ON_GUEST = 1.25
+ENOUGH_FOR_PACE = 8
+# Weight of the newest turn in a replica's pace, and in that of all replicas.
+REPLICA_SHARE = 0.3
+FLEET_SHARE = 1 / 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +176,6 @@ class TurnNeed:
         return self.min_version is None or version >= self.min_version
 
 
-LONG_ON_GUEST = 1.25
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaCandidate:
     """One replica weighed for a turn; `refusal` is empty when it may take the turn now."""
@@ -249,7 +251,6 @@ def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> ReplicaCandidate:
     )
 
 
-ENOUGH_FOR_PACE = 8
 # Seconds that the turn would take there, and the replica.
 Weighed = tuple[float, ReplicaLoad]
 
@@ -288,11 +289,6 @@ class Quote:
     def places(self) -> int:
         """Turns that the replica could take now."""
         return self.load.view.max_sequences - self.load.live
-
-
-# Weight of the newest turn in a replica's pace, and in that of all replicas.
-REPLICA_SHARE = 0.3
-FLEET_SHARE = 1 / 256
 
 
 class TurnSpeeds:

@@ -16,6 +16,11 @@ D = TypeVar("D")
 
 SUBJECTS_KEPT = 16_384
 DECISIONS_KEPT = 16
+REQUESTS_KEPT = 65_536
+LOG_BYTES = 64 << 20
+# Size of CPython's objects, measured: a decision, and each replica that was weighed for it.
+DECISION_BYTES = 320
+WEIGHED_BYTES = 104
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,6 @@ class ReasonLog(Generic[D]):
 
     def __len__(self) -> int:
         return len(self._rings)
-
-
-REQUESTS_KEPT = 65_536
-LOG_BYTES = 64 << 20
-# Size of CPython's objects, measured: a decision, and each replica that was weighed for it.
-DECISION_BYTES = 320
-WEIGHED_BYTES = 104
 
 
 class RoutingDecision(NamedTuple):

@@ -27,13 +27,13 @@ from rose.scheduler.core.observed import PolicyView
 
 Object = Mapping[str, Any]
 """An object of the API server, as its JSON."""
-TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 MAX_MESSAGE: Final = 1_024
 MAX_DETAIL: Final = 256
 MAX_LIMITS: Final = 32
 NAMED: Final = 3
 # Events of objects without a namespace are in this one.
 EVENTS_IN: Final = "default"
+TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 
 INVALID, REFUSED = "Invalid", "Refused"
 # Reasons that need an operator's attention.

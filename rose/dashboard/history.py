@@ -33,6 +33,8 @@ FROZEN: Final = frozenset({"freeze", "drain", "kill"})
 NODE_LINES: Final = ("ttft_s", "tpot_s", "busy", "duty", "kv_bytes", "tok_s")
 FLEET_LINES: Final = ("kv_bytes", "tok_s", "late", "lending")
 Points = list[float | None]
+# Least number of requests for a meaningful percentile.
+FEWEST_REQUESTS: Final = 20
 
 
 class Ring:
@@ -295,10 +297,6 @@ class History:
         order = self._order()[-1:]
         values = [line[0] for line in ring.read(order)] if ring else [None] * lines
         return (self._at(order)[0], *values)
-
-
-# Least number of requests for a meaningful percentile.
-FEWEST_REQUESTS: Final = 20
 
 
 def is_late(node: NodeSeen) -> bool:

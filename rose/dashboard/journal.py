@@ -38,6 +38,11 @@ ASKED: Final = {
 }
 # Changes of what may be lent: pages show them at once. The request says whose they are.
 ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolicyRequest"})
+# In the order in which they are told; all others stay in the audit log.
+_TOLD: Final = (
+    "mode", "would", "policy", "job", "replica", "version", "parent", "run", "epoch", "reason",
+    "why", "message", "method", "answer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +130,6 @@ class Journal:
         if not self._minutes or self._minutes[-1][0] != minute:
             self._minutes.append((minute, Counter()))
         self._minutes[-1][1][how] += 1
-
-
-# In the order in which they are told; all others stay in the audit log.
-_TOLD: Final = (
-    "mode", "would", "policy", "job", "replica", "version", "parent", "run", "epoch", "reason",
-    "why", "message", "method", "answer",
-)  # fmt: skip
 
 
 def _said(event: str, fields: Mapping[str, object]) -> str:

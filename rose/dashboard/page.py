@@ -24,8 +24,8 @@ from markupsafe import Markup, escape
 TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
 """Colour of a cell, whose text says the same: colour is never alone."""
-
-
+NO_DATA: Final = "no data"
+_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _HEAD, _HEAD_END = Markup('<th scope="row">'), Markup("</th>")
 _CELL, _FIGURE, _CELL_END = Markup("<td>"), Markup('<td class="n">'), Markup("</td>")
 
@@ -207,9 +207,6 @@ def environment() -> jinja2.Environment:
 
 
 # ---- figures as texts, each with its unit; an unknown one is `no data`, never 0 ----
-
-NO_DATA: Final = "no data"
-_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(count: float | None) -> str:

@@ -14,11 +14,12 @@ from rose.rpc.leader_channel import CONNECT_S, LeaderFinder, hint_of
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security.certificates import CertificateFiles
 
+CALL_TIMEOUT_S: Final = 5.0
+
 if TYPE_CHECKING:
     # The checks of policies take long to import, and most calls need none of them.
     from elastic_scheduler.capacity import CapacityPolicy
 
-CALL_TIMEOUT_S: Final = 5.0
 
 Reply = TypeVar("Reply")
 _SAID_NO: Final = {

@@ -18,6 +18,12 @@ from rose.rpc.reading import read
 
 # A node reports twice a second; the scheduler counts its relay as gone after this.
 SILENT_S: Final = 3.0
+DEDICATED: Final = "dedicated"
+# A node tells no reason for these; its log has it.
+_UNSTARTED = {
+    "backoff": "its engine ended or did not start: the node's log says why",
+    "failed": "its engine was given up: the node's log says why",
+}
 
 
 class Mode(StrEnum):
@@ -249,7 +255,6 @@ class Fleet:
         ]
 
 
-DEDICATED: Final = "dedicated"
 _KINDS: Final = {pb.REPLICA_KIND_GUEST: "guest", pb.REPLICA_KIND_DEDICATED: DEDICATED}
 _MODES: Final = {
     pb.HARVEST_MODE_OFF: Mode.OFF,
@@ -367,13 +372,6 @@ def _replica(
         lease=None if lease is None else read(Lease, lease),
         engine=None if engine is None else _engine(engine),
     )
-
-
-# A node tells no reason for these; its log has it.
-_UNSTARTED = {
-    "backoff": "its engine ended or did not start: the node's log says why",
-    "failed": "its engine was given up: the node's log says why",
-}
 
 
 def _engine(said: pb.GuestTelemetry) -> Engine:

@@ -44,6 +44,50 @@ ENDS = {
 COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch_refused"})
 # Budgets are over 30 days, and cost a walk over all hosts.
 BUDGETS_EVERY_S = 15.0
+# Text and labels of each family `rose_scheduler_{name}`, in the order of their page.
+_GAUGES: Final = {
+    "nodes": ("Nodes that are attached.", ""),
+    "away_nodes": ("Nodes that are known and not attached.", ""),
+    "node_silent_seconds": ("Time since an attached node said anything.", "node"),
+    "stop_mode": ("1 for the mode that the operator set last; active means no stop.", "mode"),
+    "gateways": ("Gateways that report demand.", ""),
+    "watchers": ("Gateways that are sent the table of leases.", ""),
+    "replicas": ("Replicas that are offered, leased or free.", "kind state"),
+    "leases": ("Leases that live.", "job kind"),
+    "node_leases": ("Leases that live on a node.", "node"),
+    "promised_leases": ("Leases that are decided and whose epochs are not durable yet.", ""),
+    "queued_commands": ("Commands that nodes have not taken yet.", ""),
+    "longest_command_queue": ("Commands that the slowest node has not taken yet.", ""),
+    "waiting_requests": ("Requests of trainers and operators that wait for the store.", ""),
+    "store_stalled_seconds": ("How long a write has waited for the store; 0 while it answers.", ""),
+    "job_turns": ("Turns of a job that run or wait, at all gateways.", "job"),
+    "job_owed_tokens": ("Tokens that the turns of a job are still to make.", "job"),
+    "job_tokens_per_second": ("Tokens that a job makes a second, as gateways report it.", "job"),
+    "node_modes": ("Nodes by the mode that their policies say.", "mode"),
+    "held_nodes": ("Nodes by what holds them back; a node counts once for each.", "reason"),
+    "node_lendable_bytes": ("KV memory that a node lends, or would lend.", "node"),
+    "node_lendable_compute_ratio": (
+        "Share of each second that a node lends, or would lend.",
+        "node",
+    ),
+}
+_COUNTERS: Final = {
+    "node_lendable_byte_seconds": (
+        "KV memory that a node lends, or would, summed over time.",
+        "node",
+    ),
+    "node_lendable_compute_seconds": (
+        "Compute that a node lends, or would, summed over time.",
+        "node",
+    ),
+    "lent_lease_seconds": ("Time in which guests were leased.", "owner job"),
+    "lent_compute_seconds": (
+        "Time in which leased guests made steps and were not held back.",
+        "owner job",
+    ),
+    "lent_byte_seconds": ("KV memory of leased guests, summed over time.", "owner job"),
+    "lent_tokens": ("Tokens that leased guests sampled.", "owner job"),
+}
 
 
 class SchedulerMetrics(Collector):
@@ -187,50 +231,6 @@ class SchedulerMetrics(Collector):
         return Counter(name, what, labels, registry=self.registry)
 
 
-# Text and labels of each family `rose_scheduler_{name}`, in the order of their page.
-_GAUGES: Final = {
-    "nodes": ("Nodes that are attached.", ""),
-    "away_nodes": ("Nodes that are known and not attached.", ""),
-    "node_silent_seconds": ("Time since an attached node said anything.", "node"),
-    "stop_mode": ("1 for the mode that the operator set last; active means no stop.", "mode"),
-    "gateways": ("Gateways that report demand.", ""),
-    "watchers": ("Gateways that are sent the table of leases.", ""),
-    "replicas": ("Replicas that are offered, leased or free.", "kind state"),
-    "leases": ("Leases that live.", "job kind"),
-    "node_leases": ("Leases that live on a node.", "node"),
-    "promised_leases": ("Leases that are decided and whose epochs are not durable yet.", ""),
-    "queued_commands": ("Commands that nodes have not taken yet.", ""),
-    "longest_command_queue": ("Commands that the slowest node has not taken yet.", ""),
-    "waiting_requests": ("Requests of trainers and operators that wait for the store.", ""),
-    "store_stalled_seconds": ("How long a write has waited for the store; 0 while it answers.", ""),
-    "job_turns": ("Turns of a job that run or wait, at all gateways.", "job"),
-    "job_owed_tokens": ("Tokens that the turns of a job are still to make.", "job"),
-    "job_tokens_per_second": ("Tokens that a job makes a second, as gateways report it.", "job"),
-    "node_modes": ("Nodes by the mode that their policies say.", "mode"),
-    "held_nodes": ("Nodes by what holds them back; a node counts once for each.", "reason"),
-    "node_lendable_bytes": ("KV memory that a node lends, or would lend.", "node"),
-    "node_lendable_compute_ratio": (
-        "Share of each second that a node lends, or would lend.",
-        "node",
-    ),
-}
-_COUNTERS: Final = {
-    "node_lendable_byte_seconds": (
-        "KV memory that a node lends, or would, summed over time.",
-        "node",
-    ),
-    "node_lendable_compute_seconds": (
-        "Compute that a node lends, or would, summed over time.",
-        "node",
-    ),
-    "lent_lease_seconds": ("Time in which guests were leased.", "owner job"),
-    "lent_compute_seconds": (
-        "Time in which leased guests made steps and were not held back.",
-        "owner job",
-    ),
-    "lent_byte_seconds": ("KV memory of leased guests, summed over time.", "owner job"),
-    "lent_tokens": ("Tokens that leased guests sampled.", "owner job"),
-}
 Values = Mapping[str, float | None] | Mapping[tuple[str, str], float]
 """Values by the family's label or labels; those that nobody knows are left out."""
 

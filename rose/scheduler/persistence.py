@@ -44,6 +44,9 @@ POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
 EPOCH_FLOOR, RESTORING = "epoch_floor", "restoring"
 # Keys that only builds before 0.3.0 wrote: `harvest` may be a stop, so none of them is passed over.
 REFUSED = frozenset({"harvest", "job"})
+RETRY_S = 0.1
+# A write that waits for longer is not a disk's pause: operators are told.
+STALLED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +257,6 @@ def _key(record: JobRecord | RunRecord | VersionRecord) -> str:
 def _encode(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
-
-RETRY_S = 0.1
-# A write that waits for longer is not a disk's pause: operators are told.
-STALLED_S = 5.0
 
 OnEvent = Callable[..., None]
 

@@ -75,12 +75,12 @@ ANSWER_S = 5.0
 MAX_COMMITS = 64
 
 AuditSink = Callable[[str, dict[str, object], str], None]
+"""Takes an event, its fields, and by whose call it came."""
 LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
 BROKEN = "the scheduler could not handle this; see its events"
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
 COMMAND_LIMIT = 4_096
 STANDBY = "this scheduler is a standby; ask the one that leads"
-"""Takes an event, its fields, and by whose call it came."""
 # Figures that follow from others, and complaints of the process about itself, which may repeat.
 UNAUDITED = frozenset({"health_changed", "first_token", "policy_broken", "replica_broken"})
 Context = grpc.aio.ServicerContext

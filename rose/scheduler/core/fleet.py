@@ -14,6 +14,12 @@ from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.messages import Action, Attached, Command, LogRecord
 from rose.scheduler.persistence import JobRecord
 
+# A node that was not attached for so long is no part of the fleet any more.
+FORGOTTEN_S = 86_400.0
+MAX_AWAY = 4_096
+# A node reports twice a second.
+LAPSED_S = 3.0
+
 
 def holds(offer: Offer, job: JobRecord) -> bool:
     """Return True if a replica's weights are a version of the job or the model it began with."""
@@ -150,11 +156,6 @@ class NodeView:
     def lapsed(self, now_s: float) -> list[str]:
         """Return the replicas whose offers expired before the node reported again."""
         return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
-
-
-# A node that was not attached for so long is no part of the fleet any more.
-FORGOTTEN_S = 86_400.0
-MAX_AWAY = 4_096
 
 
 class FleetBook:
@@ -301,10 +302,6 @@ class FleetBook:
             if before is not None and len(before) != len(live):
                 self.revision += 1
         return self._live
-
-
-# A node reports twice a second.
-LAPSED_S = 3.0
 
 
 class Relays:
