@@ -1,13 +1,11 @@
 """Advice to an operator before anything of ROSE is installed: what lending would bring, and cost.
 
-Prometheus, or /metrics for a while ──► Usage of each deployment, as its engines report it
-a trace of requests ─────────────────────────┐
-Usage ──► requests as dense as those were ──► what-if of the simulator, hosts alone and lending
-                                             ▼
-                             Advice: idle GPU-hours, tokens, p99, money, and how sure each is
+    Prometheus, or /metrics for a while ──► usage of each deployment, as its engines report it
+    usage, or a trace of requests ──► traffic ──► the simulator's what-if: hosts alone, and lending
+    both ──► idle GPU-hours, tokens for rollouts, users' p99, money, and how sure each of them is
 """
 
-from rose.advise.advice import Advice, Assumed, DeploymentAdvice, advice_of
-from rose.advise.usage import Usage
+from rose.advise.advice import Assumed, DeploymentAdvice, LendingAdvice, advice_of
+from rose.advise.usage import DeploymentUsage
 
-__all__ = ["Advice", "Assumed", "DeploymentAdvice", "Usage", "advice_of"]
+__all__ = ["Assumed", "DeploymentAdvice", "DeploymentUsage", "LendingAdvice", "advice_of"]

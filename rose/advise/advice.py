@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_scheduler.capacity.policy import MaxHostBusy
-from rose.advise.usage import Moment, Usage
+from rose.advise.usage import DeploymentUsage, UsageStep
 from rose.errors import ConfigError, RoseError
 from rose.simulation.fluid.what_if import WhatIfAnswer, WhatIfQuestion, what_if
 from rose.simulation.workloads.traffic import DAY_S, HOUR_S, TraceTraffic, UserRequest
@@ -75,7 +75,7 @@ class DeploymentAdvice:
     that say how sure this is.
     """
 
-    usage: Usage
+    usage: DeploymentUsage
     gpus: float
     idle: float
     idle_gpu_hours_a_day: float
@@ -114,7 +114,7 @@ class DeploymentAdvice:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class LendingAdvice:
     """Advice about all deployments, and their sums."""
 
     deployments: tuple[DeploymentAdvice, ...]
@@ -157,12 +157,12 @@ class Advice:
         }
 
 
-def advice_of(usages: Sequence[Usage], assumed: Assumed) -> Advice:
+def advice_of(usages: Sequence[DeploymentUsage], assumed: Assumed) -> LendingAdvice:
     """Return the advice about these deployments. Raises ConfigError for a model without a table."""
-    return Advice(tuple(_of_deployment(usage, assumed) for usage in usages))
+    return LendingAdvice(tuple(_of_deployment(usage, assumed) for usage in usages))
 
 
-def _of_deployment(usage: Usage, assumed: Assumed) -> DeploymentAdvice:
+def _of_deployment(usage: DeploymentUsage, assumed: Assumed) -> DeploymentAdvice:
     gpus = usage.engines * assumed.cards
     table = assumed.table(usage.model)
     answer, trouble = None, ""
@@ -207,7 +207,7 @@ class UsageTraffic:
     MOST_HOURS, hours that are spread evenly over it are played, one after the other.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[UsageStep, ...]
     step_s: float
 
     def requests(self, seed: int) -> Iterator[UserRequest]:
@@ -228,7 +228,7 @@ class UsageTraffic:
                 yield UserRequest(number * self.step_s + at_s, prompt, output)
 
 
-def _sureness(usage: Usage, table: str, answer: WhatIfAnswer | None) -> Iterator[str]:
+def _sureness(usage: DeploymentUsage, table: str, answer: WhatIfAnswer | None) -> Iterator[str]:
     days = usage.span_s / DAY_S
     if days < WEEK_DAYS:
         yield f"{days:.2g} days were read: a week has days of both kinds"

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.advise.advice import Advice, DeploymentAdvice
-from rose.advise.usage import Moment
+from rose.advise.advice import DeploymentAdvice, LendingAdvice
+from rose.advise.usage import UsageStep
 
 WIDTH, HEIGHT = 720, 120
 MOST_BARS = 180
 
 
-def page_of(advice: Advice, made_at: str) -> str:
+def page_of(advice: LendingAdvice, made_at: str) -> str:
     """Return the page's text; `made_at` stands under its title."""
     import jinja2
 
@@ -36,6 +36,6 @@ def bars(each: DeploymentAdvice) -> list[tuple[float, float, float, str]]:
     return found
 
 
-def _idle(group: Sequence[Moment]) -> float:
+def _idle(group: Sequence[UsageStep]) -> float:
     engines = sum(each.engines for each in group)
     return sum(each.engines * each.idle for each in group) / engines if engines else 0.0

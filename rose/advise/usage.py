@@ -42,7 +42,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class UsageStep:
     """A step of a deployment's history.
 
     engines: that were scraped. idle: share of their samples in which no request ran. requests,
@@ -58,7 +58,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DeploymentUsage:
     """History of one deployment, in steps of `step_s`; `span_s` is the time that was asked for.
 
     ttft_p99_s, tpot_p99_s: of its users over the whole span; None where the engines have none.
@@ -69,7 +69,7 @@ class Usage:
     model: str
     step_s: float
     span_s: float
-    moments: tuple[Moment, ...]
+    moments: tuple[UsageStep, ...]
     ttft_p99_s: float | None = None
     tpot_p99_s: float | None = None
     trace: Path | None = None
@@ -99,7 +99,7 @@ class PrometheusHistory:
             raise ConfigError(f"--prometheus {url}: give http://HOST:PORT or https://HOST:PORT")
         self._url, self._by, self._token = url.rstrip("/"), tuple(by), token
 
-    def usages(self, days: float, now_s: float) -> list[Usage]:
+    def usages(self, days: float, now_s: float) -> list[DeploymentUsage]:
         """Return the usage of every deployment in the last `days`.
 
         Raises UnavailableError if Prometheus does not answer, ConfigError if it has no metrics.
@@ -135,13 +135,13 @@ class PrometheusHistory:
             for key, names in (("ttft", TTFT), ("tpot", TPOT))
         }
         return [
-            Usage(
+            DeploymentUsage(
                 " ".join(value for _, value in labels if value) or "all engines",
                 dict(labels).get("model_name", ""),
                 step_s,
                 span_s,
                 tuple(
-                    Moment(
+                    UsageStep(
                         at_s,
                         count,
                         idle[labels][at_s],
@@ -206,7 +206,7 @@ class PrometheusHistory:
 
 
 @dataclass(slots=True)
-class _Counted:
+class _EngineSums:
     """Sums over the engines of one deployment since reading began."""
 
     running: list[float] = field(default_factory=list)
@@ -220,13 +220,13 @@ def watched_usages(
     every_s: float,
     read: Callable[[str], str],
     sleep: Callable[[float], None] = time.sleep,
-) -> list[Usage]:
+) -> list[DeploymentUsage]:
     """Return the usage of the engines at these `/metrics`, read each `every_s` for `for_s` seconds.
 
     `read` returns the text at an address. Raises what it raises, and ConfigError for a text without
     metrics of an engine.
     """
-    engines = {url: _Counted() for url in urls}
+    engines = {url: _EngineSums() for url in urls}
     models: dict[str, str] = {}
     start_s, looks = time.time(), max(2, math.ceil(for_s / every_s) + 1)
     for look in range(looks):
@@ -236,7 +236,7 @@ def watched_usages(
             models[url] = _look(url, read(url), counted, first=look == 0)
     span_s = (looks - 1) * every_s
     found = []
-    together: dict[str, list[_Counted]] = defaultdict(list)
+    together: dict[str, list[_EngineSums]] = defaultdict(list)
     for url, model in models.items():
         together[model].append(engines[url])
     for model, each in sorted(together.items()):
@@ -245,7 +245,7 @@ def watched_usages(
             for key in COUNTERS
         }
         moments = tuple(
-            Moment(
+            UsageStep(
                 start_s + look * every_s,
                 len(each),
                 sum(one.running[look] == 0 for one in each) / len(each),
@@ -253,11 +253,11 @@ def watched_usages(
             )
             for look in range(looks)
         )
-        found.append(Usage(model, model, every_s, span_s, moments))
+        found.append(DeploymentUsage(model, model, every_s, span_s, moments))
     return found
 
 
-def _look(url: str, text: str, counted: _Counted, *, first: bool) -> str:
+def _look(url: str, text: str, counted: _EngineSums, *, first: bool) -> str:
     """Add one reading of an engine; return the model that it names."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -282,7 +282,7 @@ def _look(url: str, text: str, counted: _Counted, *, first: bool) -> str:
     return model
 
 
-def trace_usage(path: Path, engines: float) -> Usage:
+def trace_usage(path: Path, engines: float) -> DeploymentUsage:
     """Return the usage that a trace of requests is, served by so many engines.
 
     Engines count as idle in a step in which no request came, until they are simulated.
@@ -294,7 +294,7 @@ def trace_usage(path: Path, engines: float) -> Usage:
         for n, add in enumerate((1, traced.prompt_tokens, traced.output_tokens)):
             step[n] += add
     moments = tuple(
-        Moment(
+        UsageStep(
             step * TRACE_STEP_S,
             engines,
             float(step not in counts),
@@ -302,4 +302,6 @@ def trace_usage(path: Path, engines: float) -> Usage:
         )
         for step in range(max(counts) + 1)
     )
-    return Usage(path.name, "", TRACE_STEP_S, len(moments) * TRACE_STEP_S, moments, trace=path)
+    return DeploymentUsage(
+        path.name, "", TRACE_STEP_S, len(moments) * TRACE_STEP_S, moments, trace=path
+    )

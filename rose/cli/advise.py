@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 
-from rose.advise import Advice, Assumed, DeploymentAdvice, advice_of
+from rose.advise import Assumed, DeploymentAdvice, LendingAdvice, advice_of
 from rose.advise.page import page_of
 from rose.advise.usage import PrometheusHistory, trace_usage, watched_usages
 from rose.command_line.output import Format, Table, View, add_output_options, note, write
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def view(advice: Advice) -> View:
+def view(advice: LendingAdvice) -> View:
     """Return the advice as tables: figures, users' latencies, and how sure both are."""
     figures = [_row(each) for each in advice.deployments]
     if len(figures) > 1:

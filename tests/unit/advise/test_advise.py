@@ -13,7 +13,7 @@ import pytest
 from rose.advise import Assumed, advice_of
 from rose.advise.advice import MOST_HOURS, MOST_REQUESTS, UsageTraffic
 from rose.advise.page import page_of
-from rose.advise.usage import Moment, PrometheusHistory, Usage, watched_usages
+from rose.advise.usage import DeploymentUsage, PrometheusHistory, UsageStep, watched_usages
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
 from tests.harness.prometheus import needs_prometheus, prometheus
@@ -80,9 +80,9 @@ def serve() -> Iterator[Callable[[Callable[[], str]], str]]:
         server.server_close()
 
 
-def moments(count: int, requests: float) -> tuple[Moment, ...]:
+def moments(count: int, requests: float) -> tuple[UsageStep, ...]:
     return tuple(
-        Moment(60.0 * n, 2, 0.5, requests, 100 * requests, 20 * requests) for n in range(count)
+        UsageStep(60.0 * n, 2, 0.5, requests, 100 * requests, 20 * requests) for n in range(count)
     )
 
 
@@ -102,7 +102,7 @@ def test_a_long_history_is_thinned_to_hours_of_all_of_it() -> None:
 
 
 def test_idle_gpu_hours_are_the_measured_share_of_all_gpus() -> None:
-    usage = Usage("chat", "Qwen3-8B", 60.0, 7 * 86_400.0, moments(7 * 24 * 60, 0.02))
+    usage = DeploymentUsage("chat", "Qwen3-8B", 60.0, 7 * 86_400.0, moments(7 * 24 * 60, 0.02))
     advice = advice_of([usage, usage], Assumed(cards=1, price=2.0))
     assert advice.gpus == 4
     assert advice.idle_gpu_hours_a_day == pytest.approx(4 * 24 * 0.5)
@@ -115,7 +115,7 @@ def test_idle_gpu_hours_are_the_measured_share_of_all_gpus() -> None:
 
 
 def test_a_deployment_without_requests_is_measured_and_not_simulated() -> None:
-    usage = Usage("chat", "Qwen3-8B", 60.0, 3_600.0, moments(60, 0.0))
+    usage = DeploymentUsage("chat", "Qwen3-8B", 60.0, 3_600.0, moments(60, 0.0))
     (each,) = advice_of([usage], Assumed()).deployments
     assert each.answer is None
     assert each.idle_gpu_hours_a_day == pytest.approx(24)
@@ -173,7 +173,7 @@ def test_a_real_prometheus_tells_of_deployments_of_both_engines(
 
 
 def test_a_page_shows_each_deployment_and_believes_no_name(tmp_path: Path) -> None:
-    usage = Usage("<script>", "Qwen3-8B", 60.0, 3_600.0, moments(60, 0.5), 0.25, 0.01)
+    usage = DeploymentUsage("<script>", "Qwen3-8B", 60.0, 3_600.0, moments(60, 0.5), 0.25, 0.01)
     page = page_of(advice_of([usage], Assumed(price=3.0)), "today")
     assert "&lt;script&gt;" in page
     assert "<script>" not in page
