@@ -61,7 +61,7 @@ class RankedNode:
         self.root, self.clock = root, SleptClock()
         self.base = {n: t for n, t in model(1).items() if t.dtype == "bfloat16"}
         (root / "model").mkdir()
-        write_safetensors(root / "model" / "model.safetensors", self.base)
+        write_safetensors(root / "model" / "model.safetensors", self.base.values())
         self.store = ChunkStore(root / "store")
         self.publisher = VersionPublisher(self.store, "job", "test", KEY, clock=lambda: 0.0)
         self.place = root / "ranks" / "engine"
@@ -226,7 +226,7 @@ def test_a_leader_that_decoded_another_version_is_not_believed(node: RankedNode)
 def test_ranks_that_read_other_files_are_no_crew(node: RankedNode, tmp_path: Path) -> None:
     leader = node.rank()
     other = {n: t for n, t in next_model(node.base, 5).items() if n != "bias"}
-    write_safetensors(tmp_path / "new", other)
+    write_safetensors(tmp_path / "new", other.values())
     (tmp_path / "new").rename(tmp_path / "model" / "model.safetensors")
     with pytest.raises(StoreError, match="different checkpoints"):
         node.rank()
