@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Thread with an event loop that runs coroutines for any thread; end it with `stop`."""
+    """Daemon thread with an asyncio event loop that runs coroutines for any other thread.
+
+    The thread starts with the object and ends with `stop`.
+    """
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
@@ -42,11 +45,18 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True if it runs in this process: a fork leaves the thread behind."""
+        """True while the loop's thread runs in this process; False in a forked child, which has no
+        such thread.
+        """
         return self._pid == os.getpid() and self._thread.is_alive()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, awaited on the loop; interrupting the caller cancels it."""
+        """Run the coroutine `work` on the loop, block until it ends, and return its result or raise
+        its error.
+
+        An interrupted caller cancels the coroutine. Raises ClientClosed if the thread has ended or
+        ends meanwhile, and if the loop's own thread calls.
+        """
         if not self.alive:
             work.close()
             raise ClientClosed("the client's thread has ended: open the client anew")
@@ -63,7 +73,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End loop and thread; running work is cancelled."""
+        """Stop the loop, cancel its running coroutines, and wait for the thread's end."""
         if not self.alive:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -78,10 +88,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class BlockingRolloutClient:
-    """`RolloutClient` on a loop thread of its own; any number of threads may share one.
+    """Blocking form of `RolloutClient`, with an event loop on a thread of its own; threads may
+    share it.
 
-    It pickles as its arguments and opens on first use, so it may be made in a driver and handed to
-    Ray actors or processes. `close` it, or use it as a context manager.
+    The client pickles as its arguments and connects on first use, so a driver may create the client
+    and hand it to Ray actors or processes. End it with `close`, or use it as a context manager.
     """
 
     def __init__(
@@ -93,7 +104,7 @@ class BlockingRolloutClient:
         credentials: GatewayCredentials = NOTHING_SHOWN,
         job: str = "",
     ) -> None:
-        """Arguments are those of `RolloutClient`."""
+        """Create the client, without connecting; the arguments are those of `RolloutClient`."""
         self._client = RolloutClient(urls, timeout_s, retry=retry, credentials=credentials, job=job)
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
@@ -104,14 +115,14 @@ class BlockingRolloutClient:
 
     @classmethod
     def of(cls, settings: ClientSettings) -> Self:
-        """Return a client with these settings."""
+        """Return a new client with the arguments in `settings`."""
         urls, timeout_s, job = settings.urls, settings.timeout_s, settings.job
         credentials = settings.credentials
         return cls(urls, timeout_s, retry=settings.retry, credentials=credentials, job=job)
 
     @property
     def settings(self) -> ClientSettings:
-        """See `RolloutClient.settings`."""
+        """Settings of the client: addresses, timeouts, retry, credentials, job."""
         return self._client.settings
 
     def __enter__(self) -> Self:
@@ -122,7 +133,9 @@ class BlockingRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel running turns and end the thread; the client is not usable after that."""
+        """Cancel the running turns and end the client's thread; every later call raises
+        ClientClosed.
+        """
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None and thread.alive:
@@ -132,14 +145,16 @@ class BlockingRolloutClient:
     def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """See `RolloutClient.generate`."""
+        """Generate one turn, block until it is whole and return it; see
+        `RolloutClient.generate`.
+        """
         loop = self._loop()
         return loop.call(self._client.generate(token_ids, sampling, **options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Iterator[TokenChunk]:
-        """Yield chunks as they come; closing the iterator early cancels the turn."""
+        """Yield the chunks of one turn as they arrive; closing the iterator early cancels it."""
         loop = self._loop()
         return _entered(loop, self._client.stream(token_ids, sampling, **options))
 
@@ -154,7 +169,11 @@ class BlockingRolloutClient:
         hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Iterator[Member]:
-        """Yield members as they finish; closing the iterator early cancels the rest."""
+        """Yield the samples of one prompt as they finish; closing the iterator early cancels the
+        others.
+
+        See `RolloutClient.gather_group` for the arguments.
+        """
         loop = self._loop()
         group = self._client.gather_group(
             token_ids,
@@ -169,7 +188,9 @@ class BlockingRolloutClient:
 
     @contextmanager
     def session(self, session_id: str = "", *, group_id: str = "") -> Iterator["BlockingSession"]:
-        """Open a trajectory; its end is reported to the gateways."""
+        """Yield a BlockingSession for the turns of one trajectory; leaving the block reports its
+        end to the gateways.
+        """
         loop = self._loop()
         session = self._client.session(session_id, group_id=group_id)
         try:
@@ -178,27 +199,37 @@ class BlockingRolloutClient:
             loop.call(session.__aexit__(None, None, None))
 
     def cancel(self, request_id: str) -> bool:
-        """See `RolloutClient.cancel`; any thread may call it."""
+        """Cancel the running turn with this request id, from any thread; return False for an
+        unknown id.
+        """
         loop = self._loop()
         return loop.call(_on_loop(lambda: self._client.cancel(request_id)))
 
     def versions(self, job: str = "") -> Versions:
-        """See `RolloutClient.versions`."""
+        """Return the policy version that each replica serves, and the newest of each job.
+
+        See `RolloutClient.versions`.
+        """
         loop = self._loop()
         return loop.call(self._client.versions(job))
 
     def progress(self) -> Progress:
-        """See `RolloutClient.progress`."""
+        """Return the running turns and the counts of ended ones; see `RolloutClient.progress`."""
         loop = self._loop()
         return loop.call(_on_loop(self._client.progress))
 
     def on_loop(self) -> tuple[RolloutClient, LoopThread]:
-        """Return the asynchronous client, and the only thread that may use it."""
+        """Return the asynchronous client, and the loop thread, on which alone that client may be
+        used.
+        """
         loop = self._loop()
         return self._client, loop
 
     def _loop(self) -> LoopThread:
-        """Return the thread; it is started on first use, and anew in a forked process."""
+        """Return the loop thread with the opened client; start both on first use and after a fork.
+
+        Raises ClientClosed after `close`.
+        """
         with self._lock:
             if self._closed:
                 raise ClientClosed("the client is closed: make another one")
@@ -210,7 +241,7 @@ class BlockingRolloutClient:
 
 
 class BlockingSession:
-    """`Session` for code without an event loop."""
+    """Blocking form of `Session`: the turns of one trajectory."""
 
     def __init__(self, session: Session, loop: LoopThread) -> None:
         self._session = session
@@ -218,19 +249,21 @@ class BlockingSession:
 
     @property
     def id(self) -> str:
-        """Value of `X-Session-ID`."""
+        """Session id, which every turn carries in the header `X-Session-ID`."""
         return self._session.id
 
     def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Turn:
-        """See `Session.generate`."""
+        """Generate the trajectory's next turn, block until it is whole, and return it."""
         return self._loop.call(self._session.generate(token_ids, sampling, **options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Iterator[TokenChunk]:
-        """See `BlockingRolloutClient.stream`."""
+        """Yield the chunks of the trajectory's next turn; closing the iterator early cancels the
+        turn.
+        """
         return _entered(self._loop, self._session.stream(token_ids, sampling, **options))
 
 
@@ -243,7 +276,10 @@ class _Entered(Protocol[T_co]):
 
 
 def _entered(loop: LoopThread, source: _Entered[T]) -> Iterator[T]:
-    """Yield items of `source`, read on the loop; it is closed with the iterator."""
+    """Yield the items of an asynchronous iterator, each awaited on the loop thread.
+
+    Enters `source` as a context manager first and leaves it when the iterator ends or is closed.
+    """
     loop.call(source.__aenter__())
     try:
         while True:

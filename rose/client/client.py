@@ -33,10 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutClient:
-    """Async context manager; one connection pool, safe for any number of turns of one event loop.
+    """Asynchronous client of ROSE's gateways: generates turns whole or streamed, in groups and
+    sessions.
 
-    It pickles as its arguments. Give every gateway's address: when one dies, its turns continue at
-    another, or at the same one once it is back.
+    Use the client as an async context manager. Its one connection pool serves any number of turns
+    of one event loop, and the client pickles as its arguments. Give every gateway's address: when a
+    gateway dies, its turns continue at another one, or at the same one once it is back.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class RolloutClient:
         credentials: GatewayCredentials = NOTHING_SHOWN,
         job: str = "",
     ) -> None:
-        """timeout_s: of a turn with all its tries. Raises ConfigError for an invalid address.
+        """Create the client, without connecting. Raises ConfigError for an invalid address.
 
-        credentials: for the gateways. job: the training run of these turns; it may be left out if
-        there is only one.
+        timeout_s: bound on one turn with all its tries. credentials: shown to the gateways. job:
+        the training run that the turns belong to; it may be left out if the gateways know only one.
         """
         self._settings = ClientSettings(
             gateway_urls(urls), timeout_s, retry=retry or Retry(), credentials=credentials, job=job
@@ -64,14 +66,14 @@ class RolloutClient:
 
     @classmethod
     def of(cls, settings: ClientSettings) -> Self:
-        """Return a client with these settings."""
+        """Return a new client with the arguments in `settings`."""
         urls, timeout_s, job = settings.urls, settings.timeout_s, settings.job
         credentials = settings.credentials
         return cls(urls, timeout_s, retry=settings.retry, credentials=credentials, job=job)
 
     @property
     def settings(self) -> ClientSettings:
-        """Arguments that it was built from."""
+        """Settings of the client: addresses, timeouts, retry, credentials, job."""
         return self._settings
 
     async def __aenter__(self) -> Self:
@@ -94,9 +96,10 @@ class RolloutClient:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """Generate one turn. All tries carry the same request id: it is delivered once.
+        """Generate one turn and return it whole.
 
-        Raises an error of `rose.client.errors`; all of them are RolloutError.
+        All tries carry the same request id, so the turn is delivered once. Raises an error of
+        `rose.client.errors`; all of them are RolloutError.
         """
         ask = ask_for(token_ids, sampling, **self._named(options))
         return await self._run(ask, self._open().whole)
@@ -104,7 +107,11 @@ class RolloutClient:
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """Generate token by token; when a gateway dies, the received tokens are kept."""
+        """Return a stream of one turn's token chunks; the request is sent when the stream is
+        entered.
+
+        When a gateway dies, the received tokens are kept and the turn continues from them.
+        """
         ask = ask_for(token_ids, sampling, **self._named(options))
 
         async def run(sink: ChunkSink) -> Turn:
@@ -123,11 +130,13 @@ class RolloutClient:
         hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Group:
-        """Yield `members` samples of one prompt as they finish; after `need` turns cancel the rest.
+        """Return a Group that yields `members` samples of one prompt as they finish.
 
-        Member k is request and session `GROUP/k`; a seed of `sampling` becomes seed + k. The
-        slowest ones may have `hedges` second copies, the first answer counts: that favours short
-        answers a little.
+        After `need` whole turns (default: all) the others are cancelled. Member k has the request
+        id and session id `GROUP/k`, and a seed in `sampling` becomes seed + k. `hedges`: number of
+        second copies that the slowest members may have together; the first answer counts, which
+        favours short answers a little. Raises RequestRefused for numbers that contradict each
+        other.
         """
         if members < 1 or not 1 <= (need or members) <= members:
             raise RequestRefused("a group has at least one member, and needs at most all of them")
@@ -148,14 +157,19 @@ class RolloutClient:
         return Group(start, members, need or members)
 
     def session(self, session_id: str = "", *, group_id: str = "") -> Session:
-        """Open a trajectory: its turns go where its prefix is, and gateways learn of its end.
+        """Return a session for the turns of one trajectory, which go to the replica that has its
+        prefix.
 
-        group_id: of the trajectories that began with the same prompt.
+        Leaving its block reports the end to the gateways. session_id: default a random one.
+        group_id: common to all trajectories that begin with the same prompt.
         """
         return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a running turn: its caller gets TurnCancelled. Returns False for an unknown id."""
+        """Cancel the running turn with this request id, whose caller gets TurnCancelled.
+
+        Returns False for an id that is not running.
+        """
         row = self._ledger.running.get(request_id)
         if row is not None:
             row.cancel()
@@ -164,14 +178,14 @@ class RolloutClient:
     async def versions(self, job: str = "") -> Versions:
         """Return the policy version that each replica serves, and the newest of each job.
 
-        job: restricts the answer to one, by default the client's; an unregistered job has none. A
-        trainer that waits until k replicas serve version v calls this repeatedly. Raises
+        job: the one to report, by default the client's; "" means all, and an unregistered job has
+        none. A trainer that waits until k replicas serve version v calls this repeatedly. Raises
         GatewayUnavailable, RequestRefused, AnswerBroken.
         """
         return await self._open().versions(job or self._settings.job)
 
     def progress(self) -> Progress:
-        """Return counts of running and ended turns since the client was made."""
+        """Return the running turns and the counts of ended ones since the client was created."""
         running = self._ledger.running
         return self._ledger.snapshot(asyncio.get_running_loop().time() if running else 0.0)
 
@@ -184,7 +198,11 @@ class RolloutClient:
         return self._tries
 
     async def _run(self, ask: ClientTurn, work: Callable[[RunningTurn], Awaitable[Turn]]) -> Turn:
-        """Run a turn in a task of its own, so that `cancel` ends the turn, not its waiter."""
+        """Run `work` for a turn in a task of its own, enter the turn in the ledger, and return it.
+
+        Raises TurnTimedOut after `timeout_s`, TurnCancelled after `cancel`, and RequestRefused for
+        a request id that is running already.
+        """
         running = self._ledger.running
         if ask.request_id in running:
             raise RequestRefused(f"{ask.request_id} is running already; give each turn its own id")
@@ -208,7 +226,9 @@ class RolloutClient:
         return turn
 
     async def _finish_session(self, session_id: str, job: str = "") -> None:
-        """Report the end to every gateway once: one that misses it forgets idle sessions."""
+        """Report the end of a session to every gateway, once each; a failure is logged and not
+        retried.
+        """
         if self._http is None:
             return
         job = job or self._settings.job

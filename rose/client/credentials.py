@@ -20,9 +20,11 @@ from rose.security.tokens import TokenFile
 
 @dataclass(frozen=True, slots=True)
 class GatewayCredentials:
-    """token_file: of `rose token issue --out`. ca: of gateways that use TLS, PEM.
+    """Paths of a trainer's credentials towards gateways; all of them may be left out.
 
-    certificate, key: the trainer's own, with or instead of a token; both or none.
+    token_file: file that `rose token issue --out` wrote. ca: PEM file of the authority that signed
+    the gateways' certificates. certificate, key: PEM files of the trainer's own, with or instead of
+    a token; both or none, and only with `ca`. Raises ConfigError otherwise.
     """
 
     token_file: Path | None = None
@@ -37,7 +39,7 @@ class GatewayCredentials:
             raise ConfigError("`certificate` needs the gateways' `ca`")
 
     def check(self, url: str) -> None:
-        """Raise ConfigError for an address whose listener could steal the token."""
+        """Raise ConfigError if `url` would send the token unencrypted to another machine."""
         place = urlsplit(url)
         if self.token_file and place.scheme == "http" and not is_loopback(place.hostname or ""):
             raise ConfigError(
@@ -47,7 +49,11 @@ class GatewayCredentials:
     def session(
         self, urls: Iterable[str], limit: int, timeout: aiohttp.ClientTimeout
     ) -> aiohttp.ClientSession:
-        """Return a session that authenticates towards the gateways `urls`. Raises ConfigError."""
+        """Return an aiohttp session that shows these credentials to the gateways at `urls`.
+
+        limit: most connections at once, 0 for no limit. Raises ConfigError for files that cannot be
+        used.
+        """
         shown = Shown(self, frozenset(URL(url).origin() for url in urls))
         connector = aiohttp.TCPConnector(
             limit=limit, keepalive_timeout=120.0, ssl=shown.context or True
@@ -58,10 +64,13 @@ class GatewayCredentials:
 
 
 class Shown:
-    """Credentials of one session: the newest of each file."""
+    """Credentials of one HTTP session, read again whenever a file changes."""
 
     def __init__(self, credentials: GatewayCredentials, origins: frozenset[URL]) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Read the files. Raises ConfigError for files that cannot be used.
+
+        origins: scheme, host and port of the servers that may receive the token.
+        """
         self._origins = origins
         own = credentials
         self._token = TokenFile(own.token_file) if own.token_file else None
@@ -81,7 +90,11 @@ class Shown:
     async def prove(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Middleware that adds the newest token and certificate to each request."""
+        """Add the newest token to a request, reload a changed certificate, and return the response.
+
+        aiohttp calls this middleware for each request. Only the gateways receive the token, not a
+        server that a redirect leads to.
+        """
         if self._files and self.context:
             self._material = self._files.refresh(self.context, self._material)
         # Not after a redirect to another server.

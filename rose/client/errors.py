@@ -16,36 +16,38 @@ from rose.errors import RoseError
 
 
 class RolloutError(RoseError):
-    """A turn was not generated."""
+    """Base of all errors of the rollout client: the turn was not generated."""
 
 
 class GatewayUnavailable(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """No answer after all tries: look at the gateways and their replicas."""
+    """No gateway answered in any try, or all were busy: look at the gateways and their replicas."""
 
 
 class TurnTimedOut(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """The turn took too long: give the client a longer `timeout_s`, or look at the replicas."""
+    """The turn took longer than the client's `timeout_s`, all tries together."""
 
 
 class TurnCancelled(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """A caller of this client ended the turn."""
+    """The turn was cancelled by its caller, or because its group no longer needs it."""
 
 
 class VersionNotServed(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """No replica runs an acceptable policy version."""
+    """No replica serves the requested policy version, or the version is too old to be trained
+    on.
+    """
 
 
 class RequestRefused(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """The request is wrong: sending it again does not help."""
+    """The request itself is wrong: sending it again does not help."""
 
 
 class AnswerBroken(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """The answer is not a turn: look at what listens under the gateway's address."""
+    """The gateway's answer is not a valid turn: look at what listens under that address."""
 
 
 class GroupsDropped(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """Episodes fail one after the other: the cause is the last one's error."""
+    """A whole step's worth of groups failed; `__cause__` is the last episode's error."""
 
 
 class ClientClosed(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """Use the client inside `with` or `async with`."""
+    """The client was used before `with` or `async with`, or after its end."""

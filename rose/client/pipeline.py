@@ -56,7 +56,11 @@ T = TypeVar("T")
 
 
 class PipelineTurns(Generic[P, T]):
-    """A `TurnSource` for one run. After the run became void, every turn raises TurnCancelled."""
+    """Source of turns for one run of an episode, whose turns must be new enough to be trained on.
+
+    Each turn carries the oldest acceptable policy version, and the versions of its answer are
+    recorded. After the run became void every turn raises TurnCancelled.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,11 @@ class PipelineTurns(Generic[P, T]):
         every: TurnOptions,
         changed: Callable[[], None],
     ) -> None:
-        """every: options of all turns. changed: called when a stamp made groups void."""
+        """Bind the source to one run.
+
+        every: options that all turns get. changed: called when an answer's version made the group
+        void.
+        """
         self._source = source
         self._buffer = buffer
         self._run = run
@@ -76,7 +84,10 @@ class PipelineTurns(Generic[P, T]):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """Generate a turn; its versions count for the age of its group."""
+        """Generate a turn, record the oldest version of its tokens for its group, and return it.
+
+        Raises TurnCancelled if the group is void, AnswerBroken for tokens older than requested.
+        """
         ticket = self._begin()
         try:
             fenced = self._fenced(options, ticket)
@@ -90,7 +101,9 @@ class PipelineTurns(Generic[P, T]):
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """Stream a turn; the versions of its chunks count as they come."""
+        """Return a stream of one turn, which records the oldest version of every chunk for its
+        group.
+        """
 
         async def run(sink: ChunkSink) -> Turn:
             ticket = self._begin()
@@ -116,7 +129,11 @@ class PipelineTurns(Generic[P, T]):
         return ticket
 
     def _fenced(self, options: TurnOptions, ticket: TurnTicket) -> TurnOptions:
-        """Return the options, with the oldest version that is still useful."""
+        """Return the options with `min_version` raised to the oldest version that may be trained
+        on.
+
+        Raises VersionNotServed if `exact_version` is older than that.
+        """
         exact = options.get("exact_version")
         if exact is None:
             newest = max(ticket.min_version, options.get("min_version") or 0)
@@ -142,7 +159,9 @@ class PipelineTurns(Generic[P, T]):
 
 
 def _oldest_version(turn: Turn) -> int:
-    """Return the oldest version of a turn's tokens and KV; -1 if some tokens have no version."""
+    """Return the oldest policy version of a turn's tokens and their KV; -1 if any token has no
+    version.
+    """
     stamped = sum(end - start for _, start, end in turn.versions)
     oldest = turn.oldest_version
     return -1 if oldest is None or stamped < len(turn.token_ids) else oldest
@@ -153,18 +172,22 @@ T_out = TypeVar("T_out", covariant=True)
 
 
 class EpisodeFunction(Protocol[P_in, T_out]):
-    """Function that plays one trajectory: any number of turns, all through `session`."""
+    """Async function that plays one trajectory, with any number of turns, all through `session`."""
 
     def __call__(self, session: Session, prompt: P_in, sample: int, /) -> Awaitable[T_out]:
-        """sample: counts from 0 within the prompt's group."""
+        """Play one trajectory of `prompt` and return the result that the trainer gets.
+
+        sample: number of the trajectory within the prompt's group, from 0.
+        """
         ...
 
 
 class RolloutPipeline(Generic[P, T]):
-    """`async with RolloutPipeline(client, episode, prompts, plan) as pipeline`: see docs/client.md.
+    """Pipeline that plays episodes over prompts and gives the trainer complete groups; see
+    docs/client.md.
 
-    Every prompt is trained on once or returned as dropped. Leaving the block cancels all turns at
-    the gateways and finishes all sessions.
+    Use it as an async context manager. Every prompt is trained on once or returned as dropped.
+    Leaving the block cancels all turns at the gateways and finishes all sessions.
     """
 
     def __init__(
@@ -176,7 +199,11 @@ class RolloutPipeline(Generic[P, T]):
         *,
         version: int = 0,
     ) -> None:
-        """prompts: drawn as they can be started. version: the newest one at the start."""
+        """Create the pipeline; entering it starts the episodes.
+
+        prompts: drawn one by one, when they can start. plan: groups of a step and the staleness
+        bound. version: the newest published policy version at the start.
+        """
         self._client = client
         self._episode = episode
         self._prompts = prompts
@@ -204,7 +231,9 @@ class RolloutPipeline(Generic[P, T]):
             raise
 
     async def _leave(self) -> None:
-        """End the running episodes, then report to the gateways."""
+        """Cancel the running episodes, and wait until their sessions' ends are reported to the
+        gateways.
+        """
         self._open = False
         self._news.set()
         ending = [*self._tasks.values(), *([self._drawing] if self._drawing else [])]
@@ -214,11 +243,13 @@ class RolloutPipeline(Generic[P, T]):
         await asyncio.gather(*self._finishing, return_exceptions=True)
 
     async def take(self) -> TrainingStep[P, T] | None:
-        """Return the next step's groups once there are enough; None when no prompts are left.
+        """Wait for the next training step and return its groups; return None when no prompts are
+        left.
 
-        The step is to be trained from `step.version`, before a newer one is published. Raises
-        GroupsDropped if a whole step's worth of groups failed meanwhile (the next step has them:
-        call again to continue), and at the end the error of `prompts`, if it raised one.
+        The step must be trained from policy version `step.version`, before a newer one is
+        published. Raises GroupsDropped if a whole step's worth of groups failed meanwhile (the next
+        step has them: call again to continue), ClientClosed outside the block, and at the end the
+        error that `prompts` raised.
         """
         while True:
             if not self._open:
@@ -243,26 +274,27 @@ class RolloutPipeline(Generic[P, T]):
         return self
 
     async def __anext__(self) -> TrainingStep[P, T]:
-        """Return the next step; the iteration ends when no prompts are left."""
+        """Return the next training step; the iteration ends when no prompts are left."""
         step = await self.take()
         if step is None:
             raise StopAsyncIteration
         return step
 
     def publish(self, version: int) -> None:
-        """Publish a newer version: groups that are too old for it are cancelled and start anew.
+        """Record that the trainer published `version`; groups too old for it are cancelled and
+        start anew.
 
-        Raises ValueError for one older than the last.
+        Raises ValueError for a version older than the last.
         """
         self._buffer.publish(version)
         self._act()
 
     def progress(self) -> RolloutProgress:
-        """Return the state of all groups, and counts since the start."""
+        """Return the state of all groups, and counts since the pipeline was created."""
         return self._buffer.progress()
 
     async def _draw(self) -> None:
-        """Draw prompts one by one, when they can start."""
+        """Draw prompts one by one into the buffer, each when it can start, until none is left."""
         try:
             async with aclosing(_as_async(self._prompts)) as source:
                 await self._wanted()
@@ -275,13 +307,15 @@ class RolloutPipeline(Generic[P, T]):
             self._act()
 
     async def _wanted(self) -> None:
-        """Wait until another prompt could start."""
+        """Wait until the buffer can start another prompt."""
         while self._buffer.wanted < 1:
             self._news.clear()
             await self._news.wait()
 
     def _act(self) -> None:
-        """Carry out the buffer's actions, and wake all waiting callers."""
+        """Carry out the buffer's actions (start or cancel an episode), and wake all waiting
+        callers.
+        """
         for action in self._buffer.actions() if self._open else ():
             if isinstance(action, CancelRun):
                 self._tasks[action.run].cancel()
@@ -299,7 +333,9 @@ class RolloutPipeline(Generic[P, T]):
         return await self._episode(session, self._buffer.prompt_of(run), run.sample)
 
     def _over(self, run: SampleRun, told: Session, task: asyncio.Task[T]) -> None:
-        """End an episode. Its session is finished in another task, which nothing cancels."""
+        """Report an ended episode to the buffer, and finish its session in a task that nothing
+        cancels.
+        """
         del self._tasks[run]
         finishing = asyncio.create_task(told.finish())
         self._finishing.add(finishing)
@@ -314,7 +350,7 @@ class RolloutPipeline(Generic[P, T]):
 
 
 async def _told_outside(session_id: str, job: str) -> None:
-    """Leave it to the pipeline to finish a session, once its episode is over."""
+    """Do nothing: the pipeline itself finishes the session, once its episode is over."""
 
 
 async def _as_async(prompts: Iterable[P] | AsyncIterable[P]) -> AsyncGenerator[P, None]:
@@ -327,9 +363,10 @@ async def _as_async(prompts: Iterable[P] | AsyncIterable[P]) -> AsyncGenerator[P
 
 
 class BlockingRolloutPipeline(Generic[P, T]):
-    """`RolloutPipeline` as a plain context manager; `episode` stays an async function.
+    """Blocking form of `RolloutPipeline`: a plain context manager; `episode` stays an async
+    function.
 
-    Episodes go on while the trainer's thread computes. Any thread may call its methods.
+    Episodes continue while the trainer's thread computes. Any thread may call the methods.
     """
 
     def __init__(
@@ -341,7 +378,10 @@ class BlockingRolloutPipeline(Generic[P, T]):
         *,
         version: int = 0,
     ) -> None:
-        """Arguments are those of `RolloutPipeline`. `prompts` are drawn on the client's thread."""
+        """Create the pipeline; the arguments are those of `RolloutPipeline`.
+
+        `prompts` are drawn on the client's thread.
+        """
         self._client = client
         self._settings = (episode, prompts, plan, version)
         self._loop: LoopThread | None = None
@@ -359,7 +399,11 @@ class BlockingRolloutPipeline(Generic[P, T]):
             loop.call(self._pipeline.__aexit__(None, None, None))
 
     def take(self) -> TrainingStep[P, T] | None:
-        """See `RolloutPipeline.take`."""
+        """Block until the next training step is complete and return it; return None when no prompts
+        are left.
+
+        See `RolloutPipeline.take` for the errors.
+        """
         return self._opened().call(self._pipeline.take())
 
     def __iter__(self) -> Iterator[TrainingStep[P, T]]:
@@ -367,7 +411,9 @@ class BlockingRolloutPipeline(Generic[P, T]):
             yield step
 
     def publish(self, version: int) -> None:
-        """See `RolloutPipeline.publish`; groups that are too old are cancelled on return."""
+        """Record that the trainer published `version`; on return, groups too old for it are
+        cancelled.
+        """
 
         async def publish() -> None:
             self._pipeline.publish(version)
@@ -375,7 +421,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
         self._opened().call(publish())
 
     def progress(self) -> RolloutProgress:
-        """See `RolloutPipeline.progress`."""
+        """Return the state of all groups, and counts since the pipeline was created."""
 
         async def progress() -> RolloutProgress:
             return self._pipeline.progress()

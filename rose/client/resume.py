@@ -28,11 +28,15 @@ UNKNOWN_STAMP: Stamp = (UNVERSIONED, None)
 
 
 class AnotherTurnError(Exception):
-    """The gateway has forgotten the turn and makes another one."""
+    """Error: the gateway lost the turn and generates a different one under the same id."""
 
 
 class Received:
-    """Tokens of one turn in order, each with logprob and version."""
+    """Tokens of one streamed turn received so far, in order, each with logprob and policy version.
+
+    The object survives a change of gateway: `rest` and `again` give the next request, `add` takes
+    the events of its answer, and `turn` returns the whole turn.
+    """
 
     def __init__(self, ask: ClientTurn) -> None:
         self._ask = self._asked = ask
@@ -48,17 +52,21 @@ class Received:
 
     @property
     def tokens(self) -> int:
-        """Received so far."""
+        """Number of tokens received so far, from all gateways."""
         return len(self._tokens)
 
     @property
     def answered(self) -> bool:
-        """True if tokens came since `rest`: their gateway may have more."""
+        """True if tokens came since the last `rest`: their gateway may still have the turn."""
         return len(self._tokens) > self._base
 
     @property
     def whole(self) -> bool:
-        """True if nothing is missing, except perhaps the final event."""
+        """True if all tokens are received: the finish reason is known.
+
+        If the last event is missing, the property sets the finish reason itself: "stop" after a
+        stop token, "length" at `max_tokens`.
+        """
         asked = self._ask.sampling
         if self.finish_reason is None and self._tokens:
             if self._tokens[-1] in (asked.stop_token_ids or ()):
@@ -68,9 +76,11 @@ class Received:
         return self.finish_reason is not None
 
     def rest(self) -> ClientTurn:
-        """Return the request for any gateway to continue after the last received token.
+        """Return the request that any gateway can continue the turn from: prompt plus received
+        tokens.
 
-        Raises AnswerBroken if that would make another turn while the caller has tokens of this one.
+        Before the first token that is the original request. Raises AnswerBroken if received tokens
+        depend on penalties or structured output, which another gateway cannot continue.
         """
         asked = self._ask.sampling
         if self._tokens and asked.counts_output:
@@ -92,14 +102,16 @@ class Received:
         return self._asked
 
     def again(self) -> ClientTurn:
-        """Return the same request for the last gateway, which may still have the turn."""
+        """Return the last request unchanged, for the same gateway: it may still have the turn."""
         self._seen = self._base
         return self._asked
 
     def add(self, event: StreamEvent) -> list[TokenChunk]:
-        """Add one event; return its new tokens, a chunk for each version and age of KV.
+        """Take one event and return its new tokens as chunks, one for each policy version and age
+        of KV.
 
-        Raises AnswerBroken, and AnotherTurnError if it contradicts earlier events.
+        Tokens that were received before are compared and not returned again. Raises AnswerBroken
+        for an invalid event, AnotherTurnError for tokens that differ from those received before.
         """
         start = len(self._tokens)
         for choice in event.choices:
@@ -113,7 +125,7 @@ class Received:
         return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
 
     def turn(self) -> Turn:
-        """Return the whole turn, once it is whole."""
+        """Return the whole turn; call it only once `whole` is True."""
         assert self.finish_reason is not None
         self._keep_spans()
         spans = self._spans(0)
@@ -153,7 +165,11 @@ class Received:
         self._attempts = event.attempts or self._attempts
 
     def _keep_spans(self) -> None:
-        """Keep the spans; an answer that broke off did not name its tokens' replicas."""
+        """Move the replica segments and attempt count of the present answer to those of earlier
+        answers.
+
+        Tokens of a broken answer that names no replica get a segment of replica "unknown".
+        """
         self._old_segments += self._segments
         covered = self._old_segments[-1][3] if self._old_segments else 0
         if covered < len(self._tokens):
@@ -163,7 +179,9 @@ class Received:
         self._segments, self._attempts = [], 0
 
     def _spans(self, start: int) -> list[tuple[Stamp, int, int]]:
-        """Yield (stamp, from, to) of all tokens from `start` on."""
+        """Return (stamp, start, end) of all tokens from `start` on, adjacent tokens of equal stamp
+        together.
+        """
         spans = []
         for stamp, group in groupby(self._stamps[start:]):
             end = start + len(list(group))

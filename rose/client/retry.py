@@ -39,25 +39,34 @@ VERSIONS_S = 5.0
 
 
 class GatewayRing:
-    """Addresses of all gateways and their recent failures. Times are monotonic seconds."""
+    """Order in which a client tries its gateways; recently failed ones come last.
+
+    Times are monotonic seconds.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = tuple(urls)
         self._resting_until_s: dict[str, float] = {}
 
     def order(self, key: str, now_s: float) -> list[str]:
-        """Return all gateways in the order of tries for `key`; recently failed ones come last."""
+        """Return all gateway addresses in the order in which to try them for `key`, recently failed
+        ones last.
+
+        The order is by rendezvous hashing, so every process computes the same one.
+        """
         if len(self._urls) == 1:
             return [*self._urls]
         by_weight = sorted(self._urls, key=lambda url: _weight(url, key), reverse=True)
         return sorted(by_weight, key=lambda url: self._resting_until_s.get(url, 0.0) > now_s)
 
     def failed(self, url: str, now_s: float) -> None:
-        """Record that a gateway did not answer: for `REST_S` the others are tried first."""
+        """Record that a gateway did not answer: for the next `REST_S` seconds it comes last in
+        every order.
+        """
         self._resting_until_s[url] = now_s + REST_S
 
     def answered(self, url: str) -> None:
-        """Record that a gateway answered, which ends its rest."""
+        """Record that a gateway answered: it no longer comes last."""
         self._resting_until_s.pop(url, None)
 
 
@@ -66,7 +75,7 @@ def _weight(url: str, key: str) -> bytes:
 
 
 class GatewayMonitor:
-    """One prober for each gateway with waiting turns."""
+    """Health prober of the gateways that turns wait for, one task for each such gateway."""
 
     def __init__(self, settings: ClientSettings, http: aiohttp.ClientSession) -> None:
         self._settings = settings
@@ -76,7 +85,11 @@ class GatewayMonitor:
 
     @asynccontextmanager
     async def watching(self, url: str) -> AsyncIterator[None]:
-        """Raise TimeoutError inside the context as soon as the gateway counts as dead."""
+        """Probe the gateway while the context is open; raise TimeoutError inside once it counts as
+        dead.
+
+        A gateway is dead after `probes` health requests in a row without an answer.
+        """
         async with asyncio.timeout(None) as wait:
             waits = self._waits.setdefault(url, set())
             waits.add(wait)
@@ -88,14 +101,14 @@ class GatewayMonitor:
                 waits.discard(wait)
 
     async def close(self) -> None:
-        """End all probers."""
+        """Cancel all probing tasks and wait for their ends."""
         probers = [*self._probers.values()]
         for prober in probers:
             prober.cancel()
         await asyncio.gather(*probers, return_exceptions=True)
 
     async def _probe(self, url: str) -> None:
-        """Probe until no turn waits any more."""
+        """Probe the gateway until no turn waits for it; end the waits when it counts as dead."""
         try:
             missed = 0
             while self._waits[url]:
@@ -127,7 +140,7 @@ _DEAD = (aiohttp.ClientError, OSError)
 
 
 class _TryAgainError(Exception):
-    """The gateway is busy; `after_s` is its Retry-After."""
+    """Error: the gateway is busy or its answer broke off; `after_s` is its Retry-After or 0."""
 
     def __init__(self, trouble: str, after_s: float = 0.0) -> None:
         super().__init__(trouble)
@@ -135,7 +148,7 @@ class _TryAgainError(Exception):
 
 
 class Tries:
-    """Sender of one client's turns."""
+    """Sender of one client's turns, which tries gateway after gateway until one answers."""
 
     def __init__(
         self,
@@ -150,7 +163,11 @@ class Tries:
         self._monitor = monitor
 
     async def whole(self, row: RunningTurn) -> Turn:
-        """Return the turn as one answer."""
+        """Request the turn as one answer, with retries, and return it.
+
+        Raises GatewayUnavailable when all tries failed, or the error that a gateway's refusal
+        means.
+        """
         body = wire.encode(row.ask.body)
 
         async def ask(url: str) -> Turn:
@@ -161,7 +178,11 @@ class Tries:
         return await self._until_done(row, ask, lambda: 0)
 
     async def versions(self, job: str) -> Versions:
-        """Return the served versions, from the first gateway that answers."""
+        """Return the policy version of each replica, from the first gateway that answers.
+
+        job: the job to report, "" for all. Raises GatewayUnavailable if no gateway answers, or the
+        error that a refusal means.
+        """
         loop, trouble = asyncio.get_running_loop(), ""
         params, timeout = ({"job": job} if job else {}), aiohttp.ClientTimeout(total=VERSIONS_S)
         for url in self._ring.order("", loop.time()):
@@ -179,7 +200,12 @@ class Tries:
         raise GatewayUnavailable(f"no gateway says which versions are served; {trouble}")
 
     async def streamed(self, row: RunningTurn, sink: ChunkSink) -> Turn:
-        """Send chunks of the turn into `sink`, and return it whole at the end."""
+        """Request the turn as a stream, await `sink` with each chunk, and return the whole turn at
+        the end.
+
+        Raises GatewayUnavailable when all tries failed, or the error that a gateway's refusal
+        means.
+        """
         received = Received(row.ask)
 
         async def attempt(url: str, asked: ClientTurn) -> None:
@@ -229,7 +255,11 @@ class Tries:
     async def _until_done(
         self, row: RunningTurn, ask: Callable[[str], Awaitable[T]], got: Callable[[], int]
     ) -> T:
-        """Ask gateway after gateway. A try that brought tokens starts the count anew."""
+        """Await `ask(url)` for gateway after gateway until one call returns, and return its result.
+
+        got: returns the number of received tokens; a round of tries that brought new ones starts
+        the count of tries anew. Raises GatewayUnavailable after `tries` rounds without one.
+        """
         loop, retry = asyncio.get_running_loop(), self._settings.retry
         tried, had, trouble = 0, got(), ""
         while tried < retry.tries:
@@ -258,7 +288,9 @@ class Tries:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Return for a 200; else raise the error that the status means."""
+    """Return for status 200; otherwise raise _TryAgainError for a busy gateway, or the status's own
+    error.
+    """
     if response.status == 200:
         return
     text = wire.message(response.status, await response.read())

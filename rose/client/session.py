@@ -17,7 +17,7 @@ from rose.contract.replica import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One sample of a group: its turn, or the error in its place."""
+    """One sample of a group: its index and its turn, or the error in place of the turn."""
 
     index: int
     turn: Turn | None
@@ -25,9 +25,10 @@ class Member:
 
 
 class Group:
-    """`async with client.gather_group(…) as group: async for member in group: …`.
+    """Running samples of one prompt, yielded as they finish: `async for member in group`.
 
-    The iteration ends with all members, or with `need` turns; leaving the block cancels the rest.
+    Use it as an async context manager: entering starts all members. The iteration ends after all
+    members, or after `need` whole turns; leaving the block cancels the others.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Group:
         return self
 
     async def __anext__(self) -> Member:
-        """Return the next member to finish."""
+        """Return the next member that finishes, whole or failed; the iteration ends at `need` whole
+        turns.
+        """
         if not self._index:
             raise ClientClosed("use `async with client.gather_group(...) as group` first")
         if self._out == len(self._index) or self._turns >= self._need:
@@ -67,7 +70,9 @@ class Group:
         return member
 
     def _member(self, task: asyncio.Task[Turn]) -> Member:
-        """Raise a member's error other than RolloutError: that is a fault of this program."""
+        """Return the member of an ended task; an error that is not a RolloutError is raised
+        instead.
+        """
         try:
             return Member(self._index[task], task.result(), None)
         except RolloutError as error:
@@ -75,26 +80,27 @@ class Group:
 
 
 class TurnSource(Protocol):
-    """The part of a client that a session needs."""
+    """Interface of the part of a client that a session uses to generate turns."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """Generate one whole turn."""
+        """Generate one turn and return it whole."""
         ...
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """Stream one turn."""
+        """Return a stream of one turn's chunks."""
         ...
 
 
 class Session:
-    """`async with client.session() as session: await session.generate(…)`.
+    """Trajectory: turns that share a prefix and one `X-Session-ID`, so that they go to the same
+    replica.
 
-    All its turns carry `X-Session-ID`; its end tells the gateways, which then forget its prefix.
-    Request ids are the session's id and the number of the turn, unless given.
+    Use it as an async context manager: its end tells the gateways, which then forget the session. A
+    turn's request id is the session's id and the turn's number, unless the caller gives one.
     """
 
     def __init__(
@@ -119,20 +125,20 @@ class Session:
         await self.finish()
 
     async def finish(self) -> None:
-        """Tell the gateways that no more turns come, as leaving the block does."""
+        """Report to the gateways that no more turns come; leaving the block does the same."""
         for job in sorted(self._jobs or {""}):
             await self._finish(self.id, job)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Turn:
-        """Generate the trajectory's next turn; see `RolloutClient.generate`."""
+        """Generate the trajectory's next turn and return it whole; see `RolloutClient.generate`."""
         return await self._source.generate(token_ids, sampling, **self._next(options))
 
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> TurnStream:
-        """Stream the trajectory's next turn; see `RolloutClient.stream`."""
+        """Return a stream of the trajectory's next turn; see `RolloutClient.stream`."""
         return self._source.stream(token_ids, sampling, **self._next(options))
 
     def _next(self, options: SessionOptions) -> TurnOptions:

@@ -15,9 +15,10 @@ from rose.client.types import ClientTurn, TokenChunk, Turn
 
 @dataclass(frozen=True, slots=True)
 class TurnProgress:
-    """A running turn. `tokens` are those received: streams only, whole answers come at the end.
+    """State of a running turn. `tokens`: received so far; 0 until the end unless the turn is
+    streamed.
 
-    `tries` counts requests sent for it, the first one included.
+    `tries`: requests sent for the turn, the first one included. `gateway`: address tried last.
     """
 
     request_id: str
@@ -30,7 +31,11 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Turns of a client since it was opened. `tokens` are those of finished turns."""
+    """Running turns of a client, and counts of ended ones since the client was created.
+
+    `tokens`: output tokens of the finished turns. `repeated_tries`: requests beyond each ended
+    turn's first one.
+    """
 
     running: tuple[TurnProgress, ...]
     finished: int
@@ -42,7 +47,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """Entry of one turn in the ledger, updated by the task that works on the turn."""
+    """Entry of one running turn in the client's ledger, updated by the turn's task."""
 
     ask: ClientTurn
     began_s: float
@@ -53,7 +58,7 @@ class RunningTurn:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """End it: its waiter gets TurnCancelled."""
+        """Cancel the turn's task; its waiter gets TurnCancelled."""
         self.cancelled = True
         if self.task is not None:
             self.task.cancel()
@@ -61,7 +66,7 @@ class RunningTurn:
 
 @dataclass(slots=True)
 class Ledger:
-    """Ledger of a client's turns by request id."""
+    """A client's running turns by request id, and counts of the ended ones."""
 
     running: dict[str, RunningTurn] = field(default_factory=dict)
     finished: int = 0
@@ -71,7 +76,10 @@ class Ledger:
     tokens: int = 0
 
     def close(self, row: RunningTurn, tokens: int | None) -> None:
-        """End a turn with its `tokens`, None if it failed or was cancelled."""
+        """Remove a turn that ended, and count it as finished, cancelled or failed.
+
+        tokens: number of its output tokens; None if it was cancelled or failed.
+        """
         self.running.pop(row.ask.request_id, None)
         self.repeated_tries += max(0, row.tries - 1)
         if tokens is not None:
@@ -105,9 +113,11 @@ ChunkSink = Callable[[TokenChunk], Awaitable[None]]
 
 
 class TurnStream:
-    """`async with client.stream(…) as stream: async for chunk in stream: …`; then `stream.turn`.
+    """One turn as a stream: an async context manager and iterator of chunks, with `turn` at the
+    end.
 
-    Leaving the block before the end cancels the turn, at the gateway and its replica too.
+    Entering sends the request. Leaving the block before the end cancels the turn, at the gateway
+    and its replica too. A slow reader makes the gateway wait once CHUNKS_AHEAD chunks are unread.
     """
 
     def __init__(self, run: Callable[[ChunkSink], Awaitable[Turn]]) -> None:
@@ -118,12 +128,16 @@ class TurnStream:
         self._turn: Turn | None = None
 
     async def into(self, sink: ChunkSink) -> Turn:
-        """Pass the chunks to `sink` and return the turn; an error of `sink` ends it."""
+        """Send the request, await `sink` with each chunk, and return the whole turn; use it or
+        `async with`.
+
+        An error of `sink` ends the turn and is raised.
+        """
         return await self._run(sink)
 
     @property
     def turn(self) -> Turn:
-        """The whole turn. Raises ClientClosed before the last chunk was read."""
+        """The whole turn. Raises ClientClosed before the iteration has ended."""
         if self._turn is None:
             raise ClientClosed("the turn is not whole: read the stream to its end first")
         return self._turn
@@ -142,7 +156,7 @@ class TurnStream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        """Return the next chunk. Raises the turn's error after its last chunk."""
+        """Return the next chunk; after the last one raise the turn's error or end the iteration."""
         if self._work is None:
             raise ClientClosed("use `async with client.stream(...) as stream` before reading it")
         while not self._chunks and not self._work.done():

@@ -18,10 +18,11 @@ from rose.tracing import TraceContext, current_trace, parsed
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retry policy of a turn. A try asks every gateway once.
+    """Retry policy of a turn; one try asks every gateway once.
 
-    tries: in a row without a new token. first_s, max_s: the pause after the first try, doubled
-    after each, and its bound: 12 tries last 17 s, enough for a gateway to restart.
+    tries: most tries in a row that bring no new token. first_s: pause in seconds after the first
+    try, doubled after each further one up to max_s. The default of 12 tries lasts 17 s, enough for
+    a gateway to restart. Raises ConfigError for invalid numbers.
     """
 
     tries: int = 12
@@ -33,16 +34,18 @@ class Retry:
             raise ConfigError("Retry: tries of at least 1 and 0 < first_s <= max_s")
 
     def pause_s(self, tried: int) -> float:
-        """Return the pause after `tries` tries."""
+        """Return the pause in seconds after `tried` tries without an answer."""
         return float(min(self.max_s, self.first_s * 2 ** min(tried - 1, 30)))
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """urls: of all gateways. timeout_s: of a turn, all tries together. connect_s: of a connection.
-    job: of turns that name none; empty for the only job that the gateways know.
+    """Settings of a client; times in seconds. Raises ConfigError for invalid ones.
 
-    A gateway that answered no health probe `probes` times in a row, each `probe_s` long, is dead.
+    urls: addresses of all gateways. timeout_s: bound on a turn, all tries together. connect_s:
+    bound on making a connection. A gateway that answered no health probe `probes` times in a row,
+    each within `probe_s`, is dead. job: for turns that name none; empty if the gateways know only
+    one.
     """
 
     urls: tuple[str, ...]
@@ -66,7 +69,7 @@ class ClientSettings:
 
 
 def gateway_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one address or several, without trailing slashes."""
+    """Return one address or several as a tuple, without trailing slashes."""
     several = [urls] if isinstance(urls, str) else urls
     return tuple([url.rstrip("/") for url in several])
 
@@ -75,8 +78,9 @@ def gateway_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
 class TokenChunk:
     """Tokens [start, start + len(token_ids)) of a streamed turn, each with its logprob.
 
-    `version` is the policy version that sampled them, -1 if the replica does not report it;
-    `oldest_version` that of the oldest KV they were sampled on, None if it is the same.
+    `version`: policy version that sampled the tokens, -1 if the replica does not report it.
+    `oldest_version`: oldest policy version of the KV that they were sampled on, None if it is the
+    same.
     """
 
     token_ids: tuple[int, ...]
@@ -88,13 +92,13 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generated turn. Spans are half-open token ranges that cover all tokens in order.
+    """One generated turn: output tokens, each with its logprob, and who generated them.
 
-    versions: (policy version, start, end); segments: (replica, kind, start, end). `logprobs` are
-    the behaviour policy's, of the distribution that was sampled from. oldest_versions: (oldest
-    version of the KV, start, end) of tokens sampled on KV of earlier versions too, as a job that
-    updates with `keep` has them: those belong to no version alone. Empty for any other job.
-    trace_id: of the turn's trace (`traceparent`), as its gateway has it; "" for none.
+    Spans are half-open token ranges that cover all tokens in order: versions are (policy version,
+    start, end), segments (replica, kind, start, end). `logprobs` are those of the distribution that
+    was sampled from. `attempts`: placements at a replica. oldest_versions: (oldest version of the
+    KV, start, end) of the tokens sampled on KV of earlier versions too, which only a job that
+    updates with `keep` has. trace_id: of the turn's OpenTelemetry trace, "" for none.
     """
 
     request_id: str
@@ -109,13 +113,16 @@ class Turn:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that had a part in any token; None if unknown."""
+        """Oldest policy version that sampled a token or computed its KV; None without versions."""
         return min((span[0] for span in (*self.versions, *self.oldest_versions)), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTurn:
-    """One turn of the trainer: its request, and what the headers say; all tries are of one id."""
+    """One turn as the trainer requests it: the request's body, session id and trace context.
+
+    All tries of the turn carry the same request id.
+    """
 
     body: GatewayGenerateBody
     session_id: str = ""
@@ -131,17 +138,21 @@ class ClientTurn:
 
     @property
     def key(self) -> str:
-        """Key that chooses the gateway; all turns of a group with copies go to the same one."""
+        """Key by which the client chooses a gateway: session id, else request id.
+
+        All turns of a group with hedges share the group id as key, so that they go to one gateway.
+        """
         group = self.body.group_id if self.body.hedges else None
         return group or self.session_id or self.request_id
 
 
 class GroupOptions(TypedDict, total=False):
-    """min_version, exact_version: accepted policy versions. priority: lower goes first.
+    """Options of every turn. min_version, exact_version: accepted policy versions; give one at
+    most.
 
-    job: of the turn, by the name that its trainer registered; by default the client's `job`.
-    traceparent: of the trace that the turn belongs to, in W3C's form; by default that of the
-    caller's OpenTelemetry span. A malformed one counts as none.
+    priority: turns of a lower number go first. job: name under which the trainer registered, by
+    default the client's `job`. traceparent: W3C header of the trace that the turn belongs to, by
+    default that of the caller's OpenTelemetry span; a malformed one counts as none.
     """
 
     min_version: int | None
@@ -152,16 +163,19 @@ class GroupOptions(TypedDict, total=False):
 
 
 class SessionOptions(GroupOptions, total=False):
-    """request_id: of the turn, generated by default; the same id is the same turn."""
+    """Options of a turn in a session. request_id: by default generated; an equal id means the same
+    turn.
+    """
 
     request_id: str
 
 
 class TurnOptions(SessionOptions, total=False):
-    """session_id: the trajectory's, so that the turn goes where its prefix is.
+    """Options of a turn outside a session. session_id: of its trajectory, so that it goes to the
+    replica that has its prefix.
 
-    group_id: of the samples of one prompt, whose lengths predict each other. hedges: how many
-    second copies its group_size turns may have together; not for streams.
+    group_id: common to the samples of one prompt, whose lengths predict each other. hedges: number
+    of second copies that the `group_size` turns of the group may have together; not for streams.
     """
 
     session_id: str
@@ -173,7 +187,10 @@ class TurnOptions(SessionOptions, total=False):
 def ask_for(
     token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
 ) -> ClientTurn:
-    """Return the turn with all defaults filled in; what is empty is not sent."""
+    """Return the request of a turn, with defaults in place of missing options.
+
+    The request id is random unless given. Empty options are not sent.
+    """
     body = GatewayGenerateBody(
         request_id=options.get("request_id") or uuid.uuid4().hex,
         token_ids=tuple(token_ids),

@@ -30,19 +30,19 @@ _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
 def headers(ask: ClientTurn) -> dict[str, str]:
-    """Return the headers of a generate request."""
+    """Return the HTTP headers of a generate request: content type, session id, trace context."""
     said = {"Content-Type": "application/json", SESSION_HEADER: ask.session_id}
     return said | ask.trace.headers() if ask.trace is not None else said
 
 
 def traced(response: aiohttp.ClientResponse) -> str:
-    """Return the trace id of an answer, "" for none."""
+    """Return the trace id in a response's headers, "" if there is none."""
     trace = trace_of(response.headers)
     return trace.trace_id if trace is not None else ""
 
 
 def decode_turn(body: bytes, trace_id: str = "") -> Turn:
-    """Decode a whole answer. Raises AnswerBroken for anything else."""
+    """Return the turn in the body of a whole answer. Raises AnswerBroken for any other body."""
     try:
         answer = decoded(_ANSWER, body)
         choice = answer.choices[0]
@@ -68,7 +68,7 @@ def decode_turn(body: bytes, trace_id: str = "") -> Turn:
 
 
 def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return (version, start, end) with adjacent spans of one version merged."""
+    """Return the (version, start, end) spans as a tuple, adjacent spans of one version merged."""
     out: list[tuple[int, int, int]] = []
     for version, start, end in spans:
         if out and (out[-1][0], out[-1][2]) == (version, start):
@@ -78,7 +78,7 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 
 def decode_event(data: bytes) -> StreamEvent:
-    """Decode one event of a stream. Raises AnswerBroken for anything else."""
+    """Return the decoded JSON of one event of a stream. Raises AnswerBroken for any other text."""
     try:
         return decoded(_EVENT, data)
     except msgspec.MsgspecError as error:
@@ -86,7 +86,10 @@ def decode_event(data: bytes) -> StreamEvent:
 
 
 def decode_versions(status: int, body: bytes) -> Versions:
-    """Decode the served versions; an unregistered job has none. Raises RolloutError."""
+    """Return the versions in an answer; for a job that is not registered, an empty Versions.
+
+    Raises the error that any other status means, and AnswerBroken for an invalid body.
+    """
     try:
         if status == 200:
             return decoded(_VERSIONS, body)
@@ -98,7 +101,7 @@ def decode_versions(status: int, body: bytes) -> Versions:
 
 
 def message(status: int, body: bytes) -> str:
-    """Return the message of an error's body."""
+    """Return the error message in the body of a refusal; "HTTP <status>" if the body has none."""
     try:
         return decoded(_REFUSAL, body).error.message
     except msgspec.MsgspecError:
@@ -106,7 +109,9 @@ def message(status: int, body: bytes) -> str:
 
 
 def refusal(status: int, text: str) -> RolloutError:
-    """Return the error for a status that no retry changes."""
+    """Return the error that a status means which no retry changes: VersionNotServed for 409, else
+    RequestRefused.
+    """
     if status == 409:
         return VersionNotServed(text)
     return RequestRefused(f"HTTP {status}: {text}")
@@ -116,7 +121,10 @@ DONE = b"[DONE]"
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[StreamEvent]:
-    """Yield events until `[DONE]` or the end. Raises AnswerBroken for any other stream."""
+    """Yield the events of a streamed answer until `[DONE]` or the end of the body.
+
+    Raises AnswerBroken for an invalid event, or one longer than MAX_EVENT_BYTES.
+    """
     rest = b""
     while data := await content.readany():
         lines = (rest + data if rest else data).split(b"\n")

@@ -5,10 +5,10 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 TOKEN_IDS: Final = 1 << 32
-"""Prompts may have ids below this, as engines take them."""
+"""Exclusive upper bound of the token ids in a prompt, as engines take them."""
 
 UNVERSIONED: Final = -1
-"""Policy version of tokens whose version is unknown: a stock engine's."""
+"""Policy version of tokens that a stock engine sampled, which reports none."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=TOKEN_IDS)]
 # Bounds of sampled tokens: no vocabulary is near 2**31, and a logprob is at most that of 1, rounded

@@ -50,12 +50,12 @@ RETRIED: Final = frozenset({429, 502, 503, 504})
 
 
 class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
-    """Fields that the body of every generating route may have besides its API's own.
+    """Fields that the request body of every generating route may have besides its API's own.
 
-    Turns of a group are samples of one prompt; `hedges` is how many second copies all `group_size`
-    of them may have together. `min_version` and `exact_version` exclude each other. `timeout_s`
-    counts from arrival. `resume_from`: number of a broken stream's tokens that the caller has
-    already.
+    The turns of a group are samples of one prompt; `hedges` is the number of second copies that all
+    `group_size` of them may have together. `min_version` and `exact_version` exclude each other.
+    `timeout_s` counts from arrival. `resume_from`: number of a broken stream's tokens that the
+    caller has already, which are not sent again.
     """
 
     session_id: str | None = None
@@ -71,18 +71,24 @@ class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(Sampling, frozen=True, gc=False):
-    """`Sampling` in vLLM's words; `logprobs` 0: the sampled token's and no other's."""
+    """`Sampling` in the form of vLLM's request field `sampling_params`.
+
+    `logprobs` 0 requests the sampled token's logprob and no other token's.
+    """
 
     logprobs: int = 0
 
     @classmethod
     def of(cls, sampling: Sampling) -> "SamplingParams":
-        """Return this sampling in vLLM's words."""
+        """Return `sampling` as SamplingParams, with `logprobs` 0."""
         return cls(*structs.astuple(sampling))
 
 
 class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
-    """A turn from tokens. The same request id with the same body is the same turn."""
+    """Request body of `generate`: a turn from prompt token ids.
+
+    A second request with the same request id and body joins the first one's turn.
+    """
 
     request_id: str
     token_ids: tuple[TokenId, ...]
@@ -91,7 +97,11 @@ class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True
 
 
 class Version(Struct, gc=False, omit_defaults=True):
-    """Output tokens [start, end) of one policy version, on KV that may be older."""
+    """Span of output tokens [start, end) that one policy version sampled.
+
+    `oldest_version`: oldest policy version of the KV that they were sampled on, None if it is the
+    same.
+    """
 
     version: int
     start: int
@@ -100,24 +110,24 @@ class Version(Struct, gc=False, omit_defaults=True):
 
 
 def versions_of(spans: Iterable[VersionSpan]) -> list[Version]:
-    """Return spans in the form of answers."""
+    """Return the scheduler's version spans as the list of Version that an answer carries."""
     return [Version(*span) for span in spans]
 
 
 class TokenLogprob(Struct, gc=False):
-    """Logprob of one output token; the token's name beside it is not needed."""
+    """Logprob of one output token; vLLM's other fields beside it are ignored."""
 
     logprob: float
 
 
 class Logprobs(Struct, gc=False):
-    """One entry a token."""
+    """Logprobs of the output tokens, one entry for each."""
 
     content: list[TokenLogprob]
 
 
 class Choice(Struct, gc=False):
-    """The whole output."""
+    """Whole output of a turn: token ids, logprobs and finish reason."""
 
     token_ids: tuple[int, ...]
     logprobs: Logprobs
@@ -125,7 +135,10 @@ class Choice(Struct, gc=False):
 
 
 class TurnAnswer(Struct, gc=False, kw_only=True):
-    """A whole turn. Spans and segments are of output tokens [start, end)."""
+    """Answer to `generate` without a stream: one turn with its version spans and replica segments.
+
+    Spans and segments are ranges [start, end) of output tokens.
+    """
 
     versions: list[Version]
     segments: tuple[Segment, ...]
@@ -135,7 +148,7 @@ class TurnAnswer(Struct, gc=False, kw_only=True):
 
 
 class StreamChoice(Struct, gc=False):
-    """New tokens of a stream, or its end."""
+    """New tokens of a stream; the last one has a finish reason."""
 
     token_ids: list[int] = []
     logprobs: Logprobs | None = None
@@ -143,7 +156,11 @@ class StreamChoice(Struct, gc=False):
 
 
 class GatewayFault(Struct, frozen=True):
-    """Reason for a missing answer; `code` is the HTTP status, even after a stream's 200."""
+    """Error in an answer or stream event: message, type and HTTP status `code`.
+
+    `code` is the status that would have been sent, even in a stream that began with 200. `param`:
+    name of the request's field at fault.
+    """
 
     message: str = "no reason given"
     type: str = ""
@@ -152,13 +169,16 @@ class GatewayFault(Struct, frozen=True):
 
 
 class GatewayRefusal(Struct, frozen=True):
-    """Body of every answer of vLLM's and OpenAI's routes that is not a 200."""
+    """Body of every answer of vLLM's and OpenAI's routes that is not a 200: one error."""
 
     error: GatewayFault
 
 
 class StreamEvent(Struct, gc=False):
-    """One `data:` of a stream. Spans count from the first token of this answer."""
+    """One event (`data:` line) of a streamed answer: new tokens, their versions, or an error.
+
+    Spans count tokens from the first one of this answer.
+    """
 
     choices: list[StreamChoice] = []
     versions: list[Version] = []
@@ -168,7 +188,10 @@ class StreamEvent(Struct, gc=False):
 
 
 class NamesBody(Struct, omit_defaults=True):
-    """Turns by their ids, or all of a session; `rid` is SGLang's word for a request id."""
+    """Request body of `abort` and `finish`: turns named by their ids, or all turns of a session.
+
+    `rid` is SGLang's name for a request id.
+    """
 
     request_ids: list[str] = field(default_factory=list)
     rid: str | None = None
@@ -177,23 +200,26 @@ class NamesBody(Struct, omit_defaults=True):
 
 
 class Aborted(Struct):
-    """Request ids of the ended turns."""
+    """Answer to `abort`: request ids of the turns that it ended."""
 
     aborted: list[str]
 
 
 class SessionFinished(Struct):
-    """Number of the session's turns that still ran."""
+    """Answer to `finish`: the session's id, and the number of its turns that still ran and were
+    ended.
+    """
 
     session_id: str
     aborted: int
 
 
 class GatewayCounters(Struct):
-    """Counters of one gateway; all but `live_turns`, `waiting` and the last two only grow.
+    """Counters of one gateway since its start; only `live_turns`, `waiting`, `loop_*` can fall.
 
-    `tokens` and `live_turns` are by replica. `loop_lag_max_s`: greatest recent delay of the event
-    loop; `loop_busy_max_s`: the same while it had the processor throughout.
+    `tokens` and `live_turns` are by replica id. `waiting`: turns not placed yet. `loop_lag_max_s`:
+    longest recent delay of the event loop in seconds; `loop_busy_max_s`: the longest during which
+    it had the processor throughout.
     """
 
     tokens: dict[str, int]
@@ -212,9 +238,10 @@ class GatewayCounters(Struct):
 
 
 class Choosing(Struct):
-    """One placement: `replica` is None if the turn had to wait; `weighed` is (id, cost_s).
+    """Record of one placement decision; `replica` is the chosen id, None if the turn had to wait.
 
-    `age_s`, not a time: the clock is the gateway's own.
+    `weighed`: (replica id, predicted cost in seconds) of the candidates. `age_s`: seconds since the
+    decision, since the clock is the gateway's own.
     """
 
     age_s: float
@@ -227,24 +254,27 @@ class Choosing(Struct):
 
 
 class Explanation(Struct):
-    """Recent placements of `subject`'s turns, oldest first."""
+    """Answer to `explain`: recent placement decisions for a request's or session's turns, oldest
+    first.
+    """
 
     subject: str
     decisions: list[Choosing]
 
 
 SERVING: Final = "serving"
-"""State of a replica that is leased and has caught up with its job: it gets turns."""
+"""State of a leased replica that serves its job's version: it gets turns."""
 SYNCING: Final = "syncing"
-"""State of a leased replica that starts, fetches a version, or does not answer."""
+"""State of a leased replica that starts, fetches a version, or does not answer: it gets no turns.
+"""
 IDLE: Final = "idle"
-"""State of a replica without a lease."""
+"""State of a replica without a lease: it gets no turns."""
 
 
 class ReplicaVersion(Struct, frozen=True):
-    """Version that one replica serves; `version` is None for a stock engine.
+    """Policy version that one replica serves; `version` is None for a stock engine.
 
-    `job` has its lease, "" if none has. `state`: SERVING, SYNCING, IDLE.
+    `job`: the job that leases the replica, "" for none. `state`: SERVING, SYNCING or IDLE.
     """
 
     id: str
@@ -255,24 +285,30 @@ class ReplicaVersion(Struct, frozen=True):
 
 
 class JobVersion(Struct, frozen=True):
-    """The newest version that a job has announced, 0 before the first."""
+    """Newest policy version that a job has announced, 0 before the first."""
 
     job: str
     latest_version: int
 
 
 class Versions(Struct, frozen=True):
-    """The policy version that each replica serves, and the newest of each registered job."""
+    """Answer to `versions`: policy version of each replica, and newest of each registered job."""
 
     jobs: tuple[JobVersion, ...] = ()
     replicas: tuple[ReplicaVersion, ...] = ()
 
     def latest(self, job: str = "") -> int:
-        """Return the newest version of a job, "" for the only one; 0 if it is not registered."""
+        """Return the newest version that a job has announced; 0 if the job is not registered.
+
+        With job "" return the newest of all jobs.
+        """
         return max((each.latest_version for each in self.jobs if job in ("", each.job)), default=0)
 
     def serving(self, version: int, job: str = "") -> int:
-        """Return how many replicas get turns of a job, "" for any, at this or a later version."""
+        """Return the number of replicas that get turns and serve `version` or a later one.
+
+        job: count only its replicas; "" counts those of all jobs. Stock engines are not counted.
+        """
         return sum(
             each.state == SERVING
             and each.version is not None
@@ -283,11 +319,11 @@ class Versions(Struct, frozen=True):
 
 
 class GatewayHealthReport(Struct):
-    """Health of the process; `replicas` says whether turns would be placed.
+    """Answer to `health`; `status` is `degraded` while there are `troubles`, one line each.
 
-    `status` is `degraded` while there are `troubles`. `unversioned` are stock engines, and what
-    they
-    are: they stamp no versions and no gate holds them.
+    `replicas`: number of replicas that turns could be placed on. `log_dropped`: log records lost.
+    `unversioned`: stock engines by id with their kind; they report no policy version and obey no
+    gate.
     """
 
     status: str

@@ -48,9 +48,10 @@ STATE: Final = f"{ROUTES}state"
 
 
 class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Constraint on the output's text, in vLLM's words; exactly one of the first six.
+    """Constraint on the output's text, in vLLM's field names; set exactly one of the first six
+    fields.
 
-    `json` and `structural_tag` are JSON in text.
+    `json` and `structural_tag` are JSON documents as text.
     """
 
     json: str | None = None
@@ -65,12 +66,12 @@ class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Sampling(Struct, frozen=True, gc=False):
-    """Sampling parameters. The defaults leave the policy's distribution as it is, as RL needs it.
+    """Sampling parameters; the defaults leave the policy's distribution unchanged, as RL needs it.
 
-    `top_k` 0 is off. `allowed_token_ids` None allows all. Before `min_tokens` no stop is sampled.
-    `repetition_penalty` counts the prompt's tokens too, the other penalties the output's alone. A
-    turn ends at the model's own end of sequence too, unless `ignore_eos`. `prompt_logprobs`: of the
-    prompt's tokens, and of this many alternatives to each.
+    `top_k` 0 is off. `allowed_token_ids` None allows all. No stop token is sampled before
+    `min_tokens`. `repetition_penalty` counts the prompt's tokens too, the other penalties the
+    output's alone. A turn also ends at the model's own end-of-sequence token, unless `ignore_eos`.
+    `prompt_logprobs` N requests logprobs of each prompt token and of N alternatives to it.
     """
 
     temperature: float = 1.0
@@ -90,9 +91,10 @@ class Sampling(Struct, frozen=True, gc=False):
     structured_outputs: StructuredOutputs | None = None
 
     def rest(self, max_tokens: int) -> Self:
-        """Return the sampling of a turn with only `max_tokens` left to generate.
+        """Return the sampling of a turn that continues with only `max_tokens` left to generate.
 
-        Its prompt's logprobs came before its first token.
+        `min_tokens` shrinks by the tokens generated before; prompt logprobs are not requested
+        again.
         """
         done = self.max_tokens - max_tokens
         if not done:
@@ -104,9 +106,11 @@ class Sampling(Struct, frozen=True, gc=False):
 
     @property
     def counts_output(self) -> bool:
-        """True if the next token depends on which of the tokens before it are output.
+        """True if a token's probability depends on which earlier tokens are output and which are
+        prompt.
 
-        Such a turn cannot continue elsewhere from its tokens: they would be a prompt there.
+        Such a turn (penalties, structured output) cannot continue elsewhere, with its tokens as a
+        prompt.
         """
         return bool(
             self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
@@ -114,7 +118,7 @@ class Sampling(Struct, frozen=True, gc=False):
 
 
 def sampling_of(fields: Mapping[str, Any]) -> Sampling:
-    """Return the sampling of a request's fields; one that is missing or None has no effect.
+    """Return the Sampling in a request's fields; a field that is missing or None keeps its default.
 
     Fields of other names are ignored.
     """
@@ -123,9 +127,9 @@ def sampling_of(fields: Mapping[str, Any]) -> Sampling:
 
 
 class GenerateBody(Struct, frozen=True, gc=False):
-    """A turn, or the rest of one.
+    """Request body of `generate`: a turn, or the rest of one whose tokens so far end the prompt.
 
-    job: of the turn; a replica that is leased to another one refuses it. Empty: any job.
+    job: whose policy is to run; a replica that another job leases refuses the turn. Empty: any job.
     """
 
     request_id: Name
@@ -137,17 +141,20 @@ class GenerateBody(Struct, frozen=True, gc=False):
 
 
 PromptLogprobs = list[list[tuple[TokenId, float, int | None]] | None]
-"""Each place's logprobs as (token, logprob, rank), the prompt's token first; None for the first."""
+"""Logprobs of each prompt token and its alternatives as (token, logprob, rank), the prompt's own
+token first; None for the first prompt token.
+"""
 PROMPT_PLACES: Final = 2_048
-"""Places of a prompt that one line has, at most, with 20 alternatives below MAX_LINE_BYTES."""
+"""Most prompt tokens in one line; with 20 alternatives each, a line stays below MAX_LINE_BYTES."""
 
 
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Tokens of one policy version with their logprobs, or how the stream ends, or both.
+    """One line of the answer to `generate`: tokens of one policy version with logprobs, or the end,
+    or both.
 
-    `oldest_version` of their KV, if it may be older than `version` (`OnUpdate.KEEP`).
-    `prompt_logprobs` are of the version of the first tokens, and come before them in lines of their
-    own.
+    `oldest_version`: of the tokens' KV, if it may be older than `version` (`OnUpdate.KEEP`).
+    `finish_reason`: set in the last line. `prompt_logprobs` come in lines of their own, before the
+    first token, and are of the same version.
     """
 
     token_ids: list[SampledId] = []
@@ -163,9 +170,10 @@ BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]
 
 
 class BatchBody(Struct, frozen=True, gc=False):
-    """Turns that begin at one moment, each as if it had been requested alone.
+    """Request body of `generate_batch`: turns that begin together, each as if it had been sent
+    alone.
 
-    batch: a random name, by which the caller may cancel some of them.
+    batch: a random name, with which the caller may later cancel some of the turns.
     """
 
     batch: Name
@@ -173,7 +181,10 @@ class BatchBody(Struct, frozen=True, gc=False):
 
 
 class BatchLine(Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
-    """A line of the turn at place `turn`; with a `status` the replica refuses that turn alone."""
+    """One line of a batch's answer: `line` of the turn at index `turn` of the request.
+
+    `status` not 0: the replica refuses that turn alone, with this HTTP status.
+    """
 
     turn: BatchPlace
     line: StreamLine
@@ -181,31 +192,34 @@ class BatchLine(Struct, frozen=True, gc=False, array_like=True, omit_defaults=Tr
 
 
 class LeaveBody(Struct, frozen=True, gc=False):
-    """Turns of a batch that are not wanted any more."""
+    """Request body of `generate_batch/leave`: indices of a batch's turns to cancel."""
 
     batch: Name
     turns: Annotated[list[BatchPlace], Meta(max_length=MAX_BATCH_TURNS)]
 
 
 class Left(Struct, frozen=True):
-    """Answer to LeaveBody: those turns end, unless they had ended before."""
+    """Empty answer to LeaveBody: the named turns are cancelled, unless they had ended before."""
 
 
 class Fault(Struct, frozen=True):
-    """An error: a name for programs, a sentence for people."""
+    """Error in an answer: `type` is a name for programs, `message` a sentence for people."""
 
     type: str
     message: str
 
 
 class Refusal(Struct, frozen=True):
-    """Body of every answer that is not a 200."""
+    """Body of every answer that is not a 200: one error."""
 
     error: Fault
 
 
 class EpochBody(Struct, frozen=True, omit_defaults=True):
-    """Opens or closes admission for a lease of `job`."""
+    """Request body of `drain` and `admit`, which close and open a replica for turns of a lease.
+
+    epoch: of the lease. job: that holds it.
+    """
 
     epoch: Epoch
     reason: Name = ""
@@ -213,28 +227,30 @@ class EpochBody(Struct, frozen=True, omit_defaults=True):
 
 
 class Drained(Struct, frozen=True):
-    """Number of ended turns."""
+    """Answer to `drain`: number of turns that it ended."""
 
     aborted: int = 0
 
 
 class Admitted(Struct, frozen=True):
-    """Turns are taken from now on."""
+    """Answer to `admit`: the replica takes turns from now on."""
 
     admitting: bool = True
 
 
 class WarmUpState(Struct, frozen=True):
-    """Result of the first turns' warm-up: its error, if it failed."""
+    """Result of the warm-up before the first turns; `said` is its error if it `failed`."""
 
     failed: bool = False
     said: str = ""
 
 
 class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
-    """A replica's account of itself. Without a statement that its weights are proven they are not.
+    """Answer to `state`: work, lease and policy version of a replica.
 
-    `job`: of `policy_version`, "" for the model as it was started.
+    `proven`: the weights were checked against the version's digest. `job`: whose `policy_version`
+    it is, "" for the model as started. `tokens_total`: output tokens so far. `kv_tokens`: tokens
+    that the KV cache holds.
     """
 
     replica_id: str = ""

@@ -17,13 +17,14 @@ APPLY: Final = f"{ROUTES}weights/apply"
 AUDIT: Final = f"{ROUTES}weights/audit"
 
 RUN_TTL_S: Final = 10.0
-"""A trainer that has not renewed its run for this long counts as dead."""
+"""Seconds after which a trainer that has not renewed its run counts as dead."""
 
 
 class ApplyBody(Struct, frozen=True, omit_defaults=True):
-    """Versions to bring into force: paths on this machine.
+    """Request body of `weights/apply`: policy versions to activate, as paths on this machine.
 
-    `manifests` of versions that follow each other and are applied at once, or one `manifest`.
+    `chunks`: folder of the versions' data. `manifests`: files of consecutive versions that are
+    applied in one go; or one `manifest`.
     """
 
     chunks: Name
@@ -33,14 +34,15 @@ class ApplyBody(Struct, frozen=True, omit_defaults=True):
 
     @property
     def paths(self) -> list[str]:
-        """The manifests, in order; empty if the caller named none."""
+        """Manifest paths in the order of their versions; empty if the caller named none."""
         return self.manifests or ([self.manifest] if self.manifest else [])
 
 
 class UpdateApplied(Struct, frozen=True, kw_only=True):
-    """Report of an activation; `ok` only when digest and probe both agree.
+    """Answer to `weights/apply`: result and timings of an activation; `ok` is the verdict.
 
-    Times are of the whole replica: `stage_s` while it served, `pause_s` while it did not.
+    Times are those of the whole replica in seconds: `stage_s` while it served, `pause_s` while it
+    did not.
     """
 
     version: int
@@ -60,12 +62,17 @@ class UpdateApplied(Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True if the version is active and proven."""
+        """True if the weights' digest and the probe's output both match: the version is active and
+        proven.
+        """
         return self.digest_ok and self.probe_ok
 
 
 class Unproven(Struct, frozen=True):
-    """A commit broke off: the engine's version is unknown, and it runs no turns."""
+    """Answer 422 to `weights/apply`: the update broke off, so the engine's version is unknown.
+
+    The engine runs no turns from then on.
+    """
 
     error: Fault
     version: None = None
@@ -74,7 +81,10 @@ class Unproven(Struct, frozen=True):
 
 
 class Audited(Struct, frozen=True):
-    """Names of wrong live tensors, and of those that could not be judged."""
+    """Answer to `weights/audit`: names of live tensors that differ from their version.
+
+    `unjudged`: tensors that could not be checked. `weights`: number of tensors. `audit_s`: seconds.
+    """
 
     version: int
     flipped: list[str]
