@@ -21,23 +21,25 @@ CUDA = "cuda"
 WARM_UP = "rose-warm-up-"
 """Prefix of the ids of requests that run before the first lease: their tokens belong to no job."""
 POLICY_VERSION = "ROSE_POLICY_VERSION"
-"""Set in an engine's process by the code that activates weights; the guest publishes it."""
+"""Environment variable that the code which activates weights sets in the engine's process.
+
+The guest publishes its value on the control page.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings; `role` is empty outside ROSE: every plugin is inert then. Targets of 0 mean
-    unknown.
+    """Settings of an engine process. With an empty `role`, outside ROSE, every plugin is inert.
 
-    `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
-    `level`, `reserve`, `prefix_cold_s`: whether a host lends idle KV memory, the share that it
-    never lends, and the time after which an unused prefix may be dropped.
-    `kv_backend`: how KV pages are released: MADVISE on host memory, CUDA on a GPU, AUTO by where
-    the KV is.
-    `page_socket`: where a host on a GPU lends pages by handle and its guest borrows them; empty for
-    pages that pass through the driver.
-    `page_group`: the group that shares the control page, empty for its owner alone.
-    `found`: True for a host that nodes find in the folder of its page, where it describes itself.
+    `ttft_s`, `tpot_s`: latency targets, 0 for unknown. `orphan_s`: time for which a guest outlives
+    its node daemon. `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
+    `level`, `reserve`, `prefix_cold_s`: LEND or OBSERVE, the share of KV memory that a host never
+    lends, and the time after which an unused prefix may be dropped. `kv_backend`: means by which KV
+    pages are released: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
+    `page_socket`: socket at which a host on a GPU lends pages by handle and its guest borrows them;
+    empty for pages that pass through the driver. `page_group`: the group that shares the control
+    page, empty for its owner alone. `found`: True for a host that nodes find in the folder of its
+    page, where it describes itself.
     """
 
     role: str
@@ -57,7 +59,10 @@ class EngineSettings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
+        """Return the settings that the environment's ROSE_* variables hold; a missing one has its
+        default.
+
+        ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
         ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
         ROSE_HOST_PREFIX_COLD_S, ROSE_KV_BACKEND, ROSE_PAGE_SOCKET, ROSE_PAGE_GROUP, and of a host
         ROSE_HOST_DIR and ROSE_HOST_NAME.
@@ -93,9 +98,9 @@ class EngineSettings:
 
 
 def page_path_of(environ: Mapping[str, str]) -> str:
-    """Return the path of the control page: ROSE_CONTROL_PAGE, or a host's own in ROSE_HOST_DIR.
+    """Return the control page's path: ROSE_CONTROL_PAGE, or a host's own page in ROSE_HOST_DIR.
 
-    All processes of a host get the same one. Empty if the environment names neither. Raises
+    Return "" if the environment names neither. All processes of a host get the same path. Raises
     PageError for an invalid ROSE_HOST_NAME.
     """
     folder = environ.get("ROSE_HOST_DIR", "")
@@ -105,7 +110,9 @@ def page_path_of(environ: Mapping[str, str]) -> str:
 
 
 def _own_name(environ: Mapping[str, str]) -> str:
-    """Return the machine's or pod's name, with the GPUs if one machine has several hosts."""
+    """Return a host's default name: the machine's or pod's, and CUDA_VISIBLE_DEVICES if that is
+    set.
+    """
     parts = socket.gethostname(), environ.get("CUDA_VISIBLE_DEVICES", "")
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts if part)
     return name[:100]

@@ -13,36 +13,39 @@ ExecutorError
 
 
 class ExecutorError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class DeviceError(ExecutorError):
-    """A call to a GPU's driver failed."""
+    """Error of a call to a GPU's driver."""
 
 
 class DeviceMemoryShort(DeviceError):  # noqa: N818 -- a state of the GPU that passes
-    """Not enough free memory; nothing changed, and a later call may succeed."""
+    """Too little free memory on the GPU; nothing changed, and a later call may succeed."""
 
 
 class MappingLost(DeviceError):  # noqa: N818 -- says what happened
-    """The KV cache could not be restored: a kernel that touches it would fault."""
+    """Addresses of the KV cache may be without memory, so that a kernel there would fault.
+
+    The engine has to end.
+    """
 
 
 class LendingError(ExecutorError):
-    """The host's KV memory cannot be lent."""
+    """Error: the host's KV memory cannot be lent."""
 
 
 class LoanError(ExecutorError):
-    """A message about lent pages is invalid; its sender gets no more pages."""
+    """Error: a message about lent pages is invalid, or no loan can be made with that process."""
 
 
 class PageError(ExecutorError):
-    """The control page cannot be created or mapped."""
+    """Error: the control page cannot be created, mapped or locked."""
 
 
 class PageReleaseError(ExecutorError):
-    """Pages of the KV cache can neither be returned nor counted."""
+    """Error: the kernel does not give pages of the KV cache back, or does not report them."""
 
 
 class PageUnreadable(ExecutorError):  # noqa: N818 -- the contract's word for the state of a section
-    """A section has no consistent content right now."""
+    """Error: a section of the control page has no consistent content right now."""

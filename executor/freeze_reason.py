@@ -9,12 +9,14 @@ from typing import Final, Self
 
 
 class FreezeReason(StrEnum):
-    """One word of at most REASON_BYTES; `sentence` explains it to an operator."""
+    """Reason why a guest runs, slows down or is frozen: a short word, and a `sentence` for an
+    operator.
+    """
 
     sentence: str
 
     def __new__(cls, word: str, sentence: str) -> Self:
-        """word: the value, which compares and encodes like any text."""
+        """Return a member whose value is `word`, which compares and encodes like any text."""
         member = str.__new__(cls, word)
         member._value_ = word
         member.sentence = sentence
@@ -79,6 +81,9 @@ _SENTENCES: Final = {str(reason): reason.sentence for reason in FreezeReason}
 
 
 def explained(word: str) -> str:
-    """Return `no_lease (no job has leased it)`; a word of another build is returned alone."""
+    """Return a reason's word with its sentence, as `no_lease (no job has leased it)`.
+
+    A word that this build does not know is returned alone.
+    """
     sentence = _SENTENCES.get(word)
     return f"{word} ({sentence})" if sentence else word

@@ -38,12 +38,13 @@ COMPUTE_WINDOW_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class HarvestCaps:
-    """Caps of a guest; None bounds nothing.
+    """Caps that capacity policies put on a guest; None bounds nothing.
 
-    compute: share of each second in which it may begin steps; one that has begun ends, so a guest's
-    steps may take longer by one step a second. kv_bytes: KV memory that it may keep. kv_headroom:
-    share of the host's KV memory that is neither used nor lent, for a guest that borrows. Raises
-    ValueError for invalid shares.
+    compute: share of each second in which the guest may begin steps; a step that has begun ends, so
+    steps may take one step a second longer. kv_bytes: KV memory that the guest may keep.
+    kv_headroom: share of the host's KV memory that stays neither used nor lent, for a guest that
+    borrows. slack_share, high_watermark, low_watermark: upper bounds of the node file's values.
+    Raises ValueError for invalid ones.
     """
 
     compute: float | None = None
@@ -62,24 +63,34 @@ class HarvestCaps:
             raise ValueError(f"kv_bytes is {self.kv_bytes}; give 0 or more")
 
     def computes(self, now_ns: int) -> bool:
-        """Return True if a guest may begin steps at this moment."""
+        """Return True if the compute cap lets the guest begin a step at `now_ns`."""
         if self.compute is None:
             return True
         return now_ns % COMPUTE_WINDOW_NS < self.compute * COMPUTE_WINDOW_NS
 
     def slack(self, own: float) -> float:
-        """Return the share of the host's slack; `own` is that of the node's file."""
+        """Return the share of the host's slack that steps may take: the lesser of the cap and
+        `own`.
+
+        own: share in the node's file.
+        """
         return own if self.slack_share is None else min(own, self.slack_share)
 
     def granules(self, granule_bytes: int) -> int:
-        """Return the KV granules that it may keep; NO_CAP for any number."""
+        """Return the number of KV granules that the guest may keep; NO_CAP without a cap.
+
+        granule_bytes: size of the guest's granules; 0, for unknown, gives LEAST_CAP.
+        """
         if self.kv_bytes is None:
             return NO_CAP
         # A guest that does not report the size of its granules gets none beyond the last.
         return max(LEAST_CAP, self.kv_bytes // granule_bytes) if granule_bytes > 0 else LEAST_CAP
 
     def pressure(self, own: PressureLimits) -> tuple[float, float]:
-        """Return the high and low watermark; `own` are those of the node's file."""
+        """Return the high and low watermark of KV pressure: the lesser of each cap and `own`.
+
+        own: limits in the node's file. The low one is never above the high one.
+        """
         high = own.high if self.high_watermark is None else min(own.high, self.high_watermark)
         low = own.low if self.low_watermark is None else min(own.low, self.low_watermark)
         return high, min(low, high)
@@ -95,14 +106,14 @@ OVERDUE_NS: Final = 2_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class GuardConfig:
-    """The operator's limits for one guest.
+    """Operator's limits for one guest; ValueError for invalid ones.
 
-    `kv_granule_cap`: KV granules it may keep pages under, 0 for as many as it started with.
-    `slack_share` 0..1 (0: host-idle time only). While the host fills its own KV memory, as
+    `kv_granule_cap`: KV granules that the guest may keep pages under, 0 for as many as it started
+    with. `slack_share` 0..1: 0 for host-idle time only. While the host fills its own KV memory, as
     `pressure` says, the guest's steps have half the tokens and its cap follows the policy.
-    `kv_base_bytes`: KV memory of its own, beyond which it has only what the host lends now; 0 does
-    not bind it to that. A guest that keeps more is frozen after `press_ns`, so that it does nothing
-    but return it, and a reclaim begins after every further `overdue_ns`.
+    `kv_base_bytes`: KV memory of the guest's own, beyond which it may have only what the host lends
+    now; 0 does not bind it to that. A guest that keeps more is frozen after `press_ns`, so that it
+    does nothing but return memory, and a reclaim begins after every further `overdue_ns`.
     """
 
     token_budget: int
@@ -126,14 +137,15 @@ class GuardConfig:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Facts at one moment.
+    """Event for the grant controller: all facts about host, guest and lease at one moment.
 
     `host_doubt`: evidence against the host beside its page, HOST_DEAD, HOST_FOREIGN or None.
     `guest`: None when unreadable (an absent guest is no reason to freeze: it reads its grant when
     it starts). `lease_epoch`: of the present lease, None without one. `reclaim_cap`: KV granules
-    that a reclaim leaves the guest (0: all of them), None without. `warming`: its engine starts and
-    takes no turns yet; it may run in host-idle time. `caps`: of capacity policies. `cut_off`: its
-    node has not heard a scheduler for too long; it keeps only the least memory.
+    that a reclaim leaves the guest (0: all of them), None without a reclaim. `warming`: the guest's
+    engine starts and takes no turns yet; it may run in host-idle time. `caps`: of capacity
+    policies. `cut_off`: the node has not heard a scheduler for too long; the guest keeps only the
+    least memory.
     """
 
     view: HostView
@@ -151,26 +163,30 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Action: write this grant."""
+    """Action of the grant controller: write this grant to the control page."""
 
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
 class VoidLeases:
-    """Action: end all earlier leases; no process renewed them while this one was paused."""
+    """Action of the grant controller: end all leases so far, since none was renewed during a
+    pause.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Boost:
-    """Action: give the guest's processes normal priority, or put them back behind all others."""
+    """Action of the grant controller: give the guest's processes normal priority, or (`on` False)
+    the lowest again.
+    """
 
     on: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Action: begin the ladder for this many bytes."""
+    """Action of the grant controller: begin a reclaim of `owed_bytes` from the guest."""
 
     owed_bytes: int
 
@@ -180,9 +196,12 @@ Action = Write | VoidLeases | Boost | Reclaim
 
 @dataclass(frozen=True, slots=True)
 class GuardStatus:
-    """The last grant's mode and epoch, the guest's debt, and the epoch up to which leases are void.
+    """State of the grant controller after a step: mode and epoch of the last grant, and the guest's
+    debt.
 
-    `boosted`: it has a core of its host's. `squeezed`: its host needs its KV memory.
+    `owed_bytes`: KV memory that the guest has to return. `boosted`: the guest has a core of its
+    host's. `squeezed`: the host needs its KV memory. `void_epoch`: leases up to this epoch are
+    void.
     """
 
     mode: GrantMode
@@ -194,10 +213,13 @@ class GuardStatus:
 
 
 class GrantController:
-    """Grants of one guest. Its epoch grows with every change of mode and never falls."""
+    """State machine that decides one guest's grant; its epoch grows with every change of mode."""
 
     def __init__(self, config: GuardConfig, previous: Grant | None = None) -> None:
-        """previous: the grant found on the page, so that a restarted daemon continues its epoch."""
+        """Create the controller in no mode.
+
+        previous: grant on the page, whose epoch a restarted daemon continues; None for a new page.
+        """
         self._config = config
         self._mode: GrantMode | None = None
         self._epoch = previous.epoch if previous is not None else 0
@@ -212,7 +234,7 @@ class GrantController:
         )
 
     def step(self, event: Observation, now_ns: int) -> list[Action]:
-        """Return the actions of this moment; the first one is the grant."""
+        """Return the actions of this moment; the first is always the Write of a grant."""
         stalled = self._was_stalled(now_ns)
         self._newest_lease = max(self._newest_lease, event.lease_epoch or 0)
         leased = event.lease_epoch is not None and event.lease_epoch > self._void_epoch
@@ -238,7 +260,7 @@ class GrantController:
         return actions + self._collect(now_ns, mode)
 
     def status(self) -> GuardStatus:
-        """Return the state after the last step."""
+        """Return mode, epoch and debt after the last step."""
         return GuardStatus(
             self._mode or GrantMode.FREEZE,
             self._epoch,
@@ -251,7 +273,7 @@ class GrantController:
     def _judge(
         self, event: Observation, doubt: FreezeReason | None, *, stalled: bool, leased: bool
     ) -> tuple[GrantMode, FreezeReason]:
-        """Return the first reason of the ladder that applies."""
+        """Return the grant's mode and the first reason of the ladder that applies."""
         guest = event.guest
         drained = event.draining and guest is not None and not (guest.running or guest.waiting)
         applies = (
@@ -277,7 +299,7 @@ class GrantController:
         return mode, reason
 
     def _collect(self, now_ns: int, mode: GrantMode) -> list[Action]:
-        """Return the actions that the guest's debt requires."""
+        """Return the Boost and Reclaim actions that the guest's debt requires."""
         actions: list[Action] = []
         overdue = self._debt.step(now_ns, self._owed_bytes)
         # Only a frozen guest gets a core of its host's, and only to return memory.
@@ -295,7 +317,11 @@ class GrantController:
         return last_ns is not None and now_ns - last_ns > self._config.ttl_ns
 
     def _limit(self, host: HostState | None, guest: GuestState | None, caps: HarvestCaps) -> int:
-        """Return the most granules it may keep; with own memory: that and the present loan."""
+        """Return the most granules that the guest may keep, and record the bytes that it owes.
+
+        NO_CAP for any number. With `kv_base_bytes` the limit is that memory and the host's present
+        loan.
+        """
         config = self._config
         granule_bytes = guest.granule_bytes if guest is not None else 0
         most = _tightest(config.kv_granule_cap, caps.granules(granule_bytes))
@@ -312,7 +338,9 @@ class GrantController:
     def _cap(
         self, now_ns: int, host: HostState | None, guest: GuestState | None, limit: int
     ) -> int:
-        """Return the granules that the guest may keep: its limit, or less under pressure."""
+        """Return the granules that the guest may keep: its limit, or fewer under memory
+        pressure.
+        """
         used = host.kv_used / host.kv_total if host is not None and host.kv_total > 0 else None
         guest = guest or GuestState()
         most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)
@@ -352,7 +380,7 @@ class GrantController:
 
 
 def _tightest(*caps: int) -> int:
-    """Return the least of the caps that exist."""
+    """Return the least of the caps that are set; NO_CAP if none is."""
     return min((cap for cap in caps if cap > NO_CAP), default=NO_CAP)
 
 

@@ -19,7 +19,9 @@ _HOST_BUSY, _NO_SLACK = FreezeReason.HOST_BUSY, FreezeReason.NO_SLACK
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run one step of at most `token_budget` tokens and `max_sequences` sequences."""
+    """Verdict of the gate: run one step of at most `token_budget` tokens and `max_sequences`
+    sequences.
+    """
 
     token_budget: int
     max_sequences: int
@@ -28,17 +30,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Run nothing."""
+    """Verdict of the gate: run no step now, for `reason`."""
 
     reason: FreezeReason
 
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """Age limits, and safety margins of slack.
+    """Limits of the gate: the most that heartbeats may be old, and safety margins of slack.
 
     `max_grant_ns` bounds how far ahead an expiry may lie: one further away comes from another boot
-    or a broken clock. `host_prefill_ns_per_token` is the profiled cost of the host's queue.
+    or a broken clock. `host_prefill_ns_per_token` is the profiled cost of a token in the host's
+    queue.
     """
 
     grant_stale_ns: int = 250_000_000
@@ -56,11 +59,12 @@ def decide(
     limits: GateLimits,
     context_tokens: int = 0,
 ) -> Run | Yield:
-    """Return Run or Yield from the page's content at `now_ns`; a grant of None cannot be read.
+    """Return whether the guest may run a step at `now_ns`: Run with its size, or Yield with the
+    reason.
 
-    `model` predicts the guest's own steps over `context_tokens` of KV. With `slack_share` 0 the
-    guest runs only while the host is idle; above 0 it gets the largest budget whose predicted step
-    fits share × the tighter slack.
+    grant: None if it cannot be read. `model` predicts the guest's own steps over `context_tokens`
+    of KV. With `slack_share` 0 the guest runs only while the host is idle; above 0 it gets the
+    largest budget whose predicted step fits share × the tighter slack.
     """
     if grant is None:
         return Yield(FreezeReason.PAGE_UNREADABLE)
@@ -87,8 +91,8 @@ def may_use_idle_host(
 ) -> bool:
     """Return True if the host is idle and a live grant lets the guest compute.
 
-    For work of unknown length, which no slack can hold: an engine's start, new weights. unleased:
-    also for a guest that is frozen only because no job has leased it.
+    The caller's work has an unknown length, which no slack can hold: an engine's start, new
+    weights. unleased: also accept a grant that freezes the guest only because no job has leased it.
     """
     if grant is None or view.doubt(now_ns) or view.state is None:
         return False
@@ -132,11 +136,11 @@ def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
 
 
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
-    """Return the time that a step may take of the tighter slack.
+    """Return the nanoseconds that a guest's step may take: `share` of the tighter slack.
 
-    prefill slack = arrival + TTFT target − now − predicted prefill
-    decode slack  = last token + TPOT target − now − predicted decode
-    (ROSE paper, 2026.) The deadlines on the page are the first two terms of each.
+    prefill slack = arrival + TTFT target − now − predicted prefill decode slack = last token + TPOT
+    target − now − predicted decode (ROSE paper, 2026.) The deadlines on the page are the first two
+    terms of each. 0 without a deadline.
     """
     # The host's last step is the reactive floor of its next one's time.
     slacks_ns = []

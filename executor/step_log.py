@@ -32,11 +32,11 @@ _COUNT_WORD: Final = 3
 
 
 class StepRecord(NamedTuple):
-    """One record.
+    """One record of the step log, an engine step or an arrival by `kind`; times in nanoseconds.
 
-    STEP: `tokens` were scheduled for `sequences`, `sampled` came out; `cpu_ns` is the time of the
-    engine's thread. ARRIVAL: a request of `tokens` came at `begin_ns`, the engine saw it at
-    `end_ns`.
+    STEP: `tokens` were scheduled for `sequences`, `sampled` new tokens came out; `cpu_ns` is
+    processor time of the engine's thread. ARRIVAL: a request of `tokens` came at `begin_ns`, and
+    the engine saw it at `end_ns`.
     """
 
     kind: int
@@ -49,11 +49,13 @@ class StepRecord(NamedTuple):
 
 
 class NoRoomError(PageError):
-    """The disk has no room for a whole step log."""
+    """Error: the disk has no room for a whole step log."""
 
 
 class StepLog:
-    """The log of one engine process; its one thread writes."""
+    """Memory-mapped log file of one engine process, written by one thread; a full log takes no
+    more.
+    """
 
     def __init__(
         self,
@@ -61,7 +63,11 @@ class StepLog:
         capacity: int = CAPACITY,
         thread_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        """Raises PageError if the file cannot be made."""
+        """Create the file with room for `capacity` records.
+
+        thread_ns: clock of the calling thread's processor time. Raises PageError if the file cannot
+        be made, NoRoomError if the disk is full.
+        """
         size = HEADER.size + capacity * RECORD.size
         try:
             with path.open("xb+") as file:
@@ -81,9 +87,10 @@ class StepLog:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], role: str) -> "StepLog | None":
-        """Return a log of this process in the folder that ROSE_STEP_LOG names, or None.
+        """Return a new log in the folder that ROSE_STEP_LOG names; None if that is unset.
 
-        An engine on a full disk goes without: no measurement may end it. Raises PageError.
+        None, with a warning, also if the disk is full: no measurement may end the engine. Raises
+        PageError.
         """
         folder = environ.get(STEP_LOG)
         if not folder:
@@ -95,19 +102,22 @@ class StepLog:
             return None
 
     def begin(self) -> None:
-        """Record that a step begins in the calling thread."""
+        """Start the processor-time measurement of a step, in the thread that runs it."""
         self._began_cpu_ns = self._thread_ns()
 
     def step(
         self, begin_ns: int, end_ns: int, tokens: int, sequences: int, sampled: int = 0
     ) -> None:
-        """Record that a step ended, in the thread that began it."""
+        """Append the record of an ended step, and start the next one's processor-time measurement.
+
+        Call it in the thread that called `begin`.
+        """
         cpu_ns = self._thread_ns()
         used_ns, self._began_cpu_ns = cpu_ns - self._began_cpu_ns, cpu_ns
         self._append(STEP, begin_ns, end_ns, used_ns, tokens, sequences, sampled)
 
     def arrival(self, arrived_ns: int, seen_ns: int, prompt_tokens: int) -> None:
-        """Record that a request came in."""
+        """Append the record of a request's arrival: when it came, and when the engine saw it."""
         self._append(ARRIVAL, arrived_ns, seen_ns, 0, prompt_tokens, 1, 0)
 
     def _append(self, *record: int) -> None:
@@ -120,7 +130,11 @@ class StepLog:
 
 
 def checked_records(raw: bytes) -> bytes:
-    """Return a log's records as bytes; it may be cut after its last one. Raises ValueError."""
+    """Return a step log's records as bytes, without its header; checked by magic, version and
+    length.
+
+    `raw` may end right after the last used record. Raises ValueError.
+    """
     if len(raw) < HEADER.size:
         raise ValueError("too short for a step log")
     magic, version, _, count = HEADER.unpack_from(raw)
@@ -133,10 +147,10 @@ def checked_records(raw: bytes) -> bytes:
 
 
 def read_step_log(raw: bytes) -> list[StepRecord]:
-    """Return the records of a log. Raises ValueError for any other file."""
+    """Return the records in a step log's bytes. Raises ValueError for any other file."""
     return [StepRecord(*fields) for fields in RECORD.iter_unpack(checked_records(raw))]
 
 
 def used_bytes(header: bytes) -> int:
-    """Return the used bytes of a log, from its first HEADER.size bytes."""
+    """Return the length of a log up to its last record, from its first HEADER.size bytes."""
     return HEADER.size + int(HEADER.unpack(header)[3]) * RECORD.size

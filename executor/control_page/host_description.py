@@ -22,7 +22,7 @@ from executor.control_page.page import group_id
 from executor.errors import PageError
 
 SUFFIX: Final = ".page"
-"""Suffix of a page that nodes find."""
+"""File name suffix of the control pages that a node looks for."""
 MOST_BYTES: Final = 16 << 10
 MOST_DEVICES: Final = 64
 MOST_TARGET_S: Final = 3_600.0
@@ -33,9 +33,11 @@ MODEL_CHARS: Final = 253
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """A host's own description; a target of 0 is unknown, `devices` are UUIDs of its GPUs.
+    """Model, latency targets and GPUs of a host, which it writes to a JSON file beside its control
+    page.
 
-    seated_ns: time at which it took its seat, CLOCK_MONOTONIC.
+    A target of 0 is unknown; `devices` are the UUIDs of its GPUs. seated_ns: CLOCK_MONOTONIC time
+    at which the host took the page's seat.
     """
 
     model: str
@@ -45,7 +47,10 @@ class HostDescription:
     seated_ns: int
 
     def write(self, page: Path, group: str = "") -> None:
-        """Write it beside `page`, whole or not at all. Raises PageError."""
+        """Write the description to the JSON file beside `page`, atomically. Raises PageError.
+
+        group: name or number of a group that may read the file; empty for none.
+        """
         target = page.with_suffix(".json")
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         gid = group_id(group)
@@ -65,7 +70,7 @@ class HostDescription:
 
     @classmethod
     def read(cls, page: Path) -> Self | None:
-        """Return the description of the host at `page`, None if there is none.
+        """Return the description of the host at `page`; None if the file does not exist.
 
         Raises PageError for a file that the owner of the page did not write, or that is invalid.
         """
@@ -92,7 +97,7 @@ class HostDescription:
 
     @classmethod
     def _parsed(cls, said: Mapping[str, Any]) -> Self:
-        """Parse it without the fields that a newer plugin adds."""
+        """Return the description in decoded JSON; fields that a newer plugin adds are ignored."""
         model, devices, seated_ns = said["model"], said["devices"], said["seated_ns"]
         if not isinstance(model, str) or len(model) > MODEL_CHARS or not model.isprintable():
             raise ValueError("model is no name")
@@ -108,7 +113,9 @@ class HostDescription:
 
 
 def host_name(page: Path) -> str:
-    """Return the host's name, from its page. Raises PageError for an invalid one."""
+    """Return the name of the host whose control page is at `page`. Raises PageError for an invalid
+    one.
+    """
     if page.suffix != SUFFIX or not _NAME.fullmatch(page.stem):
         raise PageError(
             f"{page.name!r:.120} names no host; up to 100 letters, digits, '.', '_' and '-',"
@@ -118,7 +125,10 @@ def host_name(page: Path) -> str:
 
 
 def page_of(folder: str, name: str) -> Path:
-    """Return the page of the host of that name. Raises PageError for an invalid name."""
+    """Return the path of the control page of the host `name` in `folder`.
+
+    Raises PageError for an invalid name.
+    """
     page = Path(folder) / f"{name}{SUFFIX}"
     if page.parent != Path(folder) or not _NAME.fullmatch(name):
         raise PageError(

@@ -47,7 +47,10 @@ logger = logging.getLogger("vllm.rose.host")
 
 
 class HeldLock:
-    """A lock that this process holds until it ends or closes it."""
+    """File lock on one byte of the control page, held until `close` or the end of the process.
+
+    A child made by fork does not hold the lock.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -55,10 +58,12 @@ class HeldLock:
 
     @classmethod
     def take(cls, path: Path, byte: int, inode: tuple[int, int] | None = None) -> Self | None:
-        """Lock `byte` of the file at `path`; None if another process holds it.
+        """Lock `byte` of the file at `path` without waiting; return None if another process holds
+        it.
 
-        inode: the (device, inode) that the file must still be. Raises OSError if there is no such
-        file, or no such lock on its file system.
+        Every byte is locked exclusively but VETO, which is shared. inode: (device, inode) that the
+        file must still have. Raises OSError if there is no such file, or its file system has no
+        such locks.
         """
         shared = byte == VETO
         access = os.O_RDONLY if shared else os.O_RDWR
@@ -78,7 +83,7 @@ class HeldLock:
         return cls(descriptor)
 
     def close(self) -> None:
-        """Unlock and close."""
+        """Release the lock; closing twice does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -102,26 +107,32 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def is_held(descriptor: int, byte: int) -> bool:
-    """Return True if another description of the file holds the lock. Raises OSError."""
+    """Return True if another open description of the file holds a lock on `byte`. Raises
+    OSError.
+    """
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def is_in_use(descriptor: int) -> bool:
-    """Return True if another description of the file holds any lock. Raises OSError."""
+    """Return True if another open description of the file holds a lock on any byte. Raises
+    OSError.
+    """
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """Return a file's identity, whatever its name."""
+    """Return the (device, inode) of a file's status, which identifies the file whatever its
+    name.
+    """
     return status.st_dev, status.st_ino
 
 
 class Beat(threading.Thread):
-    """Thread that calls `beat` every BEAT_S until it is stopped or the process ends."""
+    """Thread that calls `beat` every BEAT_S seconds until it is stopped or the process ends."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__(name="rose-beat", daemon=True)
@@ -129,7 +140,9 @@ class Beat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Beat. An error is logged once and ends the beats, which freezes the guest."""
+        """Call `beat` every BEAT_S; an error is logged and ends the thread, which freezes the
+        guest.
+        """
         try:
             while not self._ended.wait(BEAT_S):
                 self._beat()
@@ -137,19 +150,20 @@ class Beat(threading.Thread):
             logger.exception("the host beats no more; its guest is frozen, the host serves on")
 
     def stop(self) -> None:
-        """Stop beating, without waiting for the last beat."""
+        """Stop the thread, without waiting for a call in progress."""
         self._ended.set()
 
     def end(self) -> None:
-        """Stop beating, and return when the last beat is over."""
+        """Stop the thread and wait, BEAT_S at most, until a call in progress has ended."""
         self._ended.set()
         self.join(timeout=BEAT_S)
 
 
 class Veto:
-    """Lock that keeps guests from running at a path: for an engine there that cannot publish.
+    """Shared lock that freezes the guests of a control page, for an engine that serves but cannot
+    publish.
 
-    It is held on the very file, so it has to be renewed when the path gets another one.
+    The lock is on one file, so `renew` must lock again when another file takes the path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,13 +173,15 @@ class Veto:
         self._thread: Beat | None = None
 
     def start(self) -> None:
-        """Veto now, and from a thread any file that is there later."""
+        """Lock the present file, and start a thread that locks any file which replaces it later."""
         self.renew()
         self._thread = Beat(self.renew)
         self._thread.start()
 
     def renew(self) -> None:
-        """Veto the present file. Without one no guest can run."""
+        """Lock the file that is at the path now; do nothing if there is none, since no guest can
+        run then.
+        """
         try:
             inode = inode_of(os.stat(self._path, follow_symlinks=False))
             if inode == self._inode:
@@ -179,7 +195,7 @@ class Veto:
             self._inode = inode
 
     def close(self) -> None:
-        """Withdraw the veto."""
+        """Release the locks and end the thread."""
         if self._thread is not None:
             self._thread.end()
         for lock in self._locks:
@@ -188,7 +204,7 @@ class Veto:
 
 
 class HostSeat:
-    """Seat of `ControlPage.take_host`, for the one process that publishes as the host."""
+    """Exclusive right of one process to publish as the host of a control page; see `take_host`."""
 
     def __init__(
         self,
@@ -199,7 +215,12 @@ class HostSeat:
         replaced: Callable[[], bool],
         now_ns: int,
     ) -> None:
-        """The first state of every life is busy; that of an earlier life no longer counts."""
+        """Publish a busy state and the first heartbeat; the state of an earlier host no longer
+        counts.
+
+        lock: the seat's. replaced: returns True if another file is at the page's path. now_ns: the
+        time at which the seat was taken.
+        """
         self._lock = lock
         self._host = host
         self._seat = seat
@@ -214,29 +235,31 @@ class HostSeat:
         self.beat(now_ns)
 
     def write(self, state: HostState) -> None:
-        """Publish a state with the time at which it is true."""
+        """Publish `state` in the host section; its `heartbeat_ns` says when it is true."""
         self._host.write(state)
 
     def beat(self, now_ns: int | None = None) -> None:
-        """Publish that this process lives; and veto the page's file if it was replaced."""
+        """Publish that this process lives; if the page's file was replaced, veto the new file's
+        guests.
+        """
         beat_ns = time.monotonic_ns() if now_ns is None else now_ns
         self._seat.write(SeatState(*self._who, taken_ns=self.taken_ns, beat_ns=beat_ns))
         if self._replaced():
             self._veto.renew()
 
     def start(self) -> None:
-        """Start a thread that beats."""
+        """Start a thread that publishes a heartbeat every BEAT_S."""
         self._thread = Beat(self.beat)
         self._thread.start()
 
     def cease(self) -> None:
-        """Publish no more: busy for good, without a beat; keep the seat from other processes."""
+        """Publish a busy state for good and stop the heartbeats; the seat stays taken."""
         if self._thread is not None:
             self._thread.stop()
         self._host.write(BUSY)
 
     def close(self) -> None:
-        """Leave the seat, like the end of the process."""
+        """End the heartbeats and release the seat and the veto, as the end of the process would."""
         if self._thread is not None:
             self._thread.end()
         self._veto.close()
@@ -244,7 +267,10 @@ class HostSeat:
 
 
 def _own_identity() -> tuple[int, int, int]:
-    """Return process number, start in clock ticks since boot, process namespace; else zeros."""
+    """Return process id, start time in clock ticks since boot, and inode of the PID namespace.
+
+    The last two are 0 if /proc cannot be read.
+    """
     try:
         # The program's name stands in parentheses and may contain any character, parentheses too.
         stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()

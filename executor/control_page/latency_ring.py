@@ -18,7 +18,7 @@ from executor.control_page.seqlock_records import HEADER_BYTES, WORD, LatencyRec
 
 LANES: Final = 8
 CAPACITY: Final = 512
-"""Records of a lane; the node drains ten times a second."""
+"""Records that a lane keeps; the node drains it ten times a second."""
 SLOT_BYTES = section_bytes(LatencyRecord)
 LANE_BYTES = 64 + CAPACITY * SLOT_BYTES
 RING_BYTES = LANES * LANE_BYTES
@@ -30,7 +30,9 @@ START: Final[Cursor] = (0,) * LANES
 
 
 class DrainedRecords(NamedTuple):
-    """Records after a cursor, the next cursor, and the count of overwritten or torn records."""
+    """Result of a drain: new records, the next cursor, and the number of overwritten or torn
+    records.
+    """
 
     records: list[LatencyRecord]
     cursor: Cursor
@@ -38,12 +40,15 @@ class DrainedRecords(NamedTuple):
 
 
 class LatencyLane:
-    """One writer's ring at byte `offset` of `view`; its first word is the total count."""
+    """Writing end of one lane of the latency ring, for one process that holds the lane's lock."""
 
     __slots__ = ("_bytes", "_lock", "_next", "_offset", "_words")
 
     def __init__(self, view: memoryview, words: memoryview, offset: int, lock: HeldLock) -> None:
-        """words: the view in 64-bit words. lock: the lane's own."""
+        """Continue the lane at byte `offset` of `view` where its last writer stopped.
+
+        words: the same memory in 64-bit words. lock: the lane's own, released by `close`.
+        """
         self._bytes = view
         self._words = words
         self._offset = offset
@@ -55,7 +60,7 @@ class LatencyLane:
         self._next = max((n for n in (newest, total) if n < 1 << 60), default=0)
 
     def append(self, record: LatencyRecord) -> None:
-        """Publish one record, overwriting the oldest."""
+        """Publish one record; in a full lane it overwrites the oldest."""
         number = self._next
         start = _slot(self._offset, number)
         word = start // WORD
@@ -69,12 +74,12 @@ class LatencyLane:
         self._words[self._offset // WORD] = number + 1
 
     def close(self) -> None:
-        """Release the lane for another writer."""
+        """Release the lane's lock, so that another process can take the lane."""
         self._lock.close()
 
 
 class LatencyRing:
-    """The reading end of all lanes, from byte `offset` of `view` on."""
+    """Reading end of all lanes, which begin at byte `offset` of `view`."""
 
     __slots__ = ("_bytes", "_offset", "_words")
 
@@ -85,17 +90,19 @@ class LatencyRing:
 
     @property
     def cursor(self) -> Cursor:
-        """Cursor behind all records appended so far."""
+        """Cursor behind all records appended so far: each lane's total count."""
         return tuple(self._total(lane) for lane in range(LANES))
 
     def lane(self, number: int, lock: HeldLock) -> LatencyLane:
-        """Return the writing end of one lane, for the holder of its lock."""
+        """Return the writing end of lane `number`, whose lock the caller holds and passes on."""
         return LatencyLane(self._bytes, self._words, self._lane_at(number), lock)
 
     def drain(self, cursor: Cursor = START) -> DrainedRecords:
-        """Return all records behind `cursor`, lane by lane.
+        """Return all records behind `cursor`, lane by lane, with the next cursor and the count of
+        lost ones.
 
-        A cursor beyond a lane's total belongs to an earlier page and starts over there.
+        A count in the cursor beyond a lane's total belongs to an earlier page: that lane is read
+        anew.
         """
         records: list[LatencyRecord] = []
         behind, lost = [], 0
@@ -111,7 +118,7 @@ class LatencyRing:
         return DrainedRecords(records, tuple(behind), lost)
 
     def release(self) -> None:
-        """Release the mapping."""
+        """Release the view of the mapped memory; the ring is not usable afterwards."""
         self._words.release()
 
     def _lane_at(self, lane: int) -> int:

@@ -43,7 +43,9 @@ from executor.freeze_reason import FreezeReason
 MAGIC = b"ROSEPAGE"
 LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
-"""Variable that names the group that shares the page, for host and guest; by default none does."""
+"""Environment variable that names the group which shares the page, for host and guest; none if
+unset.
+"""
 PAGE_FOLDER: Final = "/dev/shm"  # noqa: S108 -- pages in it are private
 """Folder in memory that every Linux machine has, for the pages of tools and demos."""
 IN_MEMORY: Final = frozenset({0x01021994, 0x858458F6})
@@ -58,24 +60,31 @@ _LATENCY_AT = _SEAT_AT + section_bytes(SeatState)
 PAGE_BYTES = _LATENCY_AT + RING_BYTES
 
 BEAT_STALE_NS: Final = 1_000_000_000
-"""A host beats four times as often, from a thread of its own: an idle engine runs no other code."""
+"""Age at which a host's heartbeat no longer counts, four times the interval between two.
+
+A thread of its own sends it, since an idle engine runs no other code.
+"""
 SETTLE_NS: Final = 1_000_000_000
-"""Time in which any other engine of the path has noticed the new file, and vetoed."""
+"""Time after which any other engine at the page's path has noticed a new file, and vetoed its
+guests.
+"""
 CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Two processes read one clock, yet one may stamp a little after the other looked."""
+"""Most by which a time stamp may lie in the future: a process may stamp just after another
+looked.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """One look at the page by a guard or guest: sections (None if unreadable) and locks.
+    """One look at a control page's host: its two sections (None if unreadable) and the state of its
+    locks.
 
-    The host's state counts when all of this holds, and the host counts as busy otherwise. By the
-    default view it is busy:
+    The host's state counts only when all of this holds; otherwise the host counts as busy. The
+    default view is one that does not count.
 
-        the file at the page's path is the one that is mapped
-        a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
-        nobody holds the veto: no engine serves here that cannot publish
-        the host section is whole and was written by the holder of the seat
+    the file at the page's path is the one that is mapped a living process holds the seat, for
+    SETTLE_NS at least, and beat within BEAT_STALE_NS nobody holds the veto: no engine serves here
+    that cannot publish the host section is whole and was written by the holder of the seat
     """
 
     state: HostState | None = None
@@ -85,7 +94,9 @@ class HostView:
     replaced: bool = True
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Return the reason why the state does not count; None if it counts."""
+        """Return the first reason why the host's state does not count at `now_ns`; None if it
+        counts.
+        """
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED
@@ -103,18 +114,22 @@ class HostView:
         return None
 
     def believed(self, now_ns: int) -> HostState | None:
-        """Return the state, None if any evidence is against it."""
+        """Return the host's state if it counts at `now_ns`, else None."""
         return None if self.doubt(now_ns) else self.state
 
 
 class ControlPage:
-    """A mapped control page; its sections are `host`, `grant`, `guest`, `seat` and `latency`.
+    """Memory-mapped control page of a host, its guest and the node daemon, with its sections as
+    fields.
 
-    Any reader may look at `host`; a decision to let a guest run uses `host_view`.
+    Any reader may look at `host`; a decision to let a guest run must use `host_view`.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, descriptor: int) -> None:
-        """descriptor: of the file, owned by this object from now on."""
+        """Wrap a mapped page.
+
+        descriptor: of the page's file, owned by this object from now on.
+        """
         self.path = path
         self._mapping = mapping
         self._descriptor = descriptor
@@ -129,7 +144,7 @@ class ControlPage:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], group: str = "") -> Self:
-        """Make a fresh page that appears under `path` whole or not at all.
+        """Create a page at `path` atomically, and return it mapped.
 
         group: name or number of a group that may map it beside its owner. Raises PageError if the
         path exists, the folder cannot be written or the group cannot be given.
@@ -164,7 +179,7 @@ class ControlPage:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], group: str = "") -> Self:
-        """Map an existing page.
+        """Map the existing page at `path` and return it.
 
         Raises PageError if it is missing, of neither this user nor `group`, open to others, of
         another layout version, or left over from before the last boot.
@@ -189,7 +204,7 @@ class ControlPage:
 
     @classmethod
     def ensure(cls, path: str | os.PathLike[str], group: str = "") -> Self:
-        """Open the page, or create it: the first process to start makes it."""
+        """Return the page at `path`, mapped; create it if it does not exist. Raises PageError."""
         if not Path(path).exists():
             try:
                 return cls.create(path, group)
@@ -200,7 +215,9 @@ class ControlPage:
 
     @property
     def replaced(self) -> bool:
-        """True if the path is no longer, or not known to be, this page."""
+        """True if the file at the path is not known to be the mapped one: another, none, or
+        unreadable.
+        """
         try:
             return inode_of(os.stat(self.path, follow_symlinks=False)) != self.inode
         except OSError:
@@ -208,14 +225,18 @@ class ControlPage:
 
     @property
     def cut_short(self) -> bool:
-        """True if the file has lost its end: touching the lost part would end this process.
+        """True if the file was truncated: touching the lost part of the mapping would end this
+        process.
 
         A process that shares a page with others checks this before it reads or writes.
         """
         return os.fstat(self._descriptor).st_size < PAGE_BYTES
 
     def host_view(self) -> HostView:
-        """Return the present view of the host; the locks are read last, and vouch for the rest."""
+        """Return the present HostView; a truncated page gives one that does not count.
+
+        The locks are read after the sections, so that they vouch for what was read.
+        """
         if self.cut_short:
             return HostView()
         state, seat = self.host.peek(), self.seat.peek()
@@ -227,7 +248,8 @@ class ControlPage:
         return HostView(state, seat, seated, vetoed, self.replaced)
 
     def take_host(self, now_ns: int | None = None) -> HostSeat:
-        """Become the host of this page, until the seat is closed or the process ends.
+        """Take the seat of the page's host and return it; it is held until closed or the process
+        ends.
 
         Raises PageError if another process is the host, or the page at the path is another one.
         """
@@ -242,7 +264,10 @@ class ControlPage:
         return HostSeat(self.path, lock, self.host, self.seat, lambda: self.replaced, taken_ns)
 
     def take_guard(self) -> HeldLock:
-        """Become the one node daemon that grants here. Raises PageError if another one is."""
+        """Take and return the lock of the one node daemon that may write grants here.
+
+        Raises PageError if another daemon holds it.
+        """
         lock = self._lock(GUARD)
         if lock is None:
             raise PageError(
@@ -252,14 +277,14 @@ class ControlPage:
         return lock
 
     def take_lane(self) -> LatencyLane:
-        """Return a lane of the latency ring for this process. Raises PageError if all are taken."""
+        """Take and return a free lane of the latency ring. Raises PageError if all are taken."""
         for number in range(LANES):
             if (lock := self._lock(LANE_LOCKS + number)) is not None:
                 return self.latency.lane(number, lock)
         raise PageError(f"control page {self.path} takes latencies of {LANES} processes, no more")
 
     def close(self) -> None:
-        """Unmap. Sections must not be used afterwards."""
+        """Unmap the page and close its file; sections must not be used afterwards."""
         for section in (self.host, self.grant, self.guest, self.seat):
             section.release()
         self.latency.release()
@@ -282,7 +307,7 @@ class ControlPage:
 
 
 def file_system_type(place: int | Path) -> int:
-    """Return statfs's `f_type` of a descriptor or path. Raises OSError."""
+    """Return the `f_type` that statfs(2) reports for a descriptor or path. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     fields = (ctypes.c_long * 64)()
     if isinstance(place, int):
@@ -296,13 +321,13 @@ def file_system_type(place: int | Path) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise PageError for a folder of pages on a disk; a missing one passes."""
+    """Raise PageError if `folder` is on a disk; a missing folder passes."""
     with suppress(OSError):
         _check_in_memory(folder, folder)
 
 
 def on_disk(folder: Path) -> bool:
-    """Return True if a folder's path may make a process wait for a disk. Raises OSError."""
+    """Return True if `folder`, or its nearest existing parent, is not in memory. Raises OSError."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return file_system_type(folder) not in IN_MEMORY
@@ -317,7 +342,7 @@ def _check_in_memory(path: Path, place: int | Path) -> None:
 
 
 def group_id(group: str) -> int | None:
-    """Return the number of a group given by name or number; None for none. Raises PageError."""
+    """Return the number of a group given by name or number; None for "". Raises PageError."""
     if not group:
         return None
     try:

@@ -30,9 +30,9 @@ from executor.errors import PageUnreadable
 REQUEST_ID_BYTES = 80
 REASON_BYTES = 32
 MOST_INT = 1 << 62
-"""Bound of every number on the page: sums of a few of them still fit the page."""
+"""Exclusive upper bound of every number on the page: sums of a few still fit 64 bits."""
 NO_DEADLINE = 0
-"""Value of a deadline when no request waits for that kind of token."""
+"""Value of a deadline field when no request waits for that kind of token."""
 WORD = 8
 HEADER_BYTES = 2 * WORD
 SPINS = 8
@@ -42,7 +42,7 @@ _SEED = 0xFFFFFFFF
 
 
 class GrantMode(IntEnum):
-    """Permission of a guest; FREEZE is 0 so that empty memory freezes."""
+    """Mode of a guest's grant; FREEZE is 0, so that zeroed memory freezes the guest."""
 
     FREEZE = 0
     RUN = 1
@@ -55,10 +55,11 @@ _FORMATS: Final[dict[Any, str]] = {int: "q", bool: "?", float: "d", GrantMode: "
 
 
 class PageRecord:
-    """Base of the page's records: `pack` and `unpack` by the layout that `record` read off.
+    """Base of the records in the page's sections, which `record` makes into fixed binary layouts.
 
-    NAMES: all fields. NUMBERS: how many of them, from the first on, are not text. FLOATS: places of
-    those with a fraction. READERS: conversions of values that the struct does not return as fields.
+    NAMES: all fields. NUMBERS: how many of them, from the first on, are not text. FLOATS: positions
+    of the fields with a fraction. READERS: by position, conversions of values that the struct does
+    not return as fields.
     """
 
     __slots__ = ()
@@ -70,12 +71,14 @@ class PageRecord:
     READERS: ClassVar[dict[int, Callable[[Any], object]]]
 
     def pack(self) -> bytes:
-        """Return the binary form of LAYOUT.size bytes; `record` puts each class's own here."""
+        """Return the record's binary form, LAYOUT.size bytes; `record` puts each class's own method
+        here.
+        """
         raise NotImplementedError
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """Return the record of a binary form. Raises ValueError for impossible numbers."""
+        """Return the record that the bytes encode. Raises ValueError for impossible numbers."""
         values: Sequence[Any] = cls.LAYOUT.unpack(raw)
         numbers = values[: cls.NUMBERS]
         for at in cls.FLOATS:
@@ -91,9 +94,11 @@ class PageRecord:
 
     @classmethod
     def packer(cls, *names: str) -> Callable[..., bytes]:
-        """Return the bare struct's `pack`, for a writer at every step that makes no record.
+        """Return `pack` of the bare struct, which takes all field values and returns the binary
+        form.
 
-        Raises TypeError unless `names` are all of the record's fields, in its order.
+        It saves a writer at every step a record. Raises TypeError unless `names` are all of the
+        record's fields, in its order.
         """
         if names != cls.NAMES:
             raise TypeError(f"{cls.__name__} has the fields {', '.join(cls.NAMES)}")
@@ -105,10 +110,10 @@ R = TypeVar("R", bound=PageRecord)
 
 @dataclass_transform(frozen_default=True)
 def record(text_bytes: int = 0) -> Callable[[type[R]], type[R]]:
-    """Make a class a record: a frozen dataclass with the layout of its fields.
+    """Return a class decorator that makes a frozen dataclass with a binary layout of its fields.
 
-    `text_bytes`: room of its last field, where that is text. Raises TypeError for a field without a
-    binary form.
+    `text_bytes`: room for the last field, if it is text. The decorator raises TypeError for a field
+    without a binary form.
     """
 
     def laid_out(plain: type[R]) -> type[R]:
@@ -151,10 +156,11 @@ def _decode_text(raw: bytes) -> str:
 
 @record()
 class HostState(PageRecord):
-    """The host's queue and deadlines, NO_DEADLINE for one that no request waits for.
+    """Host section of the page: the host's queue, step, deadlines and KV memory.
 
-    A host that lends has `granules_total` KV granules, keeps no pages under `granules_lent` of them
-    (`bytes_lent`: measured), and lacks `reserve_missing` granules of its reserve: it needs more.
+    A deadline is NO_DEADLINE if no request waits for that kind of token. A host that lends has
+    `granules_total` KV granules, keeps no pages under `granules_lent` of them (`bytes_lent`:
+    measured), and lacks `reserve_missing` granules of its reserve, which it will take back.
     """
 
     step_seq: int = 0
@@ -176,16 +182,20 @@ class HostState(PageRecord):
 
     @property
     def idle(self) -> bool:
-        """True without a request or step, at `heartbeat_ns` and until the next write."""
+        """True if no request is running or waiting and no step is in flight.
+
+        The state holds from `heartbeat_ns` until the host writes again.
+        """
         return not (self.in_step or self.running or self.waiting)
 
 
 @record()
 class SeatState(PageRecord):
-    """Holder of the host's seat since `taken_ns`, and its last heartbeat.
+    """Seat section of the page: the process that holds the host's seat since `taken_ns`, and its
+    last beat.
 
-    `pid`, `started` (clock ticks since boot) and `pid_namespace` (its inode) are hints for people
-    and for a guard in the same namespace; the lock decides.
+    `pid`, `started` (clock ticks since boot) and `pid_namespace` (inode) are hints for people and
+    for a guard in the same namespace; the lock decides who holds the seat.
     """
 
     pid: int = 0
@@ -197,9 +207,11 @@ class SeatState(PageRecord):
 
 @record(text_bytes=REASON_BYTES)
 class Grant(PageRecord):
-    """Resources of the guest until `expiry_ns`; `slack_share` in 0..1, 0 = host-idle time only.
+    """Grant section of the page: compute and KV memory that the guest may use until `expiry_ns`.
 
-    `kv_granule_cap`: KV granules it may keep pages under; 0 sets no cap. One granule always stays.
+    `slack_share`: in 0..1, share of the host's slack that steps may take; 0 allows host-idle time
+    only. `kv_granule_cap`: KV granules that the guest may keep pages under; 0 sets no cap. One
+    granule always stays.
     """
 
     mode: GrantMode = GrantMode.FREEZE
@@ -215,10 +227,11 @@ class Grant(PageRecord):
 
 @record(text_bytes=REASON_BYTES)
 class GuestState(PageRecord):
-    """Work and memory of the guest; `heartbeat_ns` shows that its process lives.
+    """Guest section of the page: work and memory of the guest; `heartbeat_ns` shows that it lives.
 
-    `bytes_mapped`: KV memory that is not known to have been given back. Of its `granules_total` KV
-    granules of `granule_bytes` each the guest keeps pages under `granules_mapped`.
+    `bytes_mapped`: KV memory that is not known to have been given back. The guest keeps pages under
+    `granules_mapped` of its `granules_total` KV granules of `granule_bytes` each. `yielded_ns`:
+    total time for which the gate refused steps.
     """
 
     step_seq: int = 0
@@ -240,7 +253,9 @@ class GuestState(PageRecord):
 
 @record(text_bytes=REQUEST_ID_BYTES)
 class LatencyRecord(PageRecord):
-    """Latencies of one finished host request; `tpot_ns` is 0 with fewer than two output tokens."""
+    """Latencies of one finished request of the host; `tpot_ns` is 0 with fewer than two output
+    tokens.
+    """
 
     finished_ns: int
     ttft_ns: int
@@ -252,12 +267,12 @@ class LatencyRecord(PageRecord):
 
 
 def section_bytes(record: type[PageRecord]) -> int:
-    """Return the bytes that a section of `record` takes, rounded up to a cache line."""
+    """Return the bytes that a section of this record type takes, rounded up to a multiple of 64."""
     return -(-(HEADER_BYTES + record.LAYOUT.size) // 64) * 64
 
 
 class PageSection(Generic[R]):
-    """Typed access to the section that starts at byte `offset` (a multiple of 8) of `view`."""
+    """One record in shared memory with one writer, at byte `offset` (a multiple of 8) of `view`."""
 
     __slots__ = ("_bytes", "_end", "_record", "_word", "_words", "start")
 
@@ -272,15 +287,17 @@ class PageSection(Generic[R]):
 
     @property
     def sequence(self) -> int:
-        """Raw sequence word; it changes with every write."""
+        """Present sequence number, which every write changes; 0 if nothing was written, odd during
+        a write.
+        """
         return self._words[self._word]
 
     def write(self, record: R) -> None:
-        """Publish `record`. Only the section's one writer may call this."""
+        """Publish `record`; only the section's one writer may call this."""
         self.write_packed(record.pack())
 
     def write_packed(self, payload: bytes) -> None:
-        """Publish a record's binary form, LAYOUT.size bytes; for a writer at every step."""
+        """Publish a record in binary form (LAYOUT.size bytes), for a writer at every step."""
         words, word = self._words, self._word
         writing = (words[word] + 1) | 1
         words[word] = writing
@@ -291,7 +308,7 @@ class PageSection(Generic[R]):
     def read(self) -> R | None:
         """Return the last whole record, None if none was ever written.
 
-        Raises PageUnreadable if no consistent content was seen in a bounded number of tries.
+        Raises PageUnreadable if no consistent content was seen in SPINS + NAPS tries.
         """
         for attempt in range(SPINS + NAPS):
             if attempt >= SPINS:
@@ -310,14 +327,16 @@ class PageSection(Generic[R]):
         )
 
     def peek(self) -> R | None:
-        """Return the last whole record; None also for an unreadable section."""
+        """Return the last whole record; None if none was ever written or the section is
+        unreadable.
+        """
         try:
             return self.read()
         except PageUnreadable:
             return None
 
     def release(self) -> None:
-        """Release the mapping."""
+        """Release the view of the mapped memory; the section is not usable afterwards."""
         self._words.release()
 
     def _decode(self, payload: bytes) -> R:
