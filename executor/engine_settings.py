@@ -31,15 +31,15 @@ The guest publishes its value on the control page.
 class EngineSettings:
     """Settings of an engine process. With an empty `role`, outside ROSE, every plugin is inert.
 
-    `ttft_s`, `tpot_s`: latency targets, 0 for unknown. `orphan_s`: time for which a guest outlives
-    its node daemon. `step_profile`, `host_step_profile`: files of `rose profile`, empty for none.
-    `level`, `reserve`, `prefix_cold_s`: LEND or OBSERVE, the share of KV memory that a host never
-    lends, and the time after which an unused prefix may be dropped. `kv_backend`: means by which KV
-    pages are released: MADVISE on host memory, CUDA on a GPU, AUTO by where the KV is.
-    `page_socket`: socket at which a host on a GPU lends pages by handle and its guest borrows them;
-    empty for pages that pass through the driver. `page_group`: the group that shares the control
-    page, empty for its owner alone. `found`: True for a host that nodes find in the folder of its
-    page, where it describes itself.
+    `ttft_s`, `tpot_s`: latency targets in seconds, 0 for unknown. `orphan_s`: time for which a
+    guest outlives its node daemon. `step_profile`, `host_step_profile`: files of `rose profile`,
+    empty for none. `level`, `reserve`, `prefix_cold_s`: LEND or OBSERVE, the share of KV memory
+    that a host never lends, and the time after which an unused prefix may be dropped. `kv_backend`:
+    means by which KV pages are released: MADVISE on host memory, CUDA on a GPU, AUTO by where the
+    KV is. `page_socket`: socket at which a host on a GPU lends pages by handle and its guest
+    borrows them; empty for pages that pass through the driver. `page_group`: the group that shares
+    the control page, empty for its owner alone. `found`: True for a host that nodes find in the
+    folder of its page, where the host describes itself.
     """
 
     role: str

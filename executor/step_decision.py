@@ -138,9 +138,11 @@ def _stale(heartbeat_ns: int, now_ns: int, limit_ns: int) -> bool:
 def _lendable_ns(host: HostState, share: float, now_ns: int, limits: GateLimits) -> float:
     """Return the nanoseconds that a guest's step may take: `share` of the tighter slack.
 
-    prefill slack = arrival + TTFT target − now − predicted prefill decode slack = last token + TPOT
-    target − now − predicted decode (ROSE paper, 2026.) The deadlines on the page are the first two
-    terms of each. 0 without a deadline.
+    prefill slack = arrival + TTFT target − now − predicted prefill
+    decode slack  = last token + TPOT target − now − predicted decode
+
+    (ROSE paper, 2026.) The deadlines on the page are the first two terms of each. 0 without a
+    deadline.
     """
     # The host's last step is the reactive floor of its next one's time.
     slacks_ns = []

@@ -43,9 +43,7 @@ from executor.freeze_reason import FreezeReason
 MAGIC = b"ROSEPAGE"
 LAYOUT_VERSION = 5
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
-"""Environment variable that names the group which shares the page, for host and guest; none if
-unset.
-"""
+"""Environment variable that names the group sharing the page, for host and guest; default none."""
 PAGE_FOLDER: Final = "/dev/shm"  # noqa: S108 -- pages in it are private
 """Folder in memory that every Linux machine has, for the pages of tools and demos."""
 IN_MEMORY: Final = frozenset({0x01021994, 0x858458F6})
@@ -65,26 +63,24 @@ BEAT_STALE_NS: Final = 1_000_000_000
 A thread of its own sends it, since an idle engine runs no other code.
 """
 SETTLE_NS: Final = 1_000_000_000
-"""Time after which any other engine at the page's path has noticed a new file, and vetoed its
-guests.
-"""
+"""Time after which other engines at the page's path have noticed a new file, and vetoed there."""
 CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Most by which a time stamp may lie in the future: a process may stamp just after another
-looked.
+"""Most that a time stamp may lie in the future: it may be newer than the reader's look at the
+clock.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """One look at a control page's host: its two sections (None if unreadable) and the state of its
-    locks.
+    """One look at a control page's host: its sections (None if unreadable) and its locks.
 
     The host's state counts only when all of this holds; otherwise the host counts as busy. The
     default view is one that does not count.
 
-    the file at the page's path is the one that is mapped a living process holds the seat, for
-    SETTLE_NS at least, and beat within BEAT_STALE_NS nobody holds the veto: no engine serves here
-    that cannot publish the host section is whole and was written by the holder of the seat
+        the file at the page's path is the one that is mapped
+        a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
+        nobody holds the veto: no engine serves here that cannot publish
+        the host section is whole and was written by the holder of the seat
     """
 
     state: HostState | None = None
@@ -94,9 +90,7 @@ class HostView:
     replaced: bool = True
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Return the first reason why the host's state does not count at `now_ns`; None if it
-        counts.
-        """
+        """Return the first reason why the host's state does not count now; None if it counts."""
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED
@@ -119,8 +113,7 @@ class HostView:
 
 
 class ControlPage:
-    """Memory-mapped control page of a host, its guest and the node daemon, with its sections as
-    fields.
+    """Memory-mapped control page of a host, its guest and the node daemon; its sections are fields.
 
     Any reader may look at `host`; a decision to let a guest run must use `host_view`.
     """
@@ -215,9 +208,7 @@ class ControlPage:
 
     @property
     def replaced(self) -> bool:
-        """True if the file at the path is not known to be the mapped one: another, none, or
-        unreadable.
-        """
+        """True if the path no longer names the mapped file, or cannot be read."""
         try:
             return inode_of(os.stat(self.path, follow_symlinks=False)) != self.inode
         except OSError:
@@ -225,8 +216,7 @@ class ControlPage:
 
     @property
     def cut_short(self) -> bool:
-        """True if the file was truncated: touching the lost part of the mapping would end this
-        process.
+        """True if the file was truncated: touching its lost part would end this process.
 
         A process that shares a page with others checks this before it reads or writes.
         """

@@ -41,14 +41,17 @@ _reservations: Final[dict[int, Reservation]] = {}
 
 
 class VirtualMapping:
-    """`pages` pages of `page_bytes` from `base` on."""
+    """Range of GPU addresses, `pages` pages of `page_bytes` from `base` on, each with a handle
+    behind it.
+    """
 
     def __init__(
         self, driver: Driver, page_bytes: int, pages: int, own: Sequence[Handle] = ()
     ) -> None:
-        """own: handles behind the first pages; the alias page is behind the others. All is zeroed.
+        """Reserve the range, map and zero it.
 
-        Raises DeviceError, and leaves nothing behind then unless it is MappingLost.
+        own: handles behind the first pages; the alias page is behind the others. Raises
+        DeviceError, and leaves nothing behind then unless it is MappingLost.
         """
         if page_bytes <= 0 or page_bytes % driver.granularity:
             raise DeviceError(
@@ -75,7 +78,7 @@ class VirtualMapping:
             raise
 
     def back(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
-        """Put these handles behind these pages, and return the earlier ones.
+        """Map these handles at these pages; return the handles that were there before.
 
         All or nothing: on DeviceError everything is mapped as before, with its content; only
         MappingLost says that this failed, too.
@@ -93,7 +96,9 @@ class VirtualMapping:
         return before
 
     def back_zeroed(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
-        """Put these handles behind these pages as `back` does, and zero them."""
+        """Map these handles at these pages as `back` does, zero them, and return the earlier
+        handles.
+        """
         before = self.back(pages, handles)
         try:
             self.zero(pages)
@@ -105,10 +110,10 @@ class VirtualMapping:
         return before
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Write zeros over these pages, and wait for it.
+        """Write zeros over these pages, and wait until that is done.
 
-        Raises DeviceError; MappingLost if it may not have ended, for then no page may be unmapped
-        any more.
+        Raises DeviceError; MappingLost if the writes may not have ended, for then no page may be
+        unmapped any more.
         """
         try:
             for run in runs(pages):
@@ -117,15 +122,17 @@ class VirtualMapping:
             self._settle()
 
     def behind(self, page: int) -> Handle:
-        """Return the handle behind a page now."""
+        """Return the handle that is mapped at a page now."""
         return self._backing[page]
 
     def address(self, page: int) -> int:
-        """Return the address of a page."""
+        """Return the first address of a page."""
         return self.base + page * self.page_bytes
 
     def close(self) -> list[Handle]:
-        """Unmap and unreserve everything; return the handles that are not the alias page's."""
+        """Unmap all pages and free the addresses; return the handles other than the alias
+        page's.
+        """
         own = [handle for handle in self._backing if handle not in (self.alias, _NOTHING)]
         for page in range(self.pages):
             self._unmap(page)
@@ -171,7 +178,7 @@ class VirtualMapping:
 
 
 class PageRefcounts:
-    """Counts, for each page, of the mapped granules with a byte on it; all are mapped at first.
+    """Number of mapped granules that have a byte on each page; all granules are mapped at first.
 
     A page without a byte of any block counts as needed.
     """
@@ -195,13 +202,15 @@ class PageRefcounts:
         self._needed[self._needed == 0] = 1
 
     def take(self, granules: Collection[int]) -> list[int]:
-        """Count these granules out; return the pages that no other one needs, ascending."""
+        """Count these granules out; return the pages that no mapped granule needs now,
+        ascending.
+        """
         touched = self._add(granules, -1)
         freed: list[int] = touched[self._needed[touched] == 0].tolist()
         return freed
 
     def give(self, granules: Collection[int]) -> list[int]:
-        """Count these granules in again; return the pages that none needed before, ascending."""
+        """Count these granules in; return the pages that no granule needed before, ascending."""
         touched = self._touched(granules)
         lacking = touched[self._needed[touched] == 0]
         self._add(granules, 1)
@@ -209,22 +218,25 @@ class PageRefcounts:
         return found
 
     def pages_of(self, granule: int) -> list[int]:
-        """The pages on which a granule has a byte, ascending."""
+        """Return the pages on which a granule has a byte, ascending."""
         found: list[int] = self._pages[granule].tolist()
         return found
 
     def lacking(self, granule: int) -> int:
-        """Return how many of its pages no mapped granule needs: the cost of mapping this one."""
+        """Return the number of pages that mapping this granule would take from the source.
+
+        They are its pages that no mapped granule needs.
+        """
         return int((self._needed[self._pages[granule]] == 0).sum())
 
     @property
     def granules(self) -> int:
-        """Number of granules."""
+        """Number of granules of the KV cache, mapped or not."""
         return len(self._pages)
 
     @property
     def most_pages(self) -> int:
-        """Pages of the granule that has the most."""
+        """Number of pages of the granule that has the most."""
         return max(len(found) for found in self._pages)
 
     def _add(self, granules: Collection[int], change: int) -> Numbers:
@@ -251,7 +263,7 @@ class PageRefcounts:
 
 
 class CudaPages(PageBackend):
-    """PageBackend over a mapping. Each call does all that it is asked for, or nothing.
+    """PageBackend over a VirtualMapping; each call does all that it is asked for, or nothing.
 
     A page goes when no mapped granule has a byte on it. Bytes count as returned when their page was
     given away; pages that the source keeps do not, nor do borrowed ones without a mapping.
@@ -268,9 +280,10 @@ class CudaPages(PageBackend):
         *,
         empty: bool = False,
     ) -> None:
-        """empty: no page is mapped yet; as many granules as the source has pages for come now.
+        """Take over the mapping and the source.
 
-        Raises DeviceMemoryShort if not even one does.
+        empty: no page is mapped yet; as many granules as the source has pages for are mapped now.
+        Raises DeviceMemoryShort if not even one is.
         """
         self._mapping = mapping
         self._source = source
@@ -319,7 +332,10 @@ class CudaPages(PageBackend):
         return min(self.bytes_total, away * self._mapping.page_bytes)
 
     def release(self, granules: Collection[int]) -> None:
-        """Put the alias page under these granules. On DeviceError nothing changed."""
+        """Map the alias page under these granules, and give their own pages to the source.
+
+        On DeviceError nothing changed.
+        """
         due = [granule for granule in granules if granule not in self._held]
         pages = self._use.take(due)
         try:
@@ -332,7 +348,7 @@ class CudaPages(PageBackend):
         self._source.give(gone)
 
     def restore(self, granules: Collection[int]) -> None:
-        """Put zeroed pages under these granules.
+        """Map zeroed pages of the source under these granules.
 
         Raises DeviceMemoryShort while there are too few, or DeviceError; nothing changed then.
         """
@@ -372,9 +388,10 @@ class CudaPages(PageBackend):
 
 
 class Reservation:
-    """`size` bytes of KV memory from `address` on, all of it readable at any time, and zeroed.
+    """KV memory of an engine on a GPU: `size` bytes from `address` on, zeroed and readable at any
+    time.
 
-    mapping: of these addresses to pages. source: of the pages.
+    mapping: from these addresses to pages. source: supplier of the pages.
     """
 
     def __init__(
@@ -387,10 +404,12 @@ class Reservation:
         headroom_bytes: int = 0,
         most_spare: int = 0,
     ) -> None:
-        """source: of pages, closed with this; by default a PagePool of the other two arguments.
+        """Reserve the memory, with pages under all of it, and register it for `reservation_at`.
 
-        partly: if memory is short, begin without any page: `backend` maps the available ones. Only
-        an engine that balloons the memory may use it then. Raises DeviceError.
+        source: supplier of pages, closed with this; by default a PagePool of `most_spare` and
+        `headroom_bytes`. partly: if memory is short, begin without any page; `backend` maps the
+        available ones, and only an engine that balloons the memory may use it then. Raises
+        DeviceError.
         """
         if size <= 0:
             raise DeviceError(f"a KV cache of {size} bytes; give the engine more GPU memory")
@@ -414,7 +433,7 @@ class Reservation:
         _reservations[self.address] = self
 
     def backend(self, extents: Sequence[Extent], granules: Granules) -> CudaPages:
-        """Return the pages of KV blocks that lie at `extents` in it, for one balloon.
+        """Return the page backend of KV blocks that lie at `extents` in this memory; call it once.
 
         Raises DeviceMemoryShort if a reservation that began empty gets no granule.
         """
@@ -423,20 +442,20 @@ class Reservation:
         return CudaPages(mapping, self.source, use, self.size, empty=self._empty)
 
     def close(self) -> None:
-        """Return everything to the device. No tensor over it may be used any more."""
+        """Free the addresses and pages; no tensor over the memory may be used any more."""
         del _reservations[self.address]
         self.source.give(self.mapping.close())
         self.source.close()
 
 
 def reservation_at(address: int) -> Reservation | None:
-    """Return this process's reservation that begins there."""
+    """Return this process's reservation that begins at `address`, None if there is none."""
     return _reservations.get(address)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Signed bytes at an address of the device; `owner` lives as long as a tensor over them."""
+    """Signed bytes at a device address, for torch; `owner` lives as long as a tensor over them."""
 
     address: int
     shape: tuple[int, ...]
@@ -445,7 +464,9 @@ class DeviceBytes:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Version 3 of the interface: writable, and no stream has pending work on them."""
+        """Description of the bytes for torch, in version 3: writable, without pending work on a
+        stream.
+        """
         return {
             "shape": self.shape,
             "strides": self.strides,
@@ -457,12 +478,12 @@ class DeviceBytes:
 
 
 def whole(reservation: Reservation) -> DeviceBytes:
-    """Return all of it, `[size]`: an engine's view of its KV cache."""
+    """Return all bytes of the reservation, of shape `[size]`: an engine's view of its KV cache."""
     return DeviceBytes(reservation.address, (reservation.size,), None, reservation)
 
 
 def layer(reservation: Reservation, extent: Extent, blocks: int) -> DeviceBytes:
-    """Return one layer's part of the first blocks, `[blocks, block_bytes]`.
+    """Return one layer's bytes of the first blocks, of shape `[blocks, block_bytes]`.
 
     Raises ValueError for blocks that lie outside of the reservation.
     """
@@ -474,7 +495,7 @@ def layer(reservation: Reservation, extent: Extent, blocks: int) -> DeviceBytes:
 
 
 def as_tensor(memory: DeviceBytes, device: torch.device) -> torch.Tensor:
-    """Return an int8 tensor over the memory, on its device."""
+    """Return an int8 tensor over the bytes, on their device, without a copy."""
     import torch
 
     return torch.as_tensor(memory, device=device)

@@ -16,11 +16,11 @@ from executor.errors import DeviceError, DeviceMemoryShort
 _ZERO_FLAGS: Final = 0
 
 Handle = NewType("Handle", int)
-"""Physical memory as this process names it; one page in everything built on a driver."""
+"""Physical memory on a GPU as this process names it; one page in everything built on a driver."""
 
 
 class Driver:
-    """Driver of one device, in one process. Addresses, sizes and the granularity are bytes.
+    """CUDA driver calls for one device, in one process. Addresses, sizes and granularity are bytes.
 
     Calls come from the thread that opened it, or from one in which the device's primary context,
     torch's own, is current. `device`: its 16-byte UUID, the same in every process. `granularity`:
@@ -28,7 +28,10 @@ class Driver:
     """
 
     def __init__(self, cuda: Any, ordinal: int) -> None:  # noqa: ANN401 -- a module without types
-        """`cuda`: `cuda.bindings.driver`. Raises DeviceError; see `open_driver`."""
+        """Open the device `ordinal` and make its primary context current; see `open_driver`.
+
+        cuda: the module `cuda.bindings.driver`. Raises DeviceError.
+        """
         self._cuda = cuda
         self._call("cuInit", _ZERO_FLAGS)
         self._ordinal = self._call("cuDeviceGet", ordinal)
@@ -49,19 +52,19 @@ class Driver:
         self.device = bytes(self._call("cuDeviceGetUuid", self._ordinal).bytes)
 
     def reserve(self, size: int) -> int:
-        """Reserve addresses and return the first; they have no memory yet."""
+        """Reserve `size` bytes of addresses, still without memory; return the first address."""
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, _ZERO_FLAGS))
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give a whole reservation back; nothing may be mapped in it."""
+        """Free a whole reservation of addresses; nothing may be mapped in it."""
         self._call("cuMemAddressFree", address, size)
 
     def create(self, size: int) -> Handle:
-        """Allocate physical memory that can be exported. Its content is undefined."""
+        """Allocate exportable physical memory of undefined content; return its handle."""
         return Handle(int(self._call("cuMemCreate", size, self._properties, _ZERO_FLAGS)))
 
     def release(self, handle: Handle) -> None:
-        """Release a handle. The memory is freed with its last mapping and last handle anywhere."""
+        """Release a handle; the memory is freed with its last mapping and last handle anywhere."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: Handle) -> None:
@@ -69,7 +72,7 @@ class Driver:
         self._call("cuMemMap", address, size, 0, handle, _ZERO_FLAGS)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo exactly one `map`."""
+        """Undo exactly one `map` at this address and size."""
         self._call("cuMemUnmap", address, size)
 
     def set_access(self, address: int, size: int) -> None:
@@ -77,7 +80,7 @@ class Driver:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def export_handle(self, handle: Handle) -> int:
-        """Return a file descriptor that another process can import; the caller closes it."""
+        """Return a file descriptor of the memory for another process; the caller closes it."""
         return int(
             self._call("cuMemExportToShareableHandle", handle, self._descriptors, _ZERO_FLAGS)
         )
@@ -92,11 +95,11 @@ class Driver:
         return int(free)
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Write one byte value over usable memory, some time before `synchronize` returns."""
+        """Begin to write one byte value over usable memory; `synchronize` waits for the end."""
         self._call("cuMemsetD8Async", address, value, size, self._stream)
 
     def synchronize(self) -> None:
-        """Wait for every `fill`."""
+        """Wait until every `fill` has ended."""
         self._call("cuStreamSynchronize", self._stream)
 
     @property
@@ -121,7 +124,7 @@ class Driver:
         return access
 
     def _call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- what the driver takes
-        """Return a call's result: nothing, one value, or a tuple of several."""
+        """Return the result of a driver call: None, one value, or a tuple. Raises DeviceError."""
         code, *values = getattr(self._cuda, name)(*arguments)
         results = self._cuda.CUresult
         if code == results.CUDA_ERROR_OUT_OF_MEMORY:
@@ -135,7 +138,7 @@ class Driver:
 def open_driver(ordinal: int = 0) -> Driver:
     """Return the driver of the process's GPU `ordinal`, whose primary context becomes current.
 
-    Raises DeviceError without a driver, such a GPU or `cuda-bindings`.
+    Raises DeviceError without a driver, such a GPU or the package `cuda-bindings`.
     """
     try:
         from cuda.bindings import driver as cuda

@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 from executor.errors import LoanError
 
 MOST_PAGES: Final = 64
-"""Pages in one message; the kernel passes up to 253 descriptors at once."""
+"""Most pages in one message; the kernel passes up to 253 descriptors at once."""
 EVERYTHING: Final = 2**64 - 1
 _HEADER: Final = struct.Struct("<4sHH")
 _NUMBER: Final = struct.Struct("<Q")
@@ -38,7 +38,7 @@ _INT_BYTES: Final = array.array("i").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message: the GPU by its UUID, and the page size in bytes."""
+    """First message, borrower to lender: the GPU by its UUID, and the page size in bytes."""
 
     device: bytes
     page_bytes: int
@@ -46,23 +46,29 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """Number of further pages that may be sent, a bound on those a borrower has not received."""
+    """Message, borrower to lender: number of further pages that the lender may send.
+
+    It bounds the pages that are sent and not yet received.
+    """
 
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Pages that are the borrower's until it returns them, all zeroed."""
+    """Message, lender to borrower: zeroed pages by number, the borrower's until it returns them.
+
+    Each page's descriptor comes with it, in the same order.
+    """
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Bound on the pages that may be kept, until the next message; EVERYTHING: all may.
+    """Message, lender to borrower: most pages that it may keep from now on; EVERYTHING: all.
 
-    It is a bound and not a number to return: so it stays right while returns are on their way.
+    It is a bound and not a number to return, so it stays right while returns are on their way.
     """
 
     keep: int
@@ -70,7 +76,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Pages that are the lender's alone again."""
+    """Message, borrower to lender: pages that the borrower has unmapped, by number."""
 
     numbers: tuple[int, ...]
 
@@ -79,7 +85,7 @@ Frame: TypeAlias = Hello | RequestPages | Lend | Revoke | Return
 
 
 def encode(frame: Frame) -> bytes:
-    """Return a message's bytes."""
+    """Return a message's bytes. Raises LoanError for more than MOST_PAGES pages."""
     match frame:
         case Hello(device, page_bytes):
             kind, numbers = _HELLO, (*_UUID.unpack(device), page_bytes)
@@ -98,7 +104,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes) -> Frame:
-    """Read one message. Raises LoanError for anything else."""
+    """Return the message that the bytes encode. Raises LoanError for anything else."""
     if len(data) < _HEADER.size:
         raise LoanError(f"a message of {len(data)} bytes has no header")
     magic, kind, count = _HEADER.unpack_from(data)
@@ -117,13 +123,13 @@ def decode(data: bytes) -> Frame:
 
 
 class HungUp(Exception):  # noqa: N818 -- a state of the other side
-    """The other side closed its socket, or its process ended."""
+    """Error: the other side closed its socket, or its process ended."""
 
 
 def send(connection: socket.socket, frame: Frame, descriptors: Sequence[int] = ()) -> bool:
-    """Send one frame with its descriptors; False if the other side has too much to read.
+    """Send one message with its descriptors, without waiting; return True if it was sent.
 
-    Raises HungUp.
+    False if the other side has too much to read already. Raises HungUp.
     """
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     try:
@@ -136,10 +142,10 @@ def send(connection: socket.socket, frame: Frame, descriptors: Sequence[int] = (
 
 
 def receive(connection: socket.socket) -> tuple[Frame, list[int]] | None:
-    """Return the next frame and the caller's descriptors, None if there is none yet.
+    """Return the next message and its descriptors, which the caller closes; None if there is none.
 
-    Raises HungUp, and LoanError for an invalid frame or one with too many descriptors, all of which
-    are closed then.
+    Raises HungUp, and LoanError for an invalid message or one with too many descriptors, all of
+    which are closed then.
     """
     room = socket.CMSG_SPACE(MOST_PAGES * _INT_BYTES)
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -158,14 +164,14 @@ def receive(connection: socket.socket) -> tuple[Frame, list[int]] | None:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors, each once."""
+    """Close each of these descriptors; errors are ignored."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
 def peer_process(connection: socket.socket) -> int:
-    """Return a descriptor of the process at the other end that is readable once it has ended.
+    """Return a pidfd of the process at the other end: it is readable once that process has ended.
 
     Raises LoanError for a process of another user, or one that cannot be watched.
     """
@@ -185,7 +191,7 @@ def peer_process(connection: socket.socket) -> int:
 
 
 def has_ended(process: int) -> bool:
-    """Return True if a watched process ended; all that it had open is closed by then."""
+    """Return True if the process of this pidfd has ended; its descriptors are closed by then."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))

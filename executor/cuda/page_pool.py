@@ -31,7 +31,7 @@ MOST_FRAMES: Final = 8
 
 
 class PageSource(ABC):
-    """Source of physical pages; a page taken belongs to its taker alone until it is given back.
+    """Supplier of a GPU's physical pages; a page is its taker's alone until it is given back.
 
     `foreign`: pages that this process has and that belong to another one. `wanted`: number of
     borrowed pages that their owner wants back; give as many.
@@ -48,53 +48,58 @@ class PageSource(ABC):
     @property
     @abstractmethod
     def idle(self) -> int:
-        """Pages of this process without a mapping: kept, not returned."""
+        """Number of pages that this process holds without a mapping: kept, not returned."""
 
     @property
     @abstractmethod
     def available(self) -> int:
-        """Pages that `take` would return now."""
+        """Number of pages that `take` could return now."""
 
     @abstractmethod
     def take(self, count: int) -> list[Handle]:
-        """Return that many pages, their content undefined.
+        """Return the handles of `count` pages, their content undefined.
 
         Raises DeviceMemoryShort, and changes nothing then.
         """
 
     @abstractmethod
     def give(self, handles: Collection[Handle]) -> None:
-        """Take pages back that this process has unmapped."""
+        """Accept pages back that this process has unmapped."""
 
     def recall(self, count: int) -> None:  # noqa: B027 -- most lend nothing
-        """Have this many pages in stock as soon as others have returned them; 0 ends that."""
+        """Ask borrowers for their pages until `count` are in stock; 0 withdraws that.
+
+        A source that lends nothing does nothing.
+        """
 
     def step(self) -> bool:
-        """Read the messages of sharing processes; never waits. Returns True with more to lend.
+        """Handle the messages of processes that share pages, without waiting.
 
-        Raises LoanError or DeviceError.
+        Returns True if there is more to lend to a borrower. Raises LoanError or DeviceError.
         """
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything that is not mapped, and disconnect."""
+        """Release every page that is not mapped, and disconnect from other processes."""
 
 
 class PagePool(PageSource):
-    """Source that asks the driver.
+    """Source that creates pages through the GPU's driver and keeps up to `most_spare` given ones.
 
-    Creating a page costs a hundred times as much as mapping one, so up to `most_spare` are kept;
-    only further pages return to the device.
-
-    With others it shares through the driver alone: pages that it returns they can create, and the
-    other way round, unless another process on the device is faster.
+    Creating a page costs a hundred times as much as mapping one. Only pages beyond `most_spare`
+    return to the device. Other processes share with this one through the driver alone: they can
+    create pages that this one returned, and the other way round, unless another process on the
+    device is faster.
     """
 
     def __init__(
         self, driver: Driver, page_bytes: int, *, most_spare: int = 0, headroom_bytes: int = 0
     ) -> None:
-        """headroom_bytes: of the device's memory, which stay free in any case."""
+        """Create an empty pool.
+
+        headroom_bytes: the device's memory that stays free in any case.
+        """
         self._driver = driver
         self._page_bytes = page_bytes
         self._most_spare = most_spare
@@ -107,7 +112,9 @@ class PagePool(PageSource):
 
     @property
     def available(self) -> int:
-        """Pages kept, and the device's free memory beyond the headroom."""
+        """Number of pages kept, and of those that fit the device's free memory beyond the
+        headroom.
+        """
         free = self._driver.free_bytes() - self._headroom_bytes
         return len(self._spare) + max(0, free // self._page_bytes)
 
@@ -115,7 +122,10 @@ class PagePool(PageSource):
         self._release_down_to(0)
 
     def take(self, count: int) -> list[Handle]:
-        """Return kept pages, then new ones."""
+        """Return the handles of `count` pages: kept ones first, then new ones.
+
+        Raises DeviceMemoryShort, and changes nothing then.
+        """
         kept = min(count, len(self._spare))
         created = self._create(count - kept)
         taken = self._spare[len(self._spare) - kept :]
@@ -123,7 +133,7 @@ class PagePool(PageSource):
         return taken + created
 
     def give(self, handles: Collection[Handle]) -> None:
-        """Keep what fits, release the rest."""
+        """Keep the pages as spare up to `most_spare`, and release the others to the device."""
         self._spare += handles
         self._release_down_to(self._most_spare)
 
@@ -154,14 +164,18 @@ class PagePool(PageSource):
 
 
 class PageClient(PageSource):
-    """Source that takes borrowed pages first, then its own. One thread calls it.
+    """Source of a guest: pages borrowed from a page server first, then its own. One thread calls
+    it.
 
     A borrowed page that is given goes back to its lender. When the lender ends, pages that are
     mapped stay as they are, and no others come.
     """
 
     def __init__(self, driver: Driver, page_bytes: int, path: Path, own: PagePool) -> None:
-        """Raises LoanError if no lender is at `path`."""
+        """Connect to the lender's socket at `path` and ask for pages.
+
+        own: source of further pages. Raises LoanError if no lender is at `path`.
+        """
         self._driver = driver
         self._own = own
         self._numbers: dict[Handle, int] = {}
@@ -182,17 +196,17 @@ class PageClient(PageSource):
 
     @property
     def idle(self) -> int:
-        """Pages of both kinds without a mapping."""
+        """Number of borrowed and own pages without a mapping."""
         return self.unmapped + self._own.idle
 
     @property
     def unmapped(self) -> int:
-        """Borrowed pages without a mapping."""
+        """Number of borrowed pages without a mapping."""
         return len(self._stock)
 
     @property
     def borrowed(self) -> int:
-        """Pages of the lender's that this process has."""
+        """Number of the lender's pages that this process has, mapped or not."""
         return len(self._numbers)
 
     @property
@@ -201,7 +215,7 @@ class PageClient(PageSource):
 
     @property
     def available(self) -> int:
-        """Borrowed pages without a mapping, and the pages that it can make itself."""
+        """Number of borrowed pages without a mapping, and of pages that `own` could return."""
         return self.unmapped + self._own.available
 
     @property
@@ -209,7 +223,10 @@ class PageClient(PageSource):
         return self._numbers.keys()
 
     def take(self, count: int) -> list[Handle]:
-        """Return borrowed pages, then own ones."""
+        """Return the handles of `count` pages: borrowed ones first, then own ones.
+
+        Raises DeviceMemoryShort, and changes nothing then.
+        """
         borrowed = min(count, len(self._stock))
         own = self._own.take(count - borrowed)
         taken = self._stock[len(self._stock) - borrowed :]
@@ -217,19 +234,22 @@ class PageClient(PageSource):
         return taken + own
 
     def give(self, handles: Collection[Handle]) -> None:
-        """Return borrowed pages to their lender, and keep or release the others."""
+        """Return borrowed pages to their lender, and the others to the own source."""
         self._own.give([handle for handle in handles if handle not in self._numbers])
         self._give_back([handle for handle in handles if handle in self._numbers])
 
     def step(self) -> bool:
-        """Read the lender's messages; never waits. Raises LoanError if it breaks the rules."""
+        """Handle the lender's messages and send returns, without waiting; return False.
+
+        Raises LoanError if the lender breaks the rules.
+        """
         self._tell()
         self._hear()
         self._ask()
         return False
 
     def close(self) -> None:
-        """Hang up, and release pages without a mapping."""
+        """Close the connection, and release the pages without a mapping."""
         self._hang_up()
         self._own.close()
 
@@ -293,7 +313,7 @@ class PageClient(PageSource):
         self._tell()
 
     def _tell(self) -> None:
-        """Report returned pages, as far as the lender reads now."""
+        """Send the numbers of returned pages to the lender, as far as the socket takes them now."""
         while self._unsaid and self._connection is not None:
             numbers = tuple(self._unsaid[:MOST_PAGES])
             try:

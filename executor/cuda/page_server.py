@@ -55,10 +55,16 @@ MOST_LENT_A_STEP: Final = 16
 
 
 class LoanLedger:
-    """Pages by number; borrowers by a number of the caller's that is never used twice."""
+    """Record of a lender's pages by number: in stock, lent to a borrower, or stranded.
+
+    A borrower is a number of the caller's that is never used twice.
+    """
 
     def __init__(self, reserve: int) -> None:
-        """reserve: pages in stock that are never lent."""
+        """Create an empty ledger.
+
+        reserve: number of pages in stock that are never lent.
+        """
         self._reserve = reserve
         self._stock: list[int] = []
         self._out: dict[int, int] = {}
@@ -66,21 +72,21 @@ class LoanLedger:
 
     @property
     def in_stock(self) -> int:
-        """Unused pages."""
+        """Number of pages that nobody uses, the reserve included."""
         return len(self._stock)
 
     @property
     def lendable(self) -> int:
-        """Pages in stock beyond the reserve."""
+        """Number of pages in stock beyond the reserve."""
         return max(0, len(self._stock) - self._reserve)
 
     @property
     def stranded(self) -> int:
-        """Pages of refused borrowers that still live."""
+        """Number of pages of refused borrowers whose processes still live."""
         return len(self._stranded)
 
     def out(self, borrower: int) -> int:
-        """Pages that a borrower has."""
+        """Return the number of pages that a borrower has."""
         return sum(who == borrower for who in self._out.values())
 
     def put(self, numbers: Iterable[int]) -> None:
@@ -88,22 +94,25 @@ class LoanLedger:
         self._stock += numbers
 
     def take(self, most: int) -> list[int]:
-        """Remove up to this many pages from the stock, the reserve too: they are the owner's."""
+        """Remove up to `most` pages from the stock, the reserve included, and return their numbers.
+
+        They are for the owner's own use.
+        """
         first = max(0, len(self._stock) - most)
         taken = self._stock[first:]
         del self._stock[first:]
         return taken
 
     def lend(self, borrower: int, most: int) -> tuple[int, ...]:
-        """Lend up to this many pages; the reserve stays."""
+        """Move up to `most` pages beyond the reserve to a borrower, and return their numbers."""
         lent = self.take(min(most, self.lendable))
         self._out.update(dict.fromkeys(lent, borrower))
         return tuple(lent)
 
     def returned(self, borrower: int, numbers: Collection[int]) -> None:
-        """Take returned pages. Raises LoanError, and takes none, if any is not the borrower's.
+        """Put returned pages into the stock; raise LoanError if any was not lent to the borrower.
 
-        The borrower is not trusted any more after that.
+        Then none is put back, and the caller must not trust the borrower any more.
         """
         foreign = [number for number in numbers if self._out.get(number, _NOBODY) != borrower]
         if foreign:
@@ -113,12 +122,14 @@ class LoanLedger:
         self._stock += numbers
 
     def left(self, borrower: int) -> None:
-        """Refuse a borrower from now on; its pages are stranded."""
+        """Mark all pages of a borrower as stranded, since it is refused from now on."""
         for number in [number for number, who in self._out.items() if who == borrower]:
             self._stranded[number] = self._out.pop(number)
 
     def ended(self, borrower: int) -> int:
-        """Record that a borrower's process has ended: its stranded pages are in stock again."""
+        """Put the pages of a borrower whose process has ended into the stock; return their
+        number.
+        """
         self.left(borrower)
         back = [number for number, who in self._stranded.items() if who == borrower]
         for number in back:
@@ -129,9 +140,9 @@ class LoanLedger:
 
 @dataclass(slots=True)
 class _Borrower:
-    """`connection` is None once the borrower is refused; `process` is watched to its end.
+    """Connected process; `connection` is None once it is refused, `process` is its pidfd.
 
-    asked: pages that it may still be sent.
+    asked: number of pages that it may still be sent. keep: bound last sent to it.
     """
 
     number: int
@@ -143,14 +154,18 @@ class _Borrower:
 
 
 class PageServer(PageSource):
-    """Source of the owner. One thread calls it, and `step` does all work for the borrowers."""
+    """Source of the host that owns the pages and lends unused ones to other processes of its GPU.
+
+    One thread calls it; `step` does all work for the borrowers.
+    """
 
     def __init__(
         self, driver: Driver, page_bytes: int, path: Path, pool: PagePool, *, reserve: int = 0
     ) -> None:
-        """Listen at `path`. reserve: pages in stock that are never lent.
+        """Listen on a Unix socket at `path`.
 
-        Raises LoanError if it cannot, as when another lender lives there.
+        pool: source of new pages. reserve: number of pages in stock that are never lent. Raises
+        LoanError if it cannot listen, for instance because another lender lives there.
         """
         self._driver = driver
         self._hello = Hello(driver.device, page_bytes)
@@ -167,23 +182,24 @@ class PageServer(PageSource):
 
     @property
     def idle(self) -> int:
-        """Pages in stock."""
+        """Number of pages in stock, and of those that the pool keeps."""
         return self._book.in_stock + self._pool.idle
 
     @property
     def lent(self) -> int:
-        """Pages that others have, or may still have."""
+        """Number of pages that other processes have, or may still have."""
         return len(self._handles) - self._book.in_stock
 
     @property
     def available(self) -> int:
-        """Pages in stock, the reserve included: lent ones are not replaced by new ones."""
+        """Number of unused pages, the reserve included; lent ones are not replaced by new ones."""
         return self.idle
 
     def take(self, count: int) -> list[Handle]:
-        """Return pages of the stock, the reserve included, then new ones.
+        """Return the handles of `count` pages: the stock's, the reserve included, then new ones.
 
-        On DeviceMemoryShort the missing pages are revoked: a later call succeeds.
+        On DeviceMemoryShort the missing pages are revoked from borrowers, so that a later call
+        succeeds.
         """
         try:
             created = self._pool.take(max(0, count - self._book.in_stock))
@@ -194,17 +210,20 @@ class PageServer(PageSource):
         return [self._handles.pop(number) for number in self._book.take(count)] + created
 
     def give(self, handles: Collection[Handle]) -> None:
-        """Take pages into the stock."""
+        """Put pages into the stock, from which they may be lent."""
         numbers = {next(self._numbers): handle for handle in handles}
         self._handles.update(numbers)
         self._book.put(numbers)
 
     def recall(self, count: int) -> None:
-        """Revoke pages until this many are in stock; 0 ends that, and none is lent until then."""
+        """Revoke lent pages until `count` are in stock; 0 ends that.
+
+        No page is lent until then.
+        """
         self._goal = count
 
     def step(self) -> bool:
-        """Read the borrowers' messages, lend and revoke; never waits.
+        """Handle the borrowers' messages, lend and revoke, without waiting.
 
         Returns True if there is more to lend to a connected borrower.
         """
@@ -224,7 +243,7 @@ class PageServer(PageSource):
         return greeted and not self._goal and self._book.lendable > 0
 
     def close(self) -> None:
-        """Lend no more, and forget all pages: the device has them once no borrower has."""
+        """Stop lending, and release all pages; the device has them once no borrower has."""
         if self._listener.fileno() < 0:
             return
         for borrower in self._borrowers:
@@ -284,7 +303,7 @@ class PageServer(PageSource):
         borrower.greeted = True
 
     def _ask_back(self, borrower: _Borrower, wanted: int) -> int:
-        """Send a borrower its bound if that changed; return the number of pages wanted back."""
+        """Return how many of the `wanted` pages this borrower is to return; send its new bound."""
         out = self._book.out(borrower.number)
         mine = min(wanted, out)
         keep = out - mine if self._goal else EVERYTHING
@@ -314,7 +333,7 @@ class PageServer(PageSource):
                 self._book.returned(borrower.number, numbers)
 
     def _scrub(self, handles: list[Handle]) -> None:
-        """Zero it, so that no process reads the last user's content."""
+        """Zero these pages through a window, so that no process reads the last user's content."""
         pages = range(len(handles))
         self._window.back(pages, self._window.back_zeroed(pages, handles))
 

@@ -34,7 +34,7 @@ GRANULE_RUN_BYTES: Final = 256 << 10
 
 
 class PageBackend(ABC):
-    """Physical pages under the KV blocks of one engine, by default shared with no other process.
+    """Interface to the physical pages under the KV blocks of one engine, granule by granule.
 
     Callers serialise: no step that could touch a granule is in flight while it is released.
     `always_restores`: `restore` cannot fail for want of memory. `bytes_total`: size of the KV
@@ -47,7 +47,7 @@ class PageBackend(ABC):
     @property
     @abstractmethod
     def bytes_returned(self) -> int:
-        """Bytes whose physical pages were confirmed freed at the last release."""
+        """Bytes of KV memory whose physical pages are confirmed to be given back now."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class PageBackend(ABC):
 
     @property
     def kept(self) -> int:
-        """Pages of this process without a mapping, in granules."""
+        """Pages that this process holds without a mapping, counted in granules, rounded up."""
         return 0
 
     @property
@@ -65,29 +65,30 @@ class PageBackend(ABC):
         return 0
 
     def borrowed(self, granule: int) -> bool:
-        """Return True if a granule lies on pages of others."""
+        """Return True if a granule lies on a page of another process."""
         return False
 
     @abstractmethod
     def release(self, granules: Collection[int]) -> None:
-        """Give back the pages that lie wholly inside the held granules."""
+        """Give back the pages that lie wholly inside released granules, these included."""
 
     @abstractmethod
     def restore(self, granules: Collection[int]) -> None:
-        """Have zeroed pages under these granules again, at the latest on first touch.
+        """Put zeroed pages under these granules again, at the latest on first touch.
 
         Raises DeviceMemoryShort, and changes nothing then, unless `always_restores`.
         """
 
     def ready(self, granules: Sequence[int]) -> int:
-        """Return how many of these released granules, in order, can be restored without waiting."""
+        """Return how many of these released granules, in order, could be restored now."""
         return len(granules)
 
     def recall(self, granules: int) -> None:  # noqa: B027 -- most lend nothing
-        """Ask the borrowers of this process's pages for this many granules; 0 ends that."""
+        """Ask the borrowers of this process's pages for this many granules; 0 withdraws that."""
 
     def poll(self) -> bool:
-        """Exchange messages with the processes that share pages, and lend them some; never waits.
+        """Exchange messages with the processes that share pages, and lend them some, without
+        waiting.
 
         Returns True if there is more to lend to a connected borrower. Raises LoanError or
         DeviceError.
@@ -96,7 +97,7 @@ class PageBackend(ABC):
 
 
 class NoPages(PageBackend):
-    """KV memory that this process cannot reach: nothing is returned, and nothing is claimed."""
+    """Backend of KV memory that this process cannot reach: no page is given back."""
 
     bytes_returned = 0
     released: Collection[int] = ()
@@ -105,7 +106,7 @@ class NoPages(PageBackend):
         self.bytes_total = bytes_total
 
     def release(self, granules: Collection[int]) -> None:
-        """Keep the pages; the published state says so."""
+        """Do nothing: the pages stay, and `bytes_returned` stays 0."""
 
     def restore(self, granules: Collection[int]) -> None:
         """Do nothing: the pages never went away."""
@@ -118,24 +119,24 @@ for _function, _last in ((_libc.madvise, ctypes.c_int), (_libc.mincore, ctypes.c
 
 @dataclass(frozen=True, slots=True, order=True)
 class Range:
-    """Bytes [start, end) of this process's address space."""
+    """Range of bytes [start, end) in this process's address space."""
 
     start: int
     end: int
 
     @property
     def size(self) -> int:
-        """Bytes in it."""
+        """Number of bytes in the range."""
         return self.end - self.start
 
     def whole_pages(self) -> "Range":
-        """Return the part that consists of whole pages; it may be empty."""
+        """Return the part of the range that consists of whole memory pages; it may be empty."""
         start = -(-self.start // mmap.PAGESIZE) * mmap.PAGESIZE
         return Range(start, max(start, self.end // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
 def coalesce(ranges: Iterable[Range]) -> list[Range]:
-    """Return the same bytes in the fewest ranges."""
+    """Return the bytes of these ranges in the fewest ranges, ascending."""
     merged: list[Range] = []
     for piece in sorted(ranges):
         if merged and piece.start <= merged[-1].end:
@@ -146,7 +147,7 @@ def coalesce(ranges: Iterable[Range]) -> list[Range]:
 
 
 def discard(pages: Range) -> None:
-    """Give these whole pages back; they read as zeros when touched again.
+    """Give these whole pages back to the kernel; they read as zeros when touched again.
 
     Raises PageReleaseError if the kernel refuses, as it does for locked memory.
     """
@@ -159,7 +160,7 @@ def discard(pages: Range) -> None:
 
 
 def use_huge_pages(pages: Range) -> None:
-    """Ask for huge pages under memory without content; it reads as zeros then.
+    """Put huge pages under memory whose content is not needed; it reads as zeros then.
 
     Giving back and touching again cost a tenth of what small pages do. Best effort: without free
     huge pages, small ones remain.
@@ -170,9 +171,10 @@ def use_huge_pages(pages: Range) -> None:
 
 
 def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
-    """Allow or forbid that these become part of a huge page, of which a touch anywhere brings all.
+    """Allow or forbid the kernel to make these pages part of a huge page.
 
-    Best effort, like `use_huge_pages`.
+    A touch anywhere in a huge page brings all of it into memory. Best effort, like
+    `use_huge_pages`.
     """
     if pages.size:
         advice = mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE
@@ -180,7 +182,7 @@ def allow_huge_pages(pages: Range, *, allowed: bool) -> None:
 
 
 def resident_bytes(pages: Range) -> int:
-    """Return how many bytes of these whole pages are in memory."""
+    """Return how many bytes of these whole pages are in memory. Raises PageReleaseError."""
     if not pages.size:
         return 0
     present = ctypes.create_string_buffer(pages.size // mmap.PAGESIZE)
@@ -193,14 +195,14 @@ def resident_bytes(pages: Range) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One layer's part of all blocks: block b is the `block_bytes` at `base + b * stride`."""
+    """Place of one layer's part of all blocks: `block_bytes` at `base + b * stride` for block b."""
 
     base: int
     stride: int
     block_bytes: int
 
     def ranges(self, blocks: range) -> Iterator[Range]:
-        """Return the bytes of a run of blocks."""
+        """Yield the address ranges of a run of blocks."""
         if self.stride == self.block_bytes:
             yield Range(
                 self.base + blocks.start * self.stride, self.base + blocks.stop * self.stride
@@ -230,18 +232,20 @@ class HostPages(PageBackend):
         return self._held
 
     def release(self, granules: Collection[int]) -> None:
-        """Discard the pages inside the runs of held granules that grew.
+        """Discard the pages inside the runs of released granules, and measure what the kernel gave
+        up.
 
-        Raises PageReleaseError.
+        Runs that did not change are left alone. Raises PageReleaseError.
         """
         self._held.update(granules)
         self._measure_new_runs()
 
     def restore(self, granules: Collection[int]) -> None:
-        """Stop counting these granules' pages as gone: the kernel maps zeroed ones on touch.
+        """Count these granules' pages as present again: the kernel maps zeroed ones on touch.
 
-        It does not measure: a host calls this inside an allocation. Pages that were not gone when a
-        run was measured are missing from the rest of the run, so that too much is never claimed.
+        Nothing is measured, since a host calls this inside an allocation. Pages that were not gone
+        when a run was measured are subtracted from the rest of the run, so that too much is never
+        claimed.
         """
         self._held.difference_update(granules)
         known, self._returned = self._returned, {}
@@ -279,7 +283,7 @@ class HostPages(PageBackend):
 
 
 def runs(numbers: Iterable[int]) -> list[range]:
-    """Return the maximal runs of consecutive numbers."""
+    """Return the maximal runs of consecutive numbers, ascending."""
     found: list[range] = []
     for number in sorted(numbers):
         if found and number == found[-1].stop:
@@ -290,21 +294,29 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def granule_blocks(extents: Sequence[Extent]) -> int:
-    """Return the blocks of the smallest granule whose runs have at least GRANULE_RUN_BYTES."""
+    """Return the blocks of the smallest granule whose runs of memory have GRANULE_RUN_BYTES or
+    more.
+    """
     shortest = min((run.size for run in of_two_blocks(extents)), default=2)
     return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
 
 
 def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
-    """Return the runs of memory of two neighbouring blocks."""
+    """Return the merged ranges of memory of blocks 0 and 1, over all layers."""
     return coalesce(piece for extent in extents for piece in extent.ranges(range(2)))
 
 
 class HeldGranules(ABC):
-    """Part of a ballooned pool that every engine has; `fence` counts engine steps."""
+    """Balloon over an engine's KV block pool: the granules taken out of it, and their pages.
+
+    A `fence` is a number of engine steps. Subclasses take blocks out of the engine's pool.
+    """
 
     def __init__(self, granules: Granules, pages: PageBackend) -> None:
-        """Hold the granules without pages from the start: call it when `_take_out` works."""
+        """Create the balloon, and hold the granules that have no pages from the start.
+
+        It calls `_take_out`, so a subclass prepares that first.
+        """
         self.granules = granules
         self.pages = pages
         self.held: set[int] = set()
@@ -314,22 +326,22 @@ class HeldGranules(ABC):
 
     @property
     def granule_bytes(self) -> int:
-        """KV bytes of a whole granule."""
+        """Bytes of KV memory in a whole granule."""
         return self.pages.bytes_total // self.granules.blocks * self.granules.granule_blocks
 
     @property
     def unmapped(self) -> bool:
-        """True if the pages of all held granules were returned."""
+        """True if the pages of all held granules were given back."""
         return not self._touchable
 
     @property
     def owed(self) -> int:
-        """Borrowed granules that the owner wants back, less those being returned."""
+        """Borrowed granules that their owner wants back, less those whose return has begun."""
         owed = self.pages.owed
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free; return their number.
+        """Hold those of the granules whose blocks are all free; return their number.
 
         Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
         """
@@ -341,7 +353,9 @@ class HeldGranules(ABC):
         return len(taken)
 
     def unmap(self, steps_done: int) -> None:
-        """Return the pages that no step after the first `steps_done` can touch any more."""
+        """Give back the pages of held granules that no step after the first `steps_done` can
+        touch.
+        """
         due = [granule for granule, fence in self._touchable.items() if fence <= steps_done]
         if due:
             self.pages.release(due)
@@ -349,7 +363,7 @@ class HeldGranules(ABC):
                 del self._touchable[granule]
 
     def give_back(self, granules: Collection[int]) -> None:
-        """Map held granules again: first their pages, then their blocks."""
+        """Map held granules again: restore their pages, then put their blocks into the pool."""
         self.pages.restore(granules)
         self._put_in(granules)
         for granule in granules:
@@ -359,11 +373,11 @@ class HeldGranules(ABC):
     @property
     @abstractmethod
     def capacity_blocks(self) -> int:
-        """Blocks that requests can have at most now."""
+        """Most blocks that requests can have now, all together."""
 
     @abstractmethod
     def uses(self) -> Iterable[GranuleUse]:
-        """Return the use of each mapped granule."""
+        """Return the number of used and cached blocks of each mapped granule."""
 
     @abstractmethod
     def _wholly_free(self, granules: Collection[int]) -> list[int]:
@@ -371,8 +385,8 @@ class HeldGranules(ABC):
 
     @abstractmethod
     def _take_out(self, granules: Collection[int]) -> None:
-        """Take the free blocks of granules out of the pool."""
+        """Remove the free blocks of these granules from the engine's pool."""
 
     @abstractmethod
     def _put_in(self, granules: Collection[int]) -> None:
-        """Put the blocks of granules back into the pool."""
+        """Put the blocks of these granules back into the engine's pool."""

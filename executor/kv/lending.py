@@ -28,7 +28,7 @@ _NS: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LendingLimits:
-    """Limits of a lending host.
+    """Limits of a lending host; ValueError for invalid ones.
 
     reserve: share of the granules that is never lent. calm_ns: a host under load lends more only if
     it took nothing back for this long. cold_ns: a cached prefix without a hit for this long may be
@@ -48,9 +48,9 @@ class LendingLimits:
 
 @dataclass(frozen=True, slots=True)
 class KvFree:
-    """KV memory that no request uses.
+    """KV memory of a host that no request uses: `plain` and `cached` blocks, `lent` granules.
 
-    Blocks with pages are `plain` or `cached` (a prefix); lent granules have no pages.
+    Plain blocks hold nothing, cached ones a prefix; lent granules have no pages.
     """
 
     plain: int
@@ -59,7 +59,7 @@ class KvFree:
 
 
 class LendingCore:
-    """Decides in granules: positive to lend more, negative to take back; the clock is passed in."""
+    """Decision how many granules a host lends or takes back; the clock is passed in."""
 
     def __init__(self, granules: Granules, limits: LendingLimits) -> None:
         self._granules = granules
@@ -72,7 +72,8 @@ class LendingCore:
     def step(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> int:
         """Return how many granules to lend (positive) or to take back (negative) now.
 
-        demand_blocks: blocks that unfinished requests will still allocate. idle: there are none.
+        demand_blocks: blocks that unfinished requests will still allocate. idle: there are no
+        requests.
         """
         a_granule = self._granules.granule_blocks
         whole = self.reserve * a_granule
@@ -90,7 +91,10 @@ class LendingCore:
         return max(0, (spare - whole) // a_granule - self._stride)
 
     def wants(self, now_ns: int, free: KvFree, demand_blocks: int, *, idle: bool) -> bool:
-        """Return True if more plain blocks would be lent, for which prefixes are dropped."""
+        """Return True if cached prefixes may be dropped now, so that their blocks can be lent.
+
+        Never without lendable granules; under load only if nothing was taken back for `calm_ns`.
+        """
         if self.reserve >= self._granules.count:
             return False
         return free.cached > demand_blocks and (idle or self._calm(now_ns))
@@ -99,15 +103,17 @@ class LendingCore:
         return self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
 
     def missing(self, free: KvFree) -> int:
-        """Return the used granules of the reserve; prefixes count as room: they can be evicted."""
+        """Return by how many granules free and cached blocks fall short of the reserve; 0 for
+        none.
+        """
         a_granule = self._granules.granule_blocks
         return max(0, self.reserve - (free.plain + free.cached) // a_granule)
 
 
 def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:
-    """Return the memory of its host that a guest may have now: the loan, less the reserve's lack.
+    """Return the bytes of its host's memory that a guest may have: the loan less missing reserve.
 
-    headroom: share of the host's KV memory that stays neither used nor lent.
+    headroom: share of the host's KV memory that stays neither used nor lent. 0 for an unknown host.
     """
     if host is None or host.granules_lent <= 0:
         return 0
@@ -123,9 +129,9 @@ def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:
 def guest_granules(
     base_bytes: int, host: HostState | None, guest: GuestState | None, headroom: float = 0.0
 ) -> int:
-    """Return the cap of a guest with `base_bytes` of its own and the host's present loan.
+    """Return the most granules for a guest with `base_bytes` of its own and the present loan.
 
-    LEAST_CAP for an unreadable section, as no guest gives back its last granule.
+    LEAST_CAP for an unreadable guest section, as no guest gives back its last granule.
     """
     if guest is None or guest.granule_bytes <= 0:
         return LEAST_CAP
@@ -134,7 +140,9 @@ def guest_granules(
 
 
 def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
-    """Return the KV bytes that such a guest still keeps of the memory that the host took back."""
+    """Return the KV bytes that a guest keeps beyond `base_bytes` and the present loan; 0 for
+    none.
+    """
     if guest is None:
         return 0
     allowed = guest_granules(base_bytes, host, guest)
@@ -142,7 +150,7 @@ def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None
 
 
 class PressurePolicy(StrEnum):
-    """Cap of a guest's KV memory while the host fills its own, by its name in a configuration.
+    """Rule by which a guest's KV cap changes while the host fills its own KV memory.
 
         paper      above the high watermark: halve once; grow again with the next policy version
         adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
@@ -159,10 +167,11 @@ class PressurePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PressureLimits:
-    """Shares of the host's KV memory in use: pressure begins at `high` and ends below `low`.
+    """Watermarks of the host's KV usage: pressure begins at `high` and ends below `low`.
 
-    `shrink_ns`: between two halvings. `grow_ns`: between two steps of growth, each `1 / grow_steps`
-    of the guest's most. Raises ValueError for invalid limits.
+    Both are shares in 0..1. `shrink_ns`: time between two halvings. `grow_ns`: time between two
+    steps of growth, each `1 / grow_steps` of the guest's most. Raises ValueError for invalid
+    limits.
     """
 
     policy: PressurePolicy = PressurePolicy.ADAPTIVE
@@ -182,10 +191,13 @@ class PressureLimits:
 
 
 class PressureCore:
-    """The cap of one guest. Feed it every tick; it keeps no clock."""
+    """Calculator of one guest's KV cap from its host's KV usage; call `step` at every tick."""
 
     def __init__(self, limits: PressureLimits, cap: int = NO_CAP) -> None:
-        """cap: the one that an earlier daemon left on the page; a restart lends nothing more."""
+        """Start without pressure.
+
+        cap: the cap that an earlier daemon left on the page, so that a restart lends nothing more.
+        """
         self._limits = limits
         self._cap = cap
         self._pressed = False
@@ -195,13 +207,13 @@ class PressureCore:
         self._last_ns: int | None = None
 
     def bound(self, high: float, low: float) -> None:
-        """Use other watermarks from now on."""
+        """Use these watermarks from now on."""
         if (high, low) != (self._limits.high, self._limits.low):
             self._limits = replace(self._limits, high=high, low=low)
 
     @property
     def pressed(self) -> bool:
-        """True while the host needs its KV memory."""
+        """True from the usage's rise to the high watermark until it falls below the low one."""
         return self._pressed
 
     def step(
@@ -223,7 +235,9 @@ class PressureCore:
         return self._cap
 
     def _watch(self, now_ns: int, used: float) -> bool:
-        """Return True if pressure begins just now."""
+        """Update forecast and pressure with the present usage; return True if pressure begins
+        now.
+        """
         if self._last_ns is not None and now_ns > self._last_ns:
             # Share times seconds, so that the forecast's load a second is the share.
             self._forecast.add(now_ns / _NS, used * (now_ns - self._last_ns) / _NS)

@@ -19,7 +19,7 @@ SLEEP_LEVEL: Final = 2
 
 
 class ReclaimLevel(IntEnum):
-    """Levels in the order in which they are taken."""
+    """Levels of a reclaim, in the order in which they are taken, each harder for the guest."""
 
     FREEZE = 0
     BALLOON = 1
@@ -29,7 +29,7 @@ class ReclaimLevel(IntEnum):
 
 
 class ReclaimOutcome(StrEnum):
-    """End of a level. HELD: its engine claimed more than was measured to be gone."""
+    """Result of a level. HELD: the engine claimed more freed bytes than were measured."""
 
     FREED = "freed"
     TOO_LITTLE = "too_little"
@@ -40,14 +40,14 @@ class ReclaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The engine's claim that it is done with the level, with the bytes that it gave back."""
+    """Engine's answer to a level: it is done, and claims to have freed these bytes."""
 
     freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Answer of an engine without such a level."""
+    """Engine's answer to a level that it does not have, with the reason."""
 
     why: str
 
@@ -57,9 +57,9 @@ Answer = EngineReport | Unsupported | None
 
 @dataclass(frozen=True, slots=True)
 class GuestMeasured:
-    """Memory of the guest's process group, None if it could not be measured.
+    """Event for the reclaim: memory of the guest's process group, None if not measured.
 
-    answer: the engine's, to the last requested level.
+    answer: the engine's, to the last requested level; None before it.
     """
 
     held_bytes: int | None
@@ -68,7 +68,7 @@ class GuestMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Event: the aim of the reclaim was reached in another way, whatever was measured."""
+    """Event for the reclaim: its aim was reached in another way, whatever was measured."""
 
 
 Event = GuestMeasured | Settled
@@ -76,7 +76,7 @@ Event = GuestMeasured | Settled
 
 @dataclass(frozen=True, slots=True)
 class Escalate:
-    """Action: take this level now; `bytes_left` are still wanted."""
+    """Action of the reclaim: take this level now; `bytes_left` are still wanted."""
 
     level: ReclaimLevel
     bytes_left: int
@@ -84,7 +84,7 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """Result of one level; `why` if it could not be taken."""
+    """Result of one level: measured and claimed bytes, time taken, `why` if it was unsupported."""
 
     level: ReclaimLevel
     outcome: ReclaimOutcome
@@ -96,7 +96,10 @@ class LevelReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a reclaim. `freed_bytes` as measured; `enough`: the wanted bytes are free."""
+    """Action of the reclaim: it is over. `freed_bytes` as measured, with a report of each level.
+
+    `enough`: the wanted bytes are free. `in_time`: before the deadline.
+    """
 
     wanted_bytes: int
     freed_bytes: int
@@ -111,7 +114,7 @@ Action = Escalate | Finished
 
 @dataclass(frozen=True, slots=True)
 class ReclaimStatus:
-    """The last level, the guest's memory, and the part of it that is still wanted."""
+    """State of the reclaim: its last level, the guest's memory, and the bytes still wanted."""
 
     level: ReclaimLevel | None
     held_bytes: int
@@ -131,11 +134,11 @@ _LEVEL_NS: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
-    """level_ns: the most that each level may take; KILL's time is kept free before the deadline.
+    """Time limits of a reclaim in nanoseconds, and the noise of its measurements.
 
+    level_ns: the most that each level may take; KILL's time is kept free before the deadline.
     settle_ns: a claim is false if nothing moved for this long after it and after the last freed
-    byte.
-    noise_bytes: changes of a process's size without a cause.
+    byte. noise_bytes: changes of a process's size without a cause.
     """
 
     level_ns: Mapping[ReclaimLevel, int] = field(default_factory=lambda: _LEVEL_NS)
@@ -144,7 +147,9 @@ class LadderLimits:
 
 
 class ReclaimCore:
-    """One reclaim, from the request to its end; clock, sizes and answers are passed in."""
+    """State machine of one reclaim; clock, measured sizes and the engine's answers are passed
+    in.
+    """
 
     def __init__(
         self,
@@ -154,9 +159,10 @@ class ReclaimCore:
         deadline_ns: int,
         limits: LadderLimits | None = None,
     ) -> None:
-        """held_bytes: of the guest's process group, None if unknown; all may be wanted.
+        """Begin before the first level.
 
-        Without a first measurement only the last level counts as a help.
+        held_bytes: memory of the guest's process group, None if unknown. wanted_bytes: to be freed,
+        up to all of it. Without a first measurement only the last level counts as a help.
         """
         self._limits = limits or LadderLimits()
         self._began_ns = now_ns
@@ -173,7 +179,7 @@ class ReclaimCore:
         self._reports: list[LevelReport] = []
 
     def step(self, event: Event, now_ns: int) -> list[Action]:
-        """Return the next level, or nothing while one may still help. Finished ends it."""
+        """Return the actions of this moment: none, one Escalate, or Finished as the last one."""
         if isinstance(event, Settled):
             return [self._end(now_ns, enough=True)]
         action = self._climb_or_end(event, now_ns)
@@ -214,7 +220,7 @@ class ReclaimCore:
         self._held_bytes = held_bytes
 
     def _outcome(self, now_ns: int, answer: Answer) -> ReclaimOutcome | None:
-        """Return how the level ended, None while it may still free the wanted bytes."""
+        """Return the result of the level, None while it may still free the wanted bytes."""
         assert self._level is not None
         if self._level is not ReclaimLevel.KILL:
             if isinstance(answer, Unsupported):
@@ -271,10 +277,11 @@ class ReclaimCore:
 
 
 class OverdueTimer:
-    """Timer of a guest that owes memory which its host took back, and the resulting measures.
+    """Timer of a guest's debt of KV memory: when to press it, and when to begin a reclaim.
 
-    It is `pressed` from `press_ns` on until it owes nothing: it should do nothing else, and have a
-    core to do it on. Every `patience_ns` without an end of it the ladder has to begin.
+    `pressed` is True from `press_ns` after the debt's begin until the guest owes nothing: the guest
+    should do nothing but return memory, with a core to do it on. A reclaim is due every
+    `patience_ns`.
     """
 
     def __init__(self, press_ns: int, patience_ns: int) -> None:
@@ -285,7 +292,7 @@ class OverdueTimer:
         self.pressed = False
 
     def step(self, now_ns: int, owed_bytes: int) -> int:
-        """Return the bytes to reclaim by the ladder now, 0 for none."""
+        """Return the bytes for a reclaim to begin now; 0 if none is due."""
         if owed_bytes <= 0:
             self._since_ns, self.pressed = None, False
             return 0

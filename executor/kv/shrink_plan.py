@@ -36,11 +36,11 @@ class Granules:
 
     @property
     def count(self) -> int:
-        """Granules in all."""
+        """Number of granules."""
         return -(-self.blocks // self.granule_blocks)
 
     def of(self, block: int) -> int:
-        """Return the granule of a block."""
+        """Return the number of the granule that contains a block."""
         return block // self.granule_blocks
 
     def blocks_of(self, granule: int) -> range:
@@ -50,7 +50,7 @@ class Granules:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A running request: the cost of preempting it, and the blocks it would free."""
+    """Running request: tokens to compute again if it is preempted, and the blocks that it holds."""
 
     request_id: str
     recompute_tokens: int
@@ -60,11 +60,11 @@ class Rollout:
 def empty_cheapest(
     count: int, used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Choose up to `count` granules to empty and the requests that have to go for it.
+    """Return up to `count` granules to empty, and the ids of the requests to preempt for that.
 
     used: blocks in use of each granule that may be chosen. The granule whose rollouts are cheapest
-    to recompute together goes, repeatedly. So a cheap rollout that would free nothing is left
-    alone, and one that has to go makes its other granules cheaper.
+    to recompute together is chosen, repeatedly. So a cheap rollout that would free nothing is left
+    alone, and one that is preempted makes its other granules cheaper.
     """
     members_of = _rollouts_of(used, granules, rollouts)
     homes: dict[int, list[int]] = {}
@@ -98,7 +98,7 @@ def empty_cheapest(
 def _rollouts_of(
     used: Mapping[int, int], granules: Granules, rollouts: Sequence[Rollout]
 ) -> dict[int, set[int]]:
-    """Return the rollouts (by position) of each granule, without granules with other blocks."""
+    """Return the positions of the rollouts in each granule that only rollouts use."""
     members_of: dict[int, set[int]] = {}
     owned: dict[int, set[int]] = {}
     for member, rollout in enumerate(rollouts):
@@ -116,9 +116,9 @@ def _rollouts_of(
 
 @dataclass(frozen=True, slots=True)
 class GranuleUse:
-    """One mapped granule: blocks `used` by requests, free blocks with `cached` prefixes.
+    """Use of one mapped granule: blocks `used` by requests, free blocks with `cached` prefixes.
 
-    borrowed: it lies on pages of another process.
+    borrowed: the granule lies on pages of another process.
     """
 
     granule: int
@@ -136,7 +136,7 @@ class Shrink:
 
 
 def cap_in_force(grant: Grant | None, now_ns: int, limits: GateLimits, before: int) -> int:
-    """Return the cap that holds now, given the one `before`; granules, NO_CAP for none.
+    """Return the cap in granules that holds now, NO_CAP for none; `before` is the last one.
 
     Only a live grant loosens it: silence never gives a guest more memory, and a cap that came late
     still takes some away.
@@ -149,7 +149,7 @@ def cap_in_force(grant: Grant | None, now_ns: int, limits: GateLimits, before: i
 
 
 def granules_over(cap: int, granules: Granules, held: int) -> int:
-    """Return how many more granules have to be held under `cap`; negative: to be given back."""
+    """Return how many more granules must be held under `cap`; negative: how many to give back."""
     wanted = 0 if cap <= NO_CAP else max(0, granules.count - cap)
     return wanted - held
 
@@ -160,11 +160,11 @@ def plan_shrink(
     uses: Iterable[GranuleUse],
     rollouts: Callable[[], Sequence[Rollout]],
 ) -> Shrink:
-    """Choose `count` granules: wholly free, then holding cached prefixes only, then by preempting.
+    """Return the plan to take `count` granules: free ones, then cached ones, then by preempting.
 
     Of equal ones those on borrowed pages go first, which are wanted back soonest, then the highest:
     held neighbours also give up the pages that straddle them. `rollouts` is called only if the
-    first two kinds do not suffice. Fewer granules come back when the others hold blocks that no
+    first two kinds do not suffice. The plan has fewer granules if the others hold blocks that no
     rollout accounts for.
     """
     uses = [use for use in uses if use.granule != granules.of(0)]
