@@ -216,10 +216,7 @@ class PageServer(PageSource):
         self._book.put(numbers)
 
     def recall(self, count: int) -> None:
-        """Revoke lent pages until `count` are in stock; 0 ends that.
-
-        No page is lent until then.
-        """
+        """Revoke lent pages until `count` are in stock; lend no page until a call with 0."""
         self._goal = count
 
     def step(self) -> bool:

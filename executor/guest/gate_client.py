@@ -44,7 +44,9 @@ logger = logging.getLogger("vllm.rose.start")
 
 
 class EngineLoad(NamedTuple):
-    """Requests and KV blocks of the guest's scheduler at one moment."""
+    """Load of the guest's scheduler at one moment: running and waiting requests, KV blocks in
+    use.
+    """
 
     running: int
     waiting: int
@@ -52,7 +54,7 @@ class EngineLoad(NamedTuple):
 
 
 class KvMapped(NamedTuple):
-    """KV memory of the guest at one moment."""
+    """KV memory of the guest at one moment, in bytes and granules of `granule_bytes`."""
 
     bytes_mapped: int
     granules_mapped: int = 0
@@ -61,7 +63,10 @@ class KvMapped(NamedTuple):
 
 
 class GateClient:
-    """Owner of the guest section. The engine's thread and the watchdog's both write: one lock."""
+    """Guest's client of the control page: asks the gate before each step and publishes the guest.
+
+    The engine's thread and the watchdog's both write the guest section, under one lock.
+    """
 
     def __init__(
         self,
@@ -74,7 +79,11 @@ class GateClient:
         sleep: Callable[[float], None] = time.sleep,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """block_tokens: tokens of KV in a block; steps are predicted by the KV in use."""
+        """Publish a first state on the page.
+
+        kv: KV memory mapped now. model: predicts the guest's steps, by the KV in use too.
+        block_tokens: tokens of KV in a block.
+        """
         self._page = page
         self._limits = limits or GateLimits()
         self._model = model
@@ -92,13 +101,13 @@ class GateClient:
 
     @property
     def model(self) -> StepModel:
-        """The step model as corrected so far."""
+        """Step model of the guest, corrected by the measured steps so far."""
         return self._model
 
     def ask(self, load: EngineLoad) -> Run | Yield:
-        """Return the verdict on a step. Call once before each, with requests pending.
+        """Return the gate's verdict on a step; call it once before each, with requests pending.
 
-        A refusal sleeps for YIELD_SLEEP_S: without it the engine's loop would spin.
+        After a refusal it sleeps for YIELD_SLEEP_S: without that the engine's loop would spin.
         """
         # Read before the clock: a state written meanwhile is not from the future.
         view = self._page.host_view()
@@ -128,13 +137,15 @@ class GateClient:
         return verdict
 
     def idle(self, load: EngineLoad) -> None:
-        """Record that no request is pending: the time from here on is not yielded."""
+        """Publish the load of a guest without requests; refusals before it no longer count as a
+        wait.
+        """
         self._yielding_since_ns = None
         with self._lock:
             self._publish(self._clock_ns(), load)
 
     def mapped(self, kv: KvMapped, load: EngineLoad) -> None:
-        """Publish the mapped KV memory, at once if it changed, and its preempted requests."""
+        """Set the guest's mapped KV memory, and publish it with `load` if it changed."""
         with self._lock:
             state = replace(self._state, **kv._asdict())
             if state != self._state:
@@ -142,11 +153,11 @@ class GateClient:
                 self._publish(self._clock_ns(), load)
 
     def grant(self) -> Grant | None:
-        """Return the present grant, None if it cannot be read."""
+        """Return the grant on the page; None if there is none or it cannot be read."""
         return self._page.grant.peek()
 
     def scheduled(self, load: EngineLoad, tokens: int) -> None:
-        """Record that a step of `tokens` was scheduled; without tokens there is no step."""
+        """Record and publish that a step of `tokens` begins; with 0 tokens do nothing."""
         if tokens == 0:
             return
         now_ns = self._clock_ns()
@@ -160,7 +171,10 @@ class GateClient:
             self._publish(now_ns, load)
 
     def stepped(self, load: EngineLoad, tokens: int, sequences: int, sampled: int) -> None:
-        """Record the end of a step of `tokens` over `sequences`, and its sampled tokens."""
+        """Record and publish that a step ended, and correct the step model by its time.
+
+        tokens, sequences: of the step; with 0 tokens do nothing. sampled: new output tokens.
+        """
         if tokens == 0:
             return
         now_ns = self._clock_ns()
@@ -181,7 +195,7 @@ class GateClient:
             self._publish(now_ns, load)
 
     def beat(self, now_ns: int) -> None:
-        """Publish the last state anew unless that happened within BEAT_NS (any thread)."""
+        """Publish the last state again, unless one was published within BEAT_NS; for any thread."""
         with self._lock:
             if now_ns - self._state.heartbeat_ns >= BEAT_NS:
                 self._publish(now_ns, None)
@@ -200,20 +214,23 @@ class GateClient:
 
 
 class GrantLiveness:
-    """Judge of the grant's age: a guest ends itself if its grant says so, or is too old.
+    """Check whether a guest must end itself: its grant says so, or is older than `orphan_ns`.
 
-    A grant so old means that the node daemon is gone. The clock is passed in.
+    A grant that old means that the node daemon is gone. The clock is passed in.
     """
 
     def __init__(self, started_ns: int, orphan_ns: int) -> None:
-        """A guest that never sees a grant counts from `started_ns`."""
+        """Begin at `started_ns`, from which a guest without any grant counts. Raises ValueError."""
         if orphan_ns <= 0:
             raise ValueError(f"orphan_ns is {orphan_ns}; give a positive time")
         self._last_sign_ns = started_ns
         self._orphan_ns = orphan_ns
 
     def step(self, now_ns: int, grant: Grant | None) -> FreezeReason | None:
-        """Return the reason to end now, None to live on; `grant` is None if it cannot be read."""
+        """Return the reason to end the process now, None to continue.
+
+        grant: None if it cannot be read.
+        """
         if grant is not None:
             if grant.mode is GrantMode.KILL:
                 return FreezeReason.KILLED
@@ -224,7 +241,9 @@ class GrantLiveness:
 
 
 class Watchdog(threading.Thread):
-    """Thread that judges the grant every TICK_S, beats on the page, and may end the process."""
+    """Thread that checks the grant and beats on the page every `tick_s`, and may end the
+    process.
+    """
 
     def __init__(
         self,
@@ -242,7 +261,10 @@ class Watchdog(threading.Thread):
         self._tick_s = tick_s
 
     def run(self) -> None:
-        """Watch until the process has to end. An error of the watchdog ends the process too."""
+        """Watch until the process has to end, then call `leave` with the exit code.
+
+        An error of the watchdog ends the process too.
+        """
         code = EXIT_BROKEN
         try:
             code = self._watch()
@@ -263,7 +285,7 @@ class Watchdog(threading.Thread):
 
 
 class StartGate:
-    """Gate that opens on an idle host and a live grant; the length of a pass is unknown."""
+    """Gate for the forward passes of a guest's start: opens on an idle host and a live grant."""
 
     def __init__(
         self,
@@ -281,14 +303,17 @@ class StartGate:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return None for an engine that is no guest or whose node does not want it."""
+        """Return the gate of this process; None for an engine that is no guest or starts ungated.
+
+        Raises ExecutorError for invalid settings or a page that cannot be opened.
+        """
         settings = EngineSettings.from_environ(environ)
         if settings.role != GUEST or environ.get(GATED_START) != "1":
             return None
         return cls(ControlPage.open(settings.page_path, settings.page_group))
 
     def wait(self) -> None:
-        """Return when a pass may begin, without a bound: the watchdog ends an orphaned guest."""
+        """Block until a pass may begin, however long; the watchdog ends an orphaned guest."""
         began_ns = self._clock_ns()
         logged = self.passes > 0
         while not self._open:
@@ -306,7 +331,7 @@ class StartGate:
         return may_use_idle_host(view, grant, self._clock_ns(), self._limits)
 
     def tell(self) -> None:
-        """Log at the end of the start how long it waited, or that nothing asked."""
+        """Log how long the passes of the start waited; warn if no pass asked."""
         if self.passes:
             waited_s = self.waited_ns / 1e9
             logger.info("%d passes of the start waited %.1f s for the host", self.passes, waited_s)

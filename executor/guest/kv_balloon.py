@@ -26,7 +26,7 @@ GROWTH_RETRY_NS: Final = 100_000_000
 
 
 class GuestKv:
-    """Owner of the balloon. Only the engine core's thread may call it."""
+    """Guest's KV memory under its grant; only the engine core's thread may call it."""
 
     def __init__(
         self,
@@ -36,7 +36,11 @@ class GuestKv:
         limits: GateLimits | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """rollouts: the running requests. preempt: sends some of them back to the queue."""
+        """Take over the balloon `pool`.
+
+        rollouts: returns the running requests. preempt: sends requests back to the queue, by their
+        ids.
+        """
         self._pool = pool
         self._rollouts = rollouts
         self._preempt = preempt
@@ -51,7 +55,9 @@ class GuestKv:
 
     @property
     def mapped(self) -> KvMapped:
-        """KV memory of this guest: mapped granules, and pages that it keeps without a mapping."""
+        """KV memory that the guest keeps: mapped granules, and pages that it holds without a
+        mapping.
+        """
         pages, granules = self._pool.pages, self._pool.granules
         return KvMapped(
             pages.bytes_total - pages.bytes_returned,
@@ -62,19 +68,18 @@ class GuestKv:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that requests can have at most now."""
+        """Most blocks that requests can have now, all together."""
         return self._pool.capacity_blocks
 
     @property
     def ballooned(self) -> bool:
-        """True if any granule is held."""
+        """True if any granule is out of the pool."""
         return bool(self._pool.held)
 
     def must_shrink(self, grant: Grant | None) -> bool:
-        """Return True if granules or pages have to go before the next step.
+        """Return True if `fit` has something to return or to publish.
 
-        This also reads a lender's messages, as an idle engine does nothing else, and publishes
-        changes.
+        It also reads a lender's messages, since an idle engine does nothing else.
         """
         self._poll()
         pool = self._pool
@@ -82,7 +87,7 @@ class GuestKv:
         return self._over(grant) > 0 or pool.owed > 0 or changed or not pool.unmapped
 
     def fit(self, grant: Grant | None) -> bool:
-        """Work towards the grant's bound; return True when nothing more has to go.
+        """Shrink or grow towards the grant's cap; return True when nothing more has to go.
 
         A step may begin only after True. Each call does a bounded part of the work. Raises
         DeviceError or LoanError if a GPU's pages cannot be had or given back, or for a bad message.
@@ -100,7 +105,7 @@ class GuestKv:
         return owed <= 0 and over <= 0 and self._pool.unmapped
 
     def step_begun(self) -> None:
-        """Record a scheduled step with work; until it is done it may touch any block."""
+        """Record that a step with work was scheduled; until it is done it may touch any block."""
         self._steps_begun += 1
 
     def step_done(self) -> None:
@@ -112,7 +117,9 @@ class GuestKv:
         return granules_over(self._cap, self._pool.granules, len(self._pool.held))
 
     def _grow(self, count: int) -> None:
-        """Grow by the available memory; a guest may have to wait for the rest."""
+        """Map up to `count` granules, as far as memory is available; retry after
+        GROWTH_RETRY_NS.
+        """
         pool, now_ns = self._pool, self._clock_ns()
         if now_ns < self._grow_after_ns and not pool.pages.kept:
             return
@@ -131,7 +138,10 @@ class GuestKv:
             self._pool.pages.poll()
 
     def _shrink(self, over: int, *, borrowed: bool = False) -> int:
-        """Take up to this many granules, `borrowed` ones only; return their number."""
+        """Take up to `over` granules out of the pool, preempting if need be; return their number.
+
+        borrowed: take only granules on borrowed pages.
+        """
         pool = self._pool
         count = min(over, self._most_a_call)
         uses = [use for use in pool.uses() if use.borrowed or not borrowed]

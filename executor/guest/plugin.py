@@ -30,16 +30,19 @@ from slo import ProfileError, StepModel, StepProfile
 
 
 def step_model(settings: EngineSettings) -> StepModel:
-    """Return the guest's own step model, FIRST_MODEL without a profile. Raises ExecutorError."""
+    """Return the guest's step model from its profile; FIRST_MODEL without one.
+
+    Raises ExecutorError for a profile that cannot be used.
+    """
     if not settings.step_profile:
         return FIRST_MODEL
     return StepModel(_read("ROSE_STEP_PROFILE", settings.step_profile))
 
 
 def gate_limits(settings: EngineSettings) -> GateLimits:
-    """Return limits with the cost of the host's queue, if its steps were profiled.
+    """Return the gate's limits, with the host's cost of a queued token if its steps were profiled.
 
-    Raises ExecutorError.
+    Raises ExecutorError for a profile that cannot be used.
     """
     if not settings.host_step_profile:
         return GateLimits()
@@ -57,16 +60,18 @@ def _read(variable: str, path: str) -> StepProfile:
 
 
 class GuestPlugin(ABC):
-    """Gate and balloon of one engine's scheduler, whose thread alone may call it."""
+    """Base of the guest plugins: gate and balloon of one engine's scheduler, in its thread
+    alone.
+    """
 
     log: ClassVar[logging.Logger]
     gated = False
-    """True once it is attached; until then nothing asks the gate."""
+    """True once the plugin is attached; until then nothing asks the gate."""
     _gate: GateClient
     _kv: GuestKv
 
     def attach(self, settings: EngineSettings, pool: HeldGranules, block_tokens: int) -> None:
-        """Run by the grants of a page from now on.
+        """Open the control page, publish on it, and start the watchdog; grants bind from now on.
 
         Raises ExecutorError if the page or a profile cannot be used.
         """
@@ -79,7 +84,10 @@ class GuestPlugin(ABC):
         self.gated = True
 
     def permit(self) -> tuple[int, int]:
-        """Return the most tokens and sequences of the next step; zeros if none may begin."""
+        """Return the most tokens and sequences of the next step; (0, 0) if none may begin.
+
+        It also fits the KV memory to the grant's cap, and ends waiting requests that no longer fit.
+        """
         load, allowed = self._load(), (0, 0)
         if load.running or load.waiting:
             verdict = self._gate.ask(load)
@@ -94,11 +102,11 @@ class GuestPlugin(ABC):
         return allowed if fits else (0, 0)
 
     def memory_wanted(self) -> bool:
-        """Return True if KV memory is owed: an idle engine can return it only in a step."""
+        """Return True if KV memory is to be returned: an idle engine returns it only in a step."""
         return self._kv.must_shrink(self._gate.grant())
 
     def _hand_back_too_large(self) -> None:
-        """Hand back waiting requests whose tokens so far do not fit, even alone in the guest.
+        """End waiting requests whose tokens so far do not fit, even alone in the guest.
 
         Tokens that a request may still generate do not count: it may stop before, and its tokens
         are with its client already.
@@ -111,19 +119,19 @@ class GuestPlugin(ABC):
 
     @abstractmethod
     def _load(self) -> EngineLoad:
-        """Return requests and blocks now."""
+        """Return the running and waiting requests and the KV blocks in use now."""
 
     @abstractmethod
     def _rollouts(self) -> Sequence[Rollout]:
-        """Return the running requests."""
+        """Return the running requests, with the cost of preempting each and its blocks."""
 
     @abstractmethod
     def _preempt(self, request_ids: Collection[str]) -> None:
-        """Send running requests back to the queue, their KV freed."""
+        """Send these running requests back to the queue, their KV freed."""
 
     @abstractmethod
     def _waiting_sizes(self) -> Iterable[tuple[str, int]]:
-        """Return each waiting request's id and tokens so far."""
+        """Return each waiting request's id and number of tokens so far."""
 
     @abstractmethod
     def _blocks_for(self, tokens: int) -> int:
@@ -131,4 +139,4 @@ class GuestPlugin(ABC):
 
     @abstractmethod
     def _hand_back(self, request_ids: Collection[str]) -> None:
-        """End waiting requests at their clients."""
+        """End these waiting requests at their clients, so that they continue elsewhere."""

@@ -37,7 +37,7 @@ RETIRE_NS: Final = 15_000_000_000
 
 
 class KvLent(NamedTuple):
-    """Lending fields of the host section; zeros from a host that does not lend."""
+    """Lending fields of the host section; all 0 for a host that does not lend."""
 
     granules_total: int = 0
     granules_lent: int = 0
@@ -46,43 +46,43 @@ class KvLent(NamedTuple):
 
 
 class LendablePool(HeldGranules):
-    """An engine's pool of KV blocks, granules of which can be lent."""
+    """Balloon over an engine's pool of KV blocks, granules of which can be lent."""
 
     @property
     @abstractmethod
     def free(self) -> KvFree:
-        """Blocks that no request uses."""
+        """Blocks that no request uses, plain and cached, and lent granules."""
 
     @property
     def blocks_away(self) -> int:
-        """Lent blocks that the engine does not count."""
+        """Number of lent blocks that the engine does not count as its own."""
         return 0
 
     @abstractmethod
     def lendable(self, count: int) -> list[int]:
-        """Return up to `count` granules to lend: the highest, so that they stay together."""
+        """Return up to `count` free granules to lend: the highest, so that they stay together."""
 
     @abstractmethod
     def take_back(self, count: int) -> int:
-        """Take back up to `count` lent granules; return how many came at once."""
+        """Take back up to `count` lent granules; return the number that came back at once."""
 
     @abstractmethod
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Drop prefixes of up to `most` granules without a hit in the last `cold_ns`.
+        """Drop cached prefixes of up to `most` granules that had no hit in the last `cold_ns`.
 
         Returns the number of granules; call it in every step, since it also tells the time.
         """
 
     @abstractmethod
     def dissolve(self) -> None:
-        """Restore the stock pool, whole, from any state of this one."""
+        """Restore the engine's own pool with all of its blocks, from any state of this one."""
 
     def check(self) -> None:
-        """Raise an error recorded earlier in a place that could not report it."""
+        """Raise the error of an earlier call that could not raise it; return if there is none."""
 
 
 class HostMemoryPool(LendablePool):
-    """A pool on host memory: lent granules come back at once, even inside an allocation."""
+    """Pool on host memory: lent granules come back at once, even inside an allocation."""
 
     # Error in an allocation, which must not raise: the blocks came back, but the memory under them
     # may be counted wrong.
@@ -93,13 +93,13 @@ class HostMemoryPool(LendablePool):
             raise self._failure
 
     def take_back(self, count: int) -> int:
-        """Take back the lowest `count` lent granules: all of them come."""
+        """Take back the lowest `count` lent granules; return their number: all of them come."""
         granules = plan_growth(count, self.held)
         self.give_back(granules)
         return len(granules)
 
     def give_back(self, granules: Collection[int]) -> None:
-        """Take granules back: first their blocks, which a host must never lack."""
+        """Put these granules back: first their blocks, which a host must never lack, then pages."""
         if not granules:
             return
         self._put_in(granules)
@@ -109,7 +109,9 @@ class HostMemoryPool(LendablePool):
         self.pages.restore(granules)
 
     def _take_back_blocks(self, blocks: int) -> None:
-        """Take back enough granules for an allocation that lacks this many blocks."""
+        """Take back granules of `blocks` blocks or more, for an allocation; `check` raises its
+        error.
+        """
         try:
             self.take_back(-(-blocks // self.granules.granule_blocks))
         except Exception as error:  # noqa: BLE001 -- the engine's allocation must not see it
@@ -117,19 +119,25 @@ class HostMemoryPool(LendablePool):
 
 
 class Holder(Protocol):
-    """Policy that lets running requests skip steps while lent blocks are on their way back."""
+    """Policy that lets running requests skip steps while lent blocks are on their way back.
+
+    `short_blocks`: blocks that the running requests lack together.
+    """
 
     short_blocks: int
 
     def choose(
         self, now_ns: int, running: Sequence[Any], free_blocks: int, lent: int
     ) -> frozenset[str]:
-        """Return the ids of requests that skip the next step."""
+        """Return the ids of the running requests that skip the next step; empty for none."""
         ...
 
 
 class HostLender:
-    """Owner of the host's balloon. Only the engine core's thread may call it."""
+    """Lender of a host's KV memory: moves granules out of and into the engine's pool.
+
+    Only the engine core's thread may call it.
+    """
 
     def __init__(
         self,
@@ -139,7 +147,10 @@ class HostLender:
         hold: Holder | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """hold: for a pool whose lent blocks do not come back at once."""
+        """Take over the pool.
+
+        hold: policy for a pool whose lent blocks do not come back at once; None on host memory.
+        """
         self.pool = pool
         self._core = LendingCore(pool.granules, limits)
         self._cold_ns = limits.cold_ns
@@ -160,12 +171,14 @@ class HostLender:
 
     @property
     def reserve(self) -> int:
-        """Granules that are never lent."""
+        """Number of granules that are never lent."""
         return self._core.reserve
 
     @property
     def lent(self) -> KvLent:
-        """Present loan; memory that the host wants back is missing from its reserve."""
+        """Present loan for the host section; granules that the host wants back count as missing
+        reserve.
+        """
         pool = self.pool
         missing = max(self._core.missing(pool.free), self._wanted)
         # Measured, so noise may make it negative.
@@ -174,16 +187,16 @@ class HostLender:
 
     @property
     def blocks_away(self) -> int:
-        """Lent blocks that the engine's pool does not count."""
+        """Number of lent blocks that the engine's pool does not count."""
         return self.pool.blocks_away
 
     @property
     def over(self) -> bool:
-        """True if it was stopped and the engine's own pool is back."""
+        """True if lending was stopped and the engine's own pool is restored."""
         return self._retires and not self._lost and not self.pool.held
 
     def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
-        """Lend or take back; before each schedule.
+        """Lend or take back granules; call it before each schedule.
 
         `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block;
         the one that waits longest needs a place for `next_tokens`. Raises DeviceError or LoanError.
@@ -206,7 +219,7 @@ class HostLender:
         self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
 
     def arrived(self, prefill_tokens: int, requests: int) -> None:
-        """Take back the memory that a new request will need; nothing is lent meanwhile."""
+        """Take back the memory that a new request will need; nothing is lent by this call."""
         if self._retires:
             return
         now_ns, free = self.clock_ns(), self.pool.free
@@ -224,7 +237,7 @@ class HostLender:
         )
 
     def step_begun(self) -> None:
-        """Record a scheduled step with work; until it is done it may touch any block."""
+        """Record that a step with work was scheduled; until it is done it may touch any block."""
         self._steps_begun += 1
 
     def step_done(self) -> None:
@@ -232,9 +245,10 @@ class HostLender:
         self._steps_done += 1
 
     def stop(self, why: Exception | None = None) -> None:
-        """Lend no more, and restore the engine's own pool with all of its blocks.
+        """Stop lending, and restore the engine's own pool with all of its blocks.
 
-        On a GPU that takes until they are back: `step` continues it until it is `over`.
+        On a GPU that takes until the lent pages are back: call `step` until `over`. why: the error,
+        if one is the cause.
         """
         self._retires = True
         self._retires_until_ns = self.clock_ns() + RETIRE_NS
@@ -267,7 +281,7 @@ class HostLender:
             pool.dissolve()
 
     def _demand(self, prefill_tokens: int, requests: int, next_tokens: int) -> int:
-        """Return the blocks that requests will allocate soon."""
+        """Return the number of blocks that requests will allocate soon."""
         queued = -(-max(prefill_tokens, next_tokens) // self._block_tokens)
         short = self._hold.short_blocks if self._hold is not None else 0
         return max(queued, short) + requests
@@ -284,7 +298,10 @@ class HostLender:
         self._wanted = missing
 
     def _awake(self, now_ns: int, *, awaits: bool) -> bool:
-        """Return True if empty steps may wait for others: shortly after their last action."""
+        """Return True for AWAKE_NS after the last change of the loan, while `awaits` is True.
+
+        Empty steps may then wait for the other processes.
+        """
         moved = len(self.pool.held), self.pool.pages.bytes_returned
         if moved != self._moved or not awaits:
             self._moved, self._moved_ns = moved, now_ns
@@ -295,7 +312,10 @@ class HostLender:
 
 
 def check_lendable(pages: PageBackend, granules: Granules, instead: str) -> None:
-    """Raise LendingError unless there is something to lend; `instead`: the option that helps."""
+    """Raise LendingError unless the pages can be returned and LEAST_GRANULES exist.
+
+    instead: the advice in the error.
+    """
     if isinstance(pages, NoPages):
         raise LendingError(f"KV pages are out of this process's reach; {instead}")
     if granules.count < LEAST_GRANULES:

@@ -35,16 +35,18 @@ Publisher = TypeVar("Publisher", bound=StatePublisher)
 
 
 def lending_limits(settings: EngineSettings) -> LendingLimits:
-    """Return the operator's limits on lending."""
+    """Return the limits on lending that the settings name."""
     return LendingLimits(settings.reserve, cold_ns=round(settings.prefix_cold_s * 1e9))
 
 
 class HostPlugin(ABC, Generic[Publisher]):
-    """Publisher and lender of one engine core; inert unless ROSE_ROLE=host."""
+    """Base of the host plugins: publisher and lender of one engine core; inert unless
+    ROSE_ROLE=host.
+    """
 
     log: ClassVar[logging.Logger]
     publisher: type[Publisher]
-    """Publisher of this engine's state."""
+    """Class that publishes this engine's state."""
     _observer: Publisher | None = None
     _lender: HostLender | None = None
     _seat: HostSeat | None = None
@@ -52,12 +54,12 @@ class HostPlugin(ABC, Generic[Publisher]):
 
     @property
     def observer(self) -> Publisher | None:
-        """The publisher of its state, None while it is the stock engine."""
+        """Publisher of the engine's state; None before `attach` and after an error."""
         return self._observer
 
     @property
     def lender(self) -> HostLender | None:
-        """The owner of its balloon, None while nothing is or stays lent."""
+        """Lender of the engine's KV memory; None if nothing is lent or still out."""
         return self._lender
 
     @property
@@ -65,12 +67,15 @@ class HostPlugin(ABC, Generic[Publisher]):
         return self
 
     def attach(self) -> None:
-        """Publish on the page that the environment names; whatever fails, the host serves on."""
+        """Take the seat of the page that the environment names, and publish; start to lend if set.
+
+        An error is logged, and the engine serves without ROSE.
+        """
         self._observer = None
         self._quietly(self._attach)
 
     def give_up(self) -> None:
-        """Publish and lend no more: be the stock engine, and veto the guests of the page."""
+        """Stop publishing and lending for good, and veto the guests of the page."""
         self._observer = None
         # Without a published state no guest learns of lent memory, so take it back.
         self.stop_lending()
@@ -89,7 +94,10 @@ class HostPlugin(ABC, Generic[Publisher]):
             self._veto.start()
 
     def stop_lending(self, why: Exception | None = None) -> None:
-        """Take back lent memory, and serve on with the whole pool; on a GPU that takes steps."""
+        """Take lent memory back and restore the engine's own pool; on a GPU that takes steps.
+
+        why: the error that is the cause, which is logged.
+        """
         lender = self._lender
         if lender is None:
             return
@@ -110,7 +118,7 @@ class HostPlugin(ABC, Generic[Publisher]):
 
     @abstractmethod
     def _make_lender(self, settings: EngineSettings) -> HostLender:
-        """Take over the pool of KV memory. Raises ExecutorError if it cannot be lent."""
+        """Return a lender over the engine's KV pool. Raises ExecutorError if it cannot be lent."""
 
     @abstractmethod
     def _identity(self) -> tuple[str, tuple[str, ...]]:
@@ -118,7 +126,9 @@ class HostPlugin(ABC, Generic[Publisher]):
 
     @abstractmethod
     def _demand(self) -> tuple[int, int]:
-        """Return unfinished requests, and the tokens that the longest waiting one needs."""
+        """Return the number of unfinished requests, and the tokens that the longest waiting one
+        needs.
+        """
 
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
@@ -208,9 +218,10 @@ def _page_path() -> str:
 
 
 class LatencyWriter:
-    """Writer of records while nothing is wrong; inert unless ROSE_ROLE=host.
+    """Writer of request latencies into the page's ring; inert unless ROSE_ROLE=host.
 
-    Each API process of a host has one, and with it a lane of its own.
+    Each API process of a host has one, and with it a lane of its own. Errors are logged, not
+    raised.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -228,11 +239,13 @@ class LatencyWriter:
 
     @property
     def open(self) -> bool:
-        """True while records are published."""
+        """True while records are published; False in another role and after an error."""
         return self._lane is not None
 
     def append(self, records: Callable[[], Iterable[LatencyRecord]]) -> None:
-        """Publish the records of `records`; an error in it is logged once and ends that."""
+        """Publish the records that `records()` returns; an error is logged and closes the
+        writer.
+        """
         if self._lane is None:
             return
         try:

@@ -80,7 +80,8 @@ class DeadlineTracker:
         self.queued_prefill_tokens += prompt_tokens
 
     def begun(self, new_ids: Iterable[str]) -> None:
-        """Record a scheduled step; `new_ids` are all requests that are in one for the first time.
+        """Record that a step was scheduled; `new_ids`: requests that are in a step for the first
+        time.
 
         Call it once for each `stepped`: steps end in the order in which they begin.
         """
@@ -92,7 +93,11 @@ class DeadlineTracker:
     def stepped(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
-        """Record a step's end over `scheduled` (request → tokens); `has_token`: not prefilling."""
+        """Record that a step ended.
+
+        scheduled: tokens of each request in it. has_token: returns True for a request that has its
+        first token.
+        """
         prefilled: list[str] = []
         decoded = len(scheduled)
         if self._prefilling:
@@ -146,13 +151,15 @@ class DeadlineTracker:
         return last_ns + self._tpot_ns
 
     def _gone_of(self, scheduled: Mapping[str, int]) -> int:
-        """Return how many of a step's requests ended while it was in flight."""
+        """Return how many of a step's requests ended while the step was in flight."""
         while self._gone and self._gone[0][0] <= self._done:
             self._gone.popleft()
         return sum([id_ in scheduled for _, id_ in self._gone])
 
     def _search(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Record the requests left out; return the scheduled requests without a first token."""
+        """Record the decoding requests that a step left out; return its requests without a first
+        token.
+        """
         for request_id in self._decoding.difference(scheduled):
             self._left_out.setdefault(request_id, self._last_token_ns)
         return [id_ for id_ in scheduled if id_ in self._prefill_left]
@@ -178,15 +185,15 @@ class DeadlineTracker:
 
 
 class StatePublisher(ABC):
-    """Base of the engines' publishers; one writes to the page about once a step.
+    """Base of the engines' publishers: writes the host section of the page about once a step.
 
     The changes of an idle host to busy and of a busy one to idle are published at once. Others wait
     for the next moment of the same turn of the engine's loop: arrivals, and the end of a step while
     another is in flight, for the step that follows.
 
     The cost of a step grows with its changes, not with the number of running requests: see
-    `DeadlineTracker`, and `make bench-host-overhead`. Busy time is the time in which at
-    least one step with work is in flight; asynchronous scheduling keeps two of them there.
+    `DeadlineTracker`, and `make bench-host-overhead`. Busy time is the time in which at least one
+    step with work is in flight; asynchronous scheduling keeps two of them there.
     """
 
     tracker: ClassVar[type[DeadlineTracker]] = DeadlineTracker
@@ -200,7 +207,11 @@ class StatePublisher(ABC):
         step_log: StepLog | None = None,
         lender: Callable[[], HostLender | None] = lambda: None,
     ) -> None:
-        """targets_s: of TTFT and TPOT. lender: returns the owner of lent KV memory, if any."""
+        """Create the publisher, without publishing yet.
+
+        targets_s: TTFT and TPOT in seconds, 0 for unknown. lender: returns the lender of KV memory,
+        or None.
+        """
         self._scheduler = scheduler
         self._write = seat.write_packed
         self._step_log = step_log
@@ -219,11 +230,11 @@ class StatePublisher(ABC):
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a first token."""
+        """Number of prompt tokens still to compute, of requests without a first token."""
         return self._deadlines.queued_prefill_tokens
 
     def publish(self) -> None:
-        """Publish the present state: of a host that starts, or one whose loan changed."""
+        """Publish the engine's present state in the host section."""
         self._publish(self._clock_ns())
 
     def _step_begins(self, began_ns: int) -> None:
@@ -245,7 +256,10 @@ class StatePublisher(ABC):
         self._step_began_ns = self._busy_until_ns = now_ns
 
     def _arrives(self, now_ns: int, arrived_ns: int, prompt_tokens: int | None) -> None:
-        """Publish at once that an idle host has a request; None for one that was put back."""
+        """Record an arrival; publish at once if the host was idle.
+
+        prompt_tokens: None for a request that was put back, which the step log does not count.
+        """
         self._unpublished = True
         if self._published_idle:
             self._publish(now_ns)
