@@ -59,7 +59,7 @@ SCRAPE: Final = "scrape"
 
 
 class CapacityBook:
-    """Policies in force, and what each stream was told last."""
+    """Capacity policies, the operator's stop, and the modes and caps last sent to each node."""
 
     def __init__(
         self,
@@ -68,9 +68,10 @@ class CapacityBook:
         *,
         asks_objects: bool = False,
     ) -> None:
-        """`default_mode`: of the command line, for a store in which no operator set one.
+        """Begin with the stored policies and stop. default_mode: used if no stop is stored.
 
-        asks_objects: whether this scheduler asks an API server for policies.
+        A default mode other than OFF also puts the policy `cli` in force, which lends everything.
+        asks_objects: True if this scheduler reads policies from a Kubernetes API server.
         """
         self._asks_objects = asks_objects
         self._of_objects = set(saved.objects)
@@ -100,7 +101,7 @@ class CapacityBook:
     # ---- requests ----
 
     def writes(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> tuple[Write, ...]:
-        """Return the writes that must be durable first. Raises RefusedError."""
+        """Return the writes that must be durable before `carry_out`. Raises RefusedError."""
         match event:
             case HarvestSet():
                 return self._stop_writes(event)
@@ -112,7 +113,11 @@ class CapacityBook:
                 return (Delete(POLICIES + event.name),)
 
     def carry_out(self, event: HarvestSet | PolicyApplied | PolicyDeleted) -> list[Action]:
-        """Put a request in force. Raises as `writes` does; of a stop `told` says the rest."""
+        """Put an operator's request in force; return log records and the caller's answer.
+
+        A changed stop returns nothing: `judge` sends its commands. Raises RefusedError as `writes`
+        does.
+        """
         match event:
             case HarvestSet():
                 self._check_mode(event)
@@ -137,7 +142,10 @@ class CapacityBook:
                 return [LogRecord("policy_deleted", {"policy": event.name}), Answer(1)]
 
     def would_change(self, event: PolicyApplied) -> bool:
-        """Return True if applying the policy would change anything. Raises RefusedError."""
+        """Return True if applying the policy would change the policies in force or end a halt.
+
+        Raises RefusedError.
+        """
         self._check_room(event)
         name = event.policy.name
         return event.policy not in self.gate.policies or self.gate.halted(name) is not None
@@ -150,7 +158,7 @@ class CapacityBook:
         return (save_stop(event.mode), *cli)
 
     def _opens(self, event: HarvestSet) -> bool:
-        """Return True for `rose harvest` that opens a scheduler without policies."""
+        """Return True if the request also puts the policy `cli` in force: none is yet."""
         above = event.mode is not HarvestMode.OFF and event.replica is None
         return event.opens and above and not self.gate.policies
 
@@ -170,7 +178,7 @@ class CapacityBook:
             raise RefusedError(str(error)) from None
 
     def _check_whose(self, name: str, *, of_object: bool) -> None:
-        """Raise RefusedError unless the caller owns the policy: an object, or `rose policy`."""
+        """Raise RefusedError if the policy belongs to the other owner, object or `rose policy`."""
         known = any(policy.name == name for policy in self.gate.policies)
         if of_object and (name == CLI or (known and name not in self._of_objects)):
             raise RefusedError(
@@ -193,17 +201,17 @@ class CapacityBook:
 
     @property
     def of_objects(self) -> frozenset[str]:
-        """Names of the policies in force that objects of Kubernetes say."""
+        """Names of the policies in force that are Kubernetes objects."""
         return frozenset(self._of_objects)
 
     def objects_heard(self, event: ObjectsHeard) -> None:
-        """Policies of objects are in force as the API server had them then."""
+        """Record when the API server's objects were last read, and which of them are invalid."""
         before_s = self._objects_heard_s
         self._objects_heard_s = max(event.heard_s, before_s if before_s is not None else -math.inf)
         self._objects_refused = event.refused
 
     def _withheld(self, now_s: float) -> dict[str, Limit]:
-        """Policies whose objects nobody knows, or can take, as they are now; and why."""
+        """Return why nodes of a policy are held, by its name: object unknown, stale or invalid."""
         if self._objects_heard_s is None:
             # Objects known to an earlier leader count as heard when this term began.
             self._objects_heard_s = now_s
@@ -227,7 +235,10 @@ class CapacityBook:
     # ---- nodes ----
 
     def heard(self, view: NodeView, telemetry: pb.Telemetry, now_s: float, *, lends: bool) -> None:
-        """Take a node's telemetry: its host's load and SLO count for its policies."""
+        """Record a node's telemetry: its host's load, SLO counters, KV share and lendable memory.
+
+        lends: True if a guest of the node is leased.
+        """
         if telemetry.HasField("host"):
             host = telemetry.host
             busy = host.busy_share if host.HasField("busy_share") else None
@@ -242,7 +253,10 @@ class CapacityBook:
             self._advice.heard(view.node, min(MOST_BYTES, sum(said)))
 
     def judge(self, fleet: FleetBook, now_s: float, wall_s: float | None = None) -> list[Action]:
-        """Judge the nodes when it is time; what changed for each of them it is told."""
+        """Judge all nodes if a second passed or something changed; return commands and log records.
+
+        Only nodes whose modes or caps changed are sent commands.
+        """
         self.gate.withhold(self._withheld(now_s))
         before = self.gate.judgements
         acts = self.gate.judge(_facts(fleet), now_s, wall_s)
@@ -254,7 +268,7 @@ class CapacityBook:
         return self._recorded(acts) + self._tell(fleet.nodes, now_s)
 
     def detached(self, view: NodeView) -> None:
-        """Forget a node."""
+        """Delete the state of a node that detached."""
         self._told.pop(view.stream, None)
         self.gate.forget(view.node)
         self._advice.forget(view.node)
@@ -275,7 +289,7 @@ class CapacityBook:
         ]
 
     def _figures(self, note: CapacityNote) -> dict[str, object]:
-        """Return the known figures of a capacity advice, none for other notes."""
+        """Return the advised bytes and compute for a `capacity_advice` record, {} for others."""
         if note.event != "capacity_advice":
             return {}
         now = self._advice.of(str(note.fields["node"])).now
@@ -283,11 +297,11 @@ class CapacityBook:
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def greet(self, view: NodeView, now_s: float) -> list[Action]:
-        """Judge a node that attached, and command it what depends on it alone."""
+        """Judge a node that just attached; return log records and the node's mode commands."""
         return self._recorded(self.gate.greet(_fact(view), now_s)) + self._tell([view], now_s)
 
     def _tell(self, views: Iterable[NodeView], now_s: float) -> list[Action]:
-        """Return commands for the nodes whose modes or caps have changed."""
+        """Return commands for the nodes whose modes or caps differ from those last sent."""
         actions: list[Action] = []
         stop = self._stops, self.stop.mode, tuple(sorted(self.stop.overrides.items()))
         for view in views:
@@ -304,9 +318,9 @@ class CapacityBook:
         return actions
 
     def _commands(self, view: NodeView, verdict: NodeVerdict) -> list[pb.NodeCommand]:
-        """Return caps, the node's mode, then modes of single replicas.
+        """Return commands of a node's caps, its mode, then the modes of single replicas.
 
-        In this order, so that what is lent is never lent without its caps.
+        Caps come first, so that no memory is lent without them.
         """
         commands = [pb.NodeCommand(caps=caps_of(verdict.policy))] if view.hello.takes_caps else []
         commands.append(harvest_command(stricter(self.stop.mode, verdict.mode)))
@@ -317,7 +331,7 @@ class CapacityBook:
         return commands
 
     def advice_of(self, node: str) -> Advice:
-        """Return the memory and compute that the node lends or would lend."""
+        """Return the memory and compute that the node lends, or would lend in mode Advisory."""
         return self._advice.of(node)
 
     def kv_share(self, node: str) -> float | None:
@@ -327,7 +341,7 @@ class CapacityBook:
     # ---- operators ----
 
     def listed(self) -> list[pb.PolicyView]:
-        """Return all policies in force."""
+        """Return all policies in force as rows for `rose policy`, with reasons of halts."""
         return [
             pb.PolicyView(
                 name=each.name,
@@ -347,7 +361,7 @@ def _fact(view: NodeView) -> NodeFacts:
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:
-    """Return the caps that a policy sets for a node; fields without a bound are left out."""
+    """Return the caps message for a node under its effective policy; unbounded fields are unset."""
     return pb.Caps(
         compute=policy.compute,
         kv_bytes=policy.memory_bytes,

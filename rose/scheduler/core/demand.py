@@ -24,7 +24,10 @@ GATEWAYS_KEPT = 1_024
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """Turns of one job at one gateway, or at all; `job` is empty where they do not say whose."""
+    """Number of a job's turns, tokens that they still owe, and tokens per second now.
+
+    The figures are one gateway's or the sum of all. job: "" for turns that name none.
+    """
 
     job: Text
     turns: int = 0
@@ -32,7 +35,7 @@ class JobFigures:
     made_tok_s: Sum = 0.0
 
     def cleaned(self) -> "JobFigures":
-        """Return figures without invalid values; a turn owes one token at least."""
+        """Return the figures without invalid values; each turn owes at least one token."""
         if self.turns <= 0:
             return JobFigures(self.job)
         owed_tokens = max(float(self.turns), _figure(self.owed_tokens))
@@ -41,7 +44,7 @@ class JobFigures:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """A gateway got the first token of the lease `epoch` `took_s` after it, idle time left out."""
+    """Gateway's measurement: seconds from the lease `epoch` to its first token, less idle time."""
 
     replica: Name
     epoch: int
@@ -57,10 +60,9 @@ class _Work:
 
 
 class DemandBook:
-    """The newest report of each gateway. Times are monotonic seconds, handed in.
+    """Newest demand report of each gateway. Times are monotonic seconds passed in.
 
-    Nothing of it is stored: gateways report to a new scheduler as soon as they find it, and until
-    then it knows no more than one to which nobody ever reported.
+    Nothing is stored: until gateways report to a new scheduler, demand is unknown.
     """
 
     def __init__(self, ttl_s: float = REPORT_TTL_S) -> None:
@@ -76,9 +78,9 @@ class DemandBook:
         return self._reports.keys()
 
     def hear(self, gateway: str, jobs: Iterable[JobFigures], now_s: float) -> None:
-        """Replace a gateway's report of what its turns need.
+        """Replace a gateway's report of its jobs' turns and owed tokens.
 
-        Raises `RefusedError` for one more gateway than can be told apart.
+        Raises `RefusedError` for more than 1,024 gateways.
         """
         self.drop_silent(now_s)
         if gateway not in self._reports and len(self._reports) >= GATEWAYS_KEPT:
@@ -90,9 +92,9 @@ class DemandBook:
         self._reports[gateway] = (now_s, tuple(each.cleaned() for each in jobs))
 
     def figures(self, job: str, now_s: float, *, alone: bool = True) -> JobFigures | None:
-        """Return the sum of all live gateways' reports of a job; None before the first.
+        """Return the sum of all live gateways' reports of a job; None before any gateway reported.
 
-        alone: it is the only job, so all turns are its own, whatever job they name.
+        alone: it is the only job, so all turns are counted, whatever job they name.
         """
         if not self._known:
             return None
@@ -100,7 +102,11 @@ class DemandBook:
         return _sum(job, (each for said in live for each in said if alone or each.job == job))
 
     def demand(self, job: str, step: int, now_s: float, *, alone: bool = True) -> JobDemand:
-        """Return a job's demand, infinite until a gateway has reported."""
+        """Return a job's turns and expected tokens for the lease policy; infinite until any report.
+
+        Expected are the owed tokens, and as much more time at the present rate as the work has
+        lasted, up to an hour. Records that the work goes on. step: the job's newest version.
+        """
         figures = self.figures(job, now_s, alone=alone)
         if figures is None:
             return JobDemand(job, step=step)
@@ -114,11 +120,11 @@ class DemandBook:
         return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
 
     def forget(self, job: str) -> None:
-        """Forget an ended job."""
+        """Delete when an ended job's work began."""
         self._work.pop(job, None)
 
     def drop_silent(self, now_s: float) -> None:
-        """Forget gateways that are gone, whether or not anybody asks for demand."""
+        """Delete the reports of gateways that were silent for 5 s."""
         # Oldest first: a report that is replaced moves to the end.
         for gateway, (heard_s, _) in list(self._reports.items()):
             if now_s < heard_s + self._ttl_s:

@@ -30,9 +30,9 @@ def holds(offer: Offer, job: JobRecord) -> bool:
 
 
 class HealthBook:
-    """Health state machines by replica; a replica whose node attaches anew begins anew.
+    """Health state machine of each offered replica; one whose node attaches anew begins anew.
 
-    Each replica is judged for one job: that which has its lease, else that whose weights it holds.
+    A replica is judged for one job: the job that leases it, else the job whose weights it has.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class HealthBook:
     def hear(
         self, offers: Iterable[Offer], jobs: JobRegistry, leased_to: Callable[[str], str]
     ) -> list[Action]:
-        """Take a node's offers; return the changes for the event log.
+        """Update the health of offered replicas; return log records of the states that changed.
 
-        leased_to: the job of a replica's lease, "" without one.
+        leased_to: returns the job that leases a replica, "" without one.
         """
         changes: list[Action] = []
         for offer in offers:
@@ -74,7 +74,7 @@ class HealthBook:
         return changes
 
     def lapsed(self, replicas: Iterable[str]) -> list[Action]:
-        """Silence replicas whose offers expired before their node reported again."""
+        """Mark replicas as silent whose offers expired; return log records of changed states."""
         changes: list[Action] = []
         for replica in replicas:
             health = self._replicas.get(replica)
@@ -85,7 +85,7 @@ class HealthBook:
         return changes
 
     def leased(self, replica: str, epoch: int) -> None:
-        """A new lease was granted: one that had fallen silent is believed again under its epoch."""
+        """Record a new lease; a dead replica counts as restarted under the lease's epoch."""
         health = self._replicas.get(replica)
         if health is None:
             return
@@ -95,14 +95,14 @@ class HealthBook:
             health.restarted(epoch)
 
     def forget(self, replicas: Iterable[str]) -> None:
-        """Their node is lost: what it says when it is back is all there is to know."""
+        """Delete the health of a lost node's replicas."""
         self.revision += 1
         for replica in replicas:
             self._replicas.pop(replica, None)
             self._judged_for.pop(replica, None)
 
     def takes_turns(self, replica: str, job: str = "") -> bool:
-        """Return True if turns of the job may be sent to the replica; "": turns of any job."""
+        """Return True if the replica is healthy and judged for the job; "": for any job."""
         health = self._replicas.get(replica)
         if health is None or (job and self._judged_for.get(replica) != job):
             return False
@@ -122,7 +122,7 @@ class HealthBook:
 
 @dataclass(slots=True)
 class NodeView:
-    """One attached node, with its hello; its word is void once its stream is over."""
+    """Attached node: its hello, newest offers and telemetry; void once its stream has ended."""
 
     hello: Attached
     heard_s: float
@@ -144,22 +144,25 @@ class NodeView:
         return self.hello.stream
 
     def ordered(self, order: int, now_s: float) -> None:
-        """Record a new order of modes."""
+        """Record that a new order of modes was sent to the node and is not confirmed yet."""
         self.order, self.ordered_s, self.obeyed_s = order, now_s, None
 
     def obeyed(self, order: int, now_s: float) -> list[Action]:
-        """Record that the newest order holds on the node; older ones are ignored."""
+        """Record the seconds until the node confirmed the newest order; ignore older orders.
+
+        Return no actions.
+        """
         if order == self.order and self.obeyed_s is None:
             self.obeyed_s = max(0.0, now_s - self.ordered_s)
         return []
 
     def lapsed(self, now_s: float) -> list[str]:
-        """Return the replicas whose offers expired before the node reported again."""
+        """Return the replicas whose offers expired since the node last reported offers."""
         return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
 
 
 class FleetBook:
-    """All attached nodes, by their streams; and the names of those that were, lately."""
+    """Attached nodes by stream, and nodes that were attached within the last day."""
 
     def __init__(self) -> None:
         # Detached nodes, oldest first: time of the last message, labels.
@@ -175,16 +178,16 @@ class FleetBook:
 
     @property
     def size(self) -> int:
-        """Replicas that are offered, or were until lately."""
+        """Number of replicas offered by attached nodes, expired offers included."""
         return len(self._offered_by)
 
     @property
     def streams(self) -> list[int]:
-        """Streams of all attached nodes."""
+        """Stream numbers of all attached nodes."""
         return list(self._nodes)
 
     def takes_renewals(self, stream: int) -> bool:
-        """Return True if the node behind a stream accepts renewals of its leases in one command."""
+        """Return True if the node on a stream accepts renewals of several leases in one command."""
         view = self._nodes.get(stream)
         return view is not None and view.hello.takes_renewals
 
@@ -194,12 +197,12 @@ class FleetBook:
         return list(self._nodes.values())
 
     def attach(self, event: Attached, now_s: float) -> None:
-        """Add a node that has no stream yet."""
+        """Add the attached node of a hello; the node must have no other stream."""
         self._away.pop(event.node, None)
         self._nodes[event.stream] = self._by_name[event.node] = NodeView(event, now_s)
 
     def detach(self, stream: int) -> NodeView | None:
-        """Forget a node; None when it is forgotten already."""
+        """Remove and return the node on a stream, None if there is none; the node is then away."""
         view = self._nodes.pop(stream, None)
         if view is not None:
             if self._by_name.get(view.node) is view:
@@ -209,13 +212,16 @@ class FleetBook:
         return view
 
     def recall(self, nodes: Iterable[str], now_s: float) -> None:
-        """Know of nodes that an earlier leader leased from, and that are not attached here."""
+        """List nodes as away from which an earlier leader leased, unless they are known here."""
         for node in nodes:
             if node not in self._by_name and node not in self._away:
                 self._left(node, now_s, {})
 
     def away(self, now_s: float) -> list[tuple[str, float]]:
-        """Known nodes that are not attached, and for how long nothing was heard of them."""
+        """Return (node, seconds since its last message) for each known node that is not attached.
+
+        Nodes that were away for a day are dropped.
+        """
         for node, (heard_s, _) in list(self._away.items()):
             if now_s < heard_s + FORGOTTEN_S:
                 break
@@ -223,7 +229,7 @@ class FleetBook:
         return sorted((node, now_s - heard_s) for node, (heard_s, _) in self._away.items())
 
     def labels_away(self, node: str) -> Mapping[str, str]:
-        """Return the last labels of a detached node; none if only an earlier leader saw it."""
+        """Return the last labels of a node that is away, none if only an earlier leader saw it."""
         return self._away[node][1] if node in self._away else {}
 
     def _left(self, node: str, heard_s: float, labels: Mapping[str, str]) -> None:
@@ -233,20 +239,22 @@ class FleetBook:
             del self._away[next(iter(self._away))]
 
     def of_stream(self, stream: int) -> NodeView | None:
-        """Return the node behind a stream, None for one that was replaced or lost."""
+        """Return the node attached on a stream, None if the stream was replaced or lost."""
         return self._nodes.get(stream)
 
     def of_node(self, node: str) -> NodeView | None:
-        """Return the attached node of that name."""
+        """Return the attached node with that name, None if there is none."""
         return self._by_name.get(node)
 
     def of_replica(self, replica: str) -> NodeView | None:
-        """Return the node that offers the replica."""
+        """Return the node that offers the replica, None if none does; of several, the oldest
+        stream.
+        """
         streams = self._offered_by.get(replica)
         return self._nodes[min(streams)] if streams else None
 
     def replace_offers(self, view: NodeView, offers: tuple[Offer, ...], now_s: float) -> list[str]:
-        """Replace a node's offers; return the replicas that another node offers already."""
+        """Replace a node's offers; return the replicas left out since another node offers them."""
         taken = {o.replica for o in offers if self._is_taken(o.replica, view, now_s)}
         news = {offer.replica: offer for offer in offers if offer.replica not in taken}
         if news != view.offers or view.lapsed(now_s):
@@ -256,7 +264,7 @@ class FleetBook:
         return [offer.replica for offer in offers if offer.replica in taken]
 
     def _is_taken(self, replica: str, view: NodeView, now_s: float) -> bool:
-        """Return True if another node offers the replica now."""
+        """Return True if another node has a live offer of the replica."""
         return any(
             stream != view.stream
             and not (other := self._nodes[stream]).offers[replica].is_stale(other.offered_s, now_s)
@@ -279,13 +287,16 @@ class FleetBook:
         self._live = None
 
     def set_version(self, view: NodeView, replica: str, job: str, version: int) -> None:
-        """Set the version that a replica runs now."""
+        """Set the job and weight version that an offered replica runs now."""
         if replica in view.offers:
             view.offers[replica] = replace(view.offers[replica], job=job, policy_version=version)
             self._forget_live()
 
     def live_offers(self, now_s: float) -> Mapping[str, Offer]:
-        """Return the offers that have not expired, in the order of their replicas' ids."""
+        """Return the offers that have not expired by replica id, in the order of the ids.
+
+        The result is cached until an offer changes or may have expired.
+        """
         if self._live is None or now_s >= self._live_until_s:
             live: list[Offer] = []
             # Whoever reports meanwhile lives longer: until then nothing runs out.
@@ -305,18 +316,22 @@ class FleetBook:
 
 
 class Relays:
-    """Relays of each cluster, as each stream was told last."""
+    """URLs of the nodes that relay weights in each cluster, as last sent on each stream."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[str, ...]] = {}
         self._until_s = -math.inf
 
     def changed(self) -> None:
-        """Note that a node attached, detached, or reports again after a silence."""
+        """Record that a node attached, detached or broke a silence, so that relays may differ."""
         self._until_s = -math.inf
 
     def told(self, nodes: Callable[[], Sequence[NodeView]], now_s: float) -> list[Command]:
-        """Return the commands for streams whose relays changed; a new stream knows of none."""
+        """Return commands for the streams whose list of relay URLs changed.
+
+        The lists are computed only after `changed` or once a relay may be silent for 3 s. nodes:
+        returns the attached nodes.
+        """
         if now_s < self._until_s:
             return []
         return self._tell(nodes(), now_s)

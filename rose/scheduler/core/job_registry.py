@@ -23,17 +23,21 @@ MAX_KEPT = 4_096
 
 
 class VersionChain:
-    """Announced versions of one job.
+    """Announced weight versions of one job.
 
-    latest: the newest, 0 (the model of the job) before the first. first: the version before which
-    all weights are another run's, 0 where the chain has no base.
+    latest: the newest version, 0 (the job's base model) before the first. first: version before
+    which all weights are another run's, 0 if the chain has no base.
 
-    A base that names itself as its parent begins the chain anew: a run that did not go on from the
-    one before. Numbers go on growing, so replicas come to it as to any newer version.
+    A base, which names itself as its parent, begins the chain anew for a run that does not continue
+    the one before. Version numbers go on growing, so replicas move to a base as to any newer
+    version.
     """
 
     def __init__(self, job: str, versions: Iterable[VersionRecord] = (), floor: int = 0) -> None:
-        """`floor`: versions up to it are used up, though they were dropped."""
+        """Begin with stored versions.
+
+        floor: greatest version number used before versions were dropped.
+        """
         self.job = job
         self._floor = floor
         self._versions = {record.version: record for record in versions}
@@ -43,24 +47,24 @@ class VersionChain:
 
     @property
     def used(self) -> int:
-        """The greatest number that a version of the job ever had."""
+        """Greatest version number that the job ever used, dropped versions included."""
         return max(self.latest, self._floor)
 
     @property
     def newest(self) -> VersionRecord | None:
-        """The newest announced version, None before the first."""
+        """Record of the newest announced version, None before the first."""
         return self._versions.get(self.latest)
 
     @property
     def records(self) -> list[VersionRecord]:
-        """All of them, oldest first."""
+        """Records of all versions in the chain, oldest first."""
         return [self._versions[version] for version in sorted(self._versions)]
 
     def check(self, record: VersionRecord) -> bool:
-        """Return True if a version is new, False if exactly this one is known already.
+        """Return True if a version is new, False if the identical record is known.
 
-        The newest may be announced again under another url: its publisher moved. Raises
-        `RefusedError` when the version is not new, far ahead, or its parent is unknown.
+        The newest version may be announced again under another URL. Raises `RefusedError` for a
+        number already used, one more than 2^20 ahead, or an unknown parent.
         """
         known = self._versions.get(record.version)
         if known == record:
@@ -80,7 +84,12 @@ class VersionChain:
         return True
 
     def announce(self, record: VersionRecord) -> bool:
-        """Take a version that `check` passes; whether it was news."""
+        """Add a version to the chain; return True if it is new.
+
+        Raises RefusedError as `check` does.
+
+        A base deletes all versions before it.
+        """
         news = self.check(record)
         if news:
             for past in self.replaced_by(record):
@@ -91,17 +100,17 @@ class VersionChain:
         return news
 
     def replaced_by(self, record: VersionRecord) -> list[VersionRecord]:
-        """Return the versions that this one makes obsolete: all before a base."""
+        """Return the versions that a new one makes obsolete: all before a base, else none."""
         if not record.is_base:
             return []
         return [each for each in self.records if each.version < record.version]
 
     def cut(self) -> None:
-        """Forget all but the newest."""
+        """Delete all versions but the newest."""
         self._versions = {record.version: record for record in self.records[-1:]}
 
     def drop(self) -> None:
-        """Forget all of them, but not which numbers were used."""
+        """Delete all versions, and keep the greatest used number so that none is used again."""
         self._floor, self.latest, self.first = self.used, 0, 0
         self._versions = {}
 
@@ -115,7 +124,7 @@ class VersionChain:
 
 
 class JobRegistry:
-    """All jobs that were ever registered, with their chains; only those not ended count."""
+    """All jobs that were ever registered, with their version chains; ended ones are not live."""
 
     def __init__(
         self,
@@ -123,7 +132,7 @@ class JobRegistry:
         versions: Iterable[VersionRecord],
         standing: Iterable[str] = (),
     ) -> None:
-        """`standing`: jobs that an operator wants to have their dedicated replicas at all times."""
+        """Begin with stored jobs and versions. standing: jobs that live even without a trainer."""
         self._standing = frozenset(standing)
         self._jobs = {record.job: record for record in jobs}
         by_job: dict[str, list[VersionRecord]] = {}
@@ -141,12 +150,12 @@ class JobRegistry:
 
     @property
     def live(self) -> tuple[JobRecord, ...]:
-        """Registered jobs that were not ended, by name."""
+        """Registered jobs that have not ended, by name."""
         return self._live
 
     @property
     def only(self) -> JobRecord | None:
-        """The job of peers that name none: there is exactly one."""
+        """The live job if there is exactly one, else None; peers that name no job mean this one."""
         return self._live[0] if len(self._live) == 1 else None
 
     def _sorted(self) -> tuple[JobRecord, ...]:
@@ -154,16 +163,16 @@ class JobRegistry:
         return tuple(sorted(live, key=lambda record: record.job))
 
     def get(self, job: str) -> JobRecord | None:
-        """Return a registered job that was not ended."""
+        """Return the record of a live job, None for an unknown or ended one."""
         record = self._jobs.get(job)
         return None if record is None or record.ended else record
 
     def chain(self, job: str) -> VersionChain:
-        """Return the job's versions: none of one that was never registered."""
+        """Return the job's version chain, an empty one for an unknown job."""
         return self._chains.get(job) or VersionChain(job)
 
     def announced(self, job: str) -> VersionChain:
-        """Return the versions of a job that was not ended. Raises RefusedError for another."""
+        """Return the version chain of a live job. Raises RefusedError for any other."""
         self._expect(job)
         return self._chains[job]
 
@@ -185,9 +194,9 @@ class JobRegistry:
             )
 
     def registering(self, record: JobRecord) -> JobRecord:
-        """Return the record of a job to register, with its kept fields. Raises as `check_job`.
+        """Return the record to store for a job to register, with its stored version floor.
 
-        A trainer that names no model means that of a standing job.
+        A standing job registered without a model keeps its model. Raises as `check_job` does.
         """
         known = self._jobs.get(record.job)
         if known is not None:
@@ -198,26 +207,33 @@ class JobRegistry:
         return record
 
     def register(self, record: JobRecord) -> None:
-        """Take a job, or new bounds of it. Raises as `check_job` does."""
+        """Add a live job, or replace its limits. Raises as `check_job` does."""
         record = self.registering(record)
         self._jobs[record.job] = record
         self._live = self._sorted()
         self._chains.setdefault(record.job, VersionChain(record.job))
 
     def ending(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
-        """Return an ended job's record and the versions to forget. Raises RefusedError."""
+        """Return the record to store for a job that ends, and its versions to delete.
+
+        Raises RefusedError for a job that is not live.
+        """
         return self._without_trainer(self._expect(job)), self._chains[job].records[:-1]
 
     def end(self, job: str) -> None:
-        """End the job: it gets no more capacity. Raises as `ending` does."""
+        """End a job and delete all but its newest version; a standing job lives on untrained.
+
+        Raises RefusedError as `ending` does.
+        """
         self._jobs[job], _ = self.ending(job)
         self._live = self._sorted()
         self._chains[job].cut()
 
     def dropping(self, job: str) -> tuple[JobRecord, list[VersionRecord]]:
-        """Return a dropped job's record and all its versions, to forget. Raises RefusedError.
+        """Return the record to store for a dropped job, and all its versions to delete.
 
-        Its name and the numbers that were used stay: nodes may still hold weights under them.
+        The record keeps the name and the greatest used version number, since nodes may hold such
+        weights. Raises RefusedError for an unknown job.
         """
         record = self._jobs.get(job)
         if record is None:
@@ -226,7 +242,7 @@ class JobRegistry:
         return record, self._chains[job].records
 
     def drop(self, job: str) -> None:
-        """Forget its chain, and end it. Raises as `dropping` does."""
+        """End a job and delete its whole version chain. Raises RefusedError as `dropping` does."""
         self._jobs[job], _ = self.dropping(job)
         self._live = self._sorted()
         self._chains[job].drop()
@@ -236,7 +252,10 @@ class JobRegistry:
         return replace(record, ended=not stands, standing=stands)
 
     def commands(self) -> list[pb.NodeCommand]:
-        """The newer end of each chain, oldest first: what a node that attaches has to catch up."""
+        """Return version commands for a node that attaches: the newest of each job, oldest first.
+
+        All jobs together get about 1,024 commands.
+        """
         live = self.live
         each = max(1, TOLD_VERSIONS // max(1, len(live)))
         return [
@@ -246,7 +265,7 @@ class JobRegistry:
         ]
 
     def bound(self, job: str) -> StalenessBound:
-        """Return the bound on how far a replica may be behind the job's newest version."""
+        """Return how many versions a replica may be behind the job's newest; 0 for unknown jobs."""
         record = self.get(job)
         return StalenessBound(record.max_staleness if record else 0)
 
@@ -258,10 +277,9 @@ class JobRegistry:
 
 
 def with_standing(saved: Saved, standing: Iterable[JobRecord]) -> Saved:
-    """Return the saved state with the standing jobs that no trainer has registered.
+    """Return the saved state with standing jobs added, and ended ones of their names revived.
 
-    Jobs that were ended stand again: their operator wants them at each start. Nothing of this is
-    written, so a leader whose store is full has them too.
+    Nothing is written to the store.
     """
     jobs = {record.job: record for record in saved.jobs}
     for record in standing:
@@ -273,7 +291,7 @@ def with_standing(saved: Saved, standing: Iterable[JobRecord]) -> Saved:
 
 
 def version_command(record: VersionRecord) -> pb.NodeCommand:
-    """Return the command of one version."""
+    """Return the node command that announces one weight version."""
     return pb.NodeCommand(
         version=pb.Version(
             job=record.job, version=record.version, parent=record.parent, url=record.url

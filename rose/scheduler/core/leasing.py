@@ -73,7 +73,7 @@ WHOLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """A lease that was decided and waits for its epoch to be durable."""
+    """Decision to lease a replica, which waits for the lease's epoch to be durable."""
 
     move: Move
     epoch: int
@@ -82,7 +82,7 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Times of a lease: life unrenewed, renewal period, and the pause after a revoke."""
+    """Times of a lease in seconds: life without a renewal, renewal period, pause after a revoke."""
 
     ttl_s: float = 5.0
     renew_s: float = 1.0
@@ -90,11 +90,12 @@ class LeaseTimes:
 
 
 class Leasing:
-    """The lease book of attached nodes. A lease belongs to the stream that it was sent on.
+    """Leases of the attached nodes' replicas: grants, renewals, releases, and their commands.
 
-        decided --> promised --(its epoch is durable)--> granted
+    decided --> promised --(its epoch is durable)--> granted
 
-    What breaks for one replica, or in the policy, is recorded and rests; all else goes on.
+    A lease belongs to the stream that its command was sent on. An error for one replica, or in the
+    policy, is logged and pauses that one alone for 30 s.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Leasing:
         demand: DemandBook,
         policy: Policy | None = None,
     ) -> None:
-        """`saved`: has the newest epochs of a leader before this one, and whose they were."""
+        """Begin without live leases. saved: epochs and their jobs, stored by earlier leaders."""
         self._times = times
         self._allowed = allowed
         self._fleet, self._jobs = fleet, jobs
@@ -141,17 +142,20 @@ class Leasing:
         self._settles_s: float | None = None
 
     def believes(self, offer: Offer) -> bool:
-        """Return True if the node can have seen the epoch in its offer."""
+        """Return True if an offer's epoch is plausible: at most 2^20 ahead of the store."""
         return self._book.believes(offer.replica, offer.epoch)
 
     def reserved(self, replica: str, epoch: int) -> list[Action]:
-        """Note that an epoch is durable: `regulate` grants the lease promised under it."""
+        """Record that an epoch is durable: `regulate` grants its lease. Return no actions."""
         self._book.reserve(replica, epoch)
         self._durable.append(replica)
         return []
 
     def settling(self, now_s: float) -> bool:
-        """Return True while unreported leases of the previous leader may still live."""
+        """Return True while leases of the previous leader may live that no node has reported yet.
+
+        This is so for 5 s at most after the first call.
+        """
         if self._settles_s is None:
             self._settles_s = now_s + SETTLE_S
         return bool(self._unheard) and now_s < self._settles_s
@@ -164,11 +168,12 @@ class Leasing:
         live: Collection[str],
         now_s: float,
     ) -> list[Action]:
-        """Take over what nodes hold of the leader before, when they are first heard of.
+        """Adopt the leases that nodes hold from the previous leader; return commands and log
+        records.
 
-        `live`: the jobs that there are.
-
-        Only then: what this leader knows to be over stays so. What is not taken over ends.
+        A replica's lease is adopted only in the first report about the replica, if it is the newest
+        epoch of a job in `live`; otherwise the node is told to release it. held: leases that the
+        node reports.
         """
         actions: list[Action] = []
         holds = {each.replica: each for each in held}
@@ -189,20 +194,20 @@ class Leasing:
 
     @property
     def promised(self) -> int:
-        """Leases that are decided, and wait for their epochs to be durable."""
+        """Number of leases that are decided and wait for their epochs to be durable."""
         return len(self._promises)
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return all leases that were not ended."""
+        """Return all leases that have not ended, those being released included."""
         return self._book.leases()
 
     def leased_to(self, replica: str) -> str:
-        """Return the job that has a lease of the replica, "" without one."""
+        """Return the job that has a lease of the replica, "" if there is none."""
         lease = self._book.held(replica)
         return lease.job if lease is not None else ""
 
     def active(self, replica: str, now_s: float) -> Lease | None:
-        """Return the lease under which turns may be sent to the replica."""
+        """Return the lease under which turns may be sent to the replica, None if there is none."""
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
@@ -213,10 +218,12 @@ class Leasing:
         news: bool = True,
         at_once: bool = False,
     ) -> list[Action]:
-        """Expire, release, renew and grant what is due: what the operator allows, as decided.
+        """Expire, grant, release and renew leases; return commands, epoch reservations and log
+        records.
 
-        news: something happened that decisions hang on, besides offers, verdicts and time, which
-        are looked at here. at_once: decide now, however large the fleet.
+        news: an event changed something besides offers, verdicts and time, which are compared here.
+        at_once: decide now; otherwise a fleet of more than 64 replicas is decided every 0.25 s at
+        most.
         """
         self._now_s, self._offers = now_s, self._fleet.live_offers(now_s)
         # First of all: after a pause of this process no lease may outlive its time by a renewal.
@@ -267,9 +274,10 @@ class Leasing:
     def switched(
         self, switches: Iterable[Switched], now_s: float
     ) -> tuple[list[Action], list[str]]:
-        """First tokens under leases that live: what a switch costs. Each lease has one.
+        """Record seconds from lease to first token for the policy, once for each live lease.
 
-        Returns what follows, and what is not believed: no switch can be longer than its lease.
+        Return log records, and a reason for each duration refused because it is longer than its
+        lease.
         """
         actions: list[Action] = []
         refused: list[str] = []
@@ -291,11 +299,11 @@ class Leasing:
         return actions, refused
 
     def explained(self, replica: str) -> tuple[Reason, ...]:
-        """Return the latest reasons of the replica's leases and releases, oldest first."""
+        """Return the reasons of the replica's latest leases and releases, oldest first."""
         return self._log.of(replica)
 
     def _held_now(self, leases: Sequence[Lease]) -> tuple[Holding, ...]:
-        """Leases that help their job: what takes no turns for long must not count as capacity."""
+        """Return holdings that count as capacity: those that took turns within the last 15 s."""
         self._holdings = {
             lease.replica: self._holding(lease, self._offers[lease.replica]) for lease in leases
         }
@@ -323,7 +331,11 @@ class Leasing:
         self._log.note(move.replica, Reason(self._now_s, what, move.why, dict(move.figures)))
 
     def drained(self, event: ReplicaDrained) -> list[Action]:
-        """Take a node's release; one of an older lease changes nothing."""
+        """End a lease that the node reports as drained; return log records.
+
+        A report about an older epoch, or from another stream, changes nothing and returns an empty
+        list.
+        """
         lease = self._held(event)
         if lease is None:
             return []
@@ -331,12 +343,18 @@ class Leasing:
         return [LogRecord("lease_released", {**_fields(lease), "reason": "drained"})]
 
     def taken_back(self, event: TakenBack, now_s: float) -> list[Action]:
-        """Take a node's revocation; one of an older lease changes nothing."""
+        """End a lease that its node revoked; return log records.
+
+        A report about an older epoch, or from another stream, changes nothing and returns an empty
+        list.
+        """
         lease = self._held(event)
         return [] if lease is None else [self._revoke(lease, event.reason, "node", now_s)]
 
     def revoke(self, replica: str, reason: str, now_s: float) -> tuple[Lease, list[Action]] | None:
-        """End a lease at an operator's request; None without a lease."""
+        """End a replica's lease for an operator; return it with commands and records, None without
+        one.
+        """
         lease = self._book.live(replica, now_s)
         if lease is None:
             return None
@@ -344,9 +362,10 @@ class Leasing:
         return lease, [told, self._revoke(lease, reason, "operator", now_s)]
 
     def lapsed(self, replicas: Sequence[str]) -> list[Action]:
-        """End the leases of a node that is back after its offers expired.
+        """End the leases of replicas whose offers expired before their node reported again.
 
-        Its lease may have run out there while it lives here: only a new epoch is believed again.
+        Return log records. The node may have ended the lease meanwhile, so only a new epoch is
+        valid.
         """
         held = (self._book.held(replica) for replica in dict.fromkeys(replicas))
         over = [lease for lease in held if lease is not None]
@@ -355,7 +374,7 @@ class Leasing:
         return [LogRecord("lease_expired", _fields(lease)) for lease in over]
 
     def lost(self, stream: int) -> list[Action]:
-        """End the leases of a stream that has ended."""
+        """End all leases granted on a node's stream that closed; return log records."""
         over = [lease for lease in self._book.leases() if self._stream_of[lease.replica] == stream]
         for lease in over:
             self._book.revoke(lease.replica, lease.epoch)
@@ -380,9 +399,10 @@ class Leasing:
         ]
 
     def _renew_all(self, replicas: Iterable[str]) -> list[Action]:
-        """Renew what is due; what is offered no more runs out.
+        """Return renewals of the leases that are due; a lease without a live offer is left to
+        expire.
 
-        With one lease of a node that takes renewals together those are renewed that soon would be.
+        If a node accepts renewals together, one due lease also renews those due soon on that node.
         """
         self._renewed_s = self._now_s
         due_s = self._now_s + self._times.ttl_s - self._times.renew_s
@@ -414,7 +434,7 @@ class Leasing:
         return lease_command(lease, self._times.ttl_s, model, self._jobs.chain(lease.job).latest)
 
     def _undue(self, leases: Iterable[Lease]) -> list[tuple[Lease, str]]:
-        """Return leases of ended jobs, and guests beyond a quota, the newest first."""
+        """Return leases to end, with reasons: of ended jobs, and the newest beyond a quota."""
         live = {job.job: job for job in self._jobs.live}
         guests: dict[str, list[Lease]] = {}
         undue: list[tuple[Lease, str]] = []
@@ -439,7 +459,7 @@ class Leasing:
         return holding.since_s if holding else lease.expires_s
 
     def _within_quotas(self, moves: Sequence[Move]) -> list[Move]:
-        """No policy leases more guests than a job may have, nor what cannot run its model."""
+        """Return the moves without guests beyond a job's quota or unable to run its model."""
         if not moves:
             return []
         guests = Counter(
@@ -480,7 +500,10 @@ class Leasing:
     def _apart(
         self, replica: str, act: Callable[..., list[Action]], *about: object
     ) -> list[Action]:
-        """Do something for one replica; whatever is wrong with it, the others have their leases."""
+        """Return the actions of `act(*about)`; if it raises, end this replica's lease and log that.
+
+        The replica then gets no lease for 30 s. Other replicas are not affected.
+        """
         try:
             return act(*about)
         except Exception as error:  # noqa: BLE001 - one replica must not end all; it rests
@@ -492,7 +515,9 @@ class Leasing:
             return [LogRecord("replica_broken", {"replica": replica, "message": repr(error)[:200]})]
 
     def _decide(self, plan: HarvestPlan) -> tuple[LeaseDecision, list[Action]]:
-        """Ask the policy. One that breaks is asked again later, and until then nothing changes."""
+        """Return the policy's decision and log records; a policy that raises decides nothing for 30
+        s.
+        """
         held = self._held_now(plan.renew)
         promised = tuple(
             Holding(each.move.job, self._offers[name], each.since_s)
@@ -524,7 +549,7 @@ class Leasing:
         self._switches = {n: each for n, each in self._switches.items() if n in self._holdings}
 
     def _keep_promises(self) -> list[Action]:
-        """Grant what was decided, once its epoch is durable and if it still may be."""
+        """Return grants of decided leases whose epochs became durable, if still allowed."""
         actions: list[Action] = []
         durable, self._durable = self._durable, []
         for name in durable:
@@ -540,7 +565,7 @@ class Leasing:
         return actions
 
     def _take(self, move: Move) -> list[Action]:
-        """Grant under an epoch that is durable; without one, have the next one made so."""
+        """Return the grant of a lease, or the reservation of its epoch if none is durable."""
         offer = self._offers[move.replica]
         if not self._has_room(move.job, offer):
             return []
@@ -604,7 +629,7 @@ class Leasing:
 
 
 def _bundled(actions: Iterable[Action], together: Collection[int]) -> list[Action]:
-    """Renewals of each of these streams in one command, in the place of the first."""
+    """Return the actions; all renewals of a stream in `together` become one command."""
     renewals: dict[int, pb.Renewals] = {}
     kept: list[Action] = []
     for action in actions:

@@ -30,7 +30,7 @@ MAX_SUM = 1e15
 
 
 def checked_name(name: str, whose: str) -> str:
-    """Return a name that logs, keys and tables can hold."""
+    """Return the name. Raises ConfigError unless it has 1 to 253 printable characters."""
     if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise ConfigError(
             f"{whose} is {name[:40]!r}; give a name of 1 to {MAX_NAME_CHARS} printable characters"
@@ -39,26 +39,26 @@ def checked_name(name: str, whose: str) -> str:
 
 
 def cut_text(text: str, whose: str = "") -> str:
-    """Return as much of a text as people will read."""
+    """Return the first 512 characters of a text. Never raises."""
     del whose
     return text[:MAX_TEXT_CHARS]
 
 
 def check_number(things: Sized, most: int, whose: str) -> None:
-    """Refuse more than `most` of them at once."""
+    """Raise ConfigError if there are more than `most` things in one message."""
     if len(things) > most:
         raise ConfigError(f"{whose}: {len(things)} at once; send at most {most}")
 
 
 def checked_version(version: int, whose: str) -> int:
-    """Return a policy version that counts up from here for ever."""
+    """Return the weight version. Raises ConfigError unless it is 0 to 2^53."""
     if not 0 <= version <= MAX_VERSION:
         raise ConfigError(f"{whose} is {version}; give one of 0 to 2^53")
     return version
 
 
 def checked_figure(value: float, whose: str, most: float = MAX_FIGURE) -> float:
-    """Return a measured figure that is one."""
+    """Return the figure. Raises ConfigError unless it is finite and 0 to `most`."""
     if not (math.isfinite(value) and 0 <= value <= most):
         raise ConfigError(f"{whose} is {value}; send a figure of 0 to {most:.0f}")
     return value

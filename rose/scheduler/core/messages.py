@@ -30,10 +30,10 @@ from rose.store.protocol import Write
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A node opened a stream; `stream` is unique within this process.
+    """Event for the scheduler core: a node attached, on a stream with a number unique here.
 
-    takes_renewals: its leases may be renewed in one command. release: of ROSE. obeys: it says when
-    a mode holds.
+    takes_caps: the node obeys caps of policies. takes_renewals: one command may renew several of
+    its leases. release: the node's ROSE version. obeys: the node confirms each new order of modes.
     """
 
     node: Name
@@ -49,7 +49,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Obeyed:
-    """The modes that the node was told with this order hold on it."""
+    """Event for the scheduler core: a node confirmed that the modes sent as `order` hold on it."""
 
     stream: int
     order: int
@@ -57,14 +57,14 @@ class Obeyed:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """A stream is over, whoever ended it."""
+    """Event for the scheduler core: a node's stream ended, whichever side closed it."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A lease that lives at a node for `left_s` more."""
+    """Lease that a node reports as live: the replica, its job, and `left_s` until it expires."""
 
     replica: Name
     job: Name
@@ -74,7 +74,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Offers of a node, all of them; earlier offers of it are void."""
+    """Event for the scheduler core: all offers of a node, which replace its earlier ones.
+
+    held: leases that the node still holds, for a new leader to adopt.
+    """
 
     stream: int
     offers: tuple[Offer, ...]
@@ -84,7 +87,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class RatesMeasured:
-    """Telemetry of a node, replacing what it said before."""
+    """Event for the scheduler core: a node's telemetry, which replaces its earlier telemetry."""
 
     stream: int
     telemetry: pb.Telemetry
@@ -92,7 +95,7 @@ class RatesMeasured:
 
 @dataclass(frozen=True, slots=True)
 class TakenBack:
-    """The node revoked the lease of `epoch`."""
+    """Event for the scheduler core: the node revoked the replica's lease of `epoch`."""
 
     stream: int
     replica: Name
@@ -102,7 +105,10 @@ class TakenBack:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrained:
-    """The node carried out a release of `epoch`."""
+    """Event for the scheduler core: the node drained the replica and ended the lease of `epoch`.
+
+    aborted: number of turns that were cut off.
+    """
 
     stream: int
     replica: Name
@@ -112,7 +118,10 @@ class ReplicaDrained:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A replica now runs `version` of `job`, or failed to; without a job, that of the only one."""
+    """Event for the scheduler core: a replica's switch to weights `version` of `job` ended.
+
+    ok: the replica runs the version now; else `message` has the reason. job: "" means the only job.
+    """
 
     stream: int
     replica: Name
@@ -124,7 +133,10 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """Replace a gateway's report of what its turns need."""
+    """Event for the scheduler core: a gateway's report of its jobs' turns and owed tokens.
+
+    The report replaces the gateway's earlier one. switches: first tokens seen under new leases.
+    """
 
     gateway: str
     jobs: tuple[JobFigures, ...]
@@ -133,9 +145,10 @@ class Demanded:
 
 @dataclass(frozen=True, slots=True)
 class JobRegistered:
-    """Register a trainer's job. Answered with the newest version.
+    """Event for the scheduler core: a trainer registers its job, or changes the job's limits.
 
-    claim: its run, None for a trainer that names none. take_over: though another run has the job.
+    The caller gets the greatest version number that the job ever used. claim: the trainer's run,
+    None for a trainer that names none. take_over: take the job from a run that still has it.
     """
 
     job: Name
@@ -149,9 +162,10 @@ class JobRegistered:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """End a job. Answered with leases released.
+    """Event for the scheduler core: a trainer or an operator ends a job.
 
-    claim: of the trainer that says so, None for an operator.
+    The caller gets the number of leases that are being released. claim: run of the trainer that
+    ends the job, None for an operator.
     """
 
     job: Name
@@ -160,9 +174,11 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class VersionAnnounced:
-    """Announce a trainer's version. Answered with the number of nodes told.
+    """Event for the scheduler core: a trainer published a weight version at `url`.
 
-    parent: the version itself for a base that replaces the job's chain. claim: the trainer's run.
+    The caller gets the number of nodes that are sent the version, 0 if it was known already.
+    parent: version that the weights are a delta to; equal to `version` for a base that replaces the
+    job's chain. claim: the trainer's run.
     """
 
     job: Name
@@ -174,7 +190,10 @@ class VersionAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class RunRenewed:
-    """Renew a trainer's run. Answered with the newest version of its job."""
+    """Event for the scheduler core: a trainer renews its run's hold on a job.
+
+    The caller gets the greatest version number that the job ever used.
+    """
 
     job: Name
     claim: Claim
@@ -182,7 +201,10 @@ class RunRenewed:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A trainer ends in order: the next one need not wait. Answered with 0."""
+    """Event for the scheduler core: a trainer's run ended in order and gives up its job.
+
+    The next run need not wait for a timeout. The caller gets 0.
+    """
 
     job: Name
     claim: Claim
@@ -190,7 +212,10 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class JobDropped:
-    """An operator wants a job forgotten, though its run lives (force). Answered with versions."""
+    """Event for the scheduler core: an operator ends a job and deletes its version records.
+
+    The caller gets the number of deleted versions. force: drop the job even while its run lives.
+    """
 
     job: Name
     force: bool = False
@@ -198,9 +223,11 @@ class JobDropped:
 
 @dataclass(frozen=True, slots=True)
 class HarvestSet:
-    """An operator set the mode of a replica, or of all (None). Answered with leases released.
+    """Event for the scheduler core: an operator set the lending mode of a replica, or of all
+    (None).
 
-    opens: where no policy is in force, a mode above OFF lets all be lent.
+    The caller gets the number of leases that are being released. opens: if no policy is in force, a
+    mode other than OFF also puts the policy `cli` in force, which lets everything be lent.
     """
 
     mode: HarvestMode
@@ -210,9 +237,10 @@ class HarvestSet:
 
 @dataclass(frozen=True, slots=True)
 class PolicyApplied:
-    """An operator put a capacity policy in force. Answered with 1 when that changed anything.
+    """Event for the scheduler core: a capacity policy is put in force, or replaced by name.
 
-    of_object: by an object of Kubernetes, which alone changes it from then on.
+    The caller gets 1 if that changed anything, else 0. of_object: the policy is a Kubernetes
+    object, which alone may change it from then on.
     """
 
     policy: CapacityPolicy
@@ -221,9 +249,9 @@ class PolicyApplied:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDeleted:
-    """An operator took a capacity policy out of force. Answered with 1.
+    """Event for the scheduler core: a capacity policy is taken out of force.
 
-    of_object: the object that it came from is there no more.
+    The caller gets 1. of_object: the policy's Kubernetes object was deleted.
     """
 
     name: Name
@@ -232,9 +260,11 @@ class PolicyDeleted:
 
 @dataclass(frozen=True, slots=True)
 class ObjectsHeard:
-    """Policies of objects are in force as the API server had them at `heard_s`.
+    """Event for the scheduler core: the policies of Kubernetes objects match the API server's
+    state.
 
-    refused: names of objects that cannot be taken as they are now.
+    heard_s: monotonic time of that state. refused: names of objects whose present content is
+    invalid.
     """
 
     heard_s: float
@@ -243,7 +273,10 @@ class ObjectsHeard:
 
 @dataclass(frozen=True, slots=True)
 class RevokeAsked:
-    """End a lease at an operator's request. Answered with its epoch."""
+    """Event for the scheduler core: an operator revokes a replica's lease.
+
+    The caller gets the epoch of the lease.
+    """
 
     replica: Name
     reason: Text
@@ -251,7 +284,10 @@ class RevokeAsked:
 
 @dataclass(frozen=True, slots=True)
 class EpochReserved:
-    """A lease's epoch is durable: whatever happens to this process, it is never used again."""
+    """Event for the scheduler core: a replica's next lease epoch is durable in the store.
+
+    A lease may be granted under it, and no later process uses it again.
+    """
 
     replica: str
     epoch: int
@@ -259,7 +295,7 @@ class EpochReserved:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. wall_s: Unix seconds, None where nobody looked at that clock."""
+    """Event for the scheduler core: time passed. wall_s: Unix seconds, None if unknown."""
 
     wall_s: float | None = None
 
@@ -308,7 +344,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Make an epoch durable, then say so; nothing else waits for it."""
+    """Action of the scheduler core: store a lease epoch, then feed the event `then` to the core.
+
+    No other action waits for the write.
+    """
 
     write: Write
     then: EpochReserved
@@ -316,14 +355,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Make a value durable; nothing waits for it, and it is true whether that succeeds or not."""
+    """Action of the scheduler core: store a value in the background, ignoring a failed write."""
 
     write: Write
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Send to the node behind a stream."""
+    """Action of the scheduler core: send a command to the node attached on a stream."""
 
     stream: int
     command: pb.NodeCommand
@@ -331,7 +370,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """End a node's stream."""
+    """Action of the scheduler core: close a node's stream, with the reason for its log."""
 
     stream: int
     reason: str
@@ -339,14 +378,17 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class PublishTable:
-    """Give all watchers this table."""
+    """Action of the scheduler core: send the replica table to all gateways that watch it."""
 
     table: pb.ReplicaTable
 
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """Append to the event log; figures: what decided it, for the audit log besides."""
+    """Action of the scheduler core: append a record to the event log.
+
+    figures: numbers behind the decision, which go to the audit log.
+    """
 
     event: str
     fields: dict[str, object] = field(default_factory=dict)
@@ -355,7 +397,7 @@ class LogRecord:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The number that the caller of an RPC gets."""
+    """Action of the scheduler core: return this number to the RPC caller behind the event."""
 
     value: int
 

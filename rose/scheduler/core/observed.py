@@ -47,10 +47,11 @@ from rose.scheduler.wire import KIND_TO, MODE_TO
 
 @dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """One attached node. mode: of its verdict and the operator's stop, the stricter.
+    """Attached node in a fleet snapshot. mode: the stricter of its verdict and the operator's stop.
 
-    leased: guests under a lease that lets turns run. advice: what the node lends or would lend.
-    obeyed_s: time from the newest order of modes to its confirmation, None until then.
+    silent_s: seconds since its last message. leased: its guests that have a lease for turns.
+    advice: memory and compute that the node lends or would lend. obeyed_s: seconds from the newest
+    order of modes to the node's confirmation, None until confirmed.
     """
 
     node: str
@@ -72,7 +73,7 @@ class NodeSeen:
 
 @dataclass(frozen=True, slots=True)
 class AwaySeen:
-    """A known node that is not attached, with its last known labels."""
+    """Known node that is not attached, with seconds since its last message and its last labels."""
 
     node: str
     away_s: float
@@ -81,9 +82,9 @@ class AwaySeen:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """A live offer. holder: the job that has a lease of the replica, "" without one.
+    """Replica with a live offer. holder: the job that has a lease of it, "" if there is none.
 
-    lease: the lease under which turns may run, None without one.
+    lease: the lease under which turns may run, None without one. takes_turns: health allows turns.
     """
 
     offer: Offer
@@ -94,7 +95,7 @@ class ReplicaSeen:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeen:
-    """A lease that lives. why: the last decision about it."""
+    """Live lease in a fleet snapshot. left_s: seconds until it expires. why: its last reason."""
 
     lease: Lease
     left_s: float
@@ -103,9 +104,11 @@ class LeaseSeen:
 
 @dataclass(frozen=True, slots=True)
 class JobSeen:
-    """A registered job. demand: None while no gateway ever reported; run: None without a trainer's.
+    """Registered job in a fleet snapshot. latest: its newest version, 0 before the first.
 
-    first: version before which all weights are another run's. chain: versions sent to nodes.
+    first: version before which all weights are another run's. demand: sum of the gateways' reports,
+    None before any gateway reported. run: the trainer's run, None without one. chain: versions of
+    which nodes are told.
     """
 
     record: JobRecord
@@ -118,11 +121,11 @@ class JobSeen:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The fleet at one moment. halted: reasons of halted canaries, by policy.
+    """Immutable snapshot of the fleet. halted: reasons of halted canaries, by policy name.
 
-    of_objects: policies set by objects of Kubernetes. replicas: live offers by replica id.
-    promised: leases whose epochs are not durable yet. budget_left: share of the SLO budget by
-    deployment, None unless asked for.
+    of_objects: names of policies that are Kubernetes objects. replicas: live offers in the order of
+    replica ids. promised: number of leases whose epochs are not durable yet. budget_left: remaining
+    share of the SLO budget by deployment, None if not asked for.
     """
 
     stop: HarvestMode = HarvestMode.ACTIVE
@@ -143,19 +146,22 @@ class Observed:
 
     @property
     def acts(self) -> bool:
-        """True if any policy lets capacity be lent."""
+        """True if any policy has mode Active, so that capacity may be lent."""
         return any(policy.mode is PolicyMode.ACTIVE for policy in self.policies)
 
     @property
     def held(self) -> Counter[str]:
-        """Nodes by the kind of their limits; a node counts once for each kind."""
+        """Number of nodes by the kind of limit that holds their lending back.
+
+        A node counts once for each kind.
+        """
         kinds = ({limit.kind.value for limit in node.verdict.limits} for node in self.nodes)
         return Counter(kind for each in kinds for kind in each)
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """State of the core by subject."""
+    """State of the scheduler core, in one object for each subject."""
 
     fleet: FleetBook
     leasing: Leasing
@@ -168,7 +174,10 @@ class Books:
 
 
 def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
-    """Take everything at one moment; SLO budgets, which cost a walk over 30 days, if asked for."""
+    """Return an immutable snapshot of the fleet at `now_s`.
+
+    budgets: compute the remaining SLO budgets too, which is slow.
+    """
     fleet, leasing, capacity, jobs = books.fleet, books.leasing, books.capacity, books.jobs
     gate = capacity.gate
     alone = jobs.only is not None
@@ -215,7 +224,7 @@ def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
 
 
 def replicas_seen(books: Books, now_s: float) -> tuple[ReplicaSeen, ...]:
-    """Return all live offers with their leases, by replica id."""
+    """Return all replicas with live offers, with their leases, in the order of replica ids."""
     leasing, takes_turns = books.leasing, books.healths.takes_turns
     seen = []
     for offer in books.fleet.live_offers(now_s).values():
@@ -259,15 +268,15 @@ DRAINS: Final = (HarvestMode.OFF, HarvestMode.HOLD_AND_DRAIN)
 
 @dataclass(slots=True)
 class PolicyView:
-    """A policy in force, and its nodes.
+    """Status of a policy in force over its nodes.
 
-    stop: the operator's, which stands above all policies. nodes: attached and selected. lending:
-    of them, with a live lease of a guest. silent: not heard within `staleAfter`, those that are not
-    attached included, with seconds since. behind: nodes that do not keep within it yet, and why.
-    seen: nodes that were seen to keep within it.
-    limits: nodes that each kind of reason holds back, and one of the reasons in full. stricter:
-    nodes on which another policy decides a field that this one sets, by (policy, field).
-    modes: nodes by what holds on them, the stop included.
+    stop: the operator's stop, which stands above all policies. nodes: number of attached nodes that
+    the policy selects. lending: those with a leased guest. silent: seconds since the last message,
+    of nodes not heard within `staleAfter` or not attached. behind: reasons, by node that does not
+    keep to the policy yet. seen: number of nodes that keep to it. limits: for each kind of limit,
+    the number of nodes and one reason in full. stricter: number of nodes on which another policy
+    decides a field that this one sets, by (policy, field). modes: number of nodes by the mode that
+    holds on them, the stop included.
     """
 
     policy: CapacityPolicy
@@ -288,7 +297,7 @@ class PolicyView:
 
 
 def policy_views(seen: Observed) -> dict[str, PolicyView]:
-    """Return the views of all policies in force, by name."""
+    """Return the status of every policy in force on its nodes, by policy name."""
     views = {
         policy.name: PolicyView(
             policy, policy.name in seen.of_objects, seen.stop, seen.halted.get(policy.name)
@@ -327,7 +336,7 @@ def policy_views(seen: Observed) -> dict[str, PolicyView]:
 
 
 def _behind(node: NodeSeen) -> str:
-    """Return why a node does not obey yet, "" if it does."""
+    """Return the reason why a node does not keep to its verdict yet, "" if it does."""
     if not node.verdict.settled:
         return "other nodes are not counted yet"
     if node.mode in DRAINS and node.leased:
@@ -345,7 +354,7 @@ def _is_there(guest: pb.GuestTelemetry) -> bool:
 
 
 def _limit(view: PolicyView, limits: Iterable[Limit]) -> None:
-    """Count a node once for each kind of reason; one of the words is kept."""
+    """Count a node in the view once for each kind of its limits, and keep one text of each kind."""
     said = {limit.kind.value: limit.text for limit in limits}
     if view.stop is not HarvestMode.ACTIVE:
         said["operator"] = f"the operator's stop: {view.stop.value}"
@@ -385,14 +394,14 @@ def _stricter(
 
 
 def replica_rows(replicas: Iterable[ReplicaSeen]) -> list[pb.Replica]:
-    """Return a row for each live offer."""
+    """Return the row of the gateways' table for each replica."""
     return [_replica(each) for each in replicas]
 
 
 def snapshot(seen: Observed) -> pb.SnapshotReply:
-    """Return the reply to an operator's question about the whole fleet.
+    """Return the whole fleet as the reply to `rose status`.
 
-    Its mode is OFF if no policy lets anything be lent.
+    Its harvest mode is OFF if no policy has mode Active.
     """
     telemetry = [node.telemetry for node in seen.nodes]
     return pb.SnapshotReply(
@@ -433,7 +442,10 @@ def snapshot(seen: Observed) -> pb.SnapshotReply:
 
 
 def explained(seen: Observed, name: str) -> list[pb.NodeCapacity]:
-    """Return the policy behind each field, for one node or all (""). RefusedError if unknown."""
+    """Return, for one node or all (""), the policy behind each field of its effective policy.
+
+    Raises RefusedError if no such node is attached.
+    """
     nodes = [node for node in _by_name(seen) if name in ("", node.node)]
     if name and not nodes:
         raise RefusedError(f"no node {name!r} is attached; `rose status` lists nodes")
@@ -537,7 +549,7 @@ def _capacity(node: NodeSeen, stop: HarvestMode) -> pb.NodeCapacity:
 
 
 def _pressed(policy: EffectivePolicy, kv_share: float) -> Iterator[str]:
-    """Yield why guests' KV memory shrinks if their host uses more of its cache than allowed."""
+    """Yield the reason if the host's KV cache use is above the policy's high watermark."""
     if policy.watermarks is not None and kv_share > policy.watermarks.high:
         whose = policy.decided_by.get("watermarks", "")
         of = f" ({whose})" if whose else ""

@@ -23,7 +23,10 @@ from rose.scheduler.core.limits import Name, Text
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One process of a run, as its calls name it; `holder` is for people."""
+    """Run and process ids by which a trainer's calls prove that it has a job.
+
+    holder: description of the process, for people.
+    """
 
     run: Name
     process: Name
@@ -32,7 +35,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run that has a job, or had it last; since_s: Unix seconds."""
+    """Stored run that has a job, or had it last; since_s: Unix seconds at which it began."""
 
     job: str
     run: str
@@ -43,7 +46,7 @@ class RunRecord:
 
 
 class RunBook:
-    """The run of each job. `at` is told the time before anything else is asked."""
+    """The run of each job: at most one trainer has a job. Callers set the time with `at` first."""
 
     def __init__(self, records: Iterable[RunRecord] = (), ttl_s: float = RUN_TTL_S) -> None:
         self.ttl_s = ttl_s
@@ -53,25 +56,28 @@ class RunBook:
         self._wall_s = 0.0
 
     def at(self, now_s: float, wall_s: float | None = None) -> None:
-        """Set the time: monotonic `now_s`, and Unix `wall_s` where that is known."""
+        """Set the current time: monotonic `now_s`, and Unix `wall_s` if known.
+
+        The first call counts as a sign of life of every stored run.
+        """
         if self._now_s is None:
             self._heard_s = dict.fromkeys(self._runs, now_s)
         self._now_s = now_s
         self._wall_s = wall_s or self._wall_s
 
     def live(self, job: str) -> bool:
-        """Return True if the job's run has not ended and was heard within its time to live."""
+        """Return True if the job's run has not ended and was renewed within `ttl_s`."""
         record = self._runs.get(job)
         return record is not None and not record.ended and self._silent_s(job) < self.ttl_s
 
     def get(self, job: str) -> RunRecord | None:
-        """Return the run that has the job, or had it last."""
+        """Return the run that has the job, or had it last; None if there was none."""
         return self._runs.get(job)
 
     def beginning(self, job: str, claim: Claim | None, *, take_over: bool) -> RunRecord | None:
-        """Return the record of a trainer that begins; None for one that names no run.
+        """Return the record to store for a trainer that begins; None if it names no run.
 
-        Raises `RunHeldError` while another run has the job.
+        Raises `RunHeldError` while another run holds the job, unless `take_over`.
         """
         known = self._runs.get(job)
         same = known is not None and claim is not None and known.run == claim.run
@@ -86,14 +92,17 @@ class RunBook:
         return RunRecord(job, claim.run, claim.process, claim.holder, self._wall_s)
 
     def begin(self, record: RunRecord) -> RunRecord | None:
-        """Give the job to a run; return the run that loses it, if that was live."""
+        """Give the job to a run; return the other live run that thereby loses it, else None."""
         known, lived = self._runs.get(record.job), self.live(record.job)
         self._runs[record.job] = record
         self._heard_s[record.job] = self._now_s or 0.0
         return known if lived and known is not None and known.run != record.run else None
 
     def check(self, job: str, claim: Claim | None) -> None:
-        """Raise `RunFencedError` unless the caller's is the process that has the job."""
+        """Raise `RunFencedError` if a run holds the job and the caller is not its process.
+
+        A caller without a claim is refused only while the run lives.
+        """
         known = self._runs.get(job)
         if known is None or (claim is None and not self.live(job)):
             return
@@ -105,23 +114,26 @@ class RunBook:
             )
 
     def renew(self, job: str, claim: Claim) -> None:
-        """Record that the run's trainer lives. Raises as `check` does."""
+        """Record a sign of life of the run's trainer. Raises RunFencedError as `check` does."""
         self.check(job, claim)
         self._heard_s[job] = self._now_s or 0.0
 
     def ending(self, job: str, claim: Claim | None = None) -> RunRecord | None:
-        """Return the record of a run that ends, None without a run. Raises as `check` does."""
+        """Return the record to store for a run that ends, None if the job has none.
+
+        Raises RunFencedError as `check` does, if a claim is given.
+        """
         if claim is not None:
             self.check(job, claim)
         known = self._runs.get(job)
         return None if known is None else replace(known, ended=True)
 
     def end(self, record: RunRecord) -> None:
-        """End a run; the record still names the run that announced the newest version."""
+        """Mark a run as ended; its record stays, as the run of the job's newest version."""
         self._runs[record.job] = record
 
     def check_drop(self, job: str, *, force: bool) -> None:
-        """Raise `RunHeldError` for a job whose run lives, unless `force` fences it."""
+        """Raise `RunHeldError` if the job's run lives, unless `force`."""
         known = self._runs.get(job)
         if known is not None and self.live(job) and not force:
             raise RunHeldError(
@@ -130,12 +142,12 @@ class RunBook:
             )
 
     def drop(self, job: str) -> None:
-        """Forget that the job had a run."""
+        """Delete the job's run record."""
         self._runs.pop(job, None)
         self._heard_s.pop(job, None)
 
     def view(self, job: str) -> pb.RunView | None:
-        """Return a job's run as operators see it."""
+        """Return a job's run as a row for operators, None if the job had none."""
         record = self._runs.get(job)
         if record is None:
             return None

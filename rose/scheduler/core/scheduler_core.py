@@ -101,7 +101,11 @@ MINUTE_S = 60.0
 
 
 class Complaints:
-    """Complaints by (event, peer, reason), in bounded memory; times are monotonic seconds."""
+    """Filter of log records about peers' mistakes: each mistake once, at most 60 a minute.
+
+    A mistake is known by (event, peer, reason), and the latest 1,024 are remembered. Times are
+    monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -110,7 +114,11 @@ class Complaints:
         self._unsaid = 0
 
     def about(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """Return a complaint's record, none for a repeated one or beyond the minute's share."""
+        """Return the log records for a peer's mistake: none if repeated or beyond 60 in this
+        minute.
+
+        A record of the number left out comes first if a minute just ended.
+        """
         told = self.due(now_s)
         key = (event, peer, reason)
         if key in self._said:
@@ -128,7 +136,10 @@ class Complaints:
         return [*told, LogRecord(event, {"node": peer, "reason": reason})]
 
     def due(self, now_s: float) -> list[LogRecord]:
-        """Return the number of complaints left out in the minute, at its end."""
+        """Return a log record of the number of mistakes left out in the minute, once it is over.
+
+        An empty list means that the minute still runs or that none was left out.
+        """
         if self._minute_s is None or now_s < self._minute_s + MINUTE_S:
             return []
         unsaid, self._unsaid = self._unsaid, 0
@@ -137,7 +148,10 @@ class Complaints:
 
 
 class SchedulerCore:
-    """Core of a scheduler, with all its decisions. A `step` that is refused changes nothing."""
+    """Core of a scheduler, which makes all its decisions without IO.
+
+    A `step` that raises RefusedError changes nothing.
+    """
 
     def __init__(
         self,
@@ -150,9 +164,10 @@ class SchedulerCore:
         *,
         asks_objects: bool = False,
     ) -> None:
-        """`standing`: jobs that have their dedicated replicas without a trainer too.
+        """Begin from what the store has: jobs, versions, runs, epochs, modes and policies.
 
-        asks_objects: whether an API server is asked for capacity policies.
+        standing: jobs that get their dedicated replicas even without a trainer. asks_objects: True
+        if this scheduler reads capacity policies from a Kubernetes API server.
         """
         self.capacity = CapacityBook(saved, default_mode, asks_objects=asks_objects)
         self._fleet = FleetBook()
@@ -216,7 +231,10 @@ class SchedulerCore:
         }
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions for an event at `now_s`, a monotonic clock's seconds."""
+        """Return the actions to carry out, in order, for an event at `now_s` in monotonic seconds.
+
+        Raises RefusedError for a request that cannot be carried out.
+        """
         self.demand.drop_silent(now_s)
         self.runs.at(now_s, event.wall_s if isinstance(event, Tick) else None)
         if isinstance(event, Tick):
@@ -249,9 +267,10 @@ class SchedulerCore:
         return actions + regulated + told + unsaid + self._publish(now_s, news=news)
 
     def writes(self, event: StoredEvent) -> tuple[Write, ...]:
-        """Return the writes that must be durable before the event is carried out.
+        """Return the writes that must be durable before `step` is called with the event.
 
-        Raises `RefusedError` and `ConfigError` for an event that cannot be carried out.
+        An empty tuple means that nothing needs to be stored. Raises `RefusedError` or `ConfigError`
+        for a request that cannot be carried out.
         """
         match event:
             case JobRegistered():
@@ -285,30 +304,35 @@ class SchedulerCore:
                 return self.capacity.writes(event)
 
     def complain(self, event: str, peer: str, reason: str, now_s: float) -> list[LogRecord]:
-        """Return the records of a peer's mistake: each mistake once, and a bounded number a minute.
+        """Return the log records for a peer's mistake: each mistake once, at most 60 a minute.
 
-        Not an event of `step`, whose own failure is complained of.
+        The driver calls this for input that `step` refused or never saw.
         """
         return self._complaints.about(event, peer, reason, now_s)
 
     def newest(self, job: str) -> VersionRecord | None:
-        """Return the job's newest version as announced, None before the first."""
+        """Return the record of the job's newest announced version, None before the first."""
         return self._jobs.chain(job).newest
 
     def status(self, now_s: float) -> pb.SnapshotReply:
-        """Return the reply to an operator's question about the whole fleet."""
+        """Return the whole fleet as the reply to `rose status`: replicas, leases, hosts, jobs,
+        nodes.
+        """
         return snapshot(self.observed(now_s, budgets=False))
 
     def explained(self, node: str, now_s: float) -> list[pb.NodeCapacity]:
-        """Return the policy behind each field, for one node or all (""). Raises RefusedError."""
+        """Return, for one node or all (""), each policy field with the policy that decides it.
+
+        Raises RefusedError for a node that is not attached.
+        """
         return explained(self.observed(now_s, budgets=False), node)
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
-        """Return the status of each capacity policy."""
+        """Return the status of each capacity policy in force on its nodes, by policy name."""
         return policy_views(self.observed(now_s, budgets=False))
 
     def observed(self, now_s: float, *, budgets: bool = True) -> Observed:
-        """Return the fleet at this moment, with SLO budgets if `budgets`."""
+        """Return an immutable snapshot of the fleet, with remaining SLO budgets if `budgets`."""
         return observe(self._books, now_s, budgets=budgets)
 
     def _react(self, event: Event, now_s: float) -> list[Action]:
@@ -333,7 +357,7 @@ class SchedulerCore:
         return actions
 
     def _recall(self, event: Tick, now_s: float) -> None:
-        """Nodes that had leases lately, as the store says, are known though they do not attach."""
+        """List nodes that leased to an earlier leader in the last day as known but not attached."""
         if self._stored_nodes and event.wall_s is not None:
             since_s = event.wall_s - FORGOTTEN_S
             lately = [node for node, at_s in self._stored_nodes.items() if at_s >= since_s]
@@ -432,20 +456,22 @@ class SchedulerCore:
         ]
 
     def _rejudge(self, now_s: float) -> list[Action]:
-        """A newer version or another bound: whoever is behind gets no turns from now on."""
+        """Judge the health of all offered replicas anew, after a job's version or bound changed."""
         return self._judge(self._fleet.live_offers(now_s).values())
 
     def _judge(self, offers: Iterable[Offer]) -> list[Action]:
         return self._healths.hear(offers, self._jobs, self._leasing.leased_to)
 
     def _register(self, event: JobRegistered, now_s: float) -> list[Action]:
-        """Take the job, for the run that claims it."""
+        """Register the job, begin its run, and answer with its greatest used version."""
         self._jobs.register(_job_of(event))
         began = self._begin(event)
         return [*began, *self._rejudge(now_s), Answer(self._jobs.chain(event.job).used)]
 
     def _begin(self, event: JobRegistered) -> list[Action]:
-        """The run has the job from now on, which `writes` has allowed."""
+        """Give the job to the event's run, as `writes` allowed; return log records, none without a
+        run.
+        """
         if event.claim is None:
             return []
         # Allowed when it was written: what was heard since then changes nothing any more.
@@ -488,7 +514,7 @@ class SchedulerCore:
         return self._jobs.only.job if self._jobs.only else ""
 
     def _attributed(self, offer: Offer) -> Offer:
-        """Return the job of a version; without a name it is the only job."""
+        """Return the offer, with the only job's name if its version belongs to no named job."""
         if offer.job or not offer.policy_version or not self._only_job:
             return offer
         return replace(offer, job=self._only_job)
@@ -510,7 +536,11 @@ class SchedulerCore:
         )
 
     def _publish(self, now_s: float, *, news: bool) -> list[Action]:
-        """Publish the table when it changes and each second; of a large fleet at its pace."""
+        """Return a PublishTable action if the replica table changed or is a second old, else
+        nothing.
+
+        In a fleet of more than 64 replicas changes are published every 0.25 s at most.
+        """
         due = self._published_s is None or now_s >= self._published_s + TABLE_INTERVAL_S
         settling = self._leasing.settling(now_s)
         self._fleet.live_offers(now_s)  # what ran out counts as a revision

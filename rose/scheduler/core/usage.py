@@ -27,7 +27,10 @@ KEPT_S: Final = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Sums over guests. seconds: leased; compute_s: of it, not held back; byte_s: KV memory."""
+    """Sums of lent capacity. seconds: leased time; compute_s: that time times the guest's duty.
+
+    byte_s: KV memory times leased time, in byte seconds. tokens: generated tokens.
+    """
 
     seconds: float = 0.0
     compute_s: float = 0.0
@@ -44,7 +47,7 @@ class Lent:
         )
 
     def minus(self, earlier: "Lent") -> "Lent":
-        """Return the difference to an earlier sum."""
+        """Return this sum less an earlier one."""
         return self.plus(
             Lent(-earlier.seconds, -earlier.compute_s, -earlier.byte_s, -earlier.tokens)
         )
@@ -56,7 +59,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class GuestReading:
-    """One look at a guest; job: that has its lease, "" without one. duty: share of the second."""
+    """A guest's state in one telemetry report. job: the job that leases it, "" without a lease.
+
+    duty: share of time in which the guest may compute. tokens_total: tokens since the engine began.
+    """
 
     replica: str
     job: str
@@ -66,12 +72,15 @@ class GuestReading:
 
 
 def owner_of(labels: Mapping[str, str]) -> str:
-    """Return the owner of a node, "" without a label."""
+    """Return a node's owner: its label `rose.dev/owner`, else its deployment label, else ""."""
     return labels.get(OWNER_LABEL) or labels.get(DEPLOYMENT_LABEL, "")
 
 
 class UsageBook:
-    """Sums since this scheduler began to lead. No clock: `now_s` is handed in."""
+    """Lent time, compute, KV memory and tokens by (owner, job), since this scheduler began to lead.
+
+    Times are monotonic seconds passed in.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, tuple[float, GuestReading]]] = {}
@@ -79,7 +88,7 @@ class UsageBook:
         self._added_s: dict[Pair, float] = {}
 
     def heard(self, node: str, owner: str, guests: Iterable[GuestReading], now_s: float) -> None:
-        """Take a node's readings of all its guests."""
+        """Add a node's usage since its last report, for guests leased to the same job in both."""
         before, self._seen[node] = self._seen.get(node, {}), {}
         for guest in guests:
             self._seen[node][guest.replica] = now_s, guest
@@ -90,11 +99,11 @@ class UsageBook:
                 )
 
     def forget(self, node: str) -> None:
-        """Forget a node: nothing is known of it until it is back."""
+        """Forget a node's last report, so that the time until its next one does not count."""
         self._seen.pop(node, None)
 
     def sums(self, now_s: float) -> dict[Pair, Lent]:
-        """Return the sums of recent usage, and forget older ones."""
+        """Return the sums by (owner, job), and delete those without usage for 15 minutes."""
         for pair in [p for p, added_s in self._added_s.items() if now_s > added_s + KEPT_S]:
             del self._sums[pair], self._added_s[pair]
         return dict(self._sums)
@@ -121,14 +130,14 @@ def _between(before: GuestReading, now: GuestReading, took_s: float) -> Lent:
 
 
 class UsageLog:
-    """Writes what came on top since the last time, a record for each owner and job."""
+    """Writer of usage records: the increase since the last call, one for each owner and job."""
 
     def __init__(self, write: Callable[[Mapping[str, object]], None]) -> None:
         self._write = write
         self._before: dict[Pair, Lent] = {}
 
     def take(self, sums: Mapping[Pair, Lent], wall_s: float) -> None:
-        """`wall_s`: Unix seconds, by which `rose usage` finds it."""
+        """Write a record for each pair whose sum grew. wall_s: Unix seconds, the record's time."""
         for (owner, job), lent in sums.items():
             more = lent.minus(self._before.get((owner, job), Lent()))
             if more.seconds > 0:
