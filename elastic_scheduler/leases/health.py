@@ -16,7 +16,10 @@ from elastic_scheduler.rollouts.admission import StalenessBound
 
 
 class Health(StrEnum):
-    """HEALTHY gets turns; the others name the missing part."""
+    """Health of a replica. HEALTHY: may get turns. STARTING: its engine is not up yet.
+
+    SYNCING: its weights are too old or another job's. DEAD: it is down or silent.
+    """
 
     STARTING = "starting"
     SYNCING = "syncing"
@@ -26,9 +29,9 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """Report on a replica at one moment; `epoch` is that of the lease it works under.
+    """Report of a replica's node: liveness, weight version, and epoch of the replica's lease.
 
-    foreign: the weights that it holds are not those of the job that it is judged for.
+    foreign: the replica's weights are another job's than the one that it is judged for.
     """
 
     alive: bool
@@ -39,7 +42,7 @@ class HealthReport:
 
 
 class ReplicaHealth:
-    """One replica's state. It knows no time: its node's offers set the bound on silence."""
+    """Health state machine of one replica, without a clock: its driver reports silence."""
 
     def __init__(self, bound: StalenessBound) -> None:
         self._bound = bound
@@ -51,19 +54,19 @@ class ReplicaHealth:
 
     @property
     def takes_turns(self) -> bool:
-        """True if turns may be sent to it."""
+        """True if the state is HEALTHY, so that turns may be sent to the replica."""
         return self.state is Health.HEALTHY
 
     def set_bound(self, bound: StalenessBound) -> None:
-        """Set another bound on staleness; it counts from the next report."""
+        """Set the limit on versions behind the newest; it counts from the next report."""
         self._bound = bound
 
     def leased(self, epoch: int) -> None:
-        """Record a lease, which the replica may have seen when it falls silent."""
+        """Record a lease's epoch: if the replica falls silent, reports under it become void."""
         self._leased_epoch = max(self._leased_epoch, epoch)
 
     def restarted(self, epoch: int) -> bool:
-        """Begin anew for a new engine or lease; return False for a void epoch."""
+        """Set the state to STARTING for a new lease or engine; return False for a void epoch."""
         if epoch <= self._void_epoch or epoch < self._epoch:
             return False
         self._epoch = epoch
@@ -72,7 +75,7 @@ class ReplicaHealth:
         return True
 
     def heard(self, report: HealthReport) -> Health:
-        """Take a report of the replica's node; one of an older epoch changes nothing."""
+        """Take a node's report and return the new state; a report of an older epoch is ignored."""
         if report.epoch < self._epoch or report.epoch <= self._void_epoch:
             return self.state
         self._epoch = report.epoch
@@ -84,12 +87,15 @@ class ReplicaHealth:
         return self.state
 
     def silenced(self) -> None:
-        """Void all its leases, seen or not, after too long a silence."""
+        """Set the state to DEAD and void all reports under epochs up to the newest lease."""
         self.state = Health.DEAD
         self._void_epoch = max(self._void_epoch, self._epoch, self._leased_epoch)
 
     def _caught_up(self, report: HealthReport) -> bool:
-        """A replica ahead of every announced version runs weights that are not this job's."""
+        """Return True if the weights are this job's and recent enough.
+
+        A replica ahead of every announced version has weights that are not this job's.
+        """
         if report.foreign or report.policy_version > report.latest_version:
             return False
         return self._bound.admits_token(report.policy_version, report.latest_version)

@@ -54,16 +54,16 @@ MAX_REPLICAS = 2**18
 
 
 class ReplicaKind(StrEnum):
-    """Kind of a replica: dedicated, or a guest beside a host."""
+    """Kind of a replica: the job's own (dedicated), or a guest beside a serving host."""
 
     GUEST = "guest"
     DEDICATED = "dedicated"
 
 
 class SwitchKind(StrEnum):
-    """Work of a replica for its next job, the cheapest first.
+    """Work that a replica needs before it serves its next job, the cheapest first.
 
-    NONE    it holds the job's weights, or the model that the job began with
+    NONE    it has the job's weights, or the model that the job began with
     JOB     the running engine is updated to the job's weights
     MODEL   its engine is started anew with the job's model
     """
@@ -75,14 +75,13 @@ class SwitchKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One replica's capacity; it is stale, and worth nothing, `ttl_s` after it arrived.
+    """Replica that a node offers to lease; the offer expires `ttl_s` after it arrived.
 
-    `epoch` is the newest lease epoch that the node has seen for the replica: the next lease's is
-    greater. Rates are tokens per second at full batch, 0 where the node does not know them.
-
-    `policy_version` is that of `job`, "" at version 0 of the model that it was started with. It
-    runs `model` ("" where nobody says), can be switched to any of `models`, and to those of `near`
-    by an update of its running engine.
+    epoch: newest lease epoch that the node has seen for the replica; the next lease's is greater.
+    Rates are tokens per second at full batch, 0 if unknown. policy_version: version of the weights
+    of `job`; job is "" for version 0 of the model that the replica was started with. model: the
+    model that it runs, "" if unknown. models: models that it can be switched to; near: those of
+    them that need no restart of its engine.
     """
 
     replica: str
@@ -103,7 +102,7 @@ class Offer:
     near: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for impossible values."""
+        """Raise ValueError for values that are out of bounds."""
         for name, text in (("id", self.replica), ("node", self.node)):
             if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
                 raise ValueError(
@@ -131,11 +130,11 @@ class Offer:
                 )
 
     def serves(self, model: str) -> bool:
-        """Return True if it can be leased to a job of that model; "" is the only model."""
+        """Return True if the replica runs the model or can be switched to it; "" fits any model."""
         return not model or not self.model or model == self.model or model in self.models
 
     def switch_to(self, job: str, model: str) -> "SwitchKind":
-        """Return the switch after which it runs the job's weights."""
+        """Return the kind of switch that the replica needs before it can serve the job."""
         other_model = model and self.model and model != self.model
         if other_model and model not in self.near:
             return SwitchKind.MODEL
@@ -144,12 +143,12 @@ class Offer:
         return SwitchKind.JOB
 
     def is_stale(self, received_s: float, now_s: float) -> bool:
-        """Return True if the offer that arrived at `received_s` has run out at `now_s`."""
+        """Return True if the offer that arrived at `received_s` has expired at `now_s`."""
         return now_s >= received_s + self.ttl_s
 
 
 class LeaseState(StrEnum):
-    """State of a lease: turns may still be sent to the replica, or no more."""
+    """State of a lease: ACTIVE, turns may be sent; RELEASING, no new turns may be sent."""
 
     ACTIVE = "active"
     RELEASING = "releasing"
@@ -157,7 +156,7 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A job's right to one replica; over at `expires_s` unless renewed."""
+    """A job's right to one replica, which ends at `expires_s` unless renewed."""
 
     job: str
     replica: str
@@ -167,17 +166,23 @@ class Lease:
 
     @property
     def id(self) -> str:
-        """Unique for all time, since epochs never repeat."""
+        """Replica and epoch, unique for all time since epochs never repeat."""
         return f"{self.replica}@{self.epoch}"
 
 
 class LeaseTable:
-    """Table of all live leases; times are seconds of one monotonic clock."""
+    """Table of all live leases and of the newest lease epoch of each replica.
+
+    Times are seconds of one monotonic clock, passed in.
+    """
 
     def __init__(
         self, ttl_s: float, epochs: Mapping[str, int] | None = None, floor: int = 0
     ) -> None:
-        """floor: epochs up to it count as used, for any replica: it is unknown which were."""
+        """Begin with the stored epochs by replica.
+
+        floor: epochs up to it count as used for every replica.
+        """
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}; a lease needs a time to live above 0")
         self.ttl_s = ttl_s
@@ -193,26 +198,29 @@ class LeaseTable:
         return self._epochs | self._reserved
 
     def leases(self) -> tuple[Lease, ...]:
-        """Return all leases that were not yet ended or collected by `expire`."""
+        """Return all leases that were not ended; expired ones remain until `expire` is called."""
         return tuple(self._leases.values())
 
     def held(self, replica: str) -> Lease | None:
-        """Return the replica's lease, run out or not, until it was ended or collected."""
+        """Return the replica's lease until it is ended, even if it has expired; None without
+        one.
+        """
         return self._leases.get(replica)
 
     def live(self, replica: str, now_s: float) -> Lease | None:
-        """Return the replica's lease unless it has run out."""
+        """Return the replica's lease, None if it has none or the lease has expired."""
         lease = self._leases.get(replica)
         return lease if lease is not None and now_s < lease.expires_s else None
 
     def believes(self, replica: str, seen_epoch: int) -> bool:
-        """Return True if a node can have seen that epoch of the replica."""
+        """Return True if an epoch that a node reports is plausible: at most 2^20 ahead."""
         return 0 <= seen_epoch <= min(MAX_EPOCH - 1, self._newest(replica) + MAX_EPOCH_LEAD)
 
     def proposed(self, replica: str, seen_epoch: int = 0) -> int:
-        """Return the epoch of the replica's next lease, greater than `seen_epoch` of its node too.
+        """Return the epoch for the replica's next lease, to be stored and then reserved.
 
-        Raises StaleEpoch for an implausible epoch, LeaseError for too many replicas.
+        It is greater than all used ones and than `seen_epoch`, which the replica's node reports.
+        Raises StaleEpoch for an implausible `seen_epoch`, LeaseError for too many replicas.
         """
         if replica not in self._epochs and len(self._epochs) >= MAX_REPLICAS:
             raise LeaseError(
@@ -226,18 +234,19 @@ class LeaseTable:
         return max(self._newest(replica), seen_epoch) + 1
 
     def reserve(self, replica: str, epoch: int) -> None:
-        """Record that the epoch is persisted: the next lease may be granted under it."""
+        """Record that the epoch is stored, so that the next lease may be granted under it."""
         if epoch > self._newest(replica):
             self._reserved[replica] = epoch
 
     def reserved(self, replica: str, seen_epoch: int = 0) -> bool:
-        """Return True if a lease can be granted now, under an epoch that the node has not seen."""
+        """Return True if an epoch greater than `seen_epoch` is stored and not used yet."""
         return self._reserved.get(replica, 0) > seen_epoch
 
     def grant(self, job: str, replica: str, now_s: float, *, seen_epoch: int = 0) -> Lease:
-        """Lease `replica` to `job` under the reserved epoch, greater than `seen_epoch` of its node.
+        """Grant and return a lease of the replica to the job, under the reserved epoch.
 
-        Raises LeaseHeld while another lease of the replica lives, StaleEpoch without such an epoch.
+        Raises LeaseHeld while another lease of the replica lives, StaleEpoch if no epoch greater
+        than `seen_epoch` is reserved.
         """
         held = self.live(replica, now_s)
         if held is not None:
@@ -248,9 +257,10 @@ class LeaseTable:
         return self._begin(Lease(job, replica, epoch, now_s + self.ttl_s))
 
     def adopt(self, job: str, replica: str, epoch: int, left_s: float, now_s: float) -> Lease:
-        """Take over a lease that was granted under the newest persisted epoch, before a restart.
+        """Return a lease that was granted before a restart, entered under its own newest epoch.
 
-        Raises LeaseHeld while another lease of the replica lives, StaleEpoch for another epoch.
+        It expires after `left_s`, at most `ttl_s`. Raises LeaseHeld while another lease of the
+        replica lives, StaleEpoch for another epoch than the newest.
         """
         held = self.live(replica, now_s)
         if held is not None:
@@ -260,9 +270,9 @@ class LeaseTable:
         return self._begin(Lease(job, replica, epoch, now_s + min(left_s, self.ttl_s)))
 
     def renew(self, replica: str, epoch: int, now_s: float) -> Lease:
-        """Let the lease live for another TTL from now, under its epoch.
+        """Return the lease, extended to `ttl_s` from now under the same epoch.
 
-        Raises StaleEpoch for a lease that is over, releasing or of another epoch.
+        Raises StaleEpoch for a lease that has ended, is releasing or has another epoch.
         """
         lease = self._expect(replica, epoch, now_s)
         if lease.state is not LeaseState.ACTIVE:
@@ -272,24 +282,24 @@ class LeaseTable:
         return renewed
 
     def begin_release(self, replica: str, epoch: int, now_s: float) -> Lease:
-        """Ask for the replica back; it stays taken until `released`, `revoke` or expiry.
+        """Set the lease to RELEASING and return it; it holds the replica until it ends.
 
-        Asking again changes nothing. Raises StaleEpoch as `renew` does.
+        Repeating this changes nothing. Raises StaleEpoch if the live lease is of another epoch.
         """
         lease = replace(self._expect(replica, epoch, now_s), state=LeaseState.RELEASING)
         self._leases[replica] = lease
         return lease
 
     def released(self, replica: str, epoch: int) -> Lease:
-        """The node drained the replica. Raises StaleEpoch for any but the lease of `epoch`."""
+        """End and return a lease whose replica was drained. Raises StaleEpoch for another epoch."""
         return self._end(replica, epoch)
 
     def revoke(self, replica: str, epoch: int) -> Lease:
-        """The node took the replica back. Raises StaleEpoch for any but the lease of `epoch`."""
+        """End and return a lease that was taken back. Raises StaleEpoch for another epoch."""
         return self._end(replica, epoch)
 
     def expire(self, now_s: float) -> tuple[Lease, ...]:
-        """End and return every lease that has run out; expiry means revoked."""
+        """End and return all leases that have expired."""
         if now_s < self._none_over_until_s:
             return ()
         over = tuple(lease for lease in self._leases.values() if now_s >= lease.expires_s)
@@ -326,7 +336,7 @@ def _refusal(replica: str, epoch: int, lease: Lease | None) -> str:
 
 
 class HarvestMode(StrEnum):
-    """Mode of lending, from nothing to all offers."""
+    """Mode of lending guests, the strictest first: end, drain, hold, or lend."""
 
     OFF = "off"
     HOLD_AND_DRAIN = "hold_and_drain"
@@ -338,7 +348,7 @@ _STRICTEST_FIRST = tuple(HarvestMode)
 
 
 def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
-    """Return the mode of the two that lends less."""
+    """Return the one of two modes that lends less."""
     # Called for every replica at every turn, and mostly nothing is against lending.
     if one is other or other is HarvestMode.ACTIVE:
         return one
@@ -349,9 +359,10 @@ def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
 
 @dataclass(frozen=True, slots=True)
 class HarvestPlan:
-    """Changes that follow from the modes now.
+    """Changes of leases that the modes allow now: offers that may be leased, leases to renew and to
+    release.
 
-    A lease in no field is being released, or has no live offer and runs out.
+    A lease in none of these is being released already, or has no live offer and expires.
     """
 
     lease: tuple[Offer, ...]
@@ -360,9 +371,10 @@ class HarvestPlan:
 
 
 class HarvestModes:
-    """The operator's stop: the cluster's mode and those of single replicas; the stricter holds.
+    """The operator's stop: a mode of the cluster, and modes of single replicas.
 
-    Stricter wins so that a forgotten permission for one replica never defeats a cluster-wide stop.
+    The stricter of both holds, so that a forgotten permission for one replica never defeats a
+    cluster-wide stop.
     """
 
     def __init__(
@@ -375,11 +387,11 @@ class HarvestModes:
 
     @property
     def overrides(self) -> dict[str, HarvestMode]:
-        """Modes of single replicas, as set."""
+        """Copy of the modes that were set for single replicas."""
         return dict(self._overrides)
 
     def set_mode(self, mode: HarvestMode, replica: str | None = None) -> None:
-        """Set the cluster's mode, or that of one replica; ACTIVE for a replica clears its entry."""
+        """Set the cluster's mode, or one replica's; ACTIVE removes a replica's own mode."""
         if replica is None:
             self.mode = mode
         elif mode is HarvestMode.ACTIVE:
@@ -388,6 +400,6 @@ class HarvestModes:
             self._overrides[replica] = mode
 
     def mode_of(self, replica: str) -> HarvestMode:
-        """Return the mode that holds for a guest."""
+        """Return the mode that holds for a guest: the stricter of the cluster's and its own."""
         own = self._overrides.get(replica)
         return self.mode if own is None else stricter(self.mode, own)

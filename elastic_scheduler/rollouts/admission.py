@@ -26,10 +26,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """At most `max_versions` behind; 0 is synchronous training.
-
-    Batch t is the one that turns version t into version t + 1.
-    """
+    """Limit on age: tokens are at most `max_versions` behind; 0 is synchronous training."""
 
     max_versions: int
 
@@ -38,11 +35,11 @@ class StalenessBound:
             raise ValueError(f"max_versions is {self.max_versions}; give 0 or more")
 
     def oldest(self, current: int) -> int:
-        """Return the oldest version whose tokens may still be trained on at `current`."""
+        """Return the oldest version whose tokens may be trained on from version `current`."""
         return max(0, current - self.max_versions)
 
     def admits_token(self, token_version: int, current: int) -> bool:
-        """Return True if a token of `token_version` may be trained on at `current`."""
+        """Return True if a token of `token_version` may be trained on from version `current`."""
         return token_version >= self.oldest(current)
 
 
@@ -54,7 +51,7 @@ class _Turn:
 
 
 class GroupAge:
-    """The oldest policy version behind one group's tokens."""
+    """Oldest policy version among the tokens of one group's running and ended turns."""
 
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
@@ -63,30 +60,30 @@ class GroupAge:
 
     @property
     def oldest(self) -> int | None:
-        """None while no turn was sent."""
+        """Oldest version of the group's tokens, None while no turn was sent."""
         running = [turn.oldest for turn in self._turns.values()]
         return min([*running, *self._came.values()], default=None)
 
     def begin_turn(self, sample: int, presumed: int) -> int:
-        """Begin a turn of a sample; return its number."""
+        """Record a sent turn, presumed to be of version `presumed`; return the turn's number."""
         self._begun += 1
         self._turns[self._begun] = _Turn(sample, presumed)
         return self._begun
 
     def stamp(self, turn: int, version: int) -> None:
-        """Record tokens of `version` in a running turn."""
+        """Record that a running turn got tokens of `version`, which replaces the presumed one."""
         row = self._turns[turn]
         row.oldest = min(row.oldest, version) if row.stamped else version
         row.stamped = True
 
     def end_turn(self, turn: int) -> None:
-        """End a turn, with or without tokens; nothing is left of one that was dropped."""
+        """Record the end of a turn; one without tokens, or unknown, leaves nothing."""
         row = self._turns.pop(turn, None)
         if row is not None and row.stamped:
             self._came[row.sample] = min(row.oldest, self._came.get(row.sample, row.oldest))
 
     def forget(self, sample: int) -> None:
-        """Drop the tokens of a sample, which is tried anew."""
+        """Delete the versions and turns of a sample, which is tried again."""
         self._came.pop(sample, None)
         for number in [number for number, row in self._turns.items() if row.sample == sample]:
             del self._turns[number]
@@ -94,7 +91,7 @@ class GroupAge:
 
 @dataclass(frozen=True, slots=True)
 class TurnTicket:
-    """Turn `number` of a group may start; its tokens must be of `min_version` or newer."""
+    """Permission for turn `number` of a group; its tokens must be of `min_version` or newer."""
 
     number: int
     min_version: int
@@ -102,7 +99,7 @@ class TurnTicket:
 
 @dataclass(frozen=True, slots=True)
 class TakenGroup:
-    """A group that is trained on now; `oldest_version` of its tokens, None without any."""
+    """Group to train on now, by number, with its oldest token's version, None without tokens."""
 
     number: int
     oldest_version: int | None
@@ -118,7 +115,11 @@ class _AdmittedGroup:
 
 
 class StalenessAdmission:
-    """Staleness admission of one job, its groups by number; `published` is its newest version."""
+    """Admission of groups so that none is too old when trained on; `published` is the newest
+    version.
+
+    Groups go by number, which the caller chooses.
+    """
 
     def __init__(self, bound: StalenessBound, groups_per_step: int, published: int = 0) -> None:
         if groups_per_step < 1:
@@ -133,23 +134,23 @@ class StalenessAdmission:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be running or ready at once."""
+        """Most groups that may be running or ready at once."""
         return (self._bound.max_versions + 1) * self._groups_per_step
 
     @property
     def room(self) -> int:
-        """Groups that may start now."""
+        """Number of groups that may start now."""
         return self.capacity - self._kept - len(self._line) - self._training
 
     @property
     def ready(self) -> int:
-        """Groups that are complete and not yet taken."""
+        """Number of groups that are complete and not yet taken."""
         return self._ready
 
     def start(self, group: int, *, kept: bool = False, spare: bool = False) -> None:
-        """Begin a group. A `spare` one takes no room: it finishes in place of another, if at all.
+        """Start a group. spare: it takes no room until it finishes in place of another group.
 
-        Raises ValueError if it runs already or there is no room: it would be too old.
+        kept: a step waits for it. Raises ValueError if the group runs already or there is no room.
         """
         if group in self._groups:
             raise ValueError(f"group {group} is running already")
@@ -164,7 +165,9 @@ class StalenessAdmission:
         self._line_up(entry)
 
     def begin_turn(self, group: int, sample: int) -> TurnTicket:
-        """Record that a turn of a running group is sent now."""
+        """Record that a running group sends a turn; return its ticket with the oldest version
+        allowed.
+        """
         entry = self._groups[group]
         min_version = self._min_version(entry)
         # A group that a step waits for must not turn out older than assumed.
@@ -172,7 +175,10 @@ class StalenessAdmission:
         return TurnTicket(entry.age.begin_turn(sample, presumed), min_version)
 
     def stamp(self, group: int, turn: int, version: int) -> bool:
-        """Record tokens of `version` in a turn; return False if the group aged out by that."""
+        """Record the version of a turn's tokens; return False if the group became too old.
+
+        A group that is too old is removed.
+        """
         entry = self._groups[group]
         entry.age.stamp(turn, version)
         if self._in_time(entry):
@@ -184,11 +190,11 @@ class StalenessAdmission:
         self._groups[group].age.end_turn(turn)
 
     def forget(self, group: int, sample: int) -> None:
-        """Drop the tokens of a sample that is tried anew."""
+        """Delete the token versions of a sample that is tried again."""
         self._groups[group].age.forget(sample)
 
     def finish(self, group: int) -> None:
-        """Record that all members are complete."""
+        """Record that all samples of a group are complete, so that `take` may return it."""
         entry = self._groups[group]
         assert not entry.ready, f"group {group} is complete already"
         self._ready += 1
@@ -199,11 +205,14 @@ class StalenessAdmission:
         assert self.room >= 0, "more groups are ready than may be trained on in time"
 
     def drop(self, group: int) -> None:
-        """Drop a group that the job gave up."""
+        """Remove a group that is given up."""
         self._remove(group)
 
     def publish(self, version: int) -> tuple[int, ...]:
-        """Record a newer version; return the groups that aged out: cancel all their turns."""
+        """Record a newer version; remove and return the groups that became too old.
+
+        Raises ValueError for an older version.
+        """
         if version < self.published:
             raise ValueError(f"version {version} is older than {self.published}; versions grow")
         if version > self.published:
@@ -214,9 +223,9 @@ class StalenessAdmission:
         return old
 
     def take(self, *, rest: bool = False) -> tuple[TakenGroup, ...]:
-        """Return a step's groups: kept ones, then the oldest; empty while it must wait.
+        """Remove and return a step's groups: kept ones, then the oldest; () while it must wait.
 
-        rest: nothing runs and nothing will start, so that a smaller step is one too.
+        rest: no group runs or will start, so that a smaller step is returned too.
         """
         self._training = 0
         if not rest and self._ready < self._groups_per_step:
@@ -245,14 +254,14 @@ class StalenessAdmission:
             del self._line[bisect_left(self._line, entry.began)]
 
     def _line_up(self, entry: _AdmittedGroup) -> None:
-        """Give a group its room from now on."""
+        """Count a group's room from now on."""
         if entry.kept:
             self._kept += 1
         elif not entry.spare:
             insort(self._line, entry.began)
 
     def _min_version(self, entry: _AdmittedGroup) -> int:
-        """Return the oldest version that can still be in time at the group's place in the line."""
+        """Return the oldest version that is still recent enough when the group's turn comes."""
         if entry.kept:
             return self._oldest(entry)
         ahead = self._training + self._kept + bisect_left(self._line, entry.began)
@@ -274,7 +283,7 @@ class StalenessAdmission:
         return False
 
     def _oldest(self, entry: _AdmittedGroup) -> int:
-        """Return the version of the first token of a group without tokens."""
+        """Return the oldest version of the group's tokens, the published one without tokens."""
         oldest = entry.age.oldest
         return self.published if oldest is None else oldest
 

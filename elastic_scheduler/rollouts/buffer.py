@@ -38,9 +38,10 @@ from elastic_scheduler.rollouts.admission import (
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Action: start `samples` of each prompt.
+    """Action of a batch policy: start `samples` of each prompt in `prompts` and `spares`.
 
-    `spares` stand by: as many prompts finish as are in `prompts`, in any order.
+    As many prompts as are in `prompts` need to finish, whichever they are. is_long: the round has
+    no spares and runs deferred prompts to their ends.
     """
 
     prompts: tuple[int, ...]
@@ -51,47 +52,54 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """Action: train on `delivered`; cancel `deferred`, whose prompts wait for a later round."""
+    """Action of a batch policy: train on `delivered`; cancel `deferred` until a later round."""
 
     delivered: tuple[int, ...]
     deferred: tuple[int, ...] = ()
 
 
 class BatchPolicy(Protocol):
-    """Policy of batches: which prompts start together, and when finished ones are trained on."""
+    """Policy that decides which prompts start together, and when finished ones are trained on."""
 
     @property
     def waiting(self) -> int:
-        """Prompts that have not started or must start anew."""
+        """Number of prompts that have not started, or must start again."""
         ...
 
     def add(self, prompt: int) -> None:
-        """Add a prompt to be trained on; numbers must not repeat."""
+        """Add a prompt, by a number that was not used before."""
         ...
 
     def put_back(self, prompt: int) -> None:
-        """Put a started prompt back that aged out: it starts anew before others."""
+        """Queue a started prompt again whose samples became too old; it starts before others."""
         ...
 
     def wanted(self, room: int) -> int:
-        """Return the number of further prompts that could start now."""
+        """Return the number of prompts that the policy could take now, with room for `room`
+        groups.
+        """
         ...
 
     def begin(self, room: int, *, last: bool) -> Round | None:
-        """Return the starts with room for this many groups. last: no more prompts will come."""
+        """Return the next prompts to start, None if none may; room: groups that may start.
+
+        last: no more prompts will be added.
+        """
         ...
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """Record a prompt with all its samples; return the groups to train on by that."""
+        """Record that a prompt has all its samples; return prompts to train on now, None if
+        none.
+        """
         ...
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """Drop a running prompt; return the groups to train on by that."""
+        """Remove a running prompt; return prompts to train on now because of that, None if none."""
         ...
 
 
 class PromptQueue:
-    """First come, first started; every finished prompt is delivered."""
+    """Batch policy that starts prompts one by one in order and delivers each when it finishes."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -111,25 +119,25 @@ class PromptQueue:
         return max(0, room - len(self._queue))
 
     def begin(self, room: int, *, last: bool) -> Round | None:
-        """Start one prompt at a time."""
+        """Return the next prompt alone, None without a prompt or room."""
         del last
         if room < 1 or not self._queue:
             return None
         return Round((self._queue.popleft(),), self._samples)
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """Deliver it: no prompt waits for another one."""
+        """Return the prompt itself as delivered."""
         return RoundDone((prompt,))
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """Drop it: no other prompt waits for this one."""
+        """Return None: no other prompt waits for a dropped one."""
         del prompt
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class TailPlan:
-    """The share of prompts, and of samples of each, that a short round starts beyond its need."""
+    """Extra shares of a short round: prompts, and samples of each, started beyond the need."""
 
     more_prompts: float = 0.25
     more_samples: float = 0.25
@@ -140,7 +148,11 @@ class TailPlan:
 
 
 class TailBatcher:
-    """Forms rounds of `prompts` (a step's) with `samples` each, one round at a time."""
+    """Batch policy that defers slow prompts to long rounds; one round runs at a time.
+
+    A round has a step's `prompts` with `samples` each. A short round starts spares and ends with
+    the first prompts that finish; the others wait for a long round, which has no spares.
+    """
 
     def __init__(self, plan: TailPlan, prompts: int, samples: int) -> None:
         if min(prompts, samples) < 1:
@@ -168,7 +180,9 @@ class TailBatcher:
         self._fresh.append(prompt)
 
     def put_back(self, prompt: int) -> None:
-        """Put an aged-out prompt back: into its round if that still runs, else into the next."""
+        """Queue a too old prompt again: in its round if that still runs, else for the next
+        round.
+        """
         if prompt in self._members:
             self._members[prompt] = False
             self._again.append(prompt)
@@ -176,17 +190,17 @@ class TailBatcher:
             self._fresh.appendleft(prompt)
 
     def wanted(self, room: int) -> int:
-        """Return the number of further prompts that a round could start with."""
+        """Return the number of further prompts that the next round needs; 0 while a round runs."""
         need = self._need(room)
         if self._round is not None or len(self._deferred) >= need:
             return 0
         return max(0, _more(need, self._plan.more_prompts) - len(self._fresh))
 
     def begin(self, room: int, *, last: bool = False) -> Round | None:
-        """Return the prompts of the running round that aged out, or the next round.
+        """Return a too old prompt of the running round to start again, else the next round.
 
-        None while a round runs or prompts are missing. last: no more prompts will come, so that the
-        rest runs to its end. A round fills up a step if ready groups are too few for one.
+        Returns None while a round runs or prompts are missing. last: no more prompts will be added,
+        so the rest runs as a long round. A round has as many prompts as the step still needs.
         """
         need = self._need(room)
         if self._again:
@@ -212,12 +226,14 @@ class TailBatcher:
         return self._round
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """Record a prompt with its samples; return the round's end if it was the last needed."""
+        """Record a prompt with its samples; return the round's end if it was the last one
+        needed.
+        """
         self._members[prompt] = True
         return self._end()
 
     def drop(self, prompt: int) -> RoundDone | None:
-        """Drop a prompt of the round; the round may end by that."""
+        """Remove a prompt of the round; return the round's end if no other is needed, else None."""
         del self._members[prompt]
         return self._end()
 
@@ -239,12 +255,12 @@ class TailBatcher:
         return Round((prompt,), self._round.samples, (), self._round.is_long)
 
     def _need(self, room: int) -> int:
-        """Return the prompts that the next round must finish: ready groups leave room in steps."""
+        """Return the number of prompts that the next round must finish to fill up a step."""
         return 0 if room < 1 else room % self._prompts or self._prompts
 
 
 def _more(count: int, share: float) -> int:
-    """Return `count` and a share of it, rounded up; the share may be off in binary."""
+    """Return `count` and a share of it, rounded up; tolerate binary rounding of the share."""
     return count + math.ceil(count * share - 1e-9)
 
 
@@ -258,7 +274,10 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """`life`: how often the prompt was started; `attempt`: how often this sample in that life."""
+    """One episode: try number `attempt` at sample number `sample` of a prompt.
+
+    life: number of earlier starts of the prompt.
+    """
 
     prompt: int
     life: int
@@ -267,18 +286,18 @@ class SampleRun:
 
     @property
     def group(self) -> str:
-        """A name that all samples of this life of the prompt share, and no others."""
+        """Name that all samples of this start of the prompt share, and no others."""
         return f"{self.prompt}.{self.life}"
 
     @property
     def name(self) -> str:
-        """A name that no other run has."""
+        """Name of this run, which no other run has."""
         return f"{self.group}.{self.sample}.{self.attempt}"
 
 
 @dataclass(slots=True)
 class GroupSamples(Generic[T]):
-    """A prompt's samples in one life: `need` of those that were started."""
+    """Samples of one started prompt: running ones, finished ones, and the number needed."""
 
     need: int
     runs: dict[int, SampleRun]
@@ -286,29 +305,30 @@ class GroupSamples(Generic[T]):
 
     @property
     def complete(self) -> bool:
-        """True if it has the samples it needs."""
+        """True if as many samples finished as are needed."""
         return len(self.done) >= self.need
 
     @property
     def hopeless(self) -> bool:
-        """True if too many samples were lost."""
+        """True if finished and running samples together are fewer than needed."""
         return len(self.done) + len(self.runs) < self.need
 
     def is_live(self, run: SampleRun) -> bool:
-        """Return True if the run is still wanted."""
+        """Return True if the run belongs to the group and has not ended."""
         return self.runs.get(run.sample) == run
 
     def values(self) -> tuple[T, ...]:
-        """Return the samples' results, by index."""
+        """Return the finished samples' results, by sample index."""
         return tuple(self.done[sample] for sample in sorted(self.done))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step trains on `groups` prompts with `samples` trajectories each, all within `bound`.
+    """Settings of training steps: `groups` prompts with `samples` trajectories each.
 
-    concurrency: episodes that run at once. retries: of a sample whose episode failed; then its
-    group is dropped. restarts: how often a prompt may age out before steps wait for it.
+    bound: limit on versions that a token may be behind. concurrency: episodes that run at once.
+    retries: retries of a failed sample before its group is dropped. restarts: times that a prompt
+    may start again for age before steps wait for it. tail: rounds for slow prompts, None for none.
     """
 
     groups: int
@@ -326,7 +346,7 @@ class StepPlan:
             raise ValueError("StepPlan: retries and restarts of at least 0")
 
     def line(self) -> BatchPolicy:
-        """Return an empty line of prompts: rounds if the tail is batched, else a queue."""
+        """Return a new, empty batch policy: TailBatcher if `tail` is set, else PromptQueue."""
         if self.tail is None:
             return PromptQueue(self.samples)
         return TailBatcher(self.tail, self.groups, self.samples)
@@ -334,10 +354,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup(Generic[P, T]):
-    """One prompt's trajectories, by sample index.
+    """Trajectories of one prompt, by sample index.
 
-    `oldest_version` is that of its oldest token, None without tokens; `restarts` counts how often
-    the prompt aged out before.
+    oldest_version: policy version of their oldest token, None without tokens. restarts: times that
+    the prompt was started again because its samples were too old.
     """
 
     prompt: P
@@ -348,7 +368,7 @@ class TrainingGroup(Generic[P, T]):
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup(Generic[P]):
-    """A prompt that is not trained on: a sample's episode failed, the last time with `error`."""
+    """Prompt that is not trained on since a sample failed too often, with the last error."""
 
     prompt: P
     error: BaseException
@@ -356,9 +376,9 @@ class DroppedGroup(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep(Generic[P, T]):
-    """Train from policy `version`: every token of every group is within the bound there.
+    """Groups to train on from policy `version`; all their tokens are recent enough for it.
 
-    dropped: prompts given up since the step before. Fewer groups than planned, or none: the
+    dropped: prompts given up since the last step. Fewer groups than planned, or none, mean that the
     prompts are used up.
     """
 
@@ -369,10 +389,10 @@ class TrainingStep(Generic[P, T]):
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """Counts of groups; they only grow.
+    """Counts since the start; they only grow. trained, dropped, aged_out, deferred: groups.
 
-    trained: returned in a step. dropped. aged out: begun anew because the policy moved on.
-    deferred: moved to a long round. retried: samples.
+    aged_out: started again since their tokens became too old. deferred: moved to a long round.
+    retried: failed samples that were tried again.
     """
 
     trained: int = 0
@@ -384,7 +404,10 @@ class RolloutCounts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """A rollout buffer now; the last five are its `RolloutCounts`."""
+    """State of a rollout buffer: numbers of prompts, groups and samples by state now.
+
+    The last five fields are its `RolloutCounts`.
+    """
 
     version: int
     prompts_waiting: int
@@ -401,14 +424,14 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True)
 class StartRun:
-    """Action: play this episode."""
+    """Action of the rollout buffer: play this episode."""
 
     run: SampleRun
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """Action: end this episode, whose result is void. Its end is still to be reported."""
+    """Action of the rollout buffer: cancel this episode, and report its end all the same."""
 
     run: SampleRun
 
@@ -421,10 +444,14 @@ class _Prompt(Generic[P]):
 
 
 class RolloutBuffer(Generic[P, T]):
-    """One trainer's rollout buffer. `P` is a prompt, `T` an episode's result."""
+    """One trainer's buffer of rollouts: starts episodes and gathers them into training steps.
+
+    `P` is a prompt, `T` an episode's result. Its driver carries out `actions` and reports the end
+    of each run.
+    """
 
     def __init__(self, plan: StepPlan, version: int = 0) -> None:
-        """version: the newest one at the start."""
+        """Begin without prompts. version: newest policy version at the start."""
         self._plan = plan
         self._admission = StalenessAdmission(plan.bound, plan.groups, version)
         self._line = plan.line()
@@ -444,50 +471,53 @@ class RolloutBuffer(Generic[P, T]):
 
     @property
     def wanted(self) -> int:
-        """Prompts that could start now, if there were any."""
+        """Number of prompts that could start now, if they were added; 0 after `end`."""
         if self._ended or self._unseen >= self._plan.groups:
             return 0
         return self._line.wanted(self._admission.room)
 
     @property
     def exhausted(self) -> bool:
-        """True if every prompt was returned, and no more will come."""
+        """True after `end` once every prompt was returned in a step, trained on or dropped."""
         return self._ended and not self._prompts and not self._dropped
 
     def actions(self) -> tuple[StartRun | CancelRun, ...]:
-        """Return the actions since the last call, in order."""
+        """Return the actions that arose since the last call, in order."""
         actions, self._actions = tuple(self._actions), []
         return actions
 
     def add(self, prompt: P) -> None:
-        """Add a prompt to be trained on once."""
+        """Add a prompt to be trained on once; adding an equal one trains on it twice."""
         self._prompts[self._added] = _Prompt(prompt)
         self._line.add(self._added)
         self._added += 1
         self._fill()
 
     def end(self) -> None:
-        """Record that no more prompts will come."""
+        """Record that no more prompts will be added, so that the last step may be smaller."""
         self._ended = True
         self._fill()
 
     def prompt_of(self, run: SampleRun) -> P:
-        """Return the prompt of a run that is to be started."""
+        """Return the prompt of a run. Raises KeyError once the prompt was returned."""
         return self._prompts[run.prompt].value
 
     def is_live(self, run: SampleRun) -> bool:
-        """Return True if the run is still wanted; else it is void."""
+        """Return True if the run's result is still wanted."""
         group = self._groups.get(run.prompt)
         return group is not None and group.is_live(run)
 
     def begin_turn(self, run: SampleRun) -> TurnTicket | None:
-        """Begin a turn of the run; None: the run is void, send nothing."""
+        """Return a ticket for the run's next turn; None if the run is void: send nothing."""
         if not self.is_live(run):
             return None
         return self._admission.begin_turn(run.prompt, run.sample)
 
     def stamp(self, run: SampleRun, turn: int, version: int) -> bool:
-        """Record tokens of `version` in a turn; False: they and the run are void."""
+        """Record the policy version of a turn's tokens; return False if the run is void.
+
+        A version that is too old voids the group, whose prompt starts again.
+        """
         if not self.is_live(run):
             return False
         if self._admission.stamp(run.prompt, turn, version):
@@ -502,7 +532,7 @@ class RolloutBuffer(Generic[P, T]):
             self._admission.end_turn(run.prompt, turn)
 
     def finished(self, run: SampleRun, value: T) -> None:
-        """Record that the episode returned `value`."""
+        """Record that the episode returned `value`; a void run's value is ignored."""
         self._running.discard(run)
         if self.is_live(run):
             group = self._groups[run.prompt]
@@ -516,7 +546,10 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
 
     def failed(self, run: SampleRun, error: BaseException) -> None:
-        """Record that the episode raised `error`, or ended because it was to be cancelled."""
+        """Record that the episode raised `error`: retry the sample, or drop its group.
+
+        A void run's error is ignored.
+        """
         self._running.discard(run)
         if self.is_live(run):
             self._admission.forget(run.prompt, run.sample)
@@ -533,13 +566,16 @@ class RolloutBuffer(Generic[P, T]):
         self._fill()
 
     def publish(self, version: int) -> None:
-        """Record a newer version. Raises ValueError if it is older than the last."""
+        """Record a newer policy version, and start groups again that are now too old.
+
+        Raises ValueError for a version older than the last.
+        """
         for prompt in self._admission.publish(version):
             self._age_out(prompt)
         self._fill()
 
     def take(self) -> TrainingStep[P, T] | None:
-        """Return the groups of a step; None while it must wait, or when all are returned."""
+        """Return the next training step, None while it is not complete or when all are returned."""
         rest = self._ended and not self._line.waiting and len(self._groups) == self._admission.ready
         taken = self._admission.take(rest=rest)
         if not taken and not (rest and self._dropped):
@@ -553,9 +589,10 @@ class RolloutBuffer(Generic[P, T]):
         return step
 
     def trouble(self) -> DroppedGroup[P] | None:
-        """Return the last of a step's worth of groups dropped while no step was complete.
+        """Return the newest dropped group once a step's worth was dropped without a step, else
+        None.
 
-        Nothing new starts until this is called. The next step has the groups.
+        Until this is called nothing new starts. The next step lists the dropped groups too.
         """
         if self._unseen < self._plan.groups:
             return None
@@ -564,7 +601,7 @@ class RolloutBuffer(Generic[P, T]):
         return self._dropped[-1]
 
     def progress(self) -> RolloutProgress:
-        """Return the state of all groups."""
+        """Return the numbers of prompts, groups and samples by state now."""
         ready = self._admission.ready
         return RolloutProgress(
             version=self.version,
@@ -577,7 +614,7 @@ class RolloutBuffer(Generic[P, T]):
         )
 
     def _fill(self) -> None:
-        """Start the groups that may start."""
+        """Start all groups and runs that may start."""
         while self._unseen < self._plan.groups:
             begun = self._line.begin(self._admission.room, last=self._ended)
             if begun is None:
