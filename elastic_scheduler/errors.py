@@ -14,20 +14,20 @@ class SchedulerError(Exception):
 
 
 class LeaseError(SchedulerError):
-    """A lease cannot be granted, renewed or ended as asked."""
+    """Error of a lease that cannot be granted, renewed or ended as asked."""
 
 
 class LeaseHeld(LeaseError):  # noqa: N818 - a state, as in the tree above
-    """The replica has a live lease: release or revoke it first."""
+    """Error of a grant: the replica has a live lease, to be released or revoked first."""
 
 
 class StaleEpoch(LeaseError):  # noqa: N818 - a state, as in the tree above
-    """The epoch is not that of the replica's live lease: the caller acts on an old one."""
+    """Error of a lease call whose epoch is not the replica's live lease's, or not usable."""
 
 
 class PolicyError(SchedulerError):
-    """A capacity policy cannot be used: the line has the field's path, and what to do."""
+    """Error of a capacity policy; its line has the field's path, and what to do."""
 
 
 class JournalError(SchedulerError):
-    """A replica sent more tokens than the turn may have, or an answer without a logprob each."""
+    """Error of a turn: its replica sent too many tokens or logprobs, or the turn is over."""

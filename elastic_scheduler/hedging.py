@@ -21,7 +21,9 @@ COPIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """Start copy `copy` of `member`; `saves_s` is what the group is expected to gain."""
+    """Action: start copy `copy` of a group's member; saves_s: seconds that the group should
+    gain.
+    """
 
     member: str
     copy: int
@@ -30,7 +32,7 @@ class Hedge:
 
 @dataclass(frozen=True, slots=True)
 class Won:
-    """Deliver this copy's answer; cancel the others."""
+    """Action: deliver the answer of this copy of a member, and cancel its other copies."""
 
     member: str
     copy: int
@@ -39,7 +41,7 @@ class Won:
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """A member still running: seconds that its best copy needs, and that a new copy would need."""
+    """Running member of a group: seconds that it still needs, and that a new copy would need."""
 
     member: str
     left_s: float
@@ -54,7 +56,10 @@ class _Member:
 
 
 class HedgedGroup:
-    """One group's members and their copies; delivers each member exactly once."""
+    """Group of samples trained on together, whose slowest member may get a second copy.
+
+    Each member's answer is delivered exactly once.
+    """
 
     def __init__(self, members: tuple[str, ...], max_hedges: int = 1) -> None:
         if not members or len(set(members)) < len(members) or max_hedges < 0:
@@ -64,31 +69,34 @@ class HedgedGroup:
 
     @property
     def complete(self) -> bool:
-        """True if every member was delivered."""
+        """True if every member's answer was delivered."""
         return all(member.done for member in self._members.values())
 
     @property
     def may_hedge(self) -> bool:
-        """True if a copy may be started at all: some are left, and the rest is the tail."""
+        """True if a copy may be started: some are left, and half of the members are done."""
         done = sum(member.done for member in self._members.values())
         return self._hedges_left > 0 and done >= DONE_SHARE * len(self._members)
 
     def restart(self, member: str) -> None:
-        """Start the member anew, which ended without an answer; its copies stay spent."""
+        """Start a member again that ended without an answer; copies that were started still
+        count.
+        """
         entry = self._members[member]
         if not entry.done:
             entry.live, entry.begun = {0}, 1
 
     def is_done(self, member: str) -> bool:
-        """Return True if the member was delivered."""
+        """Return True if the member's answer was delivered."""
         return self._members[member].done
 
     def consider(self, running: tuple[MemberView, ...], free_places: int) -> Hedge | None:
-        """Return the copy to start now, or None; call it again after a change.
+        """Return the copy of a member to start now, None if none would pay; ask again after
+        changes.
 
-        Only the slowest member decides when the group is done: a copy of another saves nothing. If
-        several are about as slow, all of them have to be copied: the first one is, if there are
-        copies and places for the others too, which are requested next.
+        Only the slowest member decides when the group is done, so a copy of another saves nothing.
+        If several are about as slow, the first is copied if copies and places are left for the
+        others.
         """
         if free_places < 1 or not self.may_hedge:
             return None
@@ -115,7 +123,7 @@ class HedgedGroup:
         return best_s
 
     def finished(self, member: str, copy: int) -> Won | None:
-        """Take a copy's whole answer; return None if the member was delivered before."""
+        """Take a copy's whole answer; return which copies to cancel, None if already delivered."""
         entry = self._members[member]
         if entry.done or copy not in entry.live:
             return None
@@ -125,9 +133,9 @@ class HedgedGroup:
         return Won(member, copy, others)
 
     def failed(self, member: str, copy: int) -> bool:
-        """End a copy without an answer; return True if it was the last one: the turn starts anew.
+        """End a copy without an answer; return True if it was the last one, to be tried again.
 
-        The member then counts as running as copy `copy` again.
+        The last copy still counts as running.
         """
         entry = self._members[member]
         if entry.done or copy not in entry.live:

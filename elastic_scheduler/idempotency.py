@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Conflict(Enum):
-    """Reason against using a request id."""
+    """Reason why a request id cannot be used."""
 
     OTHER_BODY = "the request id was used with another body"
 
@@ -22,10 +22,10 @@ class _Entry(Generic[T]):
 
 
 class IdempotencyCache(Generic[T]):
-    """Values by request id; running ones are kept, of the finished ones the newest `capacity`.
+    """Cache of values by request id: all running requests, and the newest `capacity` finished ones.
 
-    Together those have at most `capacity_bytes`; the newest one is kept however large it is. The
-    number of running ones is the caller's to bound: its queue does.
+    Finished ones together have at most `capacity_bytes`, except that the newest one is always kept.
+    The caller bounds the number of running ones.
     """
 
     def __init__(self, capacity: int, capacity_bytes: int | None = None) -> None:
@@ -39,22 +39,26 @@ class IdempotencyCache(Generic[T]):
         self._done: OrderedDict[str, int] = OrderedDict()
 
     def find(self, request_id: str, fingerprint: int) -> T | Conflict | None:
-        """Return the value of an earlier request with the same id and body; None for a new one."""
+        """Return the value of a request with this id and body, None for an unknown id.
+
+        Returns `Conflict.OTHER_BODY` for a known id with another body. fingerprint: hash of the
+        body.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
             return None
         return entry.value if entry.fingerprint == fingerprint else Conflict.OTHER_BODY
 
     def open(self, request_id: str, fingerprint: int, value: T) -> None:
-        """Record a request that has begun. Raises ValueError for an id that is known."""
+        """Add a request that begins. Raises ValueError for a known id."""
         if request_id in self._entries:
             raise ValueError(f"request {request_id} is known already; look with find() first")
         self._entries[request_id] = _Entry(fingerprint, value)
 
     def close(self, request_id: str, value: T, size_bytes: int = 0) -> None:
-        """Keep the value of an answered request until newer answers push it out.
+        """Mark a request as finished, so that newer finished ones may push it out.
 
-        Nothing happens if the id was forgotten meanwhile, or opened anew with another value.
+        Nothing happens if the id is unknown or has another value.
         """
         entry = self._entries.get(request_id)
         if entry is None or entry.value is not value:
@@ -68,7 +72,10 @@ class IdempotencyCache(Generic[T]):
             del self._entries[oldest]
 
     def forget(self, request_id: str, value: T) -> None:
-        """Forget a failed or cancelled request: the id may be used anew. Else as `close`."""
+        """Delete a failed or cancelled request, so that its id may be used again.
+
+        Nothing happens if the id is unknown or has another value.
+        """
         entry = self._entries.get(request_id)
         if entry is not None and entry.value is value:
             del self._entries[request_id]
@@ -76,7 +83,7 @@ class IdempotencyCache(Generic[T]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the finished ones."""
+        """Bytes of the finished requests' values, as given to `close`."""
         return self._bytes
 
     def _too_many(self) -> bool:

@@ -25,7 +25,7 @@ from elastic_scheduler.errors import JournalError
 
 
 class End(StrEnum):
-    """End of an attempt."""
+    """Cause of an attempt's end."""
 
     FINISHED = "finished"
     REVOKED = "revoked"
@@ -36,7 +36,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Request to a replica: continue `token_ids` by up to `max_tokens`; numbers start at 1."""
+    """Request to a replica to continue `token_ids` by up to `max_tokens`; numbers start at 1."""
 
     number: int
     token_ids: list[int]
@@ -45,7 +45,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Output tokens [start, end) came from one attempt on `replica`."""
+    """Range [start, end) of a turn's output tokens that one attempt on `replica` generated."""
 
     replica: str
     kind: str
@@ -54,9 +54,9 @@ class Segment:
 
 
 class VersionSpan(NamedTuple):
-    """Output tokens [start, end) were sampled by policy `version`.
+    """Range [start, end) of a turn's output tokens, sampled by policy `version`.
 
-    `oldest_version` of the KV that they were sampled on, if it may be older, else None.
+    oldest_version: version of the oldest KV that they were sampled on, None if it is `version`.
     """
 
     version: int
@@ -68,7 +68,7 @@ class VersionSpan(NamedTuple):
 def _stamp(
     spans: list[VersionSpan], version: int, start: int, end: int, oldest_version: int | None
 ) -> None:
-    """Add a span at the end, or extend the last one if it is equal."""
+    """Add a span at the end, or extend the last one if its versions are equal."""
     if spans:
         last_version, last_start, last_end, last_oldest = spans[-1]
         if last_end == start and last_version == version and last_oldest == oldest_version:
@@ -79,19 +79,22 @@ def _stamp(
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Action: begin another attempt elsewhere."""
+    """Action after an attempt's end: begin another attempt on another replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Action: no attempts are left; `reason` is the end of the last one."""
+    """Action after an attempt's end: fail the turn, whose attempts are used up.
+
+    reason: the end of the last attempt.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Action: the journal holds the whole turn; `finish_reason` as there."""
+    """Action after an attempt's end: return the turn, whose output is whole in the journal."""
 
     finish_reason: str
 
@@ -100,10 +103,11 @@ Outcome = Continue | Deliver | GiveUp
 
 
 class TurnJournal:
-    """State of one turn. Attempts are numbered; messages of any but the current one are dropped.
+    """Output of one turn so far, across all its attempts on different replicas.
 
-    `tokens`, `logprobs`, `versions`: of the output so far, to be read only. Spans and segments
-    cover all tokens in order, without gaps. `finish_reason` is None until the turn was delivered.
+    Attempts are numbered, and tokens of any but the current one are dropped. `tokens`, `logprobs`
+    and `versions` are for reading only; spans and segments cover all tokens without gaps.
+    finish_reason: None until the turn is delivered.
     """
 
     __slots__ = (
@@ -151,22 +155,22 @@ class TurnJournal:
 
     @property
     def attempts(self) -> int:
-        """Attempts begun so far."""
+        """Number of attempts begun so far."""
         return self._number
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self._max_tokens - len(self.tokens)
 
     @property
     def generated(self) -> int:
-        """Tokens journaled so far."""
+        """Number of output tokens so far."""
         return len(self.tokens)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Replica of each token."""
+        """Ranges of the output tokens by replica, in order."""
         ends = [*(start for _, _, start in self._segments[1:]), len(self.tokens)]
         return tuple(
             Segment(replica, kind, start, end)
@@ -175,24 +179,23 @@ class TurnJournal:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and journal together, which the next attempt has to prefill."""
+        """Number of tokens of prompt and output, which the next attempt has to prefill."""
         return self.prompt_tokens + len(self.tokens)
 
     @property
     def whole(self) -> bool:
-        """True if no token is missing, even if the final event is."""
+        """True if no token is missing, even if the replica's final event is."""
         return self._over or self._stopped or self.remaining == 0
 
     @property
     def can_begin(self) -> bool:
-        """True if another attempt is left and would have tokens to generate."""
+        """True if another attempt is allowed and would have tokens to generate."""
         return not self.whole and self._number < self._max_attempts
 
     def fork(self) -> "TurnJournal":
-        """Return a journal with the turn so far, to begin elsewhere. Raises JournalError at its
-        end.
+        """Return a second journal with the turn so far, to go on independently.
 
-        Attempts so far count for both.
+        Attempts so far count in both. Raises JournalError once the turn is over.
         """
         if self._over:
             raise JournalError("the turn is over: there is nothing to go on from")
@@ -210,9 +213,9 @@ class TurnJournal:
         return copy
 
     def restarted(self) -> "TurnJournal":
-        """Return the turn without its output; attempts so far count.
+        """Return a journal of the same turn without output; attempts so far count.
 
-        For a turn whose next token depends on its engine's state of the tokens before.
+        It is for engines whose state, besides tokens, decides the next token.
         """
         again = TurnJournal(
             self._prompt,
@@ -224,7 +227,7 @@ class TurnJournal:
         return again
 
     def begin(self, replica: str, kind: str) -> Attempt:
-        """Start the next attempt on `replica`; an attempt that was not ended is over from now on.
+        """Start the next attempt on `replica` and return its request; an earlier one is over.
 
         Raises JournalError if the turn is over or has no attempts left.
         """
@@ -242,12 +245,10 @@ class TurnJournal:
         version: int,
         oldest_version: int | None = None,
     ) -> bool:
-        """Journal one chunk, all of one policy version. Returns False if the attempt is over.
+        """Add a chunk of tokens of one policy version; return False if the attempt is over.
 
-        `oldest_version` as in `VersionSpan`.
-
-        Raises JournalError, journaling nothing, for a chunk beyond the budget or without a logprob
-        for each token.
+        oldest_version: as in `VersionSpan`. Raises JournalError, and adds nothing, for tokens
+        beyond the budget or without a logprob each.
         """
         if self._current is None or attempt != self._number:
             return False
@@ -268,9 +269,9 @@ class TurnJournal:
         return True
 
     def end(self, attempt: int, end: End, finish_reason: str = "") -> Outcome | None:
-        """End an attempt and return the next action; None if it was over already.
+        """End an attempt and return the next action, None if the attempt was over already.
 
-        `finish_reason` is the replica's own ("stop", "length"), wanted for FINISHED only.
+        finish_reason: the replica's own ("stop", "length"), used for FINISHED only.
         """
         if self._current is None or attempt != self._number:
             return None

@@ -42,7 +42,7 @@ FLEET_SHARE = 1 / 256
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as the router sees it; `usable` means leased and healthy."""
+    """Row of the router's table: a replica, its limits and rates; usable: leased and healthy."""
 
     id: str
     kind: ReplicaKind
@@ -55,7 +55,10 @@ class ReplicaView:
 
 
 class ReplicaLoad:
-    """Live turns, tokens owed to them, and measurements. Times are monotonic seconds."""
+    """Load of one replica: live turns, tokens owed to them, and measured rates.
+
+    Times are monotonic seconds passed in.
+    """
 
     __slots__ = (
         "bucket",
@@ -95,18 +98,18 @@ class ReplicaLoad:
         self.placed_owed = 0
 
     def set_view(self, view: ReplicaView) -> None:
-        """Take a newer row of the table; measurements stay."""
+        """Replace the replica's row of the table; measurements stay."""
         self.view = view
         self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
         self.meter.set_offered(view.decode_tok_s or UNKNOWN_DECODE_TOK_S)
 
     @property
     def is_open(self) -> bool:
-        """True if the replica is below its cap."""
+        """True if the replica has fewer turns than its cap."""
         return self.live < self.view.max_sequences
 
     def add_turn(self, tokens: int, now_s: float) -> None:
-        """Add a turn that is expected to make `tokens`."""
+        """Add a turn that is expected to generate `tokens`."""
         if self.live == 0:
             self.meter.set_busy(True, now_s)
             self.heard_s = now_s
@@ -115,7 +118,7 @@ class ReplicaLoad:
         self.owed += tokens
 
     def drop_turn(self, owed_tokens: int, now_s: float, revoked: bool) -> None:
-        """Remove a turn that still had `owed_tokens` to make."""
+        """Remove a turn that still owed `owed_tokens`; revoked: its replica's lease ended."""
         self.live -= 1
         self.owed -= owed_tokens
         self.revokes += revoked
@@ -124,9 +127,10 @@ class ReplicaLoad:
             self.busy_s += now_s - self.busy_since_s
 
     def wait_s(self, tokens: float, now_s: float) -> float:
-        """Return the seconds until `tokens` more are decoded, behind the owed ones and the silence.
+        """Return the seconds until `tokens` more are decoded after those owed, plus the silence.
 
         A pause that has lasted t is expected to last as long again, so silence counts in full.
+        Updates the measured rate.
         """
         rate_tok_s = self.decode_tok_s = self.meter.tok_s(now_s)
         if rate_tok_s < MIN_RATE_TOK_S:
@@ -138,9 +142,9 @@ class ReplicaLoad:
         return cost_s + now_s - self.heard_s if self.live else cost_s
 
     def revoke_chance(self, duration_s: float, now_s: float) -> float:
-        """Return P(the lease ends within `duration_s`), from this replica's own time with turns.
+        """Return the probability that the replica's lease is revoked within `duration_s`.
 
-        A dedicated replica is its job's own: no host takes it back.
+        It is estimated from the replica's own revocations; 0 for a dedicated replica.
         """
         if self.view.kind is ReplicaKind.DEDICATED:
             return 0.0
@@ -151,11 +155,11 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class TurnNeed:
-    """Lengths in tokens; `session` names the trajectory, `group` its prompt, empty where unknown.
+    """Requirements of a turn: lengths in tokens, versions that it accepts, and its names.
 
-    `made_tokens` of a turn that continues are in its prompt already. `request_id` is the name under
-    which the choice can be asked about later. `prefix_keys` name the prompt's beginning where no
-    trajectory is known (`SharedPrefixes`).
+    session: its trajectory, group: its prompt, both "" if unknown. made_tokens: tokens of a
+    continued turn that are in the prompt already. request_id: name under which the choice can be
+    looked up. prefix_keys: keys of the prompt's beginning, for a turn without a trajectory.
     """
 
     session: str
@@ -170,7 +174,7 @@ class TurnNeed:
     prefix_keys: tuple[int, ...] = ()
 
     def accepts(self, version: int) -> bool:
-        """Return True if tokens of policy `version` may be part of this turn."""
+        """Return True if the turn may have tokens of policy `version`."""
         if self.exact_version is not None:
             return version == self.exact_version
         return self.min_version is None or version >= self.min_version
@@ -178,7 +182,7 @@ class TurnNeed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCandidate:
-    """One replica weighed for a turn; `refusal` is empty when it may take the turn now."""
+    """Replica weighed for a turn, with its cost; refusal: "" if it may take the turn now."""
 
     replica: str
     cost_s: float
@@ -191,7 +195,7 @@ class ReplicaCandidate:
 
 @dataclass(slots=True)
 class CostQuery:
-    """A turn with its likely length, and the holder of its prefix."""
+    """Turn to place, with its expected length and the replica that caches its prefix."""
 
     need: TurnNeed
     expected_tokens: int
@@ -201,7 +205,10 @@ class CostQuery:
 
 
 def cost_s(load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
-    """Return the seconds until the turn is done, if it goes to this replica now."""
+    """Return the seconds until the turn would be done if it went to this replica now.
+
+    A long turn on a guest counts as 1.25 times as long.
+    """
     uncached = ask.need.prompt_tokens
     if load is ask.holder:
         uncached = max(0, uncached - ask.cached_tokens)
@@ -219,7 +226,7 @@ def revoke_s(load: ReplicaLoad, ask: CostQuery, duration_s: float, now_s: float)
 
 
 def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
-    """Return the reason why the replica may not take the turn now; empty if it may."""
+    """Return the reason why the replica may not take the turn now, "" if it may."""
     view = load.view
     if not view.usable:
         return "not leased or not healthy"
@@ -235,7 +242,7 @@ def refusal(load: ReplicaLoad, need: TurnNeed, now_s: float) -> str:
 
 
 def weigh(load: ReplicaLoad, ask: CostQuery, now_s: float) -> ReplicaCandidate:
-    """Return one replica with its cost for a turn, or the reason why it is out."""
+    """Return the replica as a candidate: its cost for the turn, and a refusal if it has one."""
     uncached = ask.need.prompt_tokens
     if load is ask.holder:
         uncached = max(0, uncached - ask.cached_tokens)
@@ -257,7 +264,7 @@ Weighed = tuple[float, ReplicaLoad]
 
 @dataclass(slots=True)
 class TurnPlacement:
-    """A live turn on a replica; handed back with every token count and at its end."""
+    """Live turn on a replica; the caller passes it to `progress` and `end` of the router."""
 
     replica: str
     need: TurnNeed
@@ -270,14 +277,14 @@ class TurnPlacement:
 
     @property
     def pace_tok_s(self) -> float:
-        """The turn's own rate since its first tokens; 0 while there are too few."""
+        """Tokens per second of the turn since its first ones; 0 while fewer than 8 followed."""
         tokens, elapsed_s = self.generated_tokens - self.first_tokens, self.last_s - self.first_s
         return tokens / elapsed_s if tokens >= ENOUGH_FOR_PACE and elapsed_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Offer for a copy of a turn: a replica, and the seconds that the copy would take there."""
+    """Replica for a copy of a turn, and the seconds that the copy would take there."""
 
     replica: str
     cost_s: float
@@ -287,30 +294,32 @@ class Quote:
 
     @property
     def places(self) -> int:
-        """Turns that the replica could take now."""
+        """Number of turns that the replica could take now."""
         return self.load.view.max_sequences - self.load.live
 
 
 class TurnSpeeds:
-    """Tokens per second of single turns; 0 without a measurement."""
+    """Measured tokens per second of single turns, by replica and over all replicas."""
 
     def __init__(self) -> None:
         self._fleet_tok_s = 0.0
 
     def note(self, placement: TurnPlacement) -> None:
-        """Record the end of a turn's attempt."""
+        """Record the speed of a turn's attempt that ended, if it had enough tokens."""
         seen, load = placement.pace_tok_s, placement.load
         if seen:
             load.pace_tok_s = _moved(load.pace_tok_s, seen, REPLICA_SHARE)
             self._fleet_tok_s = _moved(self._fleet_tok_s, seen, FLEET_SHARE)
 
     def left_s(self, placement: TurnPlacement, tokens: int, silent_s: float) -> float:
-        """Return the seconds that a live turn takes for `tokens` more; 0 if unknown."""
+        """Return the seconds that a live turn takes for `tokens` more; 0 if no speed is known."""
         pace_tok_s = placement.pace_tok_s or self._of(placement.load)
         return tokens / pace_tok_s + silent_s if pace_tok_s else 0.0
 
     def quote(self, loads: Iterable[ReplicaLoad], ask: CostQuery, now_s: float) -> Quote | None:
-        """Return the replica on which the turn would be done first, if it began there now."""
+        """Return the replica on which the turn would end first if begun there now; None if
+        unknown.
+        """
         weighed = [(self._begun_s(load, ask, now_s), load) for load in loads]
         weighed = [(each_s, load) for each_s, load in weighed if each_s]
         if not weighed:
@@ -319,7 +328,7 @@ class TurnSpeeds:
         return Quote(best.view.id, best_s, ask, best, weighed)
 
     def _begun_s(self, load: ReplicaLoad, ask: CostQuery, now_s: float) -> float:
-        """Return the seconds that the turn would take if it began there now; 0 if unknown."""
+        """Return the seconds that the turn would take if begun there now; 0 if unknown."""
         pace_tok_s = self._of(load)
         if not pace_tok_s:
             return 0.0

@@ -25,9 +25,9 @@ WEIGHED_BYTES = 104
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One decision: `what` was decided about a subject at `at_s`, and `why` in one line.
+    """Record of one decision about a subject: `what` was decided at `at_s`, and `why` in one line.
 
-    `figures` are the numbers of the decision, with units in their names.
+    figures: numbers of the decision, with units in their names.
     """
 
     at_s: float
@@ -37,9 +37,9 @@ class Reason:
 
 
 class ReasonLog(Generic[D]):
-    """A ring of decisions for each subject; subjects without decisions for longest go first.
+    """Log of the newest decisions about each subject; the least recent subjects are dropped.
 
-    With `weigh`, which returns a decision's bytes, all of them have at most `capacity_bytes`.
+    weigh: returns a decision's bytes; with it all decisions together have at most `capacity_bytes`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ReasonLog(Generic[D]):
         self._rings: OrderedDict[str, deque[D]] = OrderedDict()
 
     def note(self, subject: str, decision: D) -> None:
-        """Keep a decision."""
+        """Add a decision about a subject, and drop old ones beyond the bounds."""
         ring = self._rings.get(subject)
         if ring is None:
             ring = self._rings[subject] = deque()
@@ -77,7 +77,7 @@ class ReasonLog(Generic[D]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all decisions, by `weigh`."""
+        """Bytes of all decisions in the log, by `weigh`; 0 without it."""
         return self._bytes
 
     def _forget_oldest(self) -> None:
@@ -89,7 +89,7 @@ class ReasonLog(Generic[D]):
             self._bytes -= self._weigh(decision)
 
     def of(self, subject: str) -> tuple[D, ...]:
-        """Return the remembered decisions about a subject, oldest first."""
+        """Return the logged decisions about a subject, oldest first."""
         return tuple(self._rings.get(subject, ()))
 
     def __len__(self) -> int:
@@ -97,7 +97,10 @@ class ReasonLog(Generic[D]):
 
 
 class RoutingDecision(NamedTuple):
-    """One choice: `replica` is None if the turn had to wait; `weighed` is (id, cost_s)."""
+    """Record of a router's choice for a turn; replica: None if the turn had to wait.
+
+    weighed: the cheapest replicas as (id, seconds).
+    """
 
     at_s: float
     request_id: str
@@ -109,7 +112,7 @@ class RoutingDecision(NamedTuple):
 
 
 class RoutingLog:
-    """The last choices of each trajectory; a turn without one is its own."""
+    """Log of the router's choices by trajectory; a turn without one has its request id."""
 
     def __init__(self) -> None:
         self._log: ReasonLog[RoutingDecision] = ReasonLog(
@@ -118,7 +121,7 @@ class RoutingLog:
         self._trajectories: OrderedDict[str, str] = OrderedDict()
 
     def note(self, need: TurnNeed, decision: RoutingDecision) -> None:
-        """Keep a choice; a turn that has neither session nor request id cannot be looked up."""
+        """Add a choice for a turn; one without session and request id is not logged."""
         trajectory = kept_name(need.session or need.request_id)
         if not trajectory:
             return
@@ -129,14 +132,17 @@ class RoutingLog:
                 self._trajectories.popitem(last=False)
 
     def of(self, subject: str) -> tuple[RoutingDecision, ...]:
-        """Return the remembered choices for a trajectory or a request id, oldest first."""
+        """Return the logged choices for a trajectory or a request id, oldest first."""
         trajectory = self._trajectories.get(kept_name(subject))
         if trajectory is None:
             return self._log.of(kept_name(subject))
         return tuple(each for each in self._log.of(trajectory) if each.request_id == subject)
 
     def waits(self, need: TurnNeed, why: str) -> bool:
-        """Return True if the last choice was this wait: waiting turns are tried repeatedly."""
+        """Return True if the turn's last logged choice was to wait for the same reason.
+
+        Waiting turns are tried again and again, and one record is enough.
+        """
         noted = self._log.of(kept_name(need.session or need.request_id))
         mine = [each for each in noted if each.request_id == need.request_id][-1:]
         return any(last.replica is None and last.why == why for last in mine)

@@ -46,7 +46,7 @@ HOLDERS_KEPT = 4
 
 
 def kept_name(name: str) -> str:
-    """Return the name, or for a long one 32 characters of its hash."""
+    """Return the name, or a hash of 32 characters for a name of more than 64."""
     if len(name) <= MAX_KEPT_CHARS:
         return name
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -54,7 +54,7 @@ def kept_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """`tokens` of a trajectory are cached by `replica`, made under policy `version`."""
+    """Cached prefix: `replica` has the KV of `tokens` tokens, made under policy `version`."""
 
     replica: str
     tokens: int
@@ -62,7 +62,7 @@ class Prefix:
 
 
 class PrefixAffinity:
-    """The last holder of each trajectory; those not seen for longest are forgotten first."""
+    """The replica that last ran each trajectory's turn; the least recent ones are dropped."""
 
     def __init__(self, capacity: int = TRAJECTORIES_KEPT) -> None:
         if capacity < 1:
@@ -71,7 +71,7 @@ class PrefixAffinity:
         self._held: OrderedDict[str, Prefix] = OrderedDict()
 
     def note(self, session: str, prefix: Prefix) -> None:
-        """Record that the trajectory's latest turn ended on a replica."""
+        """Record the replica and prefix on which the trajectory's latest turn ended."""
         name = kept_name(session)
         self._held[name] = prefix
         self._held.move_to_end(name)
@@ -79,11 +79,13 @@ class PrefixAffinity:
             self._held.popitem(last=False)
 
     def find(self, session: str) -> Prefix | None:
-        """Return a trajectory's prefix; its holder may have changed versions since."""
+        """Return a trajectory's last prefix, None if unknown; its replica may have a new version
+        since.
+        """
         return self._held.get(kept_name(session))
 
     def forget(self, session: str) -> None:
-        """Forget a trajectory that is over."""
+        """Delete the prefix of a trajectory that is over."""
         self._held.pop(kept_name(session), None)
 
     def __len__(self) -> int:
@@ -91,7 +93,7 @@ class PrefixAffinity:
 
 
 class QuantileWindow:
-    """Quantiles of the newest `size` integers."""
+    """Window of the newest `size` integers, for quantiles."""
 
     __slots__ = ("_order", "_size", "_sorted")
 
@@ -101,14 +103,14 @@ class QuantileWindow:
         self._sorted: list[int] = []
 
     def add(self, value: int) -> None:
-        """Take a value; the oldest one leaves a full window."""
+        """Add a value, and drop the oldest one if the window is full."""
         if len(self._order) >= self._size:
             del self._sorted[bisect_left(self._sorted, self._order.popleft())]
         self._order.append(value)
         insort(self._sorted, value)
 
     def quantile(self, q: float) -> int:
-        """Return the smallest value that a share `q` does not exceed; 0 of an empty window."""
+        """Return the value that about a share `q` of the window lies below; 0 if empty."""
         if not self._sorted:
             return 0
         return self._sorted[min(len(self._sorted) - 1, int(q * len(self._sorted)))]
@@ -118,7 +120,10 @@ class QuantileWindow:
 
 
 class LengthPredictor:
-    """Observed output lengths, in tokens; memory is bounded, the oldest are dropped."""
+    """Predictor of a turn's output length in tokens from the lengths of finished turns.
+
+    Memory is bounded: the oldest histories are dropped.
+    """
 
     def __init__(self, names_kept: int = NAMES_KEPT) -> None:
         self._names_kept = names_kept
@@ -144,15 +149,19 @@ class LengthPredictor:
             self._means.popitem(last=False)
 
     def forget(self, session: str) -> None:
-        """Forget a trajectory that is over."""
+        """Delete the lengths of a trajectory that is over."""
         self._means.pop(_of_session(session), None)
 
     def __len__(self) -> int:
-        """Trajectories and groups with a mean."""
+        """Return the number of trajectories and groups with a mean length."""
         return len(self._means)
 
     def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
-        """Return the likely tokens of a turn: from 1 to its budget."""
+        """Return the likely output tokens of a turn, from 1 to its budget.
+
+        The trajectory's mean is used, else its group's, else the job's 70% quantile, else the
+        budget.
+        """
         count, mean = self._means.get(_of_session(session), (0, 0.0)) if session else (0, 0.0)
         if not count and group:
             count, mean = self._means.get(_of_group(group, job), (0, 0.0))
@@ -166,7 +175,9 @@ class LengthPredictor:
         return max(1, min(budget_tokens, round(mean)))
 
     def is_long(self, job: str, expected_tokens: int) -> bool:
-        """Return True if a turn of that length is among the longest tenth of its job's."""
+        """Return True if such a turn is among the longest tenth of its job's; False if few are
+        known.
+        """
         window = self._jobs.get(job)
         if window is None or len(window) < ENOUGH_OF_JOB:
             return False
@@ -182,11 +193,11 @@ def _of_group(group: str, job: str) -> tuple[str, ...]:
 
 
 class RateMeter:
-    """Exponentially weighted tokens per second, over the time in which the replica has turns.
+    """Exponentially weighted tokens per second of a replica, while it has turns.
 
     A gated guest sends nothing while its host is busy, so its rate falls within `BUSY_TAU_S`.
-    Without turns there is nothing to measure: the rate drifts back to the offered one, so that a
-    replica that was slow once is tried again.
+    Without turns the rate drifts back to the offered one, so that a replica that was slow once is
+    tried again.
     """
 
     __slots__ = ("_busy", "_offered_tok_s", "_pending", "_rate_tok_s", "_since_s")
@@ -199,20 +210,22 @@ class RateMeter:
         self._busy = False
 
     def set_offered(self, offered_tok_s: float) -> None:
-        """Take the node's newer figure as the expected rate of an idle replica."""
+        """Set the rate that the node offers, to which an idle replica's rate drifts."""
         self._offered_tok_s = offered_tok_s
 
     def add(self, tokens: int) -> None:
-        """Count tokens that arrived since the last reading."""
+        """Count tokens that arrived since the rate was last read."""
         self._pending += tokens
 
     def set_busy(self, busy: bool, now_s: float) -> None:
-        """Set whether the replica has turns from now on."""
+        """Record that the replica has turns, or none, from now on."""
         self.tok_s(now_s)
         self._busy = busy
 
     def tok_s(self, now_s: float) -> float:
-        """Return the rate at `now_s`; silence since the last token counts against it."""
+        """Return the rate at `now_s` in tokens per second; silence since the last token lowers
+        it.
+        """
         elapsed_s = now_s - self._since_s
         if elapsed_s <= 0:
             return self._rate_tok_s
@@ -227,9 +240,9 @@ class RateMeter:
 
 
 def prefix_keys(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
-    """Return the keys of a prompt's whole blocks of `BLOCK_TOKENS`; none of a short one.
+    """Return a hash key for each prefix of whole 64-token blocks; () for fewer than 2 blocks.
 
-    Equal tokens under another salt have other keys, like their cached blocks.
+    Equal tokens under another salt have other keys.
     """
     blocks = min(len(token_ids) // BLOCK_TOKENS, MOST_BLOCKS)
     if blocks < LEAST_BLOCKS:
@@ -243,7 +256,7 @@ def prefix_keys(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
 
 
 class SharedPrefix(NamedTuple):
-    """Length of a prefix that replicas got lately, and those replicas, the last one first."""
+    """Length in tokens of a known prefix, and the replicas that cache it, the latest first."""
 
     tokens: int
     holders: tuple[Prefix, ...]
@@ -253,7 +266,7 @@ NOWHERE = SharedPrefix(0, ())
 
 
 class SharedPrefixes:
-    """The newest prefixes and their holders; each costs about 200 bytes.
+    """Newest prompts' prefixes and the replicas that cache them; each takes about 200 bytes.
 
     A trajectory's next prompt begins with its last one. So of each turn some of its prefixes are
     remembered as hashes, and a new prompt is looked up by its own, the longest first:
@@ -270,11 +283,13 @@ class SharedPrefixes:
         self._holders: OrderedDict[int, tuple[Prefix, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Prefixes that are remembered."""
+        """Return the number of remembered prefixes."""
         return len(self._holders)
 
     def find(self, keys: Sequence[int]) -> SharedPrefix:
-        """Return the longest known prefix of at least half of the prompt with these keys."""
+        """Return the longest known prefix of at least half of the prompt, `NOWHERE` if none is
+        known.
+        """
         for blocks in range(len(keys), max(LEAST_BLOCKS, len(keys) // 2) - 1, -1):
             holders = self._holders.get(keys[blocks - 1])
             if holders is not None:
@@ -282,7 +297,7 @@ class SharedPrefixes:
         return NOWHERE
 
     def note(self, keys: Sequence[int], replica: str, version: int) -> None:
-        """Record a turn with this prompt on a replica, under a policy version."""
+        """Record that a replica ran a turn with this prompt under a policy version."""
         blocks = len(keys)
         noted = {*range(max(LEAST_BLOCKS, blocks - LAST_BLOCKS + 1), blocks + 1)}
         length = LEAST_BLOCKS

@@ -75,7 +75,10 @@ FIRST_TYPICAL_TOKENS = 256.0
 
 
 class ReplicaClass:
-    """Replicas that differ in their wait only; `most_kv_tokens` bounds them, 0: unknown."""
+    """Replicas of one class in the index, in buckets by the time that a turn would wait.
+
+    most_kv_tokens: upper bound on their KV memory in tokens, 0 if unknown.
+    """
 
     __slots__ = ("buckets", "floor_s", "mask", "most_kv_tokens", "prompt_s", "version")
 
@@ -94,9 +97,11 @@ class ReplicaClass:
         self.floor_s = _FLOOR_S[(self.mask & -self.mask).bit_length() - 1]
 
     def draw(self, count: int, tokens: int, start: float, found: list[ReplicaLoad]) -> None:
-        """Append up to `count` replicas that hold `tokens`: of the cheapest buckets, from `start`.
+        """Append to `found` up to `count` replicas with room for `tokens`, from the cheapest
+        buckets.
 
-        `start` in [0, 1) is where in a bucket to begin, so that equals share the turns.
+        start: place in a bucket at which to begin, in [0, 1), so that equal replicas share the
+        turns.
         """
         mask, searched = self.mask, 0
         while mask and searched < SEARCHED:
@@ -116,7 +121,9 @@ class ReplicaClass:
 
 
 class ReplicaIndex:
-    """Index of the usable replicas by class and wait. The caller reports changes with `place`."""
+    """Index of the usable replicas by class and waiting time; callers report changes with
+    `place`.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._groups: dict[tuple[bool, ReplicaKind], dict[ClassKey, ReplicaClass]] = {
@@ -127,7 +134,7 @@ class ReplicaIndex:
         self.free = 0
 
     def place(self, load: ReplicaLoad, wait_s: float) -> None:
-        """Put a usable replica into its bucket by its cap, its version and its standing wait."""
+        """Put a usable replica, or move it, into the bucket for `wait_s` seconds of waiting."""
         view = load.view
         is_free = load.live < view.max_sequences
         kv_class = -(-view.kv_tokens.bit_length() // KV_OCTAVES)
@@ -151,7 +158,7 @@ class ReplicaIndex:
         self.free += is_free
 
     def remove(self, load: ReplicaLoad) -> None:
-        """Remove a replica; nothing happens if it is not here."""
+        """Remove a replica; do nothing if it is not in the index."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -166,13 +173,16 @@ class ReplicaIndex:
             cell.flip(number)
 
     def drop_empty_classes(self) -> None:
-        """Drop the empty classes that old policy versions leave behind."""
+        """Delete classes without replicas, as old policy versions leave behind."""
         for group in self._groups.values():
             for key in [key for key, cell in group.items() if not cell.mask]:
                 del group[key]
 
     def candidates(self, need: TurnNeed, *, free: bool) -> list[ReplicaLoad]:
-        """Return a few replicas of each kind that may take the turn, if not full."""
+        """Return a few cheap replicas of each kind whose class suits the turn.
+
+        free: replicas below their cap on turns; otherwise full ones.
+        """
         tokens = need.prompt_tokens + need.budget_tokens
         start = self._random.random()
         found: list[ReplicaLoad] = []
@@ -185,7 +195,11 @@ class ReplicaIndex:
         return found
 
     def floor_s(self, need: TurnNeed, *, free: bool) -> float:
-        """Return about the least cost of the turn on any replica; infinite if there is none."""
+        """Return about the least seconds that the turn takes on any replica; infinite if none
+        suits.
+
+        free: of replicas below their cap; otherwise of full ones.
+        """
         guests = self._cells(need, free, ReplicaKind.GUEST)
         cells = guests + self._cells(need, free, ReplicaKind.DEDICATED)
         return min(cells, key=_by_estimate)[0] if cells else math.inf
@@ -212,7 +226,10 @@ _by_owed = attrgetter("owed")
 
 
 class Router:
-    """Loads of all replicas and the choice among them. Times are monotonic seconds."""
+    """Chooser of a replica for each turn, with the load of all replicas.
+
+    Times are monotonic seconds passed in.
+    """
 
     def __init__(self, seed: int = 0, sessions_kept: int = TRAJECTORIES_KEPT) -> None:
         self._loads: dict[str, ReplicaLoad] = {}
@@ -235,9 +252,9 @@ class Router:
     def set_table(
         self, views: Iterable[ReplicaView], now_s: float, renewed: Collection[str] = ()
     ) -> None:
-        """Replace the table; a replica that stays keeps its load and measured rate.
+        """Replace the table of replicas; a replica that stays keeps its load and measured rate.
 
-        Replicas in `renewed` begin anew, with a clean load: turns placed on them before are over.
+        Replicas in `renewed` begin with no load: turns placed on them before are over.
         """
         loads: dict[str, ReplicaLoad] = {}
         for view in views:
@@ -262,7 +279,7 @@ class Router:
         self._most_kv_tokens = None if unknown or not rows else most
 
     def rest(self, replica: str, until_s: float) -> None:
-        """Send nothing to a replica that just failed until `until_s`."""
+        """Place no turn on a replica that just failed until `until_s`."""
         load = self._loads.get(replica)
         if load is not None:
             load.resting_until_s = until_s
@@ -270,43 +287,52 @@ class Router:
             heapq.heappush(self._resting, (until_s, replica))
 
     def live_turns(self) -> dict[str, int]:
-        """Return the turns on each replica of the table."""
+        """Return the number of live turns on each replica of the table, by replica id."""
         return {name: load.live for name, load in self._loads.items()}
 
     def reachable(self, need: TurnNeed) -> bool:
-        """Return True if waiting can help: versions only grow, so a passed one never comes back."""
+        """Return False if the turn needs exactly a version that every replica has passed.
+
+        Versions only grow, so waiting cannot help such a turn.
+        """
         if need.exact_version is None or self._oldest_version is None:
             return True
         return self._oldest_version <= need.exact_version
 
     def has_version(self, need: TurnNeed) -> bool:
-        """Return True if any usable replica runs an acceptable version, free or not."""
+        """Return True if any usable replica, free or full, runs a version that the turn accepts."""
         return any(need.accepts(version) for version in self._usable_versions)
 
     def fits(self, need: TurnNeed) -> bool:
-        """Return True if any replica, free or not, can hold the turn; unknown sizes are enough."""
+        """Return True if the turn fits the KV memory of the largest replica, free or full.
+
+        Unknown sizes count as large enough.
+        """
         most = self._most_kv_tokens
         return most is None or need.prompt_tokens + need.budget_tokens <= most
 
     def expected_tokens(self, need: TurnNeed) -> int:
-        """Return the tokens that a turn is still expected to make, at most its budget."""
+        """Return the number of tokens that the turn is still expected to generate, at most its
+        budget.
+        """
         return self._expected(need)
 
     @property
     def heard_s(self) -> float:
-        """Time at which a replica of the table last sent tokens, or began to work; 0: none did."""
+        """Time at which a replica of the table last sent tokens or began to work; 0 if none did."""
         return max((load.heard_s for load in self._order), default=0.0)
 
     def has_room(self) -> bool:
-        """Return True if any usable replica is below its cap, though it may be at rest."""
+        """Return True if any usable replica is below its cap, or rests after a failure."""
         return self._index.free > 0 or bool(self._resting)
 
     # ---- the choice ----
 
     def choose(self, need: TurnNeed, now_s: float, avoid: str = "") -> str | None:
-        """Return the replica that should take the turn now; None: wait.
+        """Return the replica that should take the turn now, None if the turn should wait.
 
-        `avoid` is the replica that just failed this turn: any other is better.
+        The choice and its reason are logged. avoid: replica that just failed this turn; it is
+        chosen only if no other can take the turn.
         """
         self._wake(now_s)
         ask = self._ask(need)
@@ -333,10 +359,11 @@ class Router:
         now_s: float,
         claimed: Mapping[str, int],
     ) -> str | None:
-        """Return the replica for a turn without tokens from `replica` for `waited_s`; None: stay.
+        """Return the replica to move a turn to that got no token for `waited_s`; None: leave it.
 
-        It stays as long as moving would cost: whenever the pause ends, that is at most twice what
-        the best choice would have cost. `claimed` counts places that others were just promised.
+        The turn moves once it has waited as long as the move would cost, so a pause costs at most
+        twice the best choice. claimed: places on each replica that were just promised to other
+        turns.
         """
         self._wake(now_s)
         ask = self._ask(need)
@@ -353,44 +380,58 @@ class Router:
         return self._decide(ask, now_s, best, f"{replica} is silent for longer than that", better)
 
     def left_s(self, placement: TurnPlacement, need: TurnNeed, silent_s: float) -> float:
-        """Return the seconds that a live turn will still take; `need` is its rest; 0: unknown."""
+        """Return the seconds that a live turn will still take, 0 if unknown.
+
+        need: the rest of the turn.
+        """
         return self._paces.left_s(placement, self._expected(need), silent_s)
 
     def copy_of(self, need: TurnNeed, replica: str, now_s: float) -> Quote | None:
-        """Return the best place for a copy of a turn that runs on `replica`, or None."""
+        """Return the replica on which a copy of a turn would end first, with the time; None if
+        unknown.
+
+        replica: the replica of the running turn, which is left out.
+        """
         self._wake(now_s)
         ask = self._ask(need)
         loads = [load for _, load in self._weighed(ask, now_s) if load.view.id != replica]
         return self._paces.quote(loads, ask, now_s)
 
     def take(self, quote: Quote, why: str, now_s: float) -> TurnPlacement:
-        """Add the copy to the load, and log its reason."""
+        """Add a quoted copy of a turn to its replica's load, log the reason, and return its
+        placement.
+        """
         self._decide(quote.ask, now_s, quote.load, why, quote.weighed)
         return self.begin(quote.replica, quote.ask.need, now_s)
 
     def explain(self, need: TurnNeed, now_s: float) -> list[ReplicaCandidate]:
-        """Return every replica of the table with its cost for this turn, or why it is out."""
+        """Return every replica of the table with its cost for the turn, or why it may not take
+        it.
+        """
         ask = self._ask(need)
         return [weigh(load, ask, now_s) for load in self._order]
 
     def explained(self, subject: str) -> tuple[RoutingDecision, ...]:
-        """Return remembered choices for a request id or a trajectory, oldest first."""
+        """Return the logged choices for a request id or a trajectory, oldest first."""
         return self._log.of(subject)
 
     def forget(self, session: str) -> None:
-        """Forget a trajectory that is over, except its choices."""
+        """Forget the prefix and lengths of a trajectory that is over; its logged choices stay."""
         self._prefixes.forget(session)
         self._lengths.forget(session)
 
     @property
     def sessions_known(self) -> int:
-        """Trajectories of which a prefix or lengths are remembered, whichever are more."""
+        """Number of trajectories with a known prefix or length, whichever is greater."""
         return max(len(self._prefixes), len(self._lengths))
 
     # ---- the turn ----
 
     def begin(self, replica: str, need: TurnNeed, now_s: float) -> TurnPlacement:
-        """Add the turn to the load. Raises ValueError beyond the replica's cap."""
+        """Add the turn to the replica's load and return its placement.
+
+        Raises ValueError if the replica is at its cap.
+        """
         load = self._loads[replica]
         if not load.is_open:
             raise ValueError(f"{replica} has {load.live} turns already; choose() first")
@@ -401,7 +442,7 @@ class Router:
         return TurnPlacement(replica, need, expected, load)
 
     def progress(self, placement: TurnPlacement, tokens: int, now_s: float) -> None:
-        """Record new tokens of a live turn."""
+        """Record that a live turn got `tokens` more tokens."""
         load = placement.load
         load.heard_s = now_s
         load.meter.add(tokens)
@@ -428,11 +469,11 @@ class Router:
         finished: bool = False,
         wanted: bool = True,
     ) -> None:
-        """Remove the turn from the load; its replica now holds the trajectory's prefix.
+        """Remove the turn from its replica's load; the replica now caches the trajectory's prefix.
 
         revoked: the replica's lease ended under the turn. finished: the turn is complete, so its
-        length counts in forecasts. Without `wanted` nothing continues from it: its trajectory may
-        be forgotten already, and is not remembered for it.
+        length counts in forecasts. wanted: False if nothing continues from the turn, so that its
+        prefix is not remembered.
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
@@ -462,7 +503,7 @@ class Router:
         return CostQuery(need, expected, is_long, holder, prefix.tokens)
 
     def _ask_by_prefix(self, need: TurnNeed, expected: int, is_long: bool) -> CostQuery:
-        """Return the turn, and the holder of its beginning that owes least."""
+        """Return the turn with the replica that caches its beginning and owes the fewest tokens."""
         shared = self._shared.find(need.prefix_keys)
         loads = [
             load
@@ -476,9 +517,9 @@ class Router:
         return CostQuery(need, expected, is_long, holder, shared.tokens)
 
     def _expected(self, need: TurnNeed) -> int:
-        """Return the tokens still to come: the turn's likely total, less its present ones.
+        """Return the number of tokens still to come: the turn's likely total less its present ones.
 
-        A turn that outlived its forecast is expected to last half as long again.
+        A turn longer than its forecast is expected to grow by half.
         """
         made, budget = need.made_tokens, need.budget_tokens
         whole = self._lengths.expected(need.job, need.session, need.group, made + budget)
@@ -486,7 +527,9 @@ class Router:
         return max(1, min(budget, left))
 
     def _weighed(self, ask: CostQuery, now_s: float) -> list[Weighed]:
-        """Return replicas that may take the turn now, with costs, and the prefix's holder."""
+        """Return (seconds, load) of replicas that may take the turn now, the prefix's holder
+        included.
+        """
         need = ask.need
         if len(self._order) <= EXACT_UP_TO:
             loads = [load for load in self._order if not refusal(load, need, now_s)]
@@ -499,7 +542,9 @@ class Router:
         return weighed
 
     def _should_wait(self, ask: CostQuery, best_s: float, now_s: float) -> bool:
-        """Return True if a full replica would be so much better that its next place is, too."""
+        """Return True if the turn would cost 8 times more on the best free replica than on a full
+        one.
+        """
         need, loads = ask.need, self._order
         if len(loads) > EXACT_UP_TO:
             if best_s <= PATIENCE * self._index.floor_s(need, free=False):
@@ -538,7 +583,7 @@ class Router:
                 self._arrange(load, now_s)
 
     def _freshen(self, weighed: list[Weighed], best_s: float, now_s: float) -> None:
-        """Move replicas that turned out dear, and check a few others."""
+        """Update the index for replicas that cost twice the best, and for one more in turn."""
         for each_s, load in weighed:
             if each_s > MISPLACED * best_s:
                 self._arrange(load, now_s)
@@ -547,7 +592,7 @@ class Router:
             self._arrange(self._order[self._cursor], now_s)
 
     def _arrange(self, load: ReplicaLoad, now_s: float) -> None:
-        """Put a replica into the index by its load, or nowhere."""
+        """Put the replica into the index by its load, or remove it while unusable or resting."""
         if load.view.usable and now_s >= load.resting_until_s:
             self._index.place(load, load.wait_s(self._typical_tokens, now_s))
         else:
