@@ -32,7 +32,10 @@ _AGAIN_S = 0.02
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports of loopback on which no process listens."""
+    """Return `count` different free ports of loopback, from 10,000 to 17,999.
+
+    Raises ConfigError if there are not so many.
+    """
     with ExitStack() as probes:
         found: list[int] = []
         at = secrets.randbelow(len(_FREE))
@@ -47,12 +50,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return one of them."""
+    """Return a free port of loopback, as `free_ports` finds it."""
     return free_ports(1)[0]
 
 
 async def bound(bind: Callable[[], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
-    """Await `bind()` repeatedly for a moment while its port is taken. Raises its OSError.
+    """Await `bind()`, again and again for `patience_s` seconds while its port is taken. Raises its
+    OSError.
 
     A killed process releases its locks before its ports: a successor that starts at once finds the
     locks free and the ports taken.
@@ -86,11 +90,12 @@ _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 def checked_url(url: str, whose: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
-    """Return `url` as it is if HTTP clients can connect to it, whatever answers there.
+    """Return `url` unchanged if it is a URL that HTTP clients can connect to. Raises `ConfigError`
+    for any other.
 
-    `whose` begins the message ("the url of version 3"). A host is an IP literal or a name of ASCII
-    labels (an international one in its xn-- form); a port is optional. Raises `ConfigError` for
-    anything else: another scheme, credentials, a query, blanks, a port out of 1..65535, 2 kB.
+    whose: beginning of the message ("the url of version 3"). A host is an IP literal or a name of
+    ASCII labels (an international one in its xn-- form); a port is optional. Refused are other
+    schemes, credentials, a query, blanks, ports outside 1 to 65535, and more than 2 kB.
     """
     # The same addresses come again and again: every node's offers, each second.
     if len(url) <= KEPT_URL_CHARS and _is_checked(url, schemes):
@@ -133,7 +138,9 @@ def _is_host(name: str) -> bool:
 
 
 def _is_readable(label: str) -> bool:
-    """Return True if clients that decode names, as yarl does, can decode this xn-- label."""
+    """Return True if clients that decode international host names, as yarl does, can decode this
+    xn-- label.
+    """
     try:
         label.encode("ascii").decode("idna")
     except UnicodeError:
@@ -159,13 +166,16 @@ _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,
 
 
 def is_address(text: str) -> bool:
-    """Return True for HOST:PORT, with an IPv6 address in brackets."""
+    """Return True for HOST:PORT, where an IPv6 host is in brackets."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and 1 <= int(match["port"]) < 1 << 16
 
 
 def checked_addresses(text: str, whose: str) -> tuple[str, ...]:
-    """Return the addresses of a list, each once. Raises `ConfigError` for an invalid list."""
+    """Return the HOST:PORT addresses of a comma-separated list, each once.
+
+    Raises `ConfigError` for an invalid list.
+    """
     found = tuple(dict.fromkeys(each.strip() for each in text.split(",")))
     for each in found:
         if not is_address(each):
@@ -182,13 +192,13 @@ def checked_addresses(text: str, whose: str) -> tuple[str, ...]:
 
 
 def host_port(host: str, port: int | None = None) -> str:
-    """Return HOST:PORT as addresses and URLs have it: an IPv6 address stands in brackets."""
+    """Return HOST:PORT, or HOST without a port, with an IPv6 address in brackets."""
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return host if port is None else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for an address of this machine alone; of names only localhost counts."""
+    """Return True for a loopback address, and for the name localhost but no other name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -196,10 +206,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, insecure: bool, what: str) -> None:
-    """Raise `ConfigError` for an address of the network, unless the operator has allowed it.
+    """Raise `ConfigError` for a host that other machines can reach, unless `insecure` is set.
 
-    For ports whose callers show no certificates. `what` says in a few words what a caller of the
-    port can do.
+    It guards ports whose callers show no certificates. what: what a caller of the port can do, in a
+    few words.
     """
     if not (insecure or is_loopback(host)):
         raise ConfigError(

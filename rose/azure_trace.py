@@ -21,7 +21,7 @@ MAX_TOKENS = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace; `offset_s` counts from the trace's first request."""
+    """One request of a trace: its tokens, and the seconds since the trace's first request."""
 
     offset_s: float
     prompt_tokens: int
@@ -31,10 +31,11 @@ class TracedRequest:
 def stream_trace(
     path: Path, max_gap_s: float = inf, max_requests: float = inf, least_tokens: int = 0
 ) -> Iterator[TracedRequest]:
-    """Yield the trace's requests in order of time, each checked when it is read.
+    """Yield the trace's requests in order of time; the file is read line by line.
 
-    Raises `RoseError` naming file, line and key: disorder, a time without requests longer than
-    `max_gap_s`, fewer tokens than `least_tokens`, more requests than `max_requests`, no request.
+    Raises `RoseError` that names file, line and column, for lines out of order, a gap of more than
+    `max_gap_s` seconds, fewer tokens than `least_tokens`, more requests than `max_requests`, or no
+    request.
     """
     start_s: float | None = None
     latest_s, name, count = -inf, str(path), 0
@@ -61,9 +62,10 @@ def stream_trace(
 
 
 def read_trace(path: Path) -> tuple[TracedRequest, ...]:
-    """Return all requests of the trace in order of time.
+    """Return all requests of a trace in order of time, at most MAX_REQUESTS.
 
-    Raises `RoseError` naming file and line for an invalid trace.
+    Raises `RoseError` that names file and line, for an invalid trace or one of fewer than two
+    times.
     """
     trace = tuple(stream_trace(path, max_requests=MAX_REQUESTS))
     if len(trace) < 2 or trace[-1].offset_s == 0:
@@ -90,7 +92,9 @@ def _parse_row(row: list[str]) -> tuple[float, int, int]:
 
 
 def _timestamp_s(text: str) -> float:
-    """Return the seconds of `2023-11-16 18:17:03.9799600`; without a zone it is UTC."""
+    """Return the Unix seconds of a text like `2023-11-16 18:17:03.9799600`; without a zone it is
+    UTC.
+    """
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -14,15 +14,18 @@ from collections.abc import Callable
 
 
 def boot_clock_s() -> float:
-    """Return seconds of a clock that runs while the machine is suspended."""
+    """Return the seconds of CLOCK_BOOTTIME, which counts the time in which the machine is
+    suspended.
+    """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Stall:
-    """A gap between two looks at a clock that is longer than `limit_s`: this process was stopped.
+    """Detector of pauses of this process: gaps between two looks at a clock that exceed `limit_s`
+    seconds.
 
-    Messages of its peers from that time are still unread, and were true when they were sent. Look
-    more often than the limit, and before any message is acted on.
+    Messages that peers sent meanwhile are still unread, and were true when they were sent. Call
+    `look` more often than the limit, and before any message is acted on.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = boot_clock_s) -> None:
@@ -31,7 +34,7 @@ class Stall:
         self._looked_s = clock()
 
     def look(self) -> float:
-        """Return the seconds that the process was suspended since the last look, else 0."""
+        """Return the seconds since the last look if they exceed the limit, else 0."""
         before_s, self._looked_s = self._looked_s, self._clock()
         gap_s = self._looked_s - before_s
         return gap_s if gap_s > self._limit_s else 0.0

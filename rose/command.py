@@ -10,7 +10,11 @@ import sys
 
 
 def set_kill_switch(argv: list[str]) -> None:
-    """Make RUN_DIR/KILL if the words are those of a `rose kill RUN_DIR` without --dry-run."""
+    """Create RUN_DIR/KILL if the words are those of `rose kill RUN_DIR` without --dry-run or
+    --help.
+
+    Errors are left to the command, which reports them.
+    """
     if argv[:1] != ["kill"] or any(word.startswith(("--d", "-h", "--h")) for word in argv):
         return
     # The word after an option is its value: `--within 2`.
@@ -25,7 +29,7 @@ def set_kill_switch(argv: list[str]) -> None:
 
 
 def main() -> int:
-    """Run the command of this process's words; return the exit code."""
+    """Run the `rose` command line of this process; return its exit code."""
     set_kill_switch(sys.argv[1:])
     from rose.cli.main import main as run
 

@@ -23,7 +23,9 @@ _SCALARS = (
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Loader of YAML 1.2's core schema; anchors and tags of Python objects are as in SafeLoader."""
+    """PyYAML loader of YAML 1.2's core schema, which refuses duplicate keys; anchors and tags are
+    as in SafeLoader.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's name and type
 
@@ -49,12 +51,15 @@ CoreLoader.add_constructor(_TAG + "int", CoreLoader.construct_yaml_int)
 
 
 def constructed(node: yaml.Node) -> Any:  # noqa: ANN401 - whatever the file says
-    """Return the value of a node. Raises yaml.YAMLError."""
+    """Return the Python value of a parsed YAML node. Raises yaml.YAMLError."""
     return CoreLoader("").construct_document(node)
 
 
 def documents(path: Path) -> list[Any]:
-    """Return the documents of a file, without empty ones. Raises OSError and ValueError."""
+    """Return the values of a YAML file's documents, without empty ones.
+
+    Raises OSError, and ValueError for invalid YAML.
+    """
     try:
         found = list(yaml.load_all(path.read_text(encoding="utf-8-sig"), Loader=CoreLoader))
     except yaml.YAMLError as error:

@@ -13,7 +13,11 @@ from typing import cast
 def open_directly(
     url: str | urllib.request.Request, timeout_s: float, context: ssl.SSLContext | None = None
 ) -> HTTPResponse:
-    """Send a request to an http or https URL; return the reply. Raises as urlopen does."""
+    """Send a request to an http or https URL, past any proxy of the environment; return the open
+    reply.
+
+    Raises as urlopen does.
+    """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if context is not None:
         handlers.append(urllib.request.HTTPSHandler(context=context))

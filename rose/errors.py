@@ -24,14 +24,17 @@ T = TypeVar("T")
 
 
 class Decoder(Protocol[T_co]):
-    """msgspec's decoder of JSON or MessagePack."""
+    """Protocol of msgspec's decoders of JSON and MessagePack."""
 
     def decode(self, buf: bytes, /) -> T_co:
-        """Return the value in these bytes."""
+        """Return the value that these bytes encode."""
 
 
 def decoded(decoder: Decoder[T], data: bytes) -> T:
-    """Return the decoded value. Raises `msgspec.DecodeError` for invalid bytes."""
+    """Return the value that the decoder reads from bytes.
+
+    Raises `msgspec.DecodeError` for any invalid bytes, UTF-8 and nesting included.
+    """
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:
@@ -41,32 +44,35 @@ def decoded(decoder: Decoder[T], data: bytes) -> T:
 
 
 class RoseError(Exception):
-    """Base of all errors that end a command with one line and exit code 2."""
+    """Base class of all errors that end a command with one line and exit code 2."""
 
 
 class ConfigError(RoseError):
-    """A setting, an option or a file is wrong."""
+    """Error: a setting, an option or a file is wrong."""
 
 
 class EngineStartError(RoseError):
-    """An engine could not be started."""
+    """Error: an engine could not be started."""
 
 
 class UnavailableError(RoseError):
-    """A process of ROSE does not answer."""
+    """Error: a process of ROSE does not answer."""
 
 
 class NotAnnouncedError(UnavailableError):
-    """A version is durable, but no scheduler knows it yet: continue, it is announced later."""
+    """Error: a published version is durable, but no scheduler knows it yet.
+
+    Continue: it is announced later.
+    """
 
 
 class RefusedError(RoseError):
-    """A request breaks a rule: stale epoch, wrong version, no room."""
+    """Error: a request breaks a rule, such as a stale epoch, a wrong version, or no room."""
 
 
 class RunHeldError(RefusedError):
-    """Another living trainer has the job: stop it, or take over."""
+    """Error: another living trainer has the job. Stop that trainer, or take over."""
 
 
 class RunFencedError(RefusedError):
-    """This trainer has lost its job to another one, and must not publish any more."""
+    """Error: this trainer has lost its job to another trainer, and must not publish any more."""

@@ -15,7 +15,9 @@ from rose.security.certificates import CertificateFiles
 
 
 def damaged_files_family(count: int) -> Metric:
-    """Return the metric of files that a store of weights lost to its disk."""
+    """Return the Prometheus counter of chunks and manifests that a weight store found damaged or
+    missing on its disk.
+    """
     return CounterMetricFamily(
         "rose_weights_damaged_files",
         "Chunks and manifests that this process found damaged or missing on its own disk.",
@@ -24,7 +26,9 @@ def damaged_files_family(count: int) -> Metric:
 
 
 def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
-    """Yield the validity of the process's own certificate, in Unix seconds."""
+    """Yield two Prometheus gauges: the Unix times at which the process's certificate begins and
+    ceases to be valid.
+    """
     begin_s, end_s = validity_s
     yield GaugeMetricFamily(
         "rose_certificate_not_before_timestamp_seconds",
@@ -39,17 +43,21 @@ def certificate_families(validity_s: tuple[float, float]) -> Iterator[Metric]:
 
 
 class Metrics(Protocol):
-    """Metrics of a process."""
+    """Prometheus metrics of a process."""
 
     registry: CollectorRegistry
 
     def look(self) -> None:
-        """Count the values that a scrape shows; on the process's loop, between its steps."""
+        """Update the values that a scrape shows; the server calls it on the process's event loop
+        before each answer.
+        """
         ...
 
 
 class MetricsServer:
-    """Server of `GET /metrics` alone. With certificates over TLS, for every caller."""
+    """HTTP server of `GET /metrics` alone; with certificates over TLS, for callers with or without
+    one.
+    """
 
     def __init__(
         self,
@@ -65,7 +73,7 @@ class MetricsServer:
         self._order = asyncio.Lock()
 
     async def start(self) -> None:
-        """Bind the port. Raises ConfigError if it is taken."""
+        """Bind the port and begin to answer. Raises ConfigError if the port cannot be bound."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         files = self._certificates
@@ -81,7 +89,7 @@ class MetricsServer:
         self._listening = port
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, and release the port."""
         if self._listening is not None:
             await self._listening.close()
             self._listening = None

@@ -19,9 +19,10 @@ from rose.errors import RoseError
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Fixed properties of a card. None: the card does not report it.
+    """Fixed properties of a GPU. None: the card does not report the value.
 
-    cuda: highest CUDA version (major, minor) that the driver serves.
+    cuda: highest CUDA version (major, minor) that the driver serves. sm_mhz_most, memory_mhz_most:
+    highest clocks.
     """
 
     index: int
@@ -40,7 +41,8 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Load of a card at one moment. slowed: reason for reduced clocks.
+    """Load of a GPU at one moment. slowed: reasons for reduced clocks. None: the card does not
+    report the value.
 
     processes: ids of the processes that compute on it, in the driver's numbering: in a container
     they may belong to another namespace, or be hidden.
@@ -58,9 +60,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A process that computes on a card. pid: in the driver's numbering, see `Usage.processes`.
+    """Process that computes on a GPU. pid: in the driver's numbering, see `Usage.processes`.
 
-    memory_bytes: None if the driver does not report it. mps: it is a client of MPS.
+    memory_bytes: GPU memory that it uses, None if the driver does not report it. mps: it computes
+    through MPS.
     """
 
     pid: int
@@ -69,33 +72,33 @@ class Client:
 
 
 class CardReader(Protocol):
-    """Reader of the cards of this machine, through their driver."""
+    """Protocol of a reader of this machine's GPUs, through their driver."""
 
     def cards(self) -> tuple[Card, ...]:
-        """Return all cards of the machine. Raises CardError without a driver that answers."""
+        """Return all GPUs of the machine. Raises CardError without a driver that answers."""
         ...
 
     def usage(self, card: Card) -> Usage:
-        """Return the load of a card. Raises CardError."""
+        """Return a GPU's memory, clocks, power and processes at this moment. Raises CardError."""
         ...
 
     def clients(self, card: Card) -> tuple[Client, ...]:
-        """Return the processes that compute on a card, each with its bytes. Raises CardError."""
+        """Return the processes that compute on a GPU, with the memory of each. Raises CardError."""
         ...
 
     def free_bytes(self, card: Card) -> int:
-        """Return a card's free memory. Raises CardError."""
+        """Return the free memory of a GPU, in bytes. Raises CardError."""
         ...
 
 
 class CardError(RoseError):
-    """A GPU cannot be used, or its driver does not answer."""
+    """Error: a GPU cannot be used, or its driver does not answer."""
 
 
 def card_of(cards: tuple[Card, ...], device: int | str) -> Card:
-    """Return the card of that index, or the one whose UUID is or begins with `device`.
+    """Return the card whose index is the int `device`, or whose UUID begins with the text `device`.
 
-    Raises CardError if there is none, or several begin with it.
+    Raises CardError if there is none, or more than one.
     """
     if not cards:
         raise CardError("the NVIDIA driver sees no GPU; run on a machine with one")
@@ -113,7 +116,9 @@ LEAST_CUDA = (12, 8)
 
 
 def insist_usable(card: Card) -> None:
-    """Raise CardError, with what to do, if ROSE cannot run there."""
+    """Raise CardError, with what to do, if ROSE cannot run on a card: an old driver, MIG, or
+    compute mode prohibited.
+    """
     if card.cuda < LEAST_CUDA:
         raise CardError(
             f"driver {card.driver} serves CUDA {version_text(card.cuda)}, and"
@@ -153,7 +158,7 @@ SLOWED_BY = {
 
 
 def load_bindings() -> Any:  # noqa: ANN401 -- the package has no types
-    """Import NVIDIA's bindings. Raises CardError if the package is missing."""
+    """Import and return NVIDIA's module `pynvml`. Raises CardError if the package is missing."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -165,20 +170,20 @@ def load_bindings() -> Any:  # noqa: ANN401 -- the package has no types
 
 
 class Nvml:
-    """CardReader by NVIDIA's bindings. Any thread may use it."""
+    """Reader of this machine's GPUs by NVIDIA's bindings. Any thread may use it."""
 
     def __init__(self, load: Callable[[], Any] = load_bindings) -> None:
-        """Raises CardError without a driver."""
+        """Load and initialize the driver's library. Raises CardError without bindings or driver."""
         self._nvml = load()
         self._told(self._nvml.nvmlInit)
 
     def cards(self) -> tuple[Card, ...]:
-        """Return all cards of the machine, in the driver's order."""
+        """Return all GPUs of the machine, in the driver's order. Raises CardError."""
         count = self._told(self._nvml.nvmlDeviceGetCount)
         return tuple(self._card(index) for index in range(count))
 
     def usage(self, card: Card) -> Usage:
-        """Return the load of a card."""
+        """Return a GPU's memory, clocks, power and processes at this moment. Raises CardError."""
         nvml, known = self._nvml, self._known
         at = self._handle(card.index)
         memory = self._told(nvml.nvmlDeviceGetMemoryInfo, at)
@@ -199,7 +204,7 @@ class Nvml:
         return self._clients(self._handle(card.index))
 
     def free_bytes(self, card: Card) -> int:
-        """Return a card's free memory."""
+        """Return the free memory of a GPU, in bytes. Raises CardError."""
         return int(self._told(self._nvml.nvmlDeviceGetMemoryInfo, self._handle(card.index)).free)
 
     def _card(self, index: int) -> Card:
@@ -232,7 +237,10 @@ class Nvml:
         return self._told(self._nvml.nvmlDeviceGetHandleByIndex, index)
 
     def _clients(self, at: object) -> tuple[Client, ...]:
-        """Clients of MPS may be in either list or in both."""
+        """Return the processes that compute on a GPU.
+
+        Clients of MPS may be in either of the driver's two lists or in both.
+        """
         nvml = self._nvml
         # By version: names without one raise another error if the driver is too old.
         listed = self._told(nvml.nvmlDeviceGetComputeRunningProcesses_v3, at)
@@ -246,14 +254,14 @@ class Nvml:
         return tuple(Client(pid, used, pid in mps) for pid, used in memory.items())
 
     def _told(self, ask: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        """Return an answer that the driver has to give. Raises CardError."""
+        """Return the driver's answer to a call that has to succeed. Raises CardError."""
         try:
             return ask(*arguments)
         except self._nvml.NVMLError as error:
             raise CardError(_refusal(ask.__name__, error)) from error
 
     def _known(self, ask: Callable[..., Any], *arguments: object) -> Any | None:  # noqa: ANN401
-        """Return an answer, None if this card or driver does not give it."""
+        """Return the driver's answer to a call; None if this card or driver does not give it."""
         try:
             return ask(*arguments)
         except self._nvml.NVMLError:
@@ -261,7 +269,7 @@ class Nvml:
 
 
 def _refusal(name: str, error: Any) -> str:  # noqa: ANN401
-    """Return what to do about an NVMLError, in one line."""
+    """Return one line that says what to do about an NVMLError. name: the refused call."""
     if error.value == NO_LIBRARY:
         return (
             "no NVIDIA driver is here (libnvidia-ml.so.1 cannot be opened);"

@@ -8,7 +8,9 @@ UNKNOWN = "unknown"
 
 @cache
 def release() -> str:
-    """Return the installed package's version; `unknown` if ROSE runs from a folder."""
+    """Return the version of the installed package rose-rollout, from a cache; `unknown` if ROSE
+    runs from a folder.
+    """
     try:
         return version("rose-rollout")
     except PackageNotFoundError:

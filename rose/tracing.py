@@ -39,7 +39,9 @@ _NO_TRACE, _NO_PARENT = "0" * 32, "0" * 16
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Trace context of a turn (W3C): trace, the caller's span in it, and the sampled flag."""
+    """W3C trace context of a turn: the trace's id, the id of the caller's span in it, the sampled
+    flag, and tracestate.
+    """
 
     trace_id: str
     parent_id: str
@@ -48,21 +50,25 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """The header, of version 00."""
+        """Value of the `traceparent` header, in version 00."""
         return f"00-{self.trace_id}-{self.parent_id}-{int(self.sampled):02x}"
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request of this trace."""
+        """Return the HTTP headers that pass this context on: traceparent, and tracestate if there
+        is one.
+        """
         said = {TRACEPARENT: self.traceparent}
         return said | {TRACESTATE: self.state} if self.state else said
 
     def head(self) -> bytes:
-        """Return these headers as lines of an HTTP head."""
+        """Return these headers as bytes of an HTTP request's head, each line ended by CR LF."""
         return "".join(f"{name}: {value}\r\n" for name, value in self.headers().items()).encode()
 
 
 def trace_of(headers: Mapping[str, str]) -> TraceContext | None:
-    """Return the trace that a request names, None without a valid one."""
+    """Return the trace context in a request's headers; None without a valid `traceparent`, or with
+    several.
+    """
     said = headers.get(TRACEPARENT)
     if said is None:
         return None
@@ -73,7 +79,10 @@ def trace_of(headers: Mapping[str, str]) -> TraceContext | None:
 
 
 def parsed(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Return the context of these two headers, None if the first is not valid."""
+    """Return the trace context of these two header values; None if `traceparent` is invalid.
+
+    An invalid `tracestate` is dropped.
+    """
     if len(traceparent) > MAX_PARENT_CHARS:
         return None
     found = _PARENT.fullmatch(traceparent.strip(" \t"))
@@ -91,7 +100,8 @@ def parsed(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def current_trace() -> TraceContext | None:
-    """Return the trace of the caller's own OpenTelemetry span, None without one.
+    """Return the trace context of the OpenTelemetry span that is current in this program; None
+    without one.
 
     A program that has not imported OpenTelemetry has no span, so nothing is imported for it here.
     """
@@ -102,7 +112,9 @@ def current_trace() -> TraceContext | None:
 
 
 def of_span(span: object) -> TraceContext | None:
-    """Return the context whose parent is an OpenTelemetry span, None for an invalid one."""
+    """Return the trace context for work done under an OpenTelemetry span; None for an invalid
+    span.
+    """
     made = span.get_span_context()  # type: ignore[attr-defined]  # of an optional package
     if not made.is_valid:
         return None
@@ -121,9 +133,10 @@ _log = logging.getLogger(__name__)
 
 
 class Span:
-    """One piece of work; `context` is what is sent to those who work for it, None without a trace.
+    """Span of one piece of work. context: trace context to send with requests for that work, None
+    without a trace.
 
-    Without a tracer the context is the caller's, and nobody collects the span.
+    Without a tracer the context is the caller's own, and the span is not collected.
     """
 
     __slots__ = ("_collected", "context")
@@ -133,7 +146,10 @@ class Span:
         self._collected = collected
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """End the span; a non-empty `error` marks it failed."""
+        """End the span and add its attributes; a non-empty `error` marks it failed.
+
+        Without a tracer nothing happens.
+        """
         if self._collected is None:
             return
         from opentelemetry.trace import Status, StatusCode
@@ -145,13 +161,18 @@ class Span:
 
 
 class Spans:
-    """Maker of spans, by a tracer or without one."""
+    """Factory of spans: OpenTelemetry's with a tracer, else spans that only pass their context
+    on.
+    """
 
     def __init__(self, tracer: Any = None) -> None:  # noqa: ANN401 -- of an optional package
         self._tracer = tracer
 
     def begin(self, name: str, parent: TraceContext | None, attributes: Attributes) -> Span:
-        """Begin a span now, within the parent's trace, or in one of its own."""
+        """Start a span now and return it.
+
+        parent: context that it belongs to; None begins a new trace, if there is a tracer.
+        """
         if self._tracer is None:
             return Span(parent)
         from opentelemetry.context import Context
@@ -168,7 +189,12 @@ NO_SPANS: Final = Spans()
 
 
 def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans:
-    """Return the spans of a process. service: its name, unless `OTEL_SERVICE_NAME` gives one."""
+    """Return the factory of this process's spans; without OpenTelemetry's configuration its spans
+    are not collected.
+
+    service: name that collected spans bear, unless `OTEL_SERVICE_NAME` gives one. It may set
+    OpenTelemetry's global tracer provider.
+    """
     if environment.get(DISABLED, "").lower() == "true":
         return NO_SPANS
     wanted = any(environment.get(name) for name in ENDPOINTS)

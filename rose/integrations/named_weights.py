@@ -29,20 +29,25 @@ Named = Iterable[tuple[str, "torch.Tensor"]]
 
 
 class UnfitWeightsError(RefusedError):
-    """Trainer's tensors that do not fit the checkpoint that replicas started with."""
+    """Error: a trainer's tensors do not fit the checkpoint that replicas started with (names,
+    shapes, dtypes).
+    """
 
 
 def checkpoint_name(name: str) -> str:
-    """The name without what `torch.compile`, FSDP and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that `torch.compile`, FSDP, activation
+    checkpointing and DDP add to it.
+    """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def ties_embeddings(model_dir: Path) -> bool | None:
-    """Return `tie_word_embeddings` of a model's config.json, None where it does not say.
+    """Return `tie_word_embeddings` of a model folder's config.json; None if the file or the field
+    is missing.
 
-    The text model's own word counts first, as for models of several parts.
+    The value in `text_config`, which models of several parts have, takes precedence.
     """
     try:
         config = json.loads((model_dir / "config.json").read_bytes())
@@ -57,19 +62,20 @@ def ties_embeddings(model_dir: Path) -> bool | None:
 
 
 def _is_embedding(name: str) -> bool:
-    """Return True for the name of a model's input or output embedding."""
+    """Return True if a tensor's name is that of an input or output embedding's weight."""
     parts = name.split(".")
     return parts[-1] == "weight" and len(parts) > 1 and parts[-2] in (*_INPUT, *_OUTPUT)
 
 
 class NamedWeights:
-    """Collects one version; `base` says names, dtypes and shapes.
+    """Collector of one version's tensors, checked against those of the checkpoint `base` (names,
+    dtypes, shapes).
 
-    tied: the model's config ties its input and output embeddings. None: it does not say, and they
-    are where the checkpoint has but one of them.
+    tied: the model's config ties its input and output embeddings. None: the config does not say,
+    and they are tied if the checkpoint has only one of them.
 
     Every tensor of the iterable is visited, whatever is wrong with one before it: gathering a
-    DTensor is collective, and a rank that stopped would be waited for.
+    DTensor is collective, and the other ranks would wait for a rank that stopped.
     """
 
     def __init__(self, base: Mapping[str, TensorBits], *, tied: bool | None = None) -> None:
@@ -80,14 +86,22 @@ class NamedWeights:
         self._troubles: list[str] = []
 
     def take(self, named: Named, *, keep: bool = True) -> None:
-        """Read them all, gathered from their ranks; keep: this rank publishes."""
+        """Gather every tensor from its ranks, and keep a copy in the checkpoint's dtype if `keep`.
+
+        keep: True on the rank that publishes; the others only take part in gathering. Tensors that
+        do not fit are noted, and `finish` raises for them.
+        """
         for name, tensor in named:
             whole = _gathered(tensor)
             if keep:
                 self._take(checkpoint_name(name), whole)
 
     def finish(self) -> dict[str, TensorBits]:
-        """All tensors of the checkpoint. Raises `UnfitWeightsError` for what does not fit."""
+        """Return all tensors of the checkpoint, by name.
+
+        Raises `UnfitWeightsError` that lists each tensor that is missing, unknown or of another
+        shape or dtype.
+        """
         if self._tied:
             for name in filter(_is_embedding, self._base.keys() - self._bits.keys()):
                 bits = self._twin(self._base[name], self._bits)
@@ -130,7 +144,9 @@ class NamedWeights:
         self._bits[name] = bits
 
     def _twin(self, tensor: TensorBits, among: Mapping[str, TensorBits]) -> TensorBits | None:
-        """Return the tensor that the config ties to another one, None without."""
+        """Return the published embedding of the same shape and dtype, to which the config ties this
+        one; None if there is none.
+        """
         for name, other in among.items():
             alike = other.shape == tensor.shape and other.dtype == tensor.dtype
             if name != tensor.name and alike and _is_embedding(name):
@@ -138,7 +154,9 @@ class NamedWeights:
         return None
 
     def _is_copy(self, tensor: TensorBits) -> bool:
-        """Return True for a tied name whose weights are published under the checkpoint's name."""
+        """Return True if an embedding that the checkpoint does not name equals one that is
+        published under the checkpoint's name.
+        """
         if self._tied is False or not _is_embedding(tensor.name):
             return False
         published = (each for name, each in self._bits.items() if _is_embedding(name))
@@ -162,7 +180,7 @@ def _cast_equal(one: TensorBits, other: TensorBits) -> bool:
 
 
 def _gathered(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The whole tensor; collective for one that is sharded."""
+    """Return the whole tensor; for a DTensor this is a collective call of all ranks."""
     full = getattr(tensor, "full_tensor", None)
     whole: torch.Tensor = tensor if full is None else full()
     return whole

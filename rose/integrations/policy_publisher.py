@@ -32,9 +32,11 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PolicyReceipt:
-    """One publication. wire_bytes: that cross a link once; full_bytes: of all weights.
+    """Record of one published version: its size, and how long each stage took.
 
-    publish_s: until it was announced; served_s: until enough replicas served it.
+    wire_bytes: bytes that cross a link once. full_bytes: bytes of all weights. density: share of
+    weights that changed. publish_s: seconds until the version was announced. served_s: seconds from
+    then until enough replicas served it, 0 without a wait.
     """
 
     version: int
@@ -46,10 +48,11 @@ class PolicyReceipt:
 
 
 class PolicyPublisher:
-    """Publishes a policy's versions from plain code, one process or all ranks of a trainer.
+    """Publisher of a policy's versions, for blocking code in one process or on all ranks of a
+    trainer.
 
-    It pickles as its settings and starts on first use. Each wait is bounded by
-    `settings.timeout_s` and says what it waited for. Raises `RoseError` with one line.
+    A pickle of it holds its settings alone, and it starts on first use. Each wait is bounded by
+    `settings.timeout_s`, and its error says what it waited for. Raises `RoseError` with one line.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -77,23 +80,35 @@ class PolicyPublisher:
 
     @property
     def version(self) -> int:
-        """The version that was published last, 0 before the first."""
+        """Number of the newest published version, 0 before the first.
+
+        Starts the publisher if it never ran.
+        """
         self._of_base()
         return self._version
 
     @property
     def oldest_allowed(self) -> int:
-        """The oldest version that rollouts may still be of: `max_staleness`, none of other runs."""
+        """Oldest version that rollouts may still use: `max_staleness` before the newest, and none
+        of an earlier run of the job.
+        """
         return max(self._first, self.version - self.settings.max_staleness, 0)
 
     @property
     def resumed(self) -> bool:
-        """True if the job continues from a version that an earlier process published."""
+        """True if the job continues from a version that an earlier process published.
+
+        Starts the publisher if it never ran.
+        """
         self._of_base()
         return self._resumed
 
     def start(self) -> None:
-        """Register the job and take up its versions, once; only the first rank does anything."""
+        """Register the job with the scheduler and load its newest version from `root`.
+
+        Only the first rank does so, and only once; other calls do nothing. Raises `ConfigError`,
+        `UnavailableError`, `RunHeldError`.
+        """
         if self._thread is not None or rank() != 0:
             return
         self._base = _read(self.settings)
@@ -105,12 +120,12 @@ class PolicyPublisher:
             raise
 
     def publish(self, named: Named, *, wait: bool = True, collective: bool = True) -> int:
-        """Publish weights by name and return their version.
+        """Publish a version made of these named tensors, and return its number.
 
-        Collective: every rank gives all names, in the same order; a DTensor is gathered one by
-        one. Where a trainer asks its first rank only, and lets the others walk the tensors itself,
-        `collective` is False. Not before `replicas` serve it does it return, unless `wait` is
-        False. Raises `UnfitWeightsError`, `RunFenced`, `UnavailableError`.
+        collective: every rank calls this with all names, in the same order; DTensors are gathered
+        one by one, and all ranks get the number. False: the trainer calls the first rank alone, and
+        the others walk the tensors themselves. wait: return only when `settings.replicas` replicas
+        serve the version. Raises `UnfitWeightsError`, `RunFencedError`, `UnavailableError`.
         """
         failed: Exception | None = None
         base: Mapping[str, TensorBits] = {}
@@ -132,9 +147,11 @@ class PolicyPublisher:
         return self._version
 
     def restore(self) -> Mapping[str, TensorBits]:
-        """Weights of `version`, for a trainer that has no checkpoint of its own; first rank only.
+        """Return the tensors of the newest version by name, for a trainer without a checkpoint of
+        its own.
 
-        Not to be written to.
+        A new job has the checkpoint's. Call it on the first rank alone, and do not write to the
+        tensors. Raises `RefusedError` if the job has versions and `root` holds none.
         """
         self.start()
         if self._bits is None:
@@ -142,14 +159,21 @@ class PolicyPublisher:
         return self._bits
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
-        """Return once so many replicas serve the version or a newer one."""
+        """Block until this many replicas (default `settings.replicas`) serve the version or a newer
+        one.
+
+        Raises `UnavailableError` after `settings.timeout_s`.
+        """
         wanted = self.settings.replicas if replicas is None else replicas
         self.start()
         if wanted and self._thread is not None:
             self._thread.call(self._served(version, wanted))
 
     def close(self) -> None:
-        """Stop serving; what was published stays, and another process may go on from it."""
+        """Stop serving versions to nodes.
+
+        Published versions stay in `root`, from which another process may continue.
+        """
         thread, self._thread = self._thread, None
         publisher, self._publisher = self._publisher, None
         if thread is not None and thread.alive:
@@ -159,7 +183,9 @@ class PolicyPublisher:
 
     @property
     def known(self) -> tuple[int, int]:
-        """(newest version, first version of its run): the first rank sends them to the others."""
+        """Pair of the newest version and the first version of this run, which the first rank sends
+        to the other ranks.
+        """
         return self._version, self._first
 
     @known.setter
@@ -169,7 +195,10 @@ class PolicyPublisher:
     # ---- on the first rank ----
 
     def _of_base(self) -> Mapping[str, TensorBits]:
-        """Start where that was never done: one that was closed still knows what it did."""
+        """Return the checkpoint's tensors, and start the publisher if it never ran.
+
+        After `close` it is not started again.
+        """
         if self._base is None:
             self.start()
             self._base = self._base or {}
@@ -202,7 +231,9 @@ class PolicyPublisher:
             self._bits = None if begun.latest else base
 
     async def _restored(self, publisher: WeightPublisher) -> Mapping[str, TensorBits] | None:
-        """Return the version published last, None if the root's files are incomplete or damaged."""
+        """Return the tensors of the newest version in `root`; None if there is none, or if its
+        files are incomplete or damaged.
+        """
         try:
             return await publisher.restore()
         except (WeightError, OSError) as error:

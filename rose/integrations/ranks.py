@@ -10,14 +10,18 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return this process's rank in the trainer's group, 0 where there is none."""
+    """Return this process's rank in torch.distributed's default group, 0 without a group."""
     import torch.distributed as dist
 
     return dist.get_rank() if _grouped() else 0
 
 
 def from_first(work: Callable[[], T], otherwise: str = "the first rank could not go on") -> T:
-    """Return the first rank's result on all ranks; all raise its error."""
+    """Run `work` on the first rank alone, and return its result on all ranks. If it fails, all
+    ranks raise.
+
+    The first rank raises its own error, the others a RefusedError that begins with `otherwise`.
+    """
     import torch.distributed as dist
 
     said: list[Any] = [None, None]
@@ -38,7 +42,11 @@ def from_first(work: Callable[[], T], otherwise: str = "the first rank could not
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """Return each rank's result; if one fails all raise."""
+    """Run `work` on every rank, and return this rank's result. If it fails on any rank, all ranks
+    raise.
+
+    Only RoseError, WeightError and OSError are passed on to the other ranks.
+    """
     import torch.distributed as dist
 
     failed: Exception | None = None

@@ -39,7 +39,9 @@ ANSWER_S = 60.0
 
 
 class NodeActor:
-    """Body of an actor, which runs `rose node` and ends with it."""
+    """Ray actor that runs one `rose node` as a child process; if the node ends by itself, so does
+    the actor.
+    """
 
     def __init__(self, node: PoolNode, gpus: int) -> None:
         self._node = node
@@ -57,13 +59,15 @@ class NodeActor:
         threading.Thread(target=self._run, args=(file,), name="rose-node", daemon=True).start()
 
     def place(self) -> dict[str, Any]:
-        """Return where it runs, and the address at which gateways of other machines reach it."""
+        """Return where the replica runs: its name, the machine's address, GPU, process id, and the
+        proxy's host and port for gateways of other machines (None without a proxy).
+        """
         pid = self._process.pid if self._process else None
         said = {"node": self._node.name, "host": _own_address(), "proxy": self._proxy}
         return said | {"gpu": self._device, "pid": pid}
 
     def healthy(self) -> bool:
-        """Return True if its engine answers."""
+        """Return True if the engine's /health answers 200 within 2 s."""
         try:
             url = f"http://127.0.0.1:{self._port}/health"
             with open_directly(url, 2.0) as answer:
@@ -72,7 +76,10 @@ class NodeActor:
             return False
 
     def drain(self, timeout_s: float) -> bool:
-        """End the node: its turns continue elsewhere. Returns True if it ended in time."""
+        """Send SIGTERM to the node, whose turns continue on other replicas.
+
+        Return True if it ended within `timeout_s`.
+        """
         self._draining.set()
         process = self._process
         if process is not None and process.poll() is None:
@@ -174,12 +181,17 @@ class DedicatedPool:
             self._members += self._begin(missing)
 
     def drain(self) -> None:
-        """End all replicas: turns continue elsewhere, and Ray has its resources back."""
+        """End all replicas and return their resources to Ray; their turns continue on other
+        replicas.
+        """
         members, self._members = self._members, []
         self._end(members)
 
     def wait_healthy(self) -> None:
-        """Return once all engines answer. Raises `UnavailableError` that names the others."""
+        """Block until the engines of all replicas answer.
+
+        Raises `UnavailableError` after `timeout_s`, with the names of those that do not.
+        """
         until_s = time.monotonic() + self.timeout_s
         waits = list(self._members)
         while waits:
@@ -193,7 +205,9 @@ class DedicatedPool:
             time.sleep(LOOK_S if waits else 0)
 
     def places(self) -> list[dict[str, Any]]:
-        """Return where each replica runs; {} for one that does not answer now."""
+        """Return a dictionary for each replica that says where it runs, as `NodeActor.place`; {}
+        for one that does not answer now.
+        """
         return [self._asked(member.actor.place.remote(), {}) for member in self._members]
 
     # ---- actors ----
@@ -220,7 +234,10 @@ class DedicatedPool:
         return made
 
     def _bundles(self, count: int) -> list[tuple[Any, int]]:
-        """Return places for `count` replicas: (placement group, bundle in it)."""
+        """Return places for `count` replicas, each a pair of placement group and bundle index.
+
+        Raises `UnavailableError` if Ray has no room within `timeout_s`.
+        """
         bundle = {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
         # Groups of one are packed too, and each is returned with its replica.
         sizes = [1] * count if self.placement == "PACK" else [count]
@@ -247,7 +264,7 @@ class DedicatedPool:
                 remove_placement_group(group)
 
     def _lives(self, member: _PoolMember) -> bool:
-        """Return True if Ray has it, or starts it again."""
+        """Return True if the member's actor answers, or Ray is restarting it."""
         try:
             ray.get(member.actor.place.remote(), timeout=ANSWER_S)
         except ray.exceptions.ActorUnavailableError:
@@ -265,10 +282,12 @@ class DedicatedPool:
 
 
 def _own_address() -> str:
-    """Return this machine's address, as Ray's others reach it."""
+    """Return this machine's IP address, by which other machines of the Ray cluster reach it."""
     return str(ray.util.get_node_ip_address())
 
 
 def _device(given: int | str) -> int | str:
-    """Return a GPU in Ray's form: an index, or a UUID."""
+    """Return a GPU that Ray assigned as a node's file names it: an index as int, or a UUID as
+    str.
+    """
     return int(given) if str(given).isdigit() else str(given)

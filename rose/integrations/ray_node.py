@@ -22,7 +22,9 @@ _PLACED = ("host", "port")
 
 @dataclass(frozen=True, slots=True)
 class PoolNode:
-    """File of one actor's node, without what only its machine knows."""
+    """Configuration of one pool replica's `rose node`, without the port, GPU and proxy address that
+    only its machine knows.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -32,7 +34,11 @@ class PoolNode:
     def write(
         self, port: int, device: int | str | None, proxied: tuple[str, int] | None = None
     ) -> Path:
-        """Write the node's file into its own run folder. proxied: host and port of its proxy."""
+        """Write the complete configuration to RUN_DIR/NAME/node.json and return its path.
+
+        port: the engine's. device: GPU index or UUID, None for the CPU. proxied: host and port of
+        the node's proxy.
+        """
         folder = Path(self.config["run_dir"]) / self.name
         folder.mkdir(parents=True, exist_ok=True)
         own = self._content(port, device, proxied)
@@ -41,7 +47,9 @@ class PoolNode:
         return file
 
     def check(self) -> None:
-        """Raise `ConfigError` before anything starts; folders are checked on their own machine."""
+        """Raise `ConfigError` if the configuration is invalid, before anything starts; folders are
+        checked on their own machine.
+        """
         for name in ("node", "replicas", "proxy"):
             if name in self.config:
                 raise ConfigError(f"the pool sets {name!r} itself; leave it out of `node`")

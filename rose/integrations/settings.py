@@ -77,7 +77,10 @@ class TrainerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **given: object) -> Self:
-        """Read the environment; the arguments override it. Raises `ConfigError`."""
+        """Return settings read from `ROSE_*` variables; the keyword arguments take precedence.
+
+        Raises `ConfigError`.
+        """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = dict(given)
         for field in fields(cls):
@@ -90,23 +93,31 @@ class TrainerSettings:
         return cls(**values)
 
     def signing_key(self) -> SigningKey:
-        """Return the job's key. Raises `ConfigError` for any other file."""
+        """Return the job's private key, read from `key`.
+
+        Raises `ConfigError` if the file holds anything else.
+        """
         return signing_key(self.key)
 
     def certificates(self) -> CertificateFiles | None:
-        """Return the trainer's certificate, None in a cluster without certificates."""
+        """Return the trainer's certificate files; None in a cluster without certificates.
+
+        Raises `ConfigError` if one of the three is missing.
+        """
         if self.certificate is None and self.certificate_key is None:
             return None
         return files_of(self.ca, self.certificate, self.certificate_key)
 
     def client(self) -> BlockingRolloutClient:
-        """Return a client of the job's gateway, for rollouts of the trainer's own."""
+        """Return a blocking client of the job's gateway, for rollouts that the trainer's own code
+        generates.
+        """
         return BlockingRolloutClient(
             self.gateway, self.timeout_s, credentials=self.credentials(), job=self.job
         )
 
     def credentials(self) -> GatewayCredentials:
-        """Return the credentials for the gateway."""
+        """Return the token file and certificates that clients show to the gateway."""
         return GatewayCredentials(self.token_file, self.ca, self.certificate, self.certificate_key)
 
 

@@ -46,7 +46,10 @@ class _CheckpointFacts:
 
     @classmethod
     def of(cls, base: Mapping[str, TensorBits]) -> "_CheckpointFacts":
-        """Raises `RefusedError` for weights of several dtypes."""
+        """Return the facts of the checkpoint `base`.
+
+        Raises `RefusedError` if its floating-point weights have several dtypes.
+        """
         dtypes = sorted({each.dtype for each in base.values() if "float" in each.dtype})
         if len(dtypes) != 1:
             raise RefusedError(
@@ -59,9 +62,9 @@ class _CheckpointFacts:
 
 
 class ShardedPolicyPublisher(PolicyPublisher):
-    """`PolicyPublisher` whose ranks publish their own shards: no rank holds all weights.
+    """`PolicyPublisher` whose ranks each publish their own shards, so no rank holds all weights.
 
-    Every rank makes one, with settings of its own machine. own_stores: each rank keeps its chunks
+    Every rank creates one, with its own machine's settings. own_stores: each rank keeps its chunks
     under `root/rank-N` and serves them at its `host`; else all ranks share the folder `root`.
     """
 
@@ -79,11 +82,12 @@ class ShardedPolicyPublisher(PolicyPublisher):
         return _made, (self.settings, self._own_stores)
 
     def publish_state(self, state: "Mapping[str, torch.Tensor]", *, wait: bool = True) -> int:
-        """Publish a state dict of DTensors or plain tensors, and return its version.
+        """Publish a version from a state dict of DTensors or plain tensors, and return its number
+        on every rank.
 
-        Collective, and so are its errors: if one rank fails all raise, and the next publication may
-        succeed. `state` must not change until this returns. Raises `UnfitWeightsError`,
-        `RefusedError`, `UnavailableError`.
+        Every rank calls it together; if one fails all raise, and the next publication may succeed.
+        `state` must not change until this returns. wait: return only when `settings.replicas`
+        replicas serve the version. Raises `UnfitWeightsError`, `RefusedError`, `UnavailableError`.
         """
         began_s = time.perf_counter()
         if self._layout is None:
@@ -105,7 +109,7 @@ class ShardedPolicyPublisher(PolicyPublisher):
         return manifest.version
 
     def close(self) -> None:
-        """Stop serving; published versions stay."""
+        """Stop serving versions to nodes; published versions stay in their stores."""
         thread, self._serving = self._serving, None
         if thread is not None and thread.alive:
             if self._server is not None:
@@ -150,7 +154,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
             everywhere(sharded.publish_base)
 
     def _opened_store(self) -> tuple[ChunkStore, str]:
-        """Return this rank's store, and its address: "" for the first rank's."""
+        """Return this rank's chunk store and the URL at which it is served; the URL is "" if the
+        first rank serves it.
+        """
         settings = self.settings
         if rank() == 0 or not self._own_stores:
             return ChunkStore(settings.root), ""
@@ -169,7 +175,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
-        """Add a shard; the first rank collects no garbage meanwhile."""
+        """Keep the first rank from collecting garbage in its store while the block runs on all
+        ranks.
+        """
         entered: list[Any] = []
 
         def enter() -> None:
@@ -190,7 +198,9 @@ class ShardedPolicyPublisher(PolicyPublisher):
         return _CheckpointFacts.of(self._of_base())
 
     def _announce(self) -> None:
-        """Announce the version, and any that could not be announced before."""
+        """Announce the new version to the scheduler, after any earlier ones whose announcement
+        failed.
+        """
         while self._unannounced:
             version, parent = self._unannounced[0]
             self._on_loop(lambda own: own.announce(version, parent))  # noqa: B023 - called at once
@@ -216,7 +226,10 @@ class ShardedPolicyPublisher(PolicyPublisher):
 def _fitting(
     state: "Mapping[str, torch.Tensor]", layout: _CheckpointFacts
 ) -> "dict[str, torch.Tensor]":
-    """Return the checkpoint's tensors of a trainer's state. Raises `UnfitWeightsError`."""
+    """Return the tensors of a state dict that the checkpoint has, by the checkpoint's names.
+
+    Raises `UnfitWeightsError` for missing, unknown or differently shaped ones.
+    """
     named = {checkpoint_name(name): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in named.items() if name in layout.shapes}
     kept = {_place(tensor) for tensor in fitting.values()}
@@ -237,7 +250,9 @@ def _fitting(
 
 
 def _place(tensor: "torch.Tensor") -> object:
-    """Return the address of its storage: tied names share it; None for a rank without any."""
+    """Return the memory address of a tensor's local part, which tied names share; None if this rank
+    holds no part.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.data_ptr() if local.numel() else None
 

@@ -14,7 +14,10 @@ UNTESTED = "ROSE_UNTESTED"
 
 
 def check_tested(package: str, tested: Sequence[str]) -> str:
-    """Return the installed version of a trainer. Raises ConfigError for an untested one."""
+    """Return the installed version of a trainer's package.
+
+    Raises ConfigError if it is not in `tested`, unless ROSE_UNTESTED names the package.
+    """
     known = ", ".join(tested)
     try:
         found = version(package)

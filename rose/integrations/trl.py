@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 Made = dict[str, Any]
-"""Answers in TRL's form."""
+"""JSON object of an answer, as TRL's own client returns it."""
 Option = Any
 
 TESTED = ("1.16.0",)
@@ -52,10 +52,11 @@ MOST_MISSED = 3
 
 
 def use(settings: TrainerSettings) -> PolicyPublisher:
-    """Make server mode use ROSE, for every trainer that is built after this.
+    """Replace TRL's vLLM client by ROSE's for every trainer that is built after this; return the
+    publisher.
 
-    TRL has no argument for the class of its client: this replaces the class in
-    `trl.generation.vllm_generation`. Returns the publisher; it ends with the process. Raises
+    TRL has no argument for the class of its client, so this replaces the class in
+    `trl.generation.vllm_generation`. The publisher is closed when the process exits. Raises
     `ConfigError`.
     """
     publisher = PolicyPublisher(settings)
@@ -73,7 +74,8 @@ def use(settings: TrainerSettings) -> PolicyPublisher:
 
 
 class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this is checked
-    """TRL's client of a vLLM server, for a gateway: the same requests, and versions for weights.
+    """TRL's client of a vLLM server, directed at a gateway: the same requests, and weights
+    published as versions.
 
     Each request is repeated, under the same id, while the gateway cannot answer, for at most
     `settings.timeout_s`. Raises `RoseError` with one line.
@@ -90,7 +92,10 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.0) -> None:
-        """Return once the gateway answers. Raises UnavailableError after `total_timeout` s."""
+        """Block until the gateway's /health answers 200.
+
+        Raises UnavailableError after `total_timeout` seconds.
+        """
         deadline_s = time.monotonic() + total_timeout
         while not self._answers():
             if time.monotonic() >= deadline_s:
@@ -101,18 +106,26 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
             time.sleep(retry_interval or PAUSE_S)
 
     def get_server_info(self) -> Made:
-        """Return the info that TRL asks for: replicas take weights and return sampler logprobs."""
+        """Return the fixed server info that TRL asks for: backend `rose`, and logprobs of the
+        sampler.
+        """
         return {
             "weight_transfer_config": {"backend": "rose"},
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }
 
     def init_communicator(self, device: object = 0) -> None:
-        """Register the job, and take up its existing versions."""
+        """Register the job with the scheduler and load its newest version; no NCCL group is
+        made.
+        """
         self.publisher.start()
 
     def generate(self, prompts: Sequence[object], **options: Option) -> Made:
-        """Generate as TRL's client does, by policies within the job's staleness bound."""
+        """Return completions in the form of TRL's client, sampled under versions within the job's
+        staleness bound.
+
+        Raises RefusedError for images.
+        """
         if options.get("features") is not None:
             raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
         own = {"min_version": self.publisher.oldest_allowed, "request_id": uuid.uuid4().hex}
@@ -121,18 +134,20 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
         return made
 
     def image_features(self, images: object, **_: object) -> list[dict[str, Any] | None]:
-        """Refuse images."""
+        """Raise RefusedError: rollout replicas take no images."""
         raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
 
     def update_named_params(self, metadata: object, named_params: Named) -> None:
-        """Publish the next version; TRL calls its first rank alone, and the others take part."""
+        """Publish these tensors as the next version; TRL calls this on its first rank alone, and
+        the others take part in gathering.
+        """
         self.publisher.publish(named_params, collective=False)
 
     def reset_prefix_cache(self) -> None:
         """Do nothing: each version has a prefix cache of its own."""
 
     def close_communicator(self) -> None:
-        """Stop publishing; published versions stay."""
+        """Stop serving versions to nodes; published versions stay."""
         self.publisher.close()
 
     # ---- requests ----
@@ -172,8 +187,8 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
 class RoseWeightTransfer:
     """TRL's `WeightTransferProtocol`, for `AsyncGRPOTrainer(weight_transfer=…)`.
 
-    wait: each sync returns once the version is served, so that TRL's own count of staleness is
-    right. Rollouts continue meanwhile.
+    wait: each sync returns only when replicas serve the version, so that TRL's own count of
+    staleness is right. Rollouts continue meanwhile.
     """
 
     def __init__(self, settings: TrainerSettings, *, wait: bool = True) -> None:
@@ -184,21 +199,23 @@ class RoseWeightTransfer:
         _need_no_vllm(async_rollout_worker)
 
     def init_weight_transfer(self) -> None:
-        """Register the job, and take up its existing versions."""
+        """Register the job with the scheduler and load its newest version."""
         self.publisher.start()
 
     def pause(self) -> None:
         """Do nothing: a replica takes a version between two of its steps."""
 
     def send_weights(self, iterator: Named) -> None:
-        """Publish the next version; TRL calls its first rank alone, and the others take part."""
+        """Publish these tensors as the next version; TRL calls this on its first rank alone, and
+        the others take part in gathering.
+        """
         self.publisher.publish(iterator, wait=self._wait, collective=False)
 
     def resume(self) -> None:
-        """Do nothing."""
+        """Do nothing: generation was not paused."""
 
     def destroy(self) -> None:
-        """Stop publishing; published versions stay."""
+        """Stop serving versions to nodes; published versions stay."""
         self.publisher.close()
 
 
@@ -216,7 +233,9 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: object, state: object, control: object, model: "torch.nn.Module", **_: object
     ) -> None:
-        """Publish: replicas may have another run's weights, or version 0 if training is resumed."""
+        """Publish the model's weights: replicas may have another run's, or version 0 if training is
+        resumed.
+        """
         self.publisher.publish(model.named_parameters())
 
     def on_step_end(
@@ -227,17 +246,19 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         model: "torch.nn.Module",
         **_: object,
     ) -> None:
-        """Publish after an optimiser step, if it is due."""
+        """Publish the model's weights after each `every`-th optimiser step."""
         if state.global_step % self._every == 0:
             self.publisher.publish(model.named_parameters())
 
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
-        """Stop publishing; published versions stay."""
+        """Stop serving versions to nodes; published versions stay."""
         self.publisher.close()
 
 
 class _Asked:
-    """One request in a thread of its own, so that a silent gateway is noticed."""
+    """HTTP request that runs in a thread of its own, so that its caller notices a silent
+    gateway.
+    """
 
     def __init__(
         self, session: requests.Session, method: str, url: str, options: dict[str, Any]
@@ -250,7 +271,9 @@ class _Asked:
         self._thread.start()
 
     def done(self, within_s: float) -> bool:
-        """Return True if it is over."""
+        """Wait up to `within_s` seconds; return True if the request has ended, with an answer or an
+        error.
+        """
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -265,7 +288,7 @@ class _Asked:
 
 
 class _Shown(requests.auth.AuthBase):
-    """Authentication of requests with the newest token."""
+    """Authentication of requests with the newest token of a file."""
 
     def __init__(self, token: TokenFile) -> None:
         self._token = token
@@ -301,14 +324,14 @@ def _read(answer: requests.Response) -> Made:
 
 
 def _message(answer: requests.Response) -> str:
-    """Return the gateway's error in a line."""
+    """Return the error line of a gateway's answer, or its status if it has none."""
     with contextlib.suppress(requests.JSONDecodeError, KeyError, TypeError):
         return str(answer.json()["error"]["message"])
     return f"status {answer.status_code}"
 
 
 def _reason(error: BaseException) -> str:
-    """Return the innermost cause, which says more than the layers around it."""
+    """Return the first line of an error's innermost cause, or its type's name."""
     for cause in _causes(error):
         error = cause
     return f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
@@ -321,6 +344,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _need_no_vllm(module: ModuleType) -> None:
-    """Make TRL accept a missing vLLM, which it requires and does not use in server mode."""
+    """Make a TRL module accept a missing vLLM, which server mode does not use."""
     if find_spec("vllm") is None:
         vars(module)["is_vllm_available"] = lambda *_, **__: True

@@ -31,14 +31,17 @@ BACKEND = "rose"
 
 @dataclass
 class RoseTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's types are not checked
-    """settings: of the trainer's side; without them the environment's (`ROSE_*`)."""
+    """Init info of vLLM's trainer engine `rose`.
+
+    settings: the trainer's; None reads them from `ROSE_*` variables.
+    """
 
     backend: ClassVar[str] = BACKEND
     settings: TrainerSettings | None = None
 
 
 class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publisher of the source's tensors as the job's next version; it waits until it is served."""
+    """vLLM trainer engine that publishes a source's tensors as the job's next version."""
 
     init_info_cls = RoseTrainerInitInfo
 
@@ -61,7 +64,10 @@ class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Register the job. Raises `ConfigError`, `UnavailableError`."""
+        """Register the job with the scheduler and return the engine of this rank.
+
+        Raises `ConfigError`, `UnavailableError`.
+        """
         if source is None:
             raise ConfigError(f"backend {BACKEND!r} sends whole models; give a WeightSource")
         if source.held_names() is not None:
@@ -78,7 +84,11 @@ class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return cls(publisher, client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Publish, on all ranks together; return once it is served. Raises `RoseError`."""
+        """Publish the source's tensors, on all ranks together; return when replicas serve the
+        version.
+
+        Raises `RoseError`.
+        """
         self.publisher.publish(self.source)
 
     def shutdown(self) -> None:

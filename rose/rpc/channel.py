@@ -74,10 +74,11 @@ def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], .
 
 
 def make_channel(address: str, certificates: CertificateFiles | None = None) -> grpc.aio.Channel:
-    """Return a channel to the scheduler at HOST:PORT; it connects on first use, and reconnects.
+    """Return an asyncio gRPC channel to the scheduler at HOST:PORT; it connects on first use, and
+    reconnects.
 
-    It shows the certificate that the files held when it was made: make another one for each life of
-    a stream. Raises ConfigError for a certificate without an identity.
+    It shows the certificate that the files hold now: make another channel for each life of a
+    stream. Raises ConfigError for a certificate without an identity.
     """
     options = channel_options()
     if certificates is None:
@@ -92,7 +93,7 @@ def make_channel(address: str, certificates: CertificateFiles | None = None) -> 
 def make_blocking_channel(
     address: str, certificates: CertificateFiles | None = None
 ) -> grpc.Channel:
-    """Return the channel of `make_channel` for callers without an event loop."""
+    """Return a gRPC channel as `make_channel` does, for callers without an event loop."""
     options = channel_options()
     if certificates is None:
         return grpc.insecure_channel(address, options)
@@ -106,7 +107,10 @@ def make_blocking_channel(
 def make_server(
     access: AccessInterceptor | None = None, max_connections: int = MAX_CALLS
 ) -> grpc.aio.Server:
-    """Return a server without services and ports. access: checks each call; it needs TLS."""
+    """Return a gRPC server that has no services and ports yet.
+
+    access: check of each call, which needs TLS.
+    """
     return grpc.aio.server(
         options=server_options(max_connections),
         maximum_concurrent_rpcs=MAX_CALLS,

@@ -42,7 +42,7 @@ SKIPS = 16
 
 
 class LeaderFinder:
-    """Address of the presumed leader.
+    """Choice, without IO, of the scheduler's address to ask next, out of a list in which one leads.
 
     Raises `ConfigError` for an invalid list; `whose` begins the message.
     """
@@ -56,12 +56,14 @@ class LeaderFinder:
 
     @property
     def address(self) -> str:
-        """Address to ask now."""
+        """Address HOST:PORT to ask next: the one that a standby named, else one of the list."""
         return self._named or self.addresses[self._at]
 
     @property
     def pause_s(self) -> float:
-        """Pause before the next attempt: none until each address was asked once more."""
+        """Seconds to wait before the next attempt: 0 within a round of all addresses, else 0.1 and
+        doubling to 0.4, or to 5 after 30 rounds.
+        """
         size = len(self.addresses)
         rounds, left = divmod(self._misses, size + (size > 1))
         if left or not rounds:
@@ -70,16 +72,20 @@ class LeaderFinder:
         return min(FIRST_PAUSE_S * 2.0 ** min(rounds - 1, 16), most_s)
 
     def answered(self) -> None:
-        """Record that the address that was asked leads."""
+        """Record that the address that was asked leads; the count of failed attempts begins
+        anew.
+        """
         self._misses = self._skips = 0
         if self._named in self.addresses:
             # If this leader is lost, the next attempt goes to another address.
             self._at, self._named = self.addresses.index(self._named), ""
 
     def missed(self, hint: str = "", *, silent: bool = False) -> None:
-        """Record that the address does not lead: it named another (`hint`), or did not answer.
+        """Record that the address that was asked does not lead: it named another (`hint`), or did
+        not answer.
 
-        silent: it sent nothing at all, though its address may still accept connections.
+        silent: it sent nothing at all, though it may still accept connections; the next SKIPS
+        attempts avoid it.
         """
         self._misses += 1
         if silent:
@@ -98,7 +104,9 @@ class LeaderFinder:
 
 
 def hint_of(error: grpc.RpcError) -> str | None:
-    """Return the leader that a standby named in its refusal; None for any other error."""
+    """Return the leader's address that a standby named in its refusal, "" if it knows none; None
+    for any other error.
+    """
     metadata: Any = error.trailing_metadata() or ()
     return next((str(value) for key, value in metadata if key == LEADER_METADATA), None)
 
@@ -111,10 +119,10 @@ UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class LeaderChannel:
-    """Channels to the schedulers of a list, one of which is presumed to lead.
+    """gRPC channels to the schedulers of a list, one of which is presumed to lead.
 
-    For a stream: `connected`, then `answered` with its first message, `missed` at its end, and a
-    pause of `pause_s`. For a single call: `call`.
+    A stream calls `connected`, then `answered` at its first message and `missed` at its end, and
+    waits `pause_s`. A single request uses `call`.
     """
 
     def __init__(
@@ -123,7 +131,10 @@ class LeaderChannel:
         whose: str = "--scheduler",
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Certificates are read when a stream or a call begins."""
+        """Check the list of addresses; certificates are read when a stream or a call begins.
+
+        Raises `ConfigError`.
+        """
         self._finder = LeaderFinder(addresses, whose)
         self._certificates = certificates
         self._shown: Material | None = None
@@ -132,16 +143,17 @@ class LeaderChannel:
 
     @property
     def address(self) -> str:
-        """Address to ask now."""
+        """Address HOST:PORT of the scheduler to ask next."""
         return self._finder.address
 
     @property
     def pause_s(self) -> float:
-        """Pause before `connected` is called again."""
+        """Seconds to wait before `connected` is called again."""
         return self._finder.pause_s
 
     async def connected(self) -> grpc.aio.Channel:
-        """Return a channel to the presumed leader. Raises `UnavailableError`.
+        """Return a connected channel to the presumed leader. Raises `UnavailableError` after
+        CONNECT_S seconds.
 
         A failed call on the channel may have been carried out; after this error none was.
         """
@@ -165,14 +177,15 @@ class LeaderChannel:
         return channel
 
     def answered(self) -> None:
-        """Record that the address that was asked leads."""
+        """Record that the scheduler that was asked leads."""
         self._finder.answered()
 
     def missed(self, error: Exception | None = None) -> None:
-        """Record the end of a stream or call: the next attempt may go elsewhere.
+        """Record that a stream or call ended, with `error`: the next attempt may go to another
+        scheduler.
 
-        After a stream's silence (`TimeoutError`) its connection is closed: a stopped process keeps
-        an old one, and does not open another.
+        After a stream's silence (`TimeoutError`) its connection is given up: a stopped process
+        keeps an old connection, and does not open another.
         """
         hint = hint_of(error) if isinstance(error, grpc.RpcError) else None
         if isinstance(error, TimeoutError):
@@ -186,10 +199,10 @@ class LeaderChannel:
         ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]",
         timeout_s: float,
     ) -> R:
-        """Return the leader's answer; `ask` gets the seconds that it may take.
+        """Return the leader's reply to `ask`, which gets a stub and the seconds that it may take.
 
-        A call without an answer is repeated, so it has to be idempotent. Raises `UnavailableError`,
-        or the `AioRpcError` of a refusal.
+        It is repeated at other addresses until `timeout_s` is over, so it must be idempotent.
+        Raises `UnavailableError`, or the `AioRpcError` of a refusal or the last failure.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], message: Message, /, **given: object) -> T:
-    """Return a dataclass of this kind. given: fields that are not the message's own.
+    """Return a dataclass of type `kind`, filled from the message's fields of the same names.
 
-    A message inside is read likewise, and a repeated field becomes a tuple. None stands for a field
-    that may be, and is, absent.
+    given: values of fields that are not in the message. A nested message becomes a dataclass, a
+    repeated field a tuple, an absent optional field None. Raises what the fields' checks raise.
     """
     label = type(message).__name__.removesuffix("Request")
     values = dict(given)
@@ -41,7 +41,10 @@ def read(kind: type[T], message: Message, /, **given: object) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field of a dataclass that its message has too. inner: class of a message inside."""
+    """Field that a dataclass and its message share.
+
+    checks: called with each value. inner: dataclass of a nested message.
+    """
 
     name: str
     checks: tuple[Callable[[Any, str], Any], ...]

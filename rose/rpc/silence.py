@@ -15,7 +15,7 @@ PAUSE_LOOKS = 2
 
 
 class Silence:
-    """Seconds since the last message, during which this process was listening."""
+    """Count of the seconds since a peer's last message in which this process was listening."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self.look_s = limit_s / LOOKS
@@ -28,18 +28,22 @@ class Silence:
         self._heard_s = self._looked_s = self._clock()
 
     def look(self) -> None:
-        """Look at the clock; call it every `look_s`."""
+        """Add the time since the last call to the silence, a pause of this process left out; call
+        it every `look_s`.
+        """
         before_s, self._looked_s = self._looked_s, self._clock()
         self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
 
     @property
     def too_long(self) -> bool:
-        """True after a silence of the limit's length during which the process listened."""
+        """True if the peer was silent for `limit_s` seconds in which this process was listening."""
         return self._silent_s >= self._limit_s
 
     @property
     def outdated(self) -> bool:
-        """True if the last message is as old as the limit, listened or not."""
+        """True if `limit_s` seconds have passed since the last message, whether this process
+        listened or not.
+        """
         return self._looked_s - self._heard_s >= self._limit_s
 
 
@@ -50,7 +54,8 @@ async def read_unless_silent(
     expected: Callable[[], bool] = lambda: True,
     look: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of a read. Raises TimeoutError, and cancels the read, after silence.
+    """Return the result of a read. Cancel it and raise TimeoutError after `limit_s` seconds of
+    silence.
 
     expected: True while a message is due; silence counts only then. look: called every `limit_s /
     LOOKS` and before the return; an error that it raises ends the read.

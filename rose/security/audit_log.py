@@ -49,12 +49,19 @@ _logger = logging.getLogger("rose.audit")
 
 
 def audit_file(folder: Path, source: str) -> Path:
-    """Return the path of a process's audit log; several processes may share a folder."""
+    """Return the path of a process's audit log, FOLDER/audit-SOURCE.jsonl.
+
+    Several processes may share a folder.
+    """
     return folder / f"audit-{source}.jsonl"
 
 
 class Record(msgspec.Struct):
-    """One line. `lost` counts the records before it that could not be written."""
+    """One line of an audit log.
+
+    n: number in the chain. t: Unix seconds. by: the operator who asked, "" if none. lost: number of
+    records before it that could not be written.
+    """
 
     n: int
     t: float
@@ -68,7 +75,9 @@ class Record(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Number and hash of the newest record, and the number of the oldest record that is kept."""
+    """End of a chain: number and hash of the newest record, and the number of the oldest record
+    that is kept.
+    """
 
     n: int
     hash: str
@@ -80,14 +89,20 @@ _HEAD = msgspec.json.Decoder(Head)
 
 
 def sealed(body: dict[str, object], prev: str) -> tuple[bytes, str]:
-    """Return a line with its hash, and the hash."""
+    """Return the line of a record (JSON with its SHA-256, newline-terminated) and that hash in hex.
+
+    prev: hash of the record before it.
+    """
     text = json.dumps({**body, "prev": prev}, separators=(",", ":"), default=str).encode()
     digest = hashlib.sha256(text).hexdigest()
     return text[:-1] + b',"hash":"' + digest.encode() + b'"}\n', digest
 
 
 def opened(line: bytes) -> Record:
-    """Return the record of a line. Raises ValueError for other or edited lines."""
+    """Return the record of a line.
+
+    Raises ValueError if the line is no record, or does not match its hash.
+    """
     body, mark, rest = line.rpartition(b',"hash":"')
     if not mark or len(line) > MAX_LINE_BYTES or len(rest) != 64 + len(b'"}'):
         raise ValueError("it is no record")
@@ -101,7 +116,10 @@ def opened(line: bytes) -> Record:
 
 
 class AuditLog:
-    """Writer of one file's chain; any thread may write. End it with `close`."""
+    """Writer of one file's chain of hashes.
+
+    Any thread may write; a thread of its own does the file's IO. End it with `close`.
+    """
 
     def __init__(
         self,
@@ -110,9 +128,11 @@ class AuditLog:
         limits: LogLimits = AUDIT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file. clock: Unix seconds. Raises ConfigError if this user cannot write it.
+        """Open the file and continue its chain. clock: Unix seconds. Raises ConfigError if this
+        user may not write it.
 
         A chain that another process writes is left alone: a second writer gets `NAME-2`, and so on.
+        Other errors of the disk are counted as lost records.
         """
         self._lock: int | None = None
         self._path = path = self._own(path)
@@ -137,7 +157,12 @@ class AuditLog:
         self._thread = LogThread("rose-audit")
 
     def write(self, event: str, fields: dict[str, object], by: str = "") -> None:
-        """Append a record soon. by: the operator who asked, or "" if the process decided."""
+        """Queue a record for the log's thread, and return at once. by: the operator who asked, or
+        "" if the process decided.
+
+        A record that does not fit the queue is counted as lost. Fields of more than
+        MAX_FIELDS_CHARS are cut.
+        """
         # Encode now: the caller may change the fields before the thread writes them.
         text = _clean(json.dumps(fields, separators=(",", ":"), default=str, ensure_ascii=False))
         said = {"cut": text[:MAX_CUT_CHARS]}
@@ -153,12 +178,12 @@ class AuditLog:
 
     @property
     def records(self) -> int:
-        """Number of the newest record, over all lives of the process."""
+        """Number of the newest record, counted over all lives of the process."""
         return self._head.n
 
     @property
     def lost(self) -> int:
-        """Number of records missing since the newest one."""
+        """Number of records that could not be written since the newest written one."""
         return self._lost
 
     def troubles(self) -> list[str]:
@@ -166,11 +191,15 @@ class AuditLog:
         return [f"log {self._path.name}: {self._trouble}"] if self._trouble else []
 
     def flush(self, patience_s: float = CLOSE_S) -> bool:
-        """Wait until all earlier records are on disk; False if that takes too long."""
+        """Wait until all earlier records are handled; return False if that takes longer than
+        `patience_s` seconds.
+        """
         return self._thread.flush(patience_s)
 
     def close(self) -> None:
-        """Write the pending records, and close."""
+        """Write the pending records, for at most CLOSE_S seconds, and release the file and its
+        lock.
+        """
         self._thread.close(CLOSE_S)
         self._leave()
         if self._lock is not None:
@@ -178,7 +207,9 @@ class AuditLog:
             self._lock = None
 
     def _own(self, path: Path) -> Path:
-        """Return the first of the file's names that no other process writes."""
+        """Lock the first of the names NAME, NAME-2, … that no other process writes, and return it;
+        NAME itself if none can be locked.
+        """
         for number in range(1, MOST_WRITERS + 1):
             name = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
             try:
@@ -289,7 +320,9 @@ class AuditLog:
         self._trouble = error.strerror or str(error)
 
     def _resumed(self) -> Head:
-        """Return the head from which the chain continues: the last line's, or the saved one."""
+        """Return the head from which the chain continues: the last line's, or the saved one if that
+        is newer.
+        """
         saved = _saved_head(self._head_path)
         self._open()
         assert self._descriptor is not None
@@ -303,7 +336,7 @@ class AuditLog:
 
 
 def _clean(text: str) -> str:
-    """Return text that JSON can hold."""
+    """Return the text with characters that UTF-8 cannot hold replaced by `?`."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -315,7 +348,7 @@ def _saved_head(path: Path) -> Head | None:
 
 
 def _without_torn_end(descriptor: int, size: int) -> int:
-    """Cut off a line that a killed process did not finish; nobody was promised that record."""
+    """Cut off the line that a killed process did not finish; return the file's size after it."""
     begin = max(0, size - MAX_LINE_BYTES)
     tail = os.pread(descriptor, size - begin, begin)
     whole = begin + tail.rfind(b"\n") + 1
@@ -350,7 +383,11 @@ def _first_of(part: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChainVerdict:
-    """Result of `verify`: records of the unbroken chain, and its first fault or ""."""
+    """Result of `verify`.
+
+    records: number of records in the unbroken chain. head: its end. lost: number of records that
+    could not be written. wrong: its first fault, or "".
+    """
 
     records: int
     head: Head
@@ -359,7 +396,10 @@ class ChainVerdict:
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each line with its place, oldest first. Raises ConfigError if there is no such log."""
+    """Yield each line of a log's files, oldest first, with its place FILE:LINE.
+
+    Raises ConfigError if there is no such log.
+    """
     parts = log_parts(path)
     if not parts:
         raise ConfigError(f"{path} is no file; give LOG_DIR/audit-NAME.jsonl")
@@ -373,7 +413,11 @@ def read(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def verify(path: Path, known: tuple[int, str] | None = None) -> ChainVerdict:
-    """Follow the chain from its oldest kept record. known: a number and hash kept elsewhere."""
+    """Follow a log's chain of hashes from its oldest kept record, and return the verdict.
+
+    known: number and hash of a record that was kept elsewhere, which must be in the chain. Raises
+    ConfigError if there is no such log.
+    """
     head = _saved_head(path.with_suffix(".head"))
     found, prev, records, lost = Head(0, START, 0), "", 0, 0
     seen_known = known is None or known[0] == 0
@@ -411,7 +455,7 @@ def _missing(
     known: tuple[int, str] | None,
     seen_known: bool,
 ) -> str:
-    """Return the fault that only the head or the known record shows, or ""."""
+    """Return the fault that only the saved head or the known record shows; "" if there is none."""
     if head is None:
         return f"{path.with_suffix('.head')} is missing: nobody knows which record is the last"
     if found.n < head.n:

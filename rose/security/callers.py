@@ -14,25 +14,34 @@ _BETWEEN = "\x1f"
 
 
 class ForeignJobError(RefusedError):
-    """A caller named a job other than its own."""
+    """Error: a caller named a job other than its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """job: the only one it may name, None for any. subject: the caller's name within the job."""
+    """Authenticated caller of a gateway.
+
+    job: the only job it may name, None for any. subject: its name within the job.
+    """
 
     job: str | None
     subject: str
 
     @property
     def scope(self) -> str:
-        """Prefix of the caller's names in the gateway; empty without authentication."""
+        """Prefix of the caller's names of turns, sessions and groups in the gateway; "" without
+        authentication.
+        """
         if self.job is None and not self.subject:
             return ""
         return f"{self.job or ''}{_BETWEEN}{self.subject}{_BETWEEN}"
 
     def job_for(self, asked: str) -> str:
-        """Return the job of a request that names `asked` or none (""). Raises ForeignJobError."""
+        """Return the job of a request that names `asked`, or the caller's own job if it names none
+        ("").
+
+        Raises ForeignJobError.
+        """
         if self.job is None or asked == self.job:
             return asked
         if asked:
@@ -44,7 +53,9 @@ class Caller:
 
 
 ANYBODY: Final = Caller(None, "")
-"""The caller on a port without authentication: on loopback, or behind the operator's fence."""
+"""Caller on a port without authentication: on loopback, or in a network that its operator has
+fenced.
+"""
 
 TRAINER: Final = "trainer"
-"""Subject of tokens without one and of trainers' certificates: one caller of a job."""
+"""Subject of tokens issued without one, and of trainers' certificates."""

@@ -46,7 +46,10 @@ WARN_BEFORE_S = 24 * 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other side of a connection, as its certificate names it; `not_after_s` is Unix time."""
+    """The other side of a connection, as its certificate names it.
+
+    not_after_s: Unix time at which the certificate expires.
+    """
 
     identity: Identity
     not_after_s: float
@@ -54,7 +57,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """PEM bytes of the files when they were last read, and the certificate in them."""
+    """PEM bytes of a CA, a certificate and its key as they were last read.
+
+    leaf: the parsed certificate.
+    """
 
     ca: bytes
     certificate: bytes
@@ -67,7 +73,10 @@ class Material:
         return self.leaf.not_valid_after_utc.timestamp()
 
     def identity(self) -> Identity:
-        """Return the owner's identity. Raises ConfigError for a certificate without one."""
+        """Return the identity of the certificate's owner.
+
+        Raises ConfigError for a certificate without one.
+        """
         return identity_of(self.leaf)
 
 
@@ -78,7 +87,9 @@ MOST_WAIT_S = 30.0
 
 
 class _CredentialsChange:
-    """Change of a server's credentials to newer files; handshakes ask it one after the other."""
+    """Decision when a gRPC server's credentials change to newer files; each handshake asks it in
+    turn.
+    """
 
     def __init__(self, shown: Material) -> None:
         self.shown = shown
@@ -86,7 +97,11 @@ class _CredentialsChange:
         self._waits_since_s: float | None = None
 
     def is_due(self, now: Material, now_s: float) -> bool:
-        """Return True if this handshake is the first with `now`. now_s: monotonic."""
+        """Return True if this handshake shall replace the credentials by `now`: after a pause of
+        QUIET_S, or a wait of MOST_WAIT_S.
+
+        now_s: monotonic.
+        """
         pause_s, self._asked_s = now_s - self._asked_s, now_s
         if now is self.shown:
             self._waits_since_s = None
@@ -105,7 +120,10 @@ _served: "list[grpc.ServerCredentials]" = []
 
 
 class CertificateFiles:
-    """The PEM files of a CA, a certificate and its key; any thread may use it."""
+    """PEM files of a CA, a certificate and its key, read again when they change.
+
+    Any thread may use it.
+    """
 
     def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
         """Read the files. Raises ConfigError for files that cannot be used."""
@@ -114,7 +132,7 @@ class CertificateFiles:
         self._contexts: dict[bool, tuple[Material, ssl.SSLContext]] = {}
 
     def material(self) -> Material:
-        """Return the content of the files, or the last usable one."""
+        """Return the content of the files; the last usable content while they cannot be read."""
         return self._files.newest()
 
     @property
@@ -124,22 +142,25 @@ class CertificateFiles:
 
     @property
     def identity(self) -> Identity:
-        """The owner's identity. Raises ConfigError for a certificate without one."""
+        """Identity of the certificate's owner. Raises ConfigError for a certificate without one."""
         return self.material().identity()
 
     @property
     def validity_s(self) -> tuple[float, float]:
-        """Unix times at which the certificate begins and ends to be valid."""
+        """Unix times at which the certificate begins and ceases to be valid."""
         leaf = self.material().leaf
         return leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
 
     @property
     def until(self) -> str:
-        """Time at which the certificate expires, for messages."""
+        """Time at which the certificate expires, as text for messages: 2026-01-31 12:00 UTC."""
         return f"{self.material().leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
     def insist(self, *roles: Role) -> Identity:
-        """Return the owner's identity. Raises ConfigError if its role is not among `roles`."""
+        """Return the identity of the certificate's owner.
+
+        Raises ConfigError if its role is not among `roles`.
+        """
         own = self.identity
         if own.role not in roles:
             raise ConfigError(
@@ -149,7 +170,9 @@ class CertificateFiles:
         return own
 
     def troubles(self) -> list[str]:
-        """Return the faults that an operator should mend, a line each."""
+        """Return a line for each fault that an operator should mend: unreadable files, an expired
+        or expiring certificate.
+        """
         material = self.material()
         lines = [f"certificates: {self._files.trouble}"] if self._files.trouble else []
         left_s = material.not_after_s - time.time()
@@ -162,21 +185,23 @@ class CertificateFiles:
     # ---- gRPC ----
 
     def channel_credentials(self) -> "grpc.ChannelCredentials":
-        """Return the credentials of a client's new channel; a channel keeps them for its life."""
+        """Return credentials for a client's new gRPC channel, which keeps them for its life."""
         import grpc
 
         now = self.material()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
     def channel_options(self, role: Role) -> tuple[tuple[str, str], ...]:
-        """Return options by which a channel accepts only servers of that role in this cluster.
+        """Return gRPC options by which a channel accepts only servers of that role in this cluster.
 
         Raises ConfigError for a certificate without an identity.
         """
         return (("grpc.ssl_target_name_override", server_name(role, self.identity.cluster)),)
 
     def server_credentials(self) -> "grpc.ServerCredentials":
-        """Return a server's credentials, which require certificates and use the newest files."""
+        """Return a gRPC server's credentials: clients must show certificates, and handshakes use
+        the newest files.
+        """
         import grpc
 
         change = _CredentialsChange(self.material())
@@ -196,7 +221,8 @@ class CertificateFiles:
     # ---- HTTP ----
 
     def server_context(self, *, everybody: bool = False) -> ssl.SSLContext:
-        """Return a server's context; each handshake uses the newest files. Raises ConfigError.
+        """Return an HTTP server's TLS context; each handshake uses the newest files. Raises
+        ConfigError.
 
         everybody: callers without a certificate are admitted too, and authenticate in another way.
         """
@@ -212,7 +238,8 @@ class CertificateFiles:
         return front
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a client's context, which checks the server's certificate. Raises ConfigError.
+        """Return an HTTP client's TLS context, which checks the server's certificate and host name.
+        Raises ConfigError.
 
         Call `refresh` before each connection.
         """
@@ -221,7 +248,9 @@ class CertificateFiles:
         return context
 
     def refresh(self, context: ssl.SSLContext, shown: Material) -> Material:
-        """Load files newer than `shown` into a client's context; return what it now shows."""
+        """Load files newer than `shown` into a client's context; return the material that the
+        context now uses.
+        """
         now = self.material()
         if now is shown:
             return shown
@@ -282,7 +311,10 @@ class CertificateFiles:
 
 
 def identity_of(certificate: x509.Certificate) -> Identity:
-    """Return the identity in a certificate. Raises ConfigError if it has none."""
+    """Return the one identity URI in a certificate as an Identity.
+
+    Raises ConfigError for none or several.
+    """
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
@@ -293,7 +325,10 @@ def identity_of(certificate: x509.Certificate) -> Identity:
 
 @lru_cache(maxsize=4_096)
 def peer_of(pem: bytes) -> Peer:
-    """Return the owner of a certificate that a handshake has verified. Raises ConfigError."""
+    """Return the owner and expiry of a PEM certificate that a handshake has verified, from a cache.
+
+    Raises ConfigError.
+    """
     try:
         leaf = x509.load_pem_x509_certificate(pem)
     except ValueError as error:
@@ -302,7 +337,8 @@ def peer_of(pem: bytes) -> Peer:
 
 
 def peer_over(transport: asyncio.BaseTransport | None) -> Peer | None:
-    """Return the owner of the certificate shown over a connection, or None. Raises ConfigError.
+    """Return the owner of the certificate that was shown over a connection; None without one.
+    Raises ConfigError.
 
     TLS verified it when the connection was made, which may be long ago.
     """
@@ -317,12 +353,12 @@ def _peer_named(names: tuple[tuple[str, str], ...], not_after: str) -> Peer:
 
 
 def leaf_of(path: Path) -> x509.Certificate:
-    """Return the first certificate of a file. Raises ConfigError."""
+    """Return the first certificate of a PEM file. Raises ConfigError."""
     return _certificates_in(path, _bytes_of(path), "a certificate in PEM")[0]
 
 
 def authorities_in(path: Path) -> bytes:
-    """Return a CA file's content. Raises ConfigError if no certificate in it is a CA's."""
+    """Return the bytes of a CA file. Raises ConfigError if no certificate in it is a CA's."""
     data = _bytes_of(path)
     found = _certificates_in(path, data, "the CA's certificate in PEM")
     if not any(map(_vouches, found)):
@@ -335,7 +371,10 @@ def authorities_in(path: Path) -> bytes:
 
 
 def pair_in(certificate: Path, key: Path) -> tuple[bytes, bytes, x509.Certificate]:
-    """Return the content of both files, and the certificate. Raises ConfigError."""
+    """Return the bytes of a certificate file and of its key file, and the parsed certificate.
+
+    Raises ConfigError if the key is not the certificate's.
+    """
     chain = _bytes_of(certificate)
     leaf = _certificates_in(certificate, chain, "a certificate in PEM")[0]
     data = _bytes_of(key)
@@ -408,7 +447,10 @@ PATHS = ("ca", "certificate", "key")
 def files_of(
     ca: Path | None, certificate: Path | None, key: Path | None
 ) -> CertificateFiles | None:
-    """Return the files if all three are given, None if none is. Raises ConfigError."""
+    """Return the files as one object if all three paths are given, None if none is.
+
+    Raises ConfigError.
+    """
     if ca is None and certificate is None and key is None:
         return None
     if ca is None or certificate is None or key is None:
@@ -417,7 +459,7 @@ def files_of(
 
 
 def add_certificate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a process with a certificate; read them with `taken_certificates`."""
+    """Add --ca, --certificate and --key to a parser; `taken_certificates` reads them."""
     group = parser.add_argument_group("certificates", "all three, PEM; read again when they change")
     group.add_argument("--ca", type=Path, metavar="FILE", help="who vouches for the others")
     group.add_argument("--certificate", type=Path, metavar="FILE", help="this process's own")
@@ -425,5 +467,9 @@ def add_certificate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_certificates(options: dict[str, Any]) -> CertificateFiles | None:
-    """Remove the files from parsed options and return them. Raises ConfigError."""
+    """Remove the three paths from parsed options; return them as CertificateFiles, None if none was
+    given.
+
+    Raises ConfigError.
+    """
     return files_of(*(options.pop(name) for name in PATHS))

@@ -39,7 +39,7 @@ _MAX_COMMON_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An issued certificate and its files."""
+    """Issued certificate: its owner and the paths of its two files."""
 
     identity: Identity
     certificate: Path
@@ -47,7 +47,7 @@ class Issued:
 
 
 class DevelopmentCa:
-    """The CA of a folder."""
+    """CA whose certificate and key lie in one folder, beside the certificates that it issues."""
 
     def __init__(
         self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
@@ -58,19 +58,22 @@ class DevelopmentCa:
 
     @property
     def file(self) -> Path:
-        """Path to give as `--ca` to every process."""
+        """Path of the CA's certificate, which every process gets as `--ca`."""
         return self._folder / CA_FILE
 
     @property
     def cluster(self) -> str:
-        """Name of the CA's cluster. Raises ConfigError for a CA that `make` did not make."""
+        """Name of the CA's cluster, read from its certificate."""
         names = self._certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         (uri,) = names.value.get_values_for_type(x509.UniformResourceIdentifier)
         return uri.removeprefix(f"spiffe://{TRUST_DOMAIN}/")
 
     @classmethod
     def make(cls, folder: Path, cluster: str, life_s: float = CA_LIFE_S) -> Self:
-        """Make a CA. Raises RefusedError if the folder has one: its certificates would be void."""
+        """Create a CA in a folder and return it.
+
+        Raises RefusedError if the folder has one: its certificates would be void.
+        """
         Identity(cluster, Role.OPERATOR, "ca")  # the cluster's name is checked there
         if (folder / CA_FILE).exists() or (folder / CA_KEY).exists():
             raise RefusedError(
@@ -97,7 +100,10 @@ class DevelopmentCa:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open the CA of a folder. Raises ConfigError if there is none."""
+        """Return the CA of a folder.
+
+        Raises ConfigError if there is none, or its key cannot be read.
+        """
         if not (folder / CA_FILE).is_file():
             raise ConfigError(f"{folder} has no CA; make one: rose certs init --dir {folder}")
         try:
@@ -117,9 +123,11 @@ class DevelopmentCa:
         *,
         starts_s: float = -SKEW_S,
     ) -> Issued:
-        """Write ROLE-NAME.pem and ROLE-NAME.key over older ones; their users reload them.
+        """Issue a certificate: write ROLE-NAME.pem and ROLE-NAME.key over older ones, whose users
+        reload them.
 
-        hosts: names and addresses under which HTTP clients reach it. starts_s: seconds from now.
+        hosts: names and addresses under which HTTP clients reach its owner. starts_s: seconds from
+        now at which it becomes valid, negative for the past.
         """
         owner = Identity(self.cluster, role, name)
         key = ec.generate_private_key(ec.SECP256R1())
@@ -155,7 +163,10 @@ class DevelopmentCa:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Put a file of mode 0600 in place, whole or not at all. Raises ConfigError."""
+    """Write a file of mode 0600 by renaming a complete temporary file over it.
+
+    Raises ConfigError.
+    """
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

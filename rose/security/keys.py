@@ -21,7 +21,9 @@ _LEAST_DIFFERENT_BYTES: Final = 17
 
 
 def kind_of(data: bytes) -> str:
-    """Return a phrase that names what a file holds; it quotes none of the file's content."""
+    """Return a phrase for messages that says what kind of key or text a file's bytes are; it quotes
+    none of them.
+    """
     text = data.strip()
     labels = sorted({label.decode() for label in _PEM.findall(text)})
     if not text:
@@ -39,7 +41,9 @@ def kind_of(data: bytes) -> str:
 
 
 def is_private(text: bytes) -> bool:
-    """Return True for a private signing key: a seed, and the public key that belongs to it."""
+    """Return True for the text of a private signing key: 128 hex digits of a seed and of its public
+    key.
+    """
     if not re.fullmatch(rb"[0-9a-f]{128}", text.strip()):
         return False
     pair = bytes.fromhex(text.decode())
@@ -48,7 +52,9 @@ def is_private(text: bytes) -> bool:
 
 
 def check_no_key(path: Path, data: bytes) -> None:
-    """Raise ConfigError for a private key in a file of a token: it would be sent to others."""
+    """Raise ConfigError if the data of a token file is a private key, which would be sent to
+    others.
+    """
     if is_private(data) or _PEM.search(data):
         raise ConfigError(
             f"{path} holds {kind_of(data)}, and a token is wanted: keys never leave their machine"
@@ -56,7 +62,10 @@ def check_no_key(path: Path, data: bytes) -> None:
 
 
 def public_key(text: str) -> str:
-    """Return the hex of a public signing key. Raises ConfigError for anything else."""
+    """Return the text if it is a public signing key of 64 hex digits.
+
+    Raises ConfigError for anything else, and for placeholders.
+    """
     wanted = "the 64 hex digits are wanted that `rose token key` writes to FILE.pub"
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise ConfigError(f"{kind_of(text.encode())} is no public key; {wanted}")
@@ -66,7 +75,10 @@ def public_key(text: str) -> str:
 
 
 def signing_key(path: Path) -> "SigningKey":
-    """Read a private signing key. Raises ConfigError for a file that holds anything else."""
+    """Return the private signing key in a file.
+
+    Raises ConfigError for a file that holds anything else.
+    """
     from weight_transfer import SignatureError, SigningKey
 
     made = f"make a pair: rose token key --out {path}"

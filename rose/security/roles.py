@@ -28,7 +28,7 @@ _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,253}")
 
 
 class Role(StrEnum):
-    """Role of a process in a cluster."""
+    """Role of a process or person in a cluster, as its certificate names it."""
 
     NODE = "node"
     SCHEDULER = "scheduler"
@@ -40,7 +40,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner of a certificate. A trainer's name is its job's."""
+    """Owner of a certificate: cluster, role and name. A trainer's name is its job's."""
 
     cluster: str
     role: Role
@@ -71,17 +71,20 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """The identity in a certificate."""
+        """URI of this identity in a certificate: spiffe://rose/CLUSTER/ROLE/NAME."""
         return f"spiffe://{TRUST_DOMAIN}/{self.cluster}/{self.role}/{self.name}"
 
     @property
     def server_name(self) -> str:
-        """DNS name that a client verifies in a certificate of this role."""
+        """DNS name that clients require in the certificate of a server of this role and cluster."""
         return server_name(self.role, self.cluster)
 
     @classmethod
     def parse(cls, uri: str) -> Self:
-        """Read a URI. Raises ConfigError for one that names no role of ROSE."""
+        """Return the identity that a URI names.
+
+        Raises ConfigError for one that names no role of ROSE.
+        """
         match = _URI.fullmatch(uri)
         if match is None or match["role"] not in _ROLES:
             raise ConfigError(
@@ -91,7 +94,10 @@ class Identity:
 
     @classmethod
     def of_uris(cls, uris: Iterable[str]) -> Self:
-        """Return a certificate's one identity. Raises ConfigError for none or several."""
+        """Return the one identity among a certificate's URIs.
+
+        Raises ConfigError for none or several.
+        """
         ours = [uri for uri in uris if uri.startswith(f"spiffe://{TRUST_DOMAIN}/")]
         if len(ours) != 1:
             raise ConfigError(
@@ -113,23 +119,30 @@ def server_name(role: Role, cluster: str) -> str:
 
 
 class Own(StrEnum):
-    """Relation between a request's field and the caller's name."""
+    """Rule by which a request's field must name its caller."""
 
     NAME = "its own name"
-    """Equal to the caller's name."""
+    """The field equals the caller's name."""
     PROCESS = "its own name, or NAME/ANYTHING"
-    """Equal to it, or the name of one of its processes, which follow each other under one name."""
+    """The field equals the caller's name, or NAME/ANYTHING: one of several processes that share the
+    name.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Permission to call a method. `field` of a request must name the caller; "" allows any."""
+    """Permission to call a method.
+
+    field: the request's field that must name the caller; "" allows any request.
+    """
 
     field: str = ""
     own: Own = Own.NAME
 
     def permits(self, name: str, request: object) -> bool:
-        """Return True if this request speaks for its caller alone."""
+        """Return True if the request names only its caller, whose name is `name`, in the
+        permission's field.
+        """
         if not self.field:
             return True
         said = str(getattr(request, self.field))
@@ -159,7 +172,7 @@ RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
         "ExplainPolicy": {Role.OPERATOR: ANYTHING},
     }
 )
-"""Methods of `rose.v1.Scheduler`, with the roles that may call each of them."""
+"""Roles that may call each method of `rose.v1.Scheduler`, with the permission of each."""
 
 HTTP_CALLERS: Final = frozenset({Role.TRAINER, Role.OPERATOR})
 """Roles that may use a gateway's routes: a trainer for its own job, an operator for any."""

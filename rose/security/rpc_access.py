@@ -24,7 +24,7 @@ from rose.security.certificates import EXPIRED, Peer, peer_of
 from rose.security.roles import RPCS, Leave, Rules
 
 OnRefused = Callable[[str, str, str], None]
-"""Callback with (caller, method, reason)."""
+"""Callback that is called for each refused call, with (caller, method, reason)."""
 
 Context = grpc.aio.ServicerContext
 Handler = Callable[[Any, "Context[Any, Any]"], Any]
@@ -33,11 +33,13 @@ _CERTIFICATE = "x509_pem_cert"
 
 
 CALLING: ContextVar[str] = ContextVar("calling", default="")
-"""Caller of the current call: `operator ada`; empty without certificates, and between calls."""
+"""Caller of the current gRPC call, such as `operator ada`; "" without certificates, and between
+calls.
+"""
 
 
 class RefusedPeerError(RoseError):
-    """A caller may not do this; `code` is the gRPC status beside the message."""
+    """Error: a caller may not make this call. code: gRPC status that it gets beside the message."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -45,7 +47,9 @@ class RefusedPeerError(RoseError):
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # in stubs only
-    """Access check of all calls of one server, whose callers have shown certificates of its CA."""
+    """gRPC interceptor that checks each call of a server against `RPCS`, by the caller's
+    certificate.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         rpcs: "dict[str, Rules] | None" = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """cluster: the server's own; a CA may sign for several. clock: Unix seconds."""
+        """Create the interceptor.
+
+        cluster: the server's own, since a CA may sign for several. rpcs: another table than `RPCS`.
+        clock: Unix seconds.
+        """
         self._cluster = cluster
         self._on_refused = on_refused
         self._rpcs = RPCS if rpcs is None else rpcs
@@ -68,7 +76,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Wrap the handler: the caller's certificate is known only there."""
+        """Return the handler wrapped in the access check, since the caller's certificate is known
+        only when it runs.
+        """
         handler = await continuation(handler_call_details)
         return handler and self._checked(handler_call_details.method.rpartition("/")[2], handler)
 
@@ -130,7 +140,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return checked
 
     def _admitted(self, method: str, context: "Context[Any, Any]") -> tuple[Peer, Leave]:
-        """Return the caller and its permission. Raises RefusedPeerError."""
+        """Return the caller and its permission for the method.
+
+        Raises RefusedPeerError if its certificate or role does not allow it.
+        """
         peer = _peer(context)
         who = peer.identity
         if peer.not_after_s <= self._clock():
@@ -159,7 +172,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 async def _called(call: Handler, given: object, context: "Context[Any, Any]") -> object:
-    """Run a handler of either kind: a coroutine, or a generator of messages to send."""
+    """Run a handler: return a coroutine's reply, or send a generator's messages to the caller and
+    return None.
+    """
     result = call(given, context)
     if inspect.isasyncgen(result):
         async for message in result:
@@ -169,7 +184,7 @@ async def _called(call: Handler, given: object, context: "Context[Any, Any]") ->
 
 
 def _check(peer: Peer, leave: Leave, method: str, request: object) -> None:
-    """Raise RefusedPeerError for a request in another caller's name."""
+    """Raise RefusedPeerError if a request's field names another caller."""
     if not leave.permits(peer.identity.name, request):
         said = str(getattr(request, leave.field))[:80]
         raise RefusedPeerError(
@@ -188,7 +203,9 @@ async def _each_checked(
 
 
 async def _first_of(requests: AsyncIterator[object]) -> None:
-    """Read a caller's first message: a caller whose write breaks off never receives the reason."""
+    """Read and drop a refused caller's first message: a caller whose write breaks off never
+    receives the reason.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_S):
             await anext(aiter(requests), None)

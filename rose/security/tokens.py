@@ -44,11 +44,13 @@ _DOMAIN: Final = b"rose/token/1\n"
 
 
 class TokenRefusedError(RefusedError):
-    """A token is not for this gateway, or not valid now."""
+    """Error: a token is not for this gateway, or not valid now."""
 
 
 class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of a token. Times are Unix seconds."""
+    """Payload of a token: job, subject, audience, times of issue and expiry in Unix seconds, and
+    the token's id.
+    """
 
     job: str
     sub: str
@@ -70,7 +72,10 @@ def issue(
     life_s: float = LIFE_S,
     now_s: float | None = None,
 ) -> str:
-    """Return a new token. Raises ConfigError for names and times that gateways refuse."""
+    """Return a new signed token as text, valid for `life_s` seconds from now.
+
+    Raises ConfigError for names and times that gateways refuse.
+    """
     for name, whose in ((job, "job"), (subject, "subject"), (audience, "audience")):
         if not _is_name(name):
             raise ConfigError(
@@ -90,15 +95,16 @@ def issue(
 
 
 class TokenVerifier:
-    """Verifier of tokens for one audience by the public keys of a file, a line of hex for each.
+    """Verifier of tokens for one audience, by the public keys in a file (one line of hex each).
 
-    The file is read again when it changes. Keep old and new key in it while tokens change over.
+    The file is read again when it changes. Keep the old and the new key in it while tokens are
+    being replaced.
     """
 
     def __init__(
         self, keys: Path, audience: str = AUDIENCE, clock: Callable[[], float] = time.time
     ) -> None:
-        """Read the keys. Raises ConfigError for a file without keys."""
+        """Read the public keys. clock: Unix seconds. Raises ConfigError for a file without keys."""
         self._audience = audience
         self._clock = clock
         # Keys, and the claims that one of them signed.
@@ -107,7 +113,10 @@ class TokenVerifier:
         )
 
     def caller(self, token: str) -> Caller:
-        """Return the token's caller. Raises TokenRefusedError, which quotes none of the token."""
+        """Return the caller that a valid token names.
+
+        Raises TokenRefusedError, whose message quotes none of the token.
+        """
         claims = self._signed(token)
         now_s = self._clock()
         if claims.aud != self._audience:
@@ -126,7 +135,10 @@ class TokenVerifier:
         return Caller(claims.job, claims.sub)
 
     def _signed(self, token: str) -> Claims:
-        """Return the token's claims if one of the keys signed it."""
+        """Return the token's claims, from a cache, if one of the keys signed it.
+
+        Raises TokenRefusedError.
+        """
         keys, known = self._keys.newest()
         if token not in known:
             claims = _claims_of(token, keys)
@@ -137,14 +149,14 @@ class TokenVerifier:
 
 
 class TokenFile:
-    """A token in a file that another program renews; the file is read again when it changes."""
+    """Token in a file that another program renews; the file is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the token. Raises ConfigError for a file without one."""
         self._file = WatchedFiles((path,), lambda: _token_of(path))
 
     def token(self) -> str:
-        """Return the newest token."""
+        """Return the file's token, or the last usable one while the file cannot be read."""
         return self._file.newest()
 
 

@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def read_bounded(path: Path, most_bytes: int, otherwise: str = "{} cannot be read") -> bytes:
-    """Return a file's content, at most a byte more than `most_bytes`. Raises ConfigError."""
+    """Return a file's first `most_bytes` + 1 bytes, so that the caller detects a longer one.
+
+    Raises ConfigError.
+    """
     try:
         with path.open("rb") as file:
             return file.read(most_bytes + 1)
@@ -20,7 +23,8 @@ def read_bounded(path: Path, most_bytes: int, otherwise: str = "{} cannot be rea
 
 
 class WatchedFiles(Generic[T]):
-    """The value that `read` returns for the files; any thread may ask for the newest.
+    """Value that `read` makes of some files, made again when one of them changes. Any thread may
+    use it.
 
     Files are replaced one after the other, so while they cannot be read the last value stays, and
     `trouble` says why.
@@ -29,7 +33,10 @@ class WatchedFiles(Generic[T]):
     def __init__(
         self, paths: tuple[Path, ...], read: Callable[[], T], otherwise: str = "{} cannot be read"
     ) -> None:
-        """Read the files. otherwise: error for one that is not there. Raises ConfigError."""
+        """Call `read` for the first value.
+
+        otherwise: text of the error for a missing file. Raises ConfigError.
+        """
         self.trouble = ""
         self._paths = paths
         self._read = read
@@ -39,7 +46,9 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def newest(self) -> T:
-        """Return the value of the files, or the last usable one."""
+        """Return the value of the files, made again if one changed; the last value while they
+        cannot be read.
+        """
         with self._lock:
             try:
                 stamps = self._stamps()

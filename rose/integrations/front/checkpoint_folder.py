@@ -36,14 +36,14 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 class NotWholeError(RefusedError):
-    """A folder is not a whole checkpoint, or not yet, if a trainer is still writing it."""
+    """Error: a folder does not hold a whole checkpoint; a trainer may still be writing it."""
 
 
 class WeightRoots:
     """Folders below which checkpoints may be read."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises ConfigError for a path that is not a folder."""
+        """Resolve the folders. Raises ConfigError for none, or for a path that is not a folder."""
         if not roots:
             raise ConfigError("give --weights-root DIR: checkpoints are read below it and nowhere")
         for root in roots:
@@ -55,7 +55,10 @@ class WeightRoots:
         return ", ".join(map(str, self._roots))
 
     def folder(self, path: str) -> Path:
-        """Return the folder of a caller's path, links resolved. Raises RefusedError."""
+        """Return the resolved path of a folder that a caller names.
+
+        Raises RefusedError unless it is absolute and lies below a root.
+        """
         # The same words whether it exists or not: callers learn nothing of other folders.
         refusal = RefusedError(
             f"{path[:200]!r} is not below a --weights-root of this front; save checkpoints below"
@@ -78,7 +81,10 @@ class WeightRoots:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A whole checkpoint. stamp: name, bytes and change (ns) of each of its weight files."""
+    """Whole checkpoint in a folder.
+
+    stamp: (name, bytes, modification time in ns) of each of its weight files.
+    """
 
     folder: Path
     shards: tuple[Shard, ...]
@@ -86,15 +92,16 @@ class SavedCheckpoint:
 
     @property
     def changed_ns(self) -> int:
-        """Unix time at which its newest weight file was written."""
+        """Modification time of the checkpoint's newest weight file, in Unix nanoseconds."""
         return max(changed_ns for _, _, changed_ns in self.stamp)
 
 
 def look(folder: Path, roots: WeightRoots, marker: str | None = None) -> SavedCheckpoint:
-    """Return the checkpoint in a folder. Raises NotWholeError, RefusedError.
+    """Return the checkpoint in a folder. Raises NotWholeError if it is incomplete, RefusedError if
+    it cannot be published.
 
-    Each file of its index must exist and be as long as its own header says. marker: file that the
-    trainer makes last, in the folder or the one above.
+    Each file of its index must exist and be as long as its own header says. marker: name of the
+    file that the trainer makes last, in the folder or the one above. Only headers are read.
     """
     if not folder.is_dir():
         raise NotWholeError(f"{folder}: no such folder")
@@ -117,9 +124,10 @@ def look(folder: Path, roots: WeightRoots, marker: str | None = None) -> SavedCh
 def named_tensors(
     saved: SavedCheckpoint, roots: WeightRoots
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Read all tensors, one in memory at a time. Raises RefusedError if the files change meanwhile.
+    """Yield each tensor's name and content, with one tensor in memory at a time.
 
-    Read, not mapped: a file that is cut short under a mapping ends the process.
+    Raises RefusedError if the files change meanwhile. They are read and not mapped: a file that is
+    cut short under a mapping ends the process.
     """
     try:
         for shard in saved.shards:
@@ -168,7 +176,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the weight files of an index; it is written last, and may be half written."""
+    """Return the sorted weight files that an index names.
+
+    Raises NotWholeError while the index cannot be read: a trainer writes it last.
+    """
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise RefusedError(f"{index} is no index: it is longer than {MAX_INDEX_BYTES} bytes")
@@ -185,7 +196,10 @@ def _is_plain(name: str) -> bool:
 
 
 def _stamp(folder: Path, names: Sequence[str], roots: WeightRoots) -> Stamp:
-    """Raises OSError, and RefusedError for anything but a plain file below the roots."""
+    """Return (name, bytes, modification time in ns) of each file.
+
+    Raises OSError, and RefusedError for anything but a plain file below the roots.
+    """
     stamp = []
     for name in names:
         path = (folder / name).resolve()

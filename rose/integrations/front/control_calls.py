@@ -23,7 +23,7 @@ BY_PLUGIN: Final = (
 UPDATES: Final = frozenset(
     {"/update_weights", "/update_weights_from_disk", "/areal_update_weights"}
 )
-"""Calls that name a checkpoint folder: prime-rl's, SGLang's and AReaL's on vLLM."""
+"""Paths of calls that publish a checkpoint folder: prime-rl's, SGLang's and AReaL's on vLLM."""
 
 DONE: Final[dict[str, dict[str, object]]] = {
     "/pause": {"status": "paused"},
@@ -40,7 +40,9 @@ DONE: Final[dict[str, dict[str, object]]] = {
     "/areal_pause_generation": {"success": True, "message": "paused"},
     "/areal_continue_generation": {"success": True, "message": "continued"},
 }
-"""Calls that change nothing here, by path."""
+"""Answers by path to calls that an engine must obey and that change no weights and no turns
+here.
+"""
 
 PAUSES: Final = frozenset({"/pause", "/pause_generation", "/areal_pause_generation"})
 RESUMES: Final = frozenset({"/resume", "/continue_generation", "/areal_continue_generation"})
@@ -68,13 +70,15 @@ REFUSED: Final[dict[str, tuple[int, str]]] = {
     "/finish_weight_update": (400, BY_PLUGIN),
     "/collective_rpc": (400, BY_PLUGIN),
 }
-"""Unsupported calls by path: status, and the setting that replaces them."""
+"""HTTP status and error line by path, for unsupported calls; the line names the setting to use
+instead.
+"""
 
 FORMATS: Final = frozenset({None, "auto", "safetensors"})
 
 
 class UpdateBody(msgspec.Struct):
-    """Body of an update, in any of the three dialects; further fields of engines are ignored."""
+    """JSON body of an update call in any of the three dialects; other fields are ignored."""
 
     weight_dir: str | None = None
     model_path: str | None = None
@@ -83,12 +87,16 @@ class UpdateBody(msgspec.Struct):
 
     @property
     def folder(self) -> str | None:
-        """The folder that it names."""
+        """Checkpoint folder that the body names, under either of its two fields; None without
+        one.
+        """
         return self.weight_dir or self.model_path
 
 
 class PullBody(msgspec.Struct):
-    """Body of slime's and Miles' call to bring the engine's copy up to a version of a stream."""
+    """JSON body of slime's and Miles' call to bring the engine's copy of the weights up to a
+    version of a stream.
+    """
 
     local_checkpoint_dir: str
     source_dir: str
@@ -96,13 +104,16 @@ class PullBody(msgspec.Struct):
 
 
 class AbortBody(msgspec.Struct):
-    """Body of SGLang's abort: one request by its `rid`, or all."""
+    """JSON body of SGLang's abort call.
+
+    abort_all: abort all requests; else the one that its `rid` names.
+    """
 
     abort_all: bool = False
 
 
 class WorkerBody(msgspec.Struct):
-    """Body that registers an engine at a router."""
+    """JSON body of the call that registers an engine at a router."""
 
     url: str = ""
     worker_type: str = "regular"
@@ -115,7 +126,9 @@ decode_worker = msgspec.json.Decoder(WorkerBody)
 
 
 def server_info(model: str, label: str, tp_size: int, pp_size: int) -> dict[str, object]:
-    """Return SGLang's server info, as far as trainers read it: the fleet as one engine."""
+    """Return SGLang's server info with the fields that trainers read; the whole fleet is described
+    as one engine.
+    """
     return {
         "model_path": model,
         "tokenizer_path": model,
@@ -134,7 +147,10 @@ def server_info(model: str, label: str, tp_size: int, pp_size: int) -> dict[str,
 
 
 def aborted_turn(label: str) -> dict[str, Any]:
-    """Return SGLang's answer to a turn that was aborted before its first token."""
+    """Return SGLang's JSON answer to a turn that was aborted before its first token.
+
+    label: the trainer's name of the version.
+    """
     return {
         "text": "",
         "output_ids": [],

@@ -35,7 +35,7 @@ _OWN_HEADERS: Final = frozenset(
 
 
 class _Passing:
-    """One forwarded call."""
+    """State of one call that is being forwarded."""
 
     __slots__ = ("aborted", "begun", "path", "task")
 
@@ -47,7 +47,10 @@ class _Passing:
 
 
 class Forwarding:
-    """Forwarding of calls to one gateway, as calls of `job`; silent_s: bound on a silent answer."""
+    """Forwarder of HTTP calls to one gateway, in the name of `job`.
+
+    silent_s: seconds after which an answer that stalls is given up.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, gateway: str, job: str, silent_s: float
@@ -61,11 +64,13 @@ class Forwarding:
         self._passing: set[_Passing] = set()
 
     def running(self, path: str) -> int:
-        """Return the number of unanswered calls of this path."""
+        """Return the number of calls of this path that have not ended."""
         return sum(each.path == path for each in self._passing)
 
     def abort(self, path: str) -> int:
-        """End all calls of this path, at the gateway too; return their number."""
+        """Cancel all calls of this path, which ends their turns at the gateway too; return their
+        number.
+        """
         ended = [each for each in self._passing if each.path == path and not each.aborted]
         for each in ended:
             each.aborted = True
@@ -74,7 +79,10 @@ class Forwarding:
         return len(ended)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Ask the gateway a question of the front's own. Raises UnavailableError."""
+        """Send the front's own GET to the gateway; return status and body (at most 1 MiB).
+
+        Raises UnavailableError.
+        """
         try:
             async with self._session.get(
                 f"{self._base}{path}",
@@ -88,7 +96,11 @@ class Forwarding:
     async def post(
         self, http: web.Request, path: str, body: bytes, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Ask on a caller's behalf, with its credentials. Raises UnavailableError."""
+        """Send a POST to the gateway with the caller's Authorization header; return status and body
+        (at most 1 MiB).
+
+        Raises UnavailableError.
+        """
         proof = {k: v for k, v in http.headers.items() if k.lower() == "authorization"}
         try:
             async with self._session.post(
@@ -103,9 +115,11 @@ class Forwarding:
             raise UnavailableError(self._silent(error)) from error
 
     async def forward(self, http: web.Request) -> web.StreamResponse | None:
-        """Answer as the gateway does; None for a call that was aborted before its answer began.
+        """Forward a call to the gateway and stream its answer back; return None if `abort` ended
+        the call before its answer began.
 
-        Raises UnavailableError if the gateway does not answer, ConnectionError if it breaks off.
+        Raises UnavailableError if the gateway does not answer, ConnectionError if the answer breaks
+        off.
         """
         # Only the path of an absolute address counts: the gateway is the configured one.
         path = http.rel_url.raw_path_qs

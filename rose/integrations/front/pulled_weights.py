@@ -53,7 +53,9 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """The index of a folder of changes."""
+    """Index of a folder of changes: the version, the version that it builds on, and how to apply
+    and check the changes.
+    """
 
     version: int
     builds_on: int
@@ -62,19 +64,22 @@ class _Changes:
 
 
 class PulledWeights:
-    """The weights of one stream of versions; one thread uses it."""
+    """The front's copy of the weights of one stream of versions; only one thread may use it."""
 
     def __init__(self, roots: WeightRoots, base: Path) -> None:
         self._roots = roots
         self._base = base
         self._tensors: dict[str, TensorBits] = {}
         self.version: int | None = None
-        """Version that was pulled last, 0 for the base; None before the first."""
+        """Version that was pulled last, 0 for the base; None before a pull or after a failure."""
 
     def pull(self, source: Path, version: int) -> None:
-        """Bring the copy up to a version. Raises RefusedError, NotWholeError.
+        """Apply the stream's versions from `source` to the copy, up to `version`. Raises
+        RefusedError, NotWholeError.
 
-        A stream that begins anew starts at 0, or at a version older than the copy's.
+        Version 0, or one older than the copy's, begins a new stream: the copy is built again from
+        the base. After NotWholeError the same pull may be repeated; after other errors the copy is
+        built anew.
         """
         if version == 0 or self.version is None or version < self.version:
             self._begin()
@@ -97,7 +102,7 @@ class PulledWeights:
             raise RefusedError(f"{source} holds no changes that can be read: {error!r}") from error
 
     def named(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Return all tensors of the copy."""
+        """Yield each tensor of the copy with its name."""
         for name, tensor in self._tensors.items():
             yield name, tensor_of(tensor)
 
@@ -142,7 +147,10 @@ class PulledWeights:
 
 
 def _said(folder: Path) -> dict[str, Any] | None:
-    """Return the index of a folder of changes; None for a whole one. Raises NotWholeError."""
+    """Return the JSON index of a folder of changes; None if the folder holds a whole checkpoint.
+
+    Raises NotWholeError.
+    """
     if not folder.is_dir():
         raise NotWholeError(f"{folder}: no such folder")
     if not (folder / INDEX).exists():
@@ -179,7 +187,11 @@ def _entries(folder: Path, shard: Shard) -> Iterator[tuple[CheckpointEntry, byte
 
 
 def _decompressed(data: bytes, most: int) -> bytes:
-    """Return the content, within a bound: a frame's claimed size is allocated at once."""
+    """Return the decompressed content.
+
+    Raises RefusedError if the frame does not say that it is at most `most` bytes: that size is
+    allocated at once.
+    """
     if not 0 <= zstandard.frame_content_size(data) <= most:
         raise RefusedError(f"changes of {most} bytes at most are longer, or do not say how long")
     return zstandard.ZstdDecompressor().decompress(data)
@@ -190,7 +202,10 @@ def _xor(content: Bytes, data: bytes) -> None:
 
 
 def _overwrite(content: Bytes, data: bytes) -> None:
-    """Parse a count, positions of four bytes each, then a byte for each."""
+    """Write changed bytes into a tensor's content.
+
+    data: a count, that many positions of four bytes, then a byte for each.
+    """
     raw = _decompressed(data, _COUNT_BYTES + 5 * content.size)
     (count,) = struct.unpack_from("<I", raw)
     positions = np.frombuffer(raw, "<u4", count, _COUNT_BYTES)

@@ -35,7 +35,9 @@ WORKER = "rose"
 
 
 class FrontServer:
-    """Routes of one front."""
+    """HTTP routes of `rose front`: control calls of a trainer are answered here, others forwarded
+    to the gateway.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,10 @@ class FrontServer:
         http: web.BaseRequest,
         routed: Route,
     ) -> web.StreamResponse:
-        """Return the route's answer, every failure in the one shape."""
+        """Return a route's answer; failures become JSON errors in one form.
+
+        Callers are authenticated first.
+        """
         return await answered(http, routed, self._admit, _refusal, _fault)
 
     def _admit(self, http: web.BaseRequest) -> None:
@@ -145,7 +150,7 @@ class FrontServer:
         return json_answer({"success": True, "message": "Success."})
 
     def _complain(self, line: str) -> None:
-        """Print a line for the operator, within a bound."""
+        """Print a line for the operator, at most 60 lines a minute."""
         minute = int(asyncio.get_running_loop().time() // 60)
         self._minute, self._said = minute, self._said + 1 if minute == self._minute else 1
         if self._said <= MOST_A_MINUTE:
@@ -165,7 +170,9 @@ class FrontServer:
         return _refusal(error)
 
     async def _abort(self, http: web.Request) -> web.StreamResponse:
-        """Abort all turns here, since only this front knows which came through it."""
+        """Abort every turn that came through this front, or pass the abort of one request to the
+        gateway.
+        """
         raw = await self._bodies.read(http)
         if read_json(calls.decode_abort, raw or b"{}").abort_all:
             return json_answer({"aborted": self._forwarding.abort(GENERATE)})
@@ -175,7 +182,10 @@ class FrontServer:
     # ---- questions ----
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Answer healthy once a turn would be placed: trainers begin then."""
+        """Answer 200 if the gateway has at least one replica: trainers begin then.
+
+        Raises UnavailableError.
+        """
         status, raw = await self._forwarding.get("/health", HEALTH_S)
         replicas = 0
         with suppress(msgspec.DecodeError):
@@ -258,7 +268,10 @@ class FrontServer:
 
 
 def tell(what: str, **fields: object) -> None:
-    """Print one line for the operator."""
+    """Print one line and its fields to standard output, for the operator.
+
+    A write that fails is ignored.
+    """
     more = "".join(f" {name}={value}" for name, value in fields.items())
     # Standard error may have no reader, or a full disk: no call depends on it.
     with suppress(OSError):
@@ -273,7 +286,9 @@ def _fault(http: web.BaseRequest, error: Exception) -> TurnError:
 
 
 def _refusal(error: TurnError) -> web.Response:
-    """Return one line, in the field that each of the engines' clients reads."""
+    """Return an HTTP error with the error's one line, in the fields that vLLM's and SGLang's
+    clients read.
+    """
     said = clean(str(error))
     fault = {"message": said, "type": error.kind, "param": None, "code": error.status}
     response = json_answer({"success": False, "message": said, "error": fault}, error.status)

@@ -59,14 +59,14 @@ class FrontSettings:
 
 
 def checked_marker(marker: str | None) -> str | None:
-    """Return the name of a file. Raises ConfigError for a path."""
+    """Return `marker` if it is a file's name or None. Raises ConfigError for a path."""
     if marker is not None and (not marker or "/" in marker or "\0" in marker):
         raise ConfigError(f"--marker {marker!r:.80}: give the name of a file, as STABLE")
     return marker
 
 
 def front_parser(prog: str = "rose front") -> Parser:
-    """Return the parser of `rose front`."""
+    """Return the command-line parser of `rose front`."""
     parser = Parser(prog, description="Answer the control calls of vLLM and SGLang for a trainer.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -99,7 +99,10 @@ def front_parser(prog: str = "rose front") -> Parser:
 
 
 def parse_front(argv: Sequence[str]) -> FrontSettings:
-    """Parse a command line. Raises ConfigError with what to correct."""
+    """Return settings from the words of a `rose front` command line.
+
+    Raises ConfigError with what to correct.
+    """
     options = vars(front_parser().parse_args(argv))
     trainer = taken_trainer(options)
     roots = tuple(options.pop("weights_roots"))
@@ -124,7 +127,7 @@ _FIELDS = {"signing_key": "key", "publish_host": "host", "publish_port": "port"}
 
 
 def add_trainer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a trainer's connection to ROSE; read them with `taken_trainer`."""
+    """Add the options of a trainer's connection to ROSE to a parser; `taken_trainer` reads them."""
     group = parser.add_argument_group("job", f"each may be {PREFIX}* in the environment instead")
     for name, (option, kind, shown, what) in _TRAINER.items():
         group.add_argument(option, dest=name, type=kind, metavar=shown, help=what)
@@ -135,7 +138,11 @@ def add_trainer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_trainer(options: dict[str, Any]) -> TrainerSettings:
-    """Remove the settings from parsed options; return them. Raises ConfigError."""
+    """Remove the options of `add_trainer_options` from parsed options; return them as settings,
+    with `ROSE_*` variables for those not given.
+
+    Raises ConfigError.
+    """
     given = {_FIELDS.get(name, name): options.pop(name) for name in _TRAINER}
     given["take_over"] = options.pop("take_over")
     given["ca"], given["certificate"] = options.pop("ca"), options.pop("certificate")

@@ -37,18 +37,24 @@ class VersionPublisher(Protocol):
 
     @property
     def version(self) -> int:
-        """Version that was published last, 0 before the first."""
+        """Number of the newest published version, 0 before the first."""
 
     def publish(self, named: Named, *, wait: bool = True) -> int:
-        """Publish, and return the version once it is served."""
+        """Publish named tensors as a version and return its number; with `wait` only when replicas
+        serve it.
+        """
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
-        """Return once it is served."""
+        """Block until this many replicas serve the version or a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The last published version. label: the trainer's own name of it."""
+    """Newest announced version.
+
+    label: the trainer's own name of it. saved: checkpoint or pull that it was made of, None at the
+    start.
+    """
 
     version: int
     label: str
@@ -57,9 +63,10 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Pulled weights; `name` is the folder into which an engine would have pulled them.
+    """Identity of pulled weights.
 
-    number: of the pull, since a stream that begins anew has the same versions again.
+    name: the folder into which an engine would have pulled them. number: count of pulls, since a
+    new stream repeats version numbers.
     """
 
     name: str
@@ -67,10 +74,11 @@ class Pulled:
 
 
 class CheckpointUpdates:
-    """Publisher of checkpoint folders, in the order of their requests.
+    """Publisher of checkpoint folders, one at a time, in the order of their requests.
 
-    base: checkpoint on which streams of changes build. whole_s: wait for a folder that is still
-    being written. marker: file that says it is whole, if the trainer makes one.
+    base: checkpoint on which streams of changes build. whole_s: seconds to wait for a folder that
+    is still being written. marker: name of the file that says it is whole, if the trainer makes
+    one.
     """
 
     def __init__(
@@ -98,10 +106,12 @@ class CheckpointUpdates:
         self.in_force = InForce(version, str(version) if version else START_LABEL)
 
     async def update(self, path: str, label: str | None = None) -> InForce:
-        """Publish a folder, or the weights pulled into it; return once they are served.
+        """Publish a checkpoint folder, or the weights that `pull` built under this name; return
+        when replicas serve the version.
 
-        A caller that hangs up does not stop the update: half an update would leave an unknown
-        state. Raises RoseError with one line.
+        The version in force is not published again for the same files. An update continues if its
+        caller hangs up: half an update would leave an unknown state. Raises RoseError with one
+        line, and UnavailableError if eight updates wait already.
         """
         if path == self._pulled_into:
             return await self._shielded(self._in_turn_pulled(label))
@@ -109,7 +119,11 @@ class CheckpointUpdates:
         return await self._shielded(self._in_turn(folder, label))
 
     async def pull(self, name: str, source: str, version: int) -> None:
-        """Build a version of a stream of changes; `update` with this name publishes it."""
+        """Build `version` of a stream of changes from the folder `source`; `update(name)` publishes
+        it.
+
+        Raises RoseError.
+        """
         folder = self._roots.folder(source)
         await self._shielded(self._in_turn_pull(name, folder, version))
 
@@ -123,7 +137,7 @@ class CheckpointUpdates:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Wait for the running publication, which has bounds of its own."""
+        """Wait until all requested updates have ended; each has time limits of its own."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: "asyncio.Task[Any]") -> None:

@@ -34,7 +34,10 @@ _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """The last published checkpoint, as saved for the next start. changed_ns: its newest file's."""
+    """Record of the last published checkpoint, saved for the next start.
+
+    changed_ns: modification time of its newest file.
+    """
 
     folder: str
     name: str
@@ -45,7 +48,10 @@ class Noted(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole checkpoint of the watched folder; `name` is its step's folder."""
+    """Whole checkpoint in the watched folder.
+
+    name: its step's folder. number: the number at the end of that name.
+    """
 
     name: str
     number: int
@@ -53,19 +59,19 @@ class Saved:
 
     @property
     def age_key(self) -> tuple[int, int]:
-        """Sort key, oldest first."""
+        """Sort key, oldest first: modification time of the newest file, then the step's number."""
         return self.checkpoint.changed_ns, self.number
 
 
 def newest(saved: Sequence[Saved], last: Noted | None) -> Saved | None:
-    """Return the newest checkpoint that is newer than the last, or None."""
+    """Return the newest of these checkpoints if it is newer than `last`, else None."""
     new = [s for s in saved if last is None or s.age_key > (last.changed_ns, last.number)]
     return max(new, key=lambda each: each.age_key, default=None)
 
 
 @dataclass(slots=True)
 class _Lacking:
-    """Reason why a step's folder is not a whole checkpoint, since `since_s`."""
+    """Reason why a step's folder is not a whole checkpoint, and the clock's seconds since when."""
 
     why: str
     since_s: float
@@ -73,11 +79,12 @@ class _Lacking:
 
 
 class CheckpointWatcher:
-    """Watcher of one folder, which publishes new checkpoints; one thread uses it.
+    """Watcher of one folder, which publishes the newest checkpoint saved there; only one thread may
+    use it.
 
-    inside: folder of the weights in a step's folder. marker: file that says a step is whole;
-    without one its files are left alone for `settled_s` first. state: file that notes the last
-    publication.
+    inside: subfolder of a step's folder that holds the weights. marker: name of the file that says
+    a step is whole; without one a step's files must be unchanged for `settled_s` seconds. state:
+    file that records the last publication.
     """
 
     def __init__(
@@ -92,7 +99,10 @@ class CheckpointWatcher:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for a folder that cannot be watched."""
+        """Read the record of the last publication.
+
+        Raises ConfigError for a folder that cannot be watched or a record that cannot be read.
+        """
         if not folder.is_dir():
             raise ConfigError(f"--watch {folder}: no such folder; make it, or start the trainer")
         if PurePosixPath(inside).is_absolute() or ".." in PurePosixPath(inside).parts:
@@ -112,10 +122,11 @@ class CheckpointWatcher:
         self.last = self._load()
 
     def step(self) -> Noted | None:
-        """Look once, and publish the newest new checkpoint; return None if there is none.
+        """Look at the folder once; publish the newest checkpoint and return its record when it is
+        served, or return None if nothing is new.
 
-        Raises RefusedError for one that cannot be published, which is not tried again before its
-        files change, and UnavailableError if ROSE does not answer: then try again.
+        Raises RefusedError for a checkpoint that cannot be published, which is not tried again
+        until its files change, and UnavailableError if ROSE does not answer: then call again.
         """
         saved = newest(self._settled(), self.last)
         if saved is None:
@@ -136,12 +147,16 @@ class CheckpointWatcher:
 
     @property
     def waits(self) -> bool:
-        """True if a checkpoint is there that has not settled yet."""
+        """True if the last look saw a whole checkpoint whose files have been unchanged for less
+        than `settled_s` seconds.
+        """
         return any(self._clock() - since_s < self._settled_s for _, since_s in self._seen.values())
 
     @property
     def lacks(self) -> str:
-        """Reason why the newest step without a whole checkpoint is left out, or ""."""
+        """Reason why the highest-numbered step without a whole checkpoint is left out; "" if there
+        is none.
+        """
         names = dict(self._steps())
         left_out = [
             (names[name], each.why) for name, each in self._lacking.items() if name in names
@@ -149,7 +164,9 @@ class CheckpointWatcher:
         return max(left_out, default=(0, ""))[1]
 
     def _note_lacking(self, lacking: dict[str, str], now_s: float) -> None:
-        """Log once what a step lacks, when it has lacked it for LACKING_S."""
+        """Report once, through `say`, each step's folder that has lacked the same thing for
+        LACKING_S seconds.
+        """
         before, self._lacking = self._lacking, {}
         for name, why in lacking.items():
             known = before.get(name)
@@ -161,7 +178,9 @@ class CheckpointWatcher:
                 self._say(f"{name} is left out: {why}")
 
     def _settled(self) -> list[Saved]:
-        """Return whole checkpoints that are settled and were not refused in this state."""
+        """Return the whole checkpoints that may be new, have settled (or are marked), and were not
+        refused with these same files.
+        """
         now_s = self._clock()
         found = []
         seen: dict[str, tuple[Stamp, float]] = {}
@@ -188,7 +207,10 @@ class CheckpointWatcher:
         return found
 
     def _may_be_new(self, name: str, number: int) -> bool:
-        """Return True if a file of it is newer than the last: most steps are old, so unread."""
+        """Return True if a weight file of this step is newer than the last publication.
+
+        It spares reading old steps.
+        """
         last = self.last
         if last is None:
             return True
@@ -207,7 +229,7 @@ class CheckpointWatcher:
         return look(weights, self._roots, None if marked else self._marker)
 
     def _steps(self) -> list[tuple[str, int]]:
-        """Yield the folders of steps: name and number."""
+        """Return the name and number of each folder whose name ends with a number."""
         steps = []
         with os.scandir(self._folder) as entries:
             for entry in entries:

@@ -24,12 +24,19 @@ _YES = ("1", "true", "yes")
 
 
 def settings_of(rollout: "RolloutConfig") -> TrainerSettings:
-    """Return settings from `engine_kwargs.rose` of a rollout, else from the environment."""
+    """Return the trainer's settings: `engine_kwargs.rose` of verl's rollout configuration over
+    `ROSE_*` variables.
+
+    Raises `ConfigError`.
+    """
     return overlaid((getattr(rollout, "engine_kwargs", None) or {}).get("rose") or {})
 
 
 def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
-    """Return settings from the environment, overridden by the arguments. Raises `ConfigError`."""
+    """Return settings from `ROSE_*` variables, with the values that are given in their place.
+
+    Raises `ConfigError`.
+    """
     known = [field.name for field in fields(TrainerSettings)]
     for name in given:
         if name not in known:
@@ -39,17 +46,21 @@ def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
 
 
 def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if verl's abort ends turns; else they continue under the new version."""
+    """Return True if ROSE_VERL_ABORT says that verl's abort ends turns; else they continue under
+    the new version.
+    """
     return environ.get(ENDS_TURNS, "").lower() in _YES
 
 
 def lengths_of(rollout: "RolloutConfig") -> Lengths:
-    """Return the limits of a turn."""
+    """Return a turn's limits in tokens: prompt, response and both together."""
     return Lengths(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
 
 
 def refuse_unfit(rollout: "RolloutConfig", model: "HFModelConfig") -> None:
-    """Raise `RefusedError` for what ROSE's replicas cannot do, before anything is started."""
+    """Raise `RefusedError` for settings of verl that ROSE's replicas cannot serve: adapters,
+    quantization, replay of experts, and others.
+    """
     lora = getattr(model, "lora", None) or {}
     rank = getattr(model, "lora_rank", 0) or lora.get("rank", 0)
     merges = lora.get("merge", False)

@@ -23,7 +23,9 @@ SERVER = "rose_server"
 
 
 class RoseServer:
-    """A server as verl's agent loops and its trainer call it."""
+    """Ray actor that verl's agent loops and trainer call as a rollout server; it forwards turns to
+    ROSE's gateway.
+    """
 
     def __init__(
         self, settings: TrainerSettings, lengths: Lengths, lag: int, ends_turns: bool
@@ -31,19 +33,24 @@ class RoseServer:
         self._turns = RolloutTurns(settings, lengths, lag, ends_turns=ends_turns)
 
     async def generate(self, **asked: object) -> TokenOutput:
-        """Generate one turn; see `RolloutTurns.generate`."""
+        """Return verl's TokenOutput of one turn; see `RolloutTurns.generate`."""
         return TokenOutput(**await self._turns.generate(**asked))  # type: ignore[arg-type]
 
     async def published(self, version: int, step: int) -> None:
-        """See `RolloutTurns.published`."""
+        """Record that the weights of verl's global step `step` are ROSE's version `version`; see
+        `RolloutTurns.published`.
+        """
         self._turns.published(version, step)
 
     async def abort_all_requests(self, reject_request: bool = False, **_: object) -> dict[str, int]:
-        """Abort before an update of weights; see `RolloutTurns.abort`."""
+        """Abort turns before an update of weights; return their number as `aborted_count`.
+
+        See `RolloutTurns.abort`.
+        """
         return {"aborted_count": self._turns.abort(rejects=reject_request)}
 
     async def resume_generation(self, **_: object) -> None:
-        """Resume after the update."""
+        """Let turns begin again after an update of weights."""
         self._turns.resume()
 
     async def _nothing(self, *_: object, **__: object) -> None:
@@ -64,17 +71,22 @@ class NoWorker:
 
 
 class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not read
-    """A replica of verl's that takes no GPU."""
+    """Rollout replica of verl that takes no GPU: its server is a Ray actor without resources."""
 
     async def init_standalone(self) -> None:
-        """Take no resources: ROSE's replicas are not among Ray's."""
+        """Start the server in verl's standalone mode, with one placeholder worker and no GPUs of
+        Ray.
+        """
         self.rollout_mode = RolloutMode.STANDALONE
         # verl makes a group of all replicas' workers, which must not be empty.
         self.workers = [ray.remote(NoWorker).options(num_cpus=0).remote()]
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Start the actor. Raises `ConfigError`, `RefusedError`."""
+        """Start the RoseServer actor and set verl's handle and address of it.
+
+        Raises `ConfigError`, `RefusedError`.
+        """
         refuse_unfit(self.config, self.model_config)
         if self.is_reward_model or self.is_teacher_model:
             raise RefusedError(

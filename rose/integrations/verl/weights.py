@@ -37,9 +37,11 @@ _publishers: dict[str, PolicyPublisher] = {}
 async def publish(
     settings: TrainerSettings, weights: Weights, step: int | None, *, wait: bool
 ) -> dict[str, float]:
-    """Publish this rank's generated weights, together with all ranks; return figures.
+    """Publish a version from the tensors that this rank yields, together with all ranks.
 
-    Not in a thread: gathering uses the device that this one has chosen.
+    Returns figures for verl's metrics (version, bytes, density, seconds) on the first rank, {} on
+    others. The first rank also sends each server the version of the global step `step`. It blocks
+    its thread: gathering uses the device that this thread has chosen.
     """
     if settings.job not in _publishers:
         _publishers[settings.job] = PolicyPublisher(settings)
@@ -62,7 +64,7 @@ async def publish(
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not read
-    """The rollout side of an actor rank; it publishes, and has no engine."""
+    """verl's rollout of an actor rank; it publishes weights and has no engine."""
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         self._settings = settings_of(config)
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: no engine sleeps here."""
+        """Do nothing: this process has no engine that sleeps."""
 
     async def release(self) -> None:
-        """Do nothing: nothing is held here."""
+        """Do nothing: this process holds no engine's memory."""
 
     async def update_weights(
         self,
@@ -91,7 +93,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         peft_config: object = None,
         **_: object,
     ) -> None:
-        """Publish, and return once it is served. Raises `RoseError`."""
+        """Publish the weights as a version; return when replicas serve it.
+
+        Raises `RoseError`, and RefusedError for adapters.
+        """
         if wire_format != "named_tensors" or peft_config is not None:
             what = f"wire format {wire_format}" if peft_config is None else "LoRA adapters"
             raise RefusedError(f"{what} cannot be published; send whole tensors")
@@ -99,14 +104,19 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
 
 
 class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's types are not read
-    """Sender of weights as a version; there is no receiver here: nodes fetch it."""
+    """verl's checkpoint engine that publishes weights as a version.
+
+    It has no receiver: nodes fetch the version.
+    """
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **given: object) -> None:
-        """given: settings, from `checkpoint_engine.engine_kwargs.rose`."""
+        """Keep the settings that verl passes from `checkpoint_engine.engine_kwargs.rose`; the sizes
+        and roles of verl are not used.
+        """
         self._given: Mapping[str, object] = given
 
     def prepare(self) -> dict[str, Any]:
-        """Do nothing: ranks need not meet."""
+        """Return {}: ranks need no metadata of each other."""
         return {}
 
     @classmethod
@@ -117,21 +127,25 @@ class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's ty
         return {}, {}
 
     def init_process_group(self, **_: object) -> None:
-        """Do nothing: no group is needed."""
+        """Do nothing: publishing needs no group of senders and receivers."""
 
     def finalize(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: no connection or buffer is held."""
 
     async def send_weights(
         self, weights: Weights, global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish; rollouts continue meanwhile, and take the version when they have it."""
+        """Publish the weights as a version, without a wait until it is served; return figures as
+        `publish`.
+
+        Rollouts continue meanwhile, and each replica takes the version when it has fetched it.
+        """
         return await publish(overlaid(self._given), weights, global_steps, wait=False)
 
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Any]]:
-        """Yield nothing."""
+        """Yield nothing: verl's rollout workers receive no weights."""
         nothing: tuple[tuple[str, torch.Tensor], ...] = ()
         for pair in nothing:
             yield pair
